@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an instal
 from benchmarks import gpu_products, gpu_report
 from benchmarks.gpu_models import MODELS, write_model
 from quire.configs.config import Config
-from quire.worker.models import read_model_spec
+from quire.worker.models.registry import read_model_spec
 
 BATCHES, CONTEXT, PREFILLS = (1, 8, 64, 256), 1024, (1024, 8192, 32768)
 # that of nano-vllm and mini-sglang: input and output lengths uniform, seed 0
@@ -512,7 +512,7 @@ class Measurement:
         import torch
         from safetensors.torch import save_file
 
-        from quire.worker.models import build_model
+        from quire.worker.models.registry import build_model
 
         shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in build_model(self.spec, torch.bfloat16, torch.device("meta")).named_parameters():

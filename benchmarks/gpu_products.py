@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from quire.configs.gguf import BLOCKS
+from quire.checkpoints.gguf.header import BLOCKS
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Linear, Shard
 from quire.worker.layers.moe import ListedExperts
 from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
 from quire.worker.layers.quantization.int_groups import Groups, give_groups
 from quire.worker.layers.quantization.packing import E2M1_TABLE
-from quire.worker.models.moe_spec import MoESpec, RoutingSpec
+from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
 
 ROWS = (1, 8, 64, 1024)
 # of gpt-oss-20b and Qwen3-30B-A3B: experts, experts per token, hidden size, intermediate size, activation, biases

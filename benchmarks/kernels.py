@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from quire.configs.gguf import BLOCKS
+from quire.checkpoints.gguf.header import BLOCKS
 from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cpu import ops as cpu_ops

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from quire.worker.cpu import native
-from quire.worker.loader import load_weights
-from quire.worker.models import build_model, read_model_spec
+from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.weights.loader import load_weights
 
 GB = 1 << 30
 

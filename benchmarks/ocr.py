@@ -26,9 +26,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from quire.worker.layers.linear import Linear
-from quire.worker.loader import DummyWeights, Placement
 from quire.worker.models.vision.deepseek_ocr import DeepseekOCRTower
 from quire.worker.platforms.platform import get_platform
+from quire.worker.weights.loader import DummyWeights, Placement
 
 ROOT = Path(__file__).parent.parent
 _TEXT = {

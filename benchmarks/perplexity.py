@@ -18,15 +18,15 @@ import gguf
 import torch
 from tokenizers import Tokenizer
 
-from quire.configs.gguf import read_gguf
+from quire.checkpoints.gguf.folder import write_folder
+from quire.checkpoints.gguf.header import read_gguf
 from quire.configs.sources import embedded_model
-from quire.server.startup.gguf import write_folder
 from quire.worker.cpu.native import KERNELS
-from quire.worker.loader import load_weights
-from quire.worker.models import build_model, num_parameters, read_model_spec
+from quire.worker.models.registry import build_model, num_parameters, read_model_spec
 from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.quantize.run import Settings, quantize_checkpoint
 from quire.worker.quantize.stages import Texts, cut
+from quire.worker.weights.loader import load_weights
 from tests.gguf_files import write_gguf
 from tools.quire_tiny.data import conversation, encode
 

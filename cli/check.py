@@ -11,11 +11,11 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING
 
+from quire.checkpoints import hub
+from quire.checkpoints.files import check_model_folder
+from quire.checkpoints.weight_summary import weight_summary
 from quire.configs.config import Config
-from quire.configs.files import check_model_folder
-from quire.server.startup import hub
 from quire.server.startup.plan_table import plan_table
-from quire.server.startup.weight_summary import weight_summary
 
 if TYPE_CHECKING:
     from quire.server.media.service import Images
@@ -50,7 +50,7 @@ def plan(config: Config, target: str) -> str:
     config = dataclasses.replace(config, model=dataclasses.replace(options, model=folder))
     check_model_folder(folder)
     # imported by name: torch loads only when this command runs
-    importlib.import_module("quire.worker.loader").check_model(config, files=has_weights)
+    importlib.import_module("quire.worker.weights.loader").check_model(config, files=has_weights)
     ready = importlib.import_module("quire.worker.memory").preview(config)
     tokenizer_folder = (
         folder
@@ -87,7 +87,7 @@ def _about(images: Images, folder: str) -> list[str]:
 
 
 def _checkpoint(config: Config, folder: str) -> str:
-    models = importlib.import_module("quire.worker.models")
+    models = importlib.import_module("quire.worker.models.registry")
     spec = models.read_model_spec(folder, config.model.model_impl, images=not config.model.language_model_only)
     raw = models.with_quantization(models.read_config(folder), folder)
     return weight_summary(folder, raw, models.num_parameters(spec))

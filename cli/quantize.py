@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from quire.checkpoints import hub
+from quire.checkpoints.files import check_model_folder
 from quire.cli.main import Parser
-from quire.configs.files import check_model_folder
-from quire.server.startup import hub
 
 
 def main(arguments: list[str]) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("cli", "configs", "engine", "server", "worker")  # each is the package quire.<folder>
+FOLDERS = ("checkpoints", "cli", "configs", "engine", "server", "worker")  # each is the package quire.<folder>
 PACKAGES = tuple(f"quire.{folder}" for folder in FOLDERS)
 MAX_LINE = 120
 # Process-wide by nature: the ambient process groups, and a library that cannot be unloaded.
@@ -98,8 +98,12 @@ def test_configs_is_a_leaf():
     assert not outside("quire.configs")
 
 
-def test_the_worker_knows_configs_only():
-    assert not outside("quire.worker", "quire.configs")
+def test_checkpoints_is_a_leaf():
+    assert not outside("quire.checkpoints")
+
+
+def test_the_worker_knows_the_leaves_only():
+    assert not outside("quire.worker", "quire.configs", "quire.checkpoints")
 
 
 def test_the_engine_knows_the_workers_messages_only():
@@ -113,13 +117,13 @@ def test_the_server_knows_the_engines_messages_only():
     assert not [
         str(found)
         for found in select("quire.server")
-        if not within(found.target, "quire.server", "quire.configs", "quire.engine.messages")
+        if not within(found.target, "quire.server", "quire.configs", "quire.checkpoints", "quire.engine.messages")
         and found.target != "quire"
     ]
 
 
 def test_nothing_imports_the_command_line():
-    below = ("quire.configs", "quire.engine", "quire.server", "quire.worker")
+    below = ("quire.checkpoints", "quire.configs", "quire.engine", "quire.server", "quire.worker")
     assert not [str(found) for found in select(*below, of=("quire.cli",))]
 
 
@@ -158,7 +162,7 @@ def test_parsers_know_only_text():
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "numpy"])
 def test_the_server_and_the_contracts_load_no_tensors(name):
-    torch_free = "quire.configs", "quire.server", "quire.engine.messages", "quire.worker.messages"
+    torch_free = "quire.checkpoints", "quire.configs", "quire.server", "quire.engine.messages", "quire.worker.messages"
     found = [found for found in select(*torch_free, of=(name,)) if not _fallback(found) and not _media(found)]
     assert not [str(one) for one in found]
 
@@ -207,7 +211,7 @@ def test_worker_layers():
     """model_runner -> models, attention, sampling, batch; models -> layers; no upward imports."""
     runner = ("quire.worker.model_runner", "quire.worker.worker")
     assert not [str(found) for found in select("quire.worker", of=runner) if not within(found.module, *runner)]
-    models = ("quire.worker.models.decoder",)
+    models = ("quire.worker.transformer.decoder",)
     assert not [str(found) for found in select("quire.worker.layers", "quire.worker.attention", of=models)]
     backends = [
         str(found)
@@ -299,14 +303,14 @@ def test_the_distribution_has_one_top_level_package():
 
 @pytest.mark.parametrize("document", ["README.md", "docs/architecture.md", "docs/deployment.md"])
 def test_documents_name_files_that_exist(document):
-    folders = "quire|cli|configs|server|engine|worker|tests|tools|benchmarks"
+    folders = "quire|checkpoints|cli|configs|server|engine|worker|tests|tools|benchmarks"
     named = re.findall(rf"`((?:{folders})/[\w/.]*)`", (ROOT / document).read_text(encoding="utf-8"))
     assert not [path for path in named if not (ROOT / path).exists()]
 
 
 def test_the_architecture_document_names_every_module():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    folders = re.findall(r"`((?:cli|engine|server|worker)/[\w/]+/)`", text)
+    folders = re.findall(r"`((?:checkpoints|cli|engine|server|worker)/[\w/]+/)`", text)
     missing = [path.relative_to(ROOT).as_posix() for path in MODULES.values() if path.name != "__init__.py"]
     assert not [
         path

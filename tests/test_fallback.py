@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.engine.messages import SamplingParams
-from quire.worker.models import DECODERS, model_class
+from quire.worker.models.registry import DECODERS, model_class
 from tests import families
 from tests.checkpoints import (
     CHECKPOINTS,
@@ -134,11 +134,11 @@ def test_linear_layers_are_quires_own(quantization, most, tmp_path, monkeypatch)
     """The platform's kernels multiply all matrices, and quantize them at load; no weight stays in the mapped file."""
     from quire.worker.cpu import build as native_build
     from quire.worker.cpu import native
-    from quire.worker.loader import load_weights
-    from quire.worker.models import build_model, read_model_spec
     from quire.worker.models.fallback import SwappedLinear
+    from quire.worker.models.registry import build_model, read_model_spec
     from quire.worker.platforms.cpu import CpuPlatform
     from quire.worker.platforms.huge_pages import mappings_of
+    from quire.worker.weights.loader import load_weights
     from tests.worker.dense_attention import PagedRunner
 
     if native_build.cpu_level() is None or native_build.compiler() is None:
@@ -213,7 +213,7 @@ REFUSED = {
 def test_families_that_cannot_run_are_refused_with_the_reason(model_type, tmp_path):
     import transformers
 
-    from quire.worker.models import read_model_spec
+    from quire.worker.models.registry import read_model_spec
 
     changes, reason = REFUSED[model_type]
     config = transformers.CONFIG_MAPPING[model_type](**_BASE | changes)
@@ -240,8 +240,8 @@ NOT_FORCED = {
 @pytest.mark.parametrize("name", [*families.FAMILIES, *CHECKPOINTS, *MOE_CHECKPOINTS])
 def test_the_families_with_files_of_their_own(name, tmp_path):
     """Several requests at once in chunks, or a refusal."""
-    from quire.worker.loader import load_weights
-    from quire.worker.models import build_model, read_model_spec
+    from quire.worker.models.registry import build_model, read_model_spec
+    from quire.worker.weights.loader import load_weights
     from tests.worker.dense_attention import PagedRunner
 
     (families.build_family if name in families.FAMILIES else build_checkpoint)(name, folder := str(tmp_path))
@@ -287,7 +287,7 @@ def test_every_family_is_compared_with_transformers_or_refused(model_type):
 
 
 def test_who_computes_a_model(tmp_path):
-    from quire.worker.models import read_model_spec
+    from quire.worker.models.registry import read_model_spec
 
     def implementation(model_type: str, architecture: str, requested: str = "auto") -> str:
         import transformers
@@ -308,7 +308,7 @@ def test_who_computes_a_model(tmp_path):
 
 
 def _build_on_two_ranks(folder) -> None:
-    from quire.worker.models import build_model, read_model_spec
+    from quire.worker.models.registry import build_model, read_model_spec
     from quire.worker.parallel import Group, use_groups
 
     group = Group()

@@ -14,8 +14,8 @@ from quire.worker import memory
 from quire.worker.cache.spec import plan_cache
 from quire.worker.cpu import build as native_build
 from quire.worker.messages import most_blocks
-from quire.worker.models import read_model_spec
-from quire.worker.models.config import cache_specs
+from quire.worker.models.registry import read_model_spec
+from quire.worker.transformer.config import cache_specs
 from tests.families import judge
 from tests.image_prompts import Prompt, Reference, Writer, build, picture
 from tests.in_process import InProcessEngine, Result

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from quire.worker.layers.quantization.int_at_load import BITS
-from quire.worker.models import DECODERS, ENCODERS, WRAPPERS, build_model, model_class, parse_model_spec
-from quire.worker.models.config import ModelSpec
 from quire.worker.models.describe import cache_kind, has_stages
+from quire.worker.models.registry import DECODERS, ENCODERS, WRAPPERS, build_model, model_class, parse_model_spec
+from quire.worker.transformer.config import ModelSpec
 from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS
 from tests.encoders import ENCODERS as TESTED_ENCODERS
 from tests.families import FAMILIES
@@ -19,7 +19,7 @@ from tests.test_fallback import FAMILIES as FALLBACK
 FILE = Path(__file__).parent.parent / "docs" / "models.md"
 _HEAD = """# Model families
 
-Written by `python -m tools.models_table` from the registry, `worker/models/__init__.py`. `quire check MODEL` prints the
+Written by `python -m tools.models_table` from the registry, `worker/models/registry.py`. `quire check MODEL` prints the
 family, the implementation, the caches and the memory of a model.
 
 | architecture | implementation | caches | MLP | quantization | TP / PP / EP | tested |

@@ -19,14 +19,15 @@ from quire.worker.cache.storage import KVStorage, resolve_storage
 from quire.worker.layers.linear import split_kv_heads
 from quire.worker.layers.mla import EXPANDED_BYTES
 from quire.worker.messages import CacheGroup, MediaInfo, MemoryPlan, WorkerReady, longest_request, most_blocks
-from quire.worker.models import describe, encoder_bytes_per_embed, read_model_spec, weight_bytes
-from quire.worker.models.config import LayerSpec, ModelSpec, cache_specs
-from quire.worker.models.decoder import stage_layers
-from quire.worker.models.moe_spec import MoESpec
+from quire.worker.models import describe
+from quire.worker.models.registry import encoder_bytes_per_embed, read_model_spec, weight_bytes
 from quire.worker.parallel import Group, split_size
 from quire.worker.platforms.base import Platform
 from quire.worker.platforms.ops import Ops
 from quire.worker.platforms.platform import get_platform
+from quire.worker.transformer.config import LayerSpec, ModelSpec, cache_specs
+from quire.worker.transformer.decoder import stage_layers
+from quire.worker.transformer.moe_spec import MoESpec
 
 Choice = tuple[str, str, str]  # setting, value, reason
 _LARGEST_IMAGE = 16384  # embeddings: Qwen2-VL's largest, 12.8 million pixels

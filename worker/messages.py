@@ -124,7 +124,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     """What a model returns for requests with `PoolingParams`."""
 
     tasks: list[str]  # of PoolingParams.task
-    method: str  # how the hidden states of the prompt become one vector, see `worker/models/pooling.py`
+    method: str  # how the hidden states of the prompt become one vector, see `worker/transformer/pooling.py`
     num_dimensions: int  # of an embedding
     normalize: bool = True  # whether an embedding is scaled to length 1 by default
     labels: list[str] = []  # of the classifier

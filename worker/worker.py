@@ -18,18 +18,18 @@ from quire.worker.cache.spec import CachePlan
 from quire.worker.check_ranks import CheckedSampler
 from quire.worker.cpu.fixed_order_linear import fix_order
 from quire.worker.layers.moe import pack_experts
-from quire.worker.loader import load_weights
 from quire.worker.messages import NewRequest, SamplingParams, StepInput, WorkerReady
 from quire.worker.model_runner import ModelRunner
-from quire.worker.models import build_model, read_model_spec
-from quire.worker.models.config import ModelSpec
-from quire.worker.models.decoder import CausalLM
-from quire.worker.models.pooling import Pooler, pooling_info, read_pooling
+from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.parallel import init_distributed, pp, shutdown_distributed, tp
 from quire.worker.pipeline import SingleStage, pipeline_stage
 from quire.worker.platforms.base import Platform, is_out_of_memory
 from quire.worker.platforms.platform import get_platform
 from quire.worker.sampling.sampler import Sampler
+from quire.worker.transformer.config import ModelSpec
+from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.pooling import Pooler, pooling_info, read_pooling
+from quire.worker.weights.loader import load_weights
 
 logger = logging.getLogger(__name__)
 

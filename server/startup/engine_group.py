@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quire.checkpoints import hub
+from quire.checkpoints.files import check_model_folder
 from quire.configs.config import Config
-from quire.configs.files import check_model_folder
 from quire.engine.messages import EngineStats, Progress, WorkerReady
 from quire.server.engines.process import EngineProcess
 from quire.server.engines.supervisor import Supervisor, in_thread
-from quire.server.startup import hub
 from quire.server.state import ModelInfo, known_token_ids
 
 if TYPE_CHECKING:  # imported late, because these imports are slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.checkpoints.sizes import format_bytes
 from quire.engine.messages import WorkerReady
 
 
@@ -48,16 +49,6 @@ def plan_table(ready: WorkerReady) -> str:
         lines.append("chosen automatically:")
         lines += [f"  {setting:<{width}} = {value}  ({reason})" for setting, value, reason in ready.choices]
     return "\n".join(lines)
-
-
-def format_bytes(size: int) -> str:
-    """A size with at least three significant digits: 640 B, 1.20 GiB, 139 GiB."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            return f"{size} B" if unit == "B" else f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
 
 
 def _percent(part: int, whole: int) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
-from quire.configs.files import check_readable
+from quire.checkpoints.files import check_readable
 from quire.server.text.chat_template import ChatTemplate, compile_template
 from quire.server.text.incremental_decoding import CleanUpStream, WindowDecoding, clean_up_spaces, decoding_of
 

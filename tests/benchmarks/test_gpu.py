@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu, gpu_models, gpu_report
 from quire.server.text.tokenizer import Tokenizer
-from quire.worker.models import num_parameters, parse_model_spec, read_model_spec
+from quire.worker.models.registry import num_parameters, parse_model_spec, read_model_spec
 
 pytestmark = pytest.mark.slow
 

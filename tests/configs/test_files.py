@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from quire.checkpoints import hub
+from quire.checkpoints.files import check_model_folder, damaged_weights
 from quire.cli import main as cli
 from quire.configs.config import Config
-from quire.configs.files import check_model_folder, damaged_weights
-from quire.server.startup import hub
 from quire.server.text.tokenizer import Tokenizer
-from quire.worker.loader import check_model
-from quire.worker.models import read_model_spec
+from quire.worker.models.registry import read_model_spec
+from quire.worker.weights.loader import check_model
 from tests.checkpoints import build_checkpoint
 from tests.server.light_model import write_light_model
 

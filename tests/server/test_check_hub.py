@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.startup.headers import HubFile
-from quire.server.startup.weight_summary import describe_format
+from quire.checkpoints.headers import HubFile
+from quire.checkpoints.weight_summary import describe_format
 from tests.checkpoints import build_checkpoint
 from tests.gguf_files import write_gguf
 from tests.server.fake_hub import FakeHub
@@ -89,7 +89,7 @@ def resolved(hub: FakeHub, cache: Path, *models: str, **variables: str) -> list[
     """The folder of each model as `quire serve` finds it, or why there is none."""
     program = """
 import sys
-from quire.server.startup.hub import resolve
+from quire.checkpoints.hub import resolve
 for model in sys.argv[1:]:
     try:
         print(resolve(model))

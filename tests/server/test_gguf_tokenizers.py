@@ -21,8 +21,8 @@ from tokenizers import (
     trainers,
 )
 
-from quire.server.text.gguf_splits import ALIASES, SPLITS
-from quire.server.text.gguf_tokenizer import gguf_tokenizer
+from quire.checkpoints.gguf.splits import ALIASES, SPLITS
+from quire.checkpoints.gguf.tokenizer import gguf_tokenizer
 from tests.checkpoints import TEXT
 
 TEXTS = [

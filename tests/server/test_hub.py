@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
-from quire.server.startup import hub
+from quire.checkpoints import hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

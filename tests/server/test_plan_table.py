@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from quire.checkpoints.sizes import format_bytes
 from quire.engine.messages import MemoryPlan, WorkerReady
-from quire.server.startup.plan_table import format_bytes, plan_table
+from quire.server.startup.plan_table import plan_table
 
 GIB = 2**30
 

@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
-FOLDERS = ("cli", "configs", "engine", "quire", "server", "worker")
+FOLDERS = ("checkpoints", "cli", "configs", "engine", "quire", "server", "worker")
 
 SCRIPT = """
 from quire import LLM, SamplingParams

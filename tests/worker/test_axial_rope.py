@@ -8,9 +8,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from quire.worker.models import parse_model_spec
-from quire.worker.models.decoder import RotaryEmbeddings
 from quire.worker.models.qwen_vl import axes_of_pairs
+from quire.worker.models.registry import parse_model_spec
+from quire.worker.transformer.decoder import RotaryEmbeddings
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "num_hidden_layers": 1}
 

@@ -15,7 +15,7 @@ from quire.worker.cache.spec import Full, Latent, State, Window, plan_cache
 from quire.worker.cache.storage import KVStorage
 from quire.worker.layers.attention import Attention
 from quire.worker.messages import CacheGroup, longest_request, most_blocks
-from quire.worker.models import read_model_spec
+from quire.worker.models.registry import read_model_spec
 from quire.worker.platforms.cpu import CpuPlatform
 from tests.families import FAMILIES, build_family
 from tests.in_process import InProcessEngine

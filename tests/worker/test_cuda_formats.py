@@ -15,7 +15,7 @@ from quire.worker.cuda.quantized import TritonGroups
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.moe import ListedExperts, pack_experts, run_experts
 from quire.worker.layers.quantization.int_groups import Reordered
-from quire.worker.models import read_model_spec, weight_bytes
+from quire.worker.models.registry import read_model_spec, weight_bytes
 from quire.worker.parallel import Group, use_groups
 from tests.checkpoints import build_checkpoint
 from tests.worker import quantized_checkpoints as make

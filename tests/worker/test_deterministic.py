@@ -15,7 +15,7 @@ from quire.worker.cpu.fixed_order_linear import FixedRows
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
 from quire.worker.messages import SamplingParams
-from quire.worker.models import read_model_spec
+from quire.worker.models.registry import read_model_spec
 from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.platforms.cuda import CudaPlatform
 from quire.worker.sampling import logprobs

@@ -12,7 +12,7 @@ from quire.configs.config import Config
 from quire.engine.messages import AddRequest
 from quire.worker.memory import preview
 from quire.worker.messages import PoolingParams, SamplingParams
-from quire.worker.models import read_model_spec
+from quire.worker.models.registry import read_model_spec
 from tests.checkpoints import VOCAB_SIZE
 from tests.embedders import TEXTS, reference_embeddings, reference_logits
 from tests.encoders import ENCODERS, MAX_POSITIONS, build_embedding_gemma, build_encoder

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from quire.worker.models import read_model_spec
+from quire.worker.models.registry import read_model_spec
 from quire.worker.parallel import use_groups
 from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS, build_checkpoint
 from tests.families import FAMILIES, build_family

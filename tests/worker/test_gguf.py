@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from quire.configs.gguf import BLOCKS, read_gguf
-from quire.configs.gguf_model import model_config
-from quire.server.startup.gguf import chosen_files, first_file, gguf_folder, hub_patterns
-from quire.server.startup.hub import local_folder
+from quire.checkpoints.gguf.folder import chosen_files, first_file, gguf_folder, hub_patterns
+from quire.checkpoints.gguf.header import BLOCKS, read_gguf
+from quire.checkpoints.gguf.model_config import model_config
+from quire.checkpoints.hub import local_folder
 from quire.server.text.tokenizer import Tokenizer
 from quire.worker.cpu.blocks import packed_blocks
 from quire.worker.cpu.fixed_order_linear import fix_order
@@ -39,7 +39,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("quire.server.startup.gguf.cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr("quire.checkpoints.gguf.folder.cache_folder", lambda: tmp_path / "cache")
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)

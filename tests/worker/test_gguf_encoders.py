@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from quire.configs.gguf import GgufFile, read_gguf
-from quire.configs.gguf_model import model_config
-from quire.server.startup.gguf import write_folder
+from quire.checkpoints.gguf.folder import write_folder
+from quire.checkpoints.gguf.header import GgufFile, read_gguf
+from quire.checkpoints.gguf.model_config import model_config
 from tests.embedders import TEXTS, build_embedder, reference_embeddings
 from tests.encoders import build_embedding_gemma, build_encoder
 from tests.gguf_converter import Converter, common

@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.configs.gguf import GgufFile
-from quire.configs.gguf_architectures import ARCHITECTURES
-from quire.configs.gguf_model import model_config
-from quire.server.startup.gguf import gguf_folder
+from quire.checkpoints.gguf.architectures import ARCHITECTURES
+from quire.checkpoints.gguf.folder import gguf_folder
+from quire.checkpoints.gguf.header import GgufFile
+from quire.checkpoints.gguf.model_config import model_config
 from quire.worker.cpu.experts import NativeExperts
 from quire.worker.parallel import Group, use_groups
 from quire.worker.platforms.cpu import CpuPlatform
@@ -257,7 +257,7 @@ SAME_SCALE = {"deepseek-v3": {"mscale": 0.8}}  # files have one number for mscal
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("quire.server.startup.gguf.cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr("quire.checkpoints.gguf.folder.cache_folder", lambda: tmp_path / "cache")
 
 
 def pair(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from quire.configs.gguf import BLOCKS
+from quire.checkpoints.gguf.header import BLOCKS
 from quire.worker.cpu import build, native
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.layers.activation import silu_and_mul

@@ -13,12 +13,12 @@ import torch
 
 from quire.configs.config import Config
 from quire.worker import memory
-from quire.worker.models import num_parameters, read_model_spec
-from quire.worker.models.config import kv_bytes_per_token
+from quire.worker.models.registry import num_parameters, read_model_spec
 from quire.worker.platforms import host
 from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.platforms.cuda import CudaPlatform
 from quire.worker.platforms.platform import get_platform
+from quire.worker.transformer.config import kv_bytes_per_token
 from quire.worker.worker import Worker
 
 GIB = 1 << 30

@@ -11,8 +11,15 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from quire.worker.models import DECODERS, WRAPPED, model_class, num_parameters, parse_model_spec, read_model_spec
-from quire.worker.models.config import kv_bytes_per_token
+from quire.worker.models.registry import (
+    DECODERS,
+    WRAPPED,
+    model_class,
+    num_parameters,
+    parse_model_spec,
+    read_model_spec,
+)
+from quire.worker.transformer.config import kv_bytes_per_token
 from tests.checkpoints import CHECKPOINTS
 from tests.families import causal_lm_class
 
@@ -304,7 +311,8 @@ def test_kv_bytes_per_token():
 
 
 def test_torch_free():
-    code = "import sys, quire.worker.models.config; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    module = "quire.worker.transformer.config"
+    code = f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )

@@ -14,11 +14,11 @@ from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cache.spec import plan_cache
 from quire.worker.cache.storage import KVStorage
-from quire.worker.loader import load_weights
 from quire.worker.messages import NewRequest, SamplingParams, StepInput, StepOutput
 from quire.worker.model_runner import ModelRunner
-from quire.worker.models import build_model, read_model_spec
+from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.weights.loader import load_weights
 from tests.checkpoints import TOKENIZER_SIZE, greedy, load_reference
 from tests.worker.steps import GREEDY, Script
 

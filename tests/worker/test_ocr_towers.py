@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from quire.worker.layers.linear import Linear
-from quire.worker.loader import Checkpoint, Placement
 from quire.worker.models.vision import sam
-from quire.worker.models.vision.base import VisionTower
 from quire.worker.models.vision.deepseek_ocr import DeepseekOCR2Tower, DeepseekOCRTower
+from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.weights.loader import Checkpoint, Placement
 from tests import deepseek_ocr_reading
 from tests.ocr_models import build_model
 

@@ -9,8 +9,8 @@ import torch
 
 from quire.engine.messages import AddRequest
 from quire.worker.messages import PoolingParams, SamplingParams
-from quire.worker.models import read_model_spec
-from quire.worker.models.pooling import Pooler, PoolingSpec, read_pooling
+from quire.worker.models.registry import read_model_spec
+from quire.worker.transformer.pooling import Pooler, PoolingSpec, read_pooling
 from tests.embedders import TEXTS, build_embedder, reference_embeddings
 from tests.in_process import InProcessEngine
 

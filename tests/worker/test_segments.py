@@ -13,10 +13,10 @@ from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cpu.attention import CpuNativeAttention
 from quire.worker.cpu.fixed_order_attention import CpuFixedAttention
 from quire.worker.cpu.fixed_order_linear import fix_order
-from quire.worker.loader import load_weights
-from quire.worker.models import build_model, read_model_spec
-from quire.worker.models.attention import SelfAttention
+from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.transformer.attention import SelfAttention
+from quire.worker.weights.loader import load_weights
 from tests.families import build_family
 from tests.worker.dense_attention import DenseAttention, PagedRunner
 

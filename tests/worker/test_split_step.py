@@ -18,12 +18,12 @@ from quire.worker.cache import allocation as kv_cache
 from quire.worker.cache.spec import plan_cache
 from quire.worker.cache.storage import KVStorage
 from quire.worker.cpu.native import KERNELS
-from quire.worker.loader import load_weights
 from quire.worker.messages import StepInput, StepOutput
 from quire.worker.model_runner import ModelRunner
-from quire.worker.models import build_model, read_model_spec
+from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.parallel import use_groups
 from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.weights.loader import load_weights
 from tests.in_process import InProcessEngine
 from tests.worker.ranks import run_ranks, thread_groups
 from tests.worker.steps import Script

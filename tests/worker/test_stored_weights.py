@@ -18,10 +18,10 @@ from quire.worker.layers.quantization.fp4 import mxfp4_blocks
 from quire.worker.layers.quantization.int_groups import PlainGroups
 from quire.worker.layers.quantization.kv_scales import declared, read_scales
 from quire.worker.layers.quantization.packing import E2M1
-from quire.worker.loader import load_weights
-from quire.worker.models import build_model, parse_model_spec, read_model_spec, weight_bytes
+from quire.worker.models.registry import build_model, parse_model_spec, read_model_spec, weight_bytes
 from quire.worker.parallel import use_groups
 from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.weights.loader import load_weights
 from tests.worker import quantized_checkpoints as make
 from tests.worker.dense_attention import PagedRunner
 from tests.worker.ranks import run_ranks, thread_groups

@@ -22,7 +22,7 @@ from quire.worker.layers.quantization.int_groups import Groups, Reordered, give_
 from quire.worker.layers.quantization.int_groups import dequantize as dequantize_groups
 from quire.worker.layers.quantization.mxfp4_experts import mxfp4_groups
 from quire.worker.layers.quantization.packing import E2M1_TABLE
-from quire.worker.models.moe_spec import MoESpec, RoutingSpec
+from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
 from tests.worker.test_no_sync import NoWaiting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from quire.configs.config import Config
 from quire.server.startup.plan_table import plan_table
 from quire.worker import memory
-from quire.worker.loader import load_weights
 from quire.worker.messages import MediaInfo
-from quire.worker.models import build_model, parse_model_spec, read_model_spec, weight_bytes
-from quire.worker.models.decoder import CausalLM
+from quire.worker.models.registry import build_model, parse_model_spec, read_model_spec, weight_bytes
 from quire.worker.parallel import Group, use_groups
+from quire.worker.transformer.decoder import CausalLM
+from quire.worker.weights.loader import load_weights
 from tests.llava_models import IMAGE_TOKEN_ID
 from tests.llava_models import build_model as save_model
 

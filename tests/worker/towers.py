@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from quire.worker.layers.linear import Linear
-from quire.worker.loader import Checkpoint, Placement
-from quire.worker.models.vision.base import VisionTower
+from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.weights.loader import Checkpoint, Placement
 
 
 def load_tower(tower_cls: type[VisionTower], folder: str, place: str = "") -> VisionTower:

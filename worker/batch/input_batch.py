@@ -17,8 +17,8 @@ from quire.worker.attention.base import AttentionBackend, AttentionMetadata, Gro
 from quire.worker.attention.chunked import split_at_chunks
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.messages import StepInput
-from quire.worker.models.vision.embeds import ImageEmbeds
 from quire.worker.platforms.base import Platform
+from quire.worker.transformer.image_embeds import ImageEmbeds
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import torch
 from quire.configs.config import Config
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.native import KERNELS
-from quire.worker.models.config import ModelSpec
+from quire.worker.transformer.config import ModelSpec
 
 PROMISE = "a request's tokens do not depend on what runs beside it"
 

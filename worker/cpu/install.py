@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quire.worker.layers.moe import ListedExperts
     from quire.worker.layers.norm import Norm
     from quire.worker.layers.quantization.blocks import Rows
-    from quire.worker.models.moe_spec import RoutingSpec
+    from quire.worker.transformer.moe_spec import RoutingSpec
 
 
 class NativeOps(Ops):

@@ -30,7 +30,7 @@ from quire.worker.platforms import huge_pages
 
 if TYPE_CHECKING:
     from quire.worker.batch.input_batch import StepTensors
-    from quire.worker.models.moe_spec import RoutingSpec
+    from quire.worker.transformer.moe_spec import RoutingSpec
 
 _CACHE_TYPES = {torch.int8: 1, FP8: 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -2,7 +2,7 @@
 each attention and the next (a segment).
 
 The kernels and their order are the same as in the twin, the layers called one by one. A layer is any module with the
-parts of `DecoderLayer` in `models/decoder.py`.
+parts of `DecoderLayer` in `worker/transformer/decoder.py`.
 """
 
 from __future__ import annotations

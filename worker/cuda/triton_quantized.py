@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.configs.gguf import BLOCKS
+from quire.checkpoints.gguf.header import BLOCKS
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES, IQ4_VALUES
 from quire.worker.layers.quantization.packing import E2M1_TABLE
 

@@ -11,11 +11,11 @@ from quire.worker.batch.request_table import RequestTable
 from quire.worker.images.encoder import ImageEncoder
 from quire.worker.images.rows import ImageRows
 from quire.worker.messages import StepInput
-from quire.worker.models.decoder import CausalLM
-from quire.worker.models.vision.embeds import ImageEmbeds
 from quire.worker.parallel import tp
 from quire.worker.pipeline import SingleStage
 from quire.worker.platforms.base import Platform
+from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.image_embeds import ImageEmbeds
 
 
 class StepImages:

@@ -36,8 +36,8 @@ from quire.worker.layers.quantization.mxfp4_experts import GROUP, Mxfp4Expert
 from quire.worker.parallel import Group, ep, split_size, tp, use_groups
 
 if TYPE_CHECKING:
-    from quire.worker.models.moe_spec import MoESpec
     from quire.worker.platforms.ops import Ops
+    from quire.worker.transformer.moe_spec import MoESpec
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 

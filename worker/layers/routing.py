@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from quire.worker.models.moe_spec import RoutingSpec
+    from quire.worker.transformer.moe_spec import RoutingSpec
 
 
 def route(

@@ -18,16 +18,16 @@ from quire.worker.layers.activation import ACTIVATIONS
 from quire.worker.layers.linear import PLAIN_WEIGHTS, MergedColumnParallelLinear, WeightFormat
 from quire.worker.layers.norm import NORMS
 from quire.worker.layers.rotary import Rotation
-from quire.worker.models.blocks import DecoderLayer, SandwichLayer, rows
-from quire.worker.models.config import LayerSpec, ModelSpec
-from quire.worker.models.decoder import CausalLM, Decoder
 from quire.worker.models.gemma import Gemma
-from quire.worker.models.mlp import MLP
-from quire.worker.models.per_layer import PerLayerDecoder, PerLayerGate, replicated
-from quire.worker.models.reader import pattern, shared_layer
-from quire.worker.models.rope import RopeSpec, read_ropes_by_kind
-from quire.worker.models.vision.embeds import ImageEmbeds
 from quire.worker.parallel import Exchange, tp
+from quire.worker.transformer.blocks import DecoderLayer, SandwichLayer, rows
+from quire.worker.transformer.config import LayerSpec, ModelSpec
+from quire.worker.transformer.decoder import CausalLM, Decoder
+from quire.worker.transformer.image_embeds import ImageEmbeds
+from quire.worker.transformer.mlp import MLP
+from quire.worker.transformer.per_layer import PerLayerDecoder, PerLayerGate, replicated
+from quire.worker.transformer.reader import pattern, shared_layer
+from quire.worker.transformer.rope import RopeSpec, read_ropes_by_kind
 
 _HALF = 2.0**-0.5
 

@@ -14,18 +14,18 @@ from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, WeightFormat, empty_parameter
 from quire.worker.layers.norm import rms_norm
 from quire.worker.layers.rotary import Rotation
-from quire.worker.models.blocks import DecoderLayer, SandwichLayer
-from quire.worker.models.config import LayerSpec, ModelSpec
-from quire.worker.models.decoder import CausalLM, Decoder
 from quire.worker.models.gemma import Gemma
-from quire.worker.models.moe import MoE, Router
-from quire.worker.models.moe_reader import MoEFamily, routing
-from quire.worker.models.moe_spec import MoESpec, RoutingSpec
-from quire.worker.models.per_layer import PerLayerDecoder, PerLayerGate
-from quire.worker.models.reader import ALIASES, FULL, SLIDING, pattern, shared_layer
-from quire.worker.models.rope import RopeSpec, read_rope
-from quire.worker.models.vision.embeds import ImageEmbeds
 from quire.worker.parallel import Exchange
+from quire.worker.transformer.blocks import DecoderLayer, SandwichLayer
+from quire.worker.transformer.config import LayerSpec, ModelSpec
+from quire.worker.transformer.decoder import CausalLM, Decoder
+from quire.worker.transformer.image_embeds import ImageEmbeds
+from quire.worker.transformer.moe import MoE, Router
+from quire.worker.transformer.moe_reader import MoEFamily, routing
+from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
+from quire.worker.transformer.per_layer import PerLayerDecoder, PerLayerGate
+from quire.worker.transformer.reader import ALIASES, FULL, SLIDING, pattern, shared_layer
+from quire.worker.transformer.rope import RopeSpec, read_rope
 
 
 class Gemma4Layer(SandwichLayer):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.worker.models.config import LayerSpec
-from quire.worker.models.decoder import CausalLM
-from quire.worker.models.reader import COMMON_DEFAULTS, FULL, SLIDING
-from quire.worker.models.rope import RopeSpec
+from quire.worker.transformer.config import LayerSpec
+from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, SLIDING
+from quire.worker.transformer.rope import RopeSpec
 
 
 class Granite(CausalLM):

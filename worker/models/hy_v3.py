@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.worker.models.decoder import CausalLM
-from quire.worker.models.moe_reader import MOE_DEFAULTS, MoEFamily, routing
-from quire.worker.models.moe_spec import MoESpec
-from quire.worker.models.reader import COMMON_DEFAULTS
+from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, routing
+from quire.worker.transformer.moe_spec import MoESpec
+from quire.worker.transformer.reader import COMMON_DEFAULTS
 
 
 class HYV3(MoEFamily, CausalLM):

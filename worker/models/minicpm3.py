@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.worker.models.decoder import CausalLM
-from quire.worker.models.mla import MLA_DEFAULTS, MLAFamily
-from quire.worker.models.reader import COMMON_DEFAULTS
+from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.mla import MLA_DEFAULTS, MLAFamily
+from quire.worker.transformer.reader import COMMON_DEFAULTS
 
 
 class MiniCPM3(MLAFamily, CausalLM):

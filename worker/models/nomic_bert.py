@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.worker.models.encoder import EncoderLM
-from quire.worker.models.reader import ALIASES, COMMON_DEFAULTS
+from quire.worker.transformer.encoder import EncoderLM
+from quire.worker.transformer.reader import ALIASES, COMMON_DEFAULTS
 
 # settings of Nomic's code, and the only values that are served
 _REQUIRED: dict[str, tuple[Any, ...]] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.worker.models.decoder import CausalLM
-from quire.worker.models.reader import COMMON_DEFAULTS, FULL, SLIDING
+from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, SLIDING
 
 
 class Qwen2(CausalLM):

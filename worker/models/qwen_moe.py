@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.worker.models.moe_reader import MOE_DEFAULTS, MoEFamily, softmax_routing
-from quire.worker.models.moe_spec import MoESpec
 from quire.worker.models.qwen2 import Qwen2
 from quire.worker.models.qwen3 import Qwen3
-from quire.worker.models.reader import FULL, SLIDING
+from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, softmax_routing
+from quire.worker.transformer.moe_spec import MoESpec
+from quire.worker.transformer.reader import FULL, SLIDING
 
 
 class Qwen2Moe(MoEFamily, Qwen2):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from quire.worker.models.qwen2 import Qwen2
 from quire.worker.models.qwen3 import Qwen3
 from quire.worker.models.qwen_moe import Qwen3Moe
-from quire.worker.models.rope import RopeSpec
+from quire.worker.transformer.rope import RopeSpec
 
 
 class AxialRope:

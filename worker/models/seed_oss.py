@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quire.worker.models.decoder import CausalLM
-from quire.worker.models.reader import COMMON_DEFAULTS
+from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.reader import COMMON_DEFAULTS
 
 
 class SeedOss(CausalLM):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.worker.models.config import LayerSpec
-from quire.worker.models.decoder import CausalLM
-from quire.worker.models.reader import COMMON_DEFAULTS, FULL, SLIDING
+from quire.worker.transformer.config import LayerSpec
+from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, SLIDING
 
 
 class SmolLM3(CausalLM):

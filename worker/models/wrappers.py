@@ -9,10 +9,10 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.worker.models.reader import text_part
+from quire.worker.transformer.reader import text_part
 
 if TYPE_CHECKING:
-    from quire.worker.models.vision.base import VisionTower
+    from quire.worker.transformer.vision_tower import VisionTower
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from quire.configs.config import Config
-from quire.worker.models.config import ModelSpec
 from quire.worker.platforms.ops import Ops
+from quire.worker.transformer.config import ModelSpec
 
 TORCH = Ops()
 _OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # the latter also for pinned memory

@@ -10,10 +10,10 @@ import torch
 from quire.configs.config import Config
 from quire.worker.cpu import batch_invariance
 from quire.worker.cpu import install as native
-from quire.worker.models.config import ModelSpec
 from quire.worker.platforms import host
 from quire.worker.platforms.base import TORCH, Event, Platform
 from quire.worker.platforms.ops import Ops
+from quire.worker.transformer.config import ModelSpec
 
 
 class CpuPlatform(Platform):

@@ -154,7 +154,7 @@ class Ops:
     def fused_layers(
         self, layers: Sequence[nn.Module], final_norm: Norm, tables: Sequence[torch.Tensor | None]
     ) -> FusedLayers | None:
-        """Return `layers` (`models/decoder.py`), whose weights are loaded and whose caches are bound, as one call, or
+        """Return `layers` (`DecoderLayer`s), whose weights are loaded and whose caches are bound, as one call, or
         None if that is not supported. `tables` holds `RotaryEmbedding.cos_sin_cache` of each layer, or None for a layer
         without rotary embedding.
         """

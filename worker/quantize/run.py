@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
-from quire.worker.loader import Checkpoint, placements_of
-from quire.worker.models import build_model, read_model_spec
-from quire.worker.models.config import ModelSpec, read_config
-from quire.worker.models.decoder import CausalLM
+from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.quantize.formats import Format, Quantized, choose_format
 from quire.worker.quantize.gptq import Observer, gptq
 from quire.worker.quantize.stages import Texts, load_stage
 from quire.worker.quantize.weights import Plain, Weight, find_weights
 from quire.worker.quantize.writer import SHARD_BYTES, ShardWriter
+from quire.worker.transformer.config import ModelSpec, read_config
+from quire.worker.transformer.decoder import CausalLM
+from quire.worker.weights.loader import Checkpoint, placements_of
 
 logger = logging.getLogger("quire.quantize")
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")

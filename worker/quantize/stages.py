@@ -13,12 +13,12 @@ from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.mla import LatentAttention
-from quire.worker.loader import load_weights
-from quire.worker.models import build_model
-from quire.worker.models.config import ModelSpec
-from quire.worker.models.decoder import CausalLM
+from quire.worker.models.registry import build_model
 from quire.worker.parallel import Group, use_groups
 from quire.worker.quantize.weights import Plain
+from quire.worker.transformer.config import ModelSpec
+from quire.worker.transformer.decoder import CausalLM
+from quire.worker.weights.loader import load_weights
 
 _BLOCK = 16
 _TOKENS = 4096  # computed at once

@@ -11,10 +11,10 @@ import torch
 
 from quire.worker.layers.linear import MATRIX, Linear, LinearMethod, Part, PlainLinear, WeightFormat, narrowed
 from quire.worker.layers.moe import ListedExperts
-from quire.worker.loader import Checkpoint, placements_of
-from quire.worker.models.decoder import CausalLM
-from quire.worker.models.moe import RouterLinear
-from quire.worker.models.names import TensorNames
+from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.moe import RouterLinear
+from quire.worker.transformer.names import TensorNames
+from quire.worker.weights.loader import Checkpoint, placements_of
 
 
 class Plain(WeightFormat):

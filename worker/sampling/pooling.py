@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from quire.worker.batch.input_batch import InputBatch
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.messages import NewRequest, PoolingParams, StepInput
-from quire.worker.models.decoder import CausalLM
 from quire.worker.platforms.base import Platform
+from quire.worker.transformer.decoder import CausalLM
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from quire.configs.gguf import BLOCKS
-from quire.configs.gguf_names import of_stack
+from quire.checkpoints.gguf.header import BLOCKS
+from quire.checkpoints.gguf.names import of_stack
 from quire.worker.layers.linear import LinearMethod
 from quire.worker.layers.quantization.blocks import Rows
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
@@ -46,7 +46,7 @@ class Blocks(Scheme):
 
 
 class GgufFormat(CheckpointFormat):
-    """`quant_method` gguf, of the config.json that `server/startup/gguf.py` writes."""
+    """`quant_method` gguf, of the config.json that `checkpoints/gguf/folder.py` writes."""
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.configs.gguf import BLOCKS
+from quire.checkpoints.gguf.header import BLOCKS
 from quire.worker.layers.quantization.packing import e2m1_doubled, e8m0
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from quire.configs.files import damaged_weights, unreadable
+from quire.checkpoints.files import damaged_weights, unreadable
 
 Scales = dict[int, tuple[float, float]]  # layer -> (of keys, of values)
 

@@ -11,10 +11,10 @@ import torch
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Part, Shard, WeightFormat
 from quire.worker.layers.norm import OffsetRMSNorm
 from quire.worker.layers.views import transposed
-from quire.worker.models.vision.base import VisionTower
-from quire.worker.models.vision.layers import named
 from quire.worker.models.vision.siglip import SIGLIP, VisionTransformer
-from quire.worker.models.vision.spec import VisionSpec, read_image_token_id
+from quire.worker.transformer.vision_layers import named
+from quire.worker.transformer.vision_spec import VisionSpec, read_image_token_id
+from quire.worker.transformer.vision_tower import VisionTower
 
 _PROJECTOR = "multi_modal_projector"
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
-from quire.worker.models.vision.base import VisionTower
-from quire.worker.models.vision.layers import linear, merge_patches
 from quire.worker.models.vision.siglip import SIGLIP, VisionTransformer
+from quire.worker.transformer.vision_layers import linear, merge_patches
+from quire.worker.transformer.vision_tower import VisionTower
 
 _DEFAULTS = SIGLIP | {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
 

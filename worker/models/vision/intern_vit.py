@@ -9,8 +9,7 @@ from torch import nn
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import LayerNorm
-from quire.worker.models.vision.base import VisionTower
-from quire.worker.models.vision.layers import (
+from quire.worker.transformer.vision_layers import (
     Encoder,
     EncoderSpec,
     LayerNames,
@@ -21,6 +20,7 @@ from quire.worker.models.vision.layers import (
     num_used_layers,
     table,
 )
+from quire.worker.transformer.vision_tower import VisionTower
 
 _NAMES = LayerNames(
     norm1="layernorm_before",

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
-from quire.worker.models.vision.base import VisionTower
-from quire.worker.models.vision.layers import Projector, num_used_layers
 from quire.worker.models.vision.pixtral import PixtralEncoder
 from quire.worker.models.vision.siglip import CLIP, SIGLIP, VisionTransformer
+from quire.worker.transformer.vision_layers import Projector, num_used_layers
+from quire.worker.transformer.vision_tower import VisionTower
 
 
 def make_transformer(config: dict[str, Any], weights: WeightFormat, default_layer: int) -> VisionTransformer:

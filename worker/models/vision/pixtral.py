@@ -10,8 +10,7 @@ from torch import nn
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import RMSNorm
-from quire.worker.models.vision.base import VisionTower
-from quire.worker.models.vision.layers import (
+from quire.worker.transformer.vision_layers import (
     Encoder,
     EncoderSpec,
     LayerNames,
@@ -22,6 +21,7 @@ from quire.worker.models.vision.layers import (
     named,
     num_used_layers,
 )
+from quire.worker.transformer.vision_tower import VisionTower
 
 _NAMES = LayerNames(
     norm1="attention_norm",

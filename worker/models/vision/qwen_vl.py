@@ -13,9 +13,9 @@ from torch import nn
 
 from quire.worker.layers.linear import PLAIN, PLAIN_WEIGHTS, ColumnParallelLinear, Part, Shard, WeightFormat
 from quire.worker.layers.norm import Norm
-from quire.worker.models.vision.base import VisionTower
-from quire.worker.models.vision.layers import Encoder, EncoderSpec, activation, linear
-from quire.worker.models.vision.spec import VisionSpec, read_image_token_id
+from quire.worker.transformer.vision_layers import Encoder, EncoderSpec, activation, linear
+from quire.worker.transformer.vision_spec import VisionSpec, read_image_token_id
+from quire.worker.transformer.vision_tower import VisionTower
 
 Grid = tuple[int, int, int]  # frames after grouping, rows and columns of patches
 

@@ -1,0 +1,95 @@
+"""The architectures of GGUF files: what a config.json says beyond sizes, how their tensors are called, and what
+llama.cpp's converter did to values, which the checkpoint reader undoes. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from quire.checkpoints.gguf import encoders as encoder
+from quire.checkpoints.gguf import experts as mixture
+from quire.checkpoints.gguf import settings as dense
+from quire.checkpoints.gguf.metadata import Metadata, Settings
+from quire.checkpoints.gguf.names import AFTER, MIXED, POST, PRE, SANDWICH
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """`settings` are keys of config.json; `swapped`: rows of q and k are in the order of interleaved rotary pairs;
+    `shifted`: norms are stored as 1 + w where safetensors have w; `fused_qkv`: the decoder has one weight for q, k
+    and v.
+    """
+
+    architecture: str  # of config.json
+    model_type: str
+    settings: Callable[[Metadata], Settings] = lambda metadata: {}
+    names: Mapping[str, str] = field(default_factory=lambda: PRE)
+    swapped: bool = False
+    shifted: bool = False
+    fused_qkv: bool = False
+
+
+_FUSED_UP = {"ffn_up": "mlp.gate_up_proj"}
+# general.architecture of GGUF files
+ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "arcee": GgufArchitecture("ArceeForCausalLM", "arcee", swapped=True),
+    "bert": GgufArchitecture("BertModel", "bert", encoder.bert, AFTER),
+    "chatglm": GgufArchitecture("GlmForCausalLM", "glm", dense.attention_bias, PRE | _FUSED_UP),
+    "cohere2": GgufArchitecture("Cohere2ForCausalLM", "cohere2", lambda m: dense.cohere(m) | m.listed_windows()),
+    "command-r": GgufArchitecture("CohereForCausalLM", "cohere", dense.cohere),
+    "deepseek": GgufArchitecture("DeepseekForCausalLM", "deepseek", mixture.deepseek, swapped=True),
+    "deepseek2": GgufArchitecture("DeepseekV2ForCausalLM", "deepseek_v2", mixture.deepseek2),
+    "deepseek2-ocr": GgufArchitecture("DeepseekForCausalLM", "deepseek", mixture.deepseek),
+    "deepseek32": GgufArchitecture("DeepseekV32ForCausalLM", "deepseek_v32", mixture.indexed),
+    "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", "ernie4_5", lambda m: {"use_bias": m.has_bias()}),
+    "ernie4_5-moe": GgufArchitecture("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", mixture.ernie_moe),
+    "exaone-moe": GgufArchitecture("ExaoneMoeForCausalLM", "exaone_moe", mixture.exaone_moe),
+    "exaone4": GgufArchitecture("Exaone4ForCausalLM", "exaone4", Metadata.listed_windows, POST),
+    "gemma": GgufArchitecture("GemmaForCausalLM", "gemma", shifted=True),
+    "gemma-embedding": GgufArchitecture("Gemma3TextModel", "gemma3_text", encoder.gemma, SANDWICH, shifted=True),
+    "gemma2": GgufArchitecture("Gemma2ForCausalLM", "gemma2", dense.gemma2, SANDWICH, shifted=True),
+    "gemma3": GgufArchitecture("Gemma3ForCausalLM", "gemma3_text", dense.gemma3, SANDWICH, shifted=True),
+    "gemma3n": GgufArchitecture("Gemma3nForCausalLM", "gemma3n_text", dense.gemma3n, SANDWICH),
+    "gemma4": GgufArchitecture("Gemma4ForCausalLM", "gemma4_text", mixture.gemma4, MIXED),
+    "glm-dsa": GgufArchitecture("GlmMoeDsaForCausalLM", "glm_moe_dsa", mixture.indexed),
+    "glm4": GgufArchitecture("Glm4ForCausalLM", "glm4", dense.attention_bias, SANDWICH | _FUSED_UP),
+    "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", "glm4_moe", mixture.glm4_moe),
+    "gpt-oss": GgufArchitecture("GptOssForCausalLM", "gpt_oss", mixture.gpt_oss),
+    "gpt2": GgufArchitecture("GPT2LMHeadModel", "gpt2", fused_qkv=True),
+    "granite": GgufArchitecture("GraniteForCausalLM", "granite", dense.granite, swapped=True),
+    "granite_swa": GgufArchitecture("GraniteSWAForCausalLM", "granite_swa", dense.granite_swa, swapped=True),
+    "granitemoe": GgufArchitecture("GraniteMoeForCausalLM", "granitemoe", mixture.granite_moe, swapped=True),
+    "hunyuan-dense": GgufArchitecture("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", dense.attention_bias),
+    "hunyuan-moe": GgufArchitecture("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", mixture.hunyuan_moe),
+    "hy_v3": GgufArchitecture("HYV3ForCausalLM", "hy_v3", mixture.hy_v3),
+    "llama": GgufArchitecture("LlamaForCausalLM", "llama", mixture.llama, swapped=True),
+    "llama4": GgufArchitecture("Llama4ForCausalLM", "llama4_text", mixture.llama4),
+    "minicpm3": GgufArchitecture(
+        "MiniCPM3ForCausalLM", "minicpm3", lambda m: dense.latent(m) | dense.original_length(m)
+    ),
+    "minimax-m2": GgufArchitecture(
+        "MiniMaxM2ForCausalLM", "minimax_m2", lambda m: mixture.experts(m, "intermediate_size")
+    ),
+    "mistral3": GgufArchitecture("MistralForCausalLM", "mistral", dense.mistral, swapped=True),
+    "mistral4": GgufArchitecture("Mistral4ForCausalLM", "mistral4", mixture.deepseek_v3),
+    "modern-bert": GgufArchitecture(
+        "ModernBertModel", "modernbert", encoder.modern_bert, PRE | _FUSED_UP, fused_qkv=True
+    ),
+    "nemotron": GgufArchitecture("NemotronForCausalLM", "nemotron", dense.nemotron, shifted=True),
+    "nomic-bert": GgufArchitecture("NomicBertModel", "nomic_bert", encoder.nomic_bert, AFTER, fused_qkv=True),
+    "olmo2": GgufArchitecture("Olmo2ForCausalLM", "olmo2", dense.olmo2, POST),
+    "olmoe": GgufArchitecture("OlmoeForCausalLM", "olmoe", mixture.olmoe),
+    "phi3": GgufArchitecture("Phi3ForCausalLM", "phi3", dense.phi3, PRE | _FUSED_UP, fused_qkv=True),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen2moe": GgufArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", mixture.qwen2_moe),
+    # positions of text are the same in all of its parts
+    "qwen2vl": GgufArchitecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", mixture.qwen3_moe),
+    "qwen3vl": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen3vlmoe": GgufArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", mixture.qwen3_moe),
+    "seed_oss": GgufArchitecture("SeedOssForCausalLM", "seed_oss", dense.attention_bias),
+    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", "smollm3", dense.attention_bias, swapped=True),
+    "starcoder2": GgufArchitecture("Starcoder2ForCausalLM", "starcoder2", dense.starcoder2),
+}

@@ -1,0 +1,87 @@
+"""Settings of config.json by the metadata of GGUF files: encoders, and how hidden states become vectors. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.checkpoints.gguf.metadata import Metadata, Settings
+from quire.checkpoints.gguf.settings import gemma3
+
+_METHODS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type
+_NONE, _RANK = 0, 4
+
+
+def bert(m: Metadata) -> Settings:
+    positions = m.rows("position_embd.weight")
+    if not positions:
+        raise ValueError(f"{m.file.path}: BERT without position_embd.weight is not supported")
+    sizes = {"max_position_embeddings": positions, "type_vocab_size": m.rows("token_types.weight")}
+    return _encoder(m) | sizes | {"hidden_act": "gelu"} | _classifier(m, "Bert")
+
+
+def nomic_bert(m: Metadata) -> Settings:
+    return _encoder(m) | {
+        "type_vocab_size": m.rows("token_types.weight"),
+        "rope_theta": m.get("rope.freq_base", 1000.0),
+        "qkv_proj_bias": m.has("attn_qkv.bias"),
+        "mlp_fc1_bias": m.has("ffn_up.bias"),
+        "mlp_fc2_bias": m.has("ffn_down.bias"),
+    }
+
+
+def modern_bert(m: Metadata) -> Settings:
+    settings = _encoder(m) | {
+        "hidden_activation": m.get("hidden_activation", "gelu"),
+        "local_attention": m.get("attention.sliding_window"),
+        "global_attn_every_n_layers": m.get("attention.sliding_window_pattern", 3),
+        "global_rope_theta": m.get("rope.freq_base", 160000.0),
+        "local_rope_theta": m.get("rope.freq_base_swa", 10000.0),
+        "norm_bias": "output_norm.bias" in m.file.tensors,
+        "attention_bias": m.has("attn_qkv.bias"),
+        "mlp_bias": m.has("ffn_up.bias"),
+    }
+    method = _METHODS.get(m.get("classifier.pooling_type", 1), "mean")
+    return settings | _classifier(m, "ModernBert", classifier_pooling=method)
+
+
+def gemma(m: Metadata) -> Settings:
+    scalar = m.get("attention.key_length")
+    return gemma3(m) | {"use_bidirectional_attention": True, "query_pre_attn_scalar": scalar}
+
+
+def _encoder(m: Metadata) -> Settings:
+    return {"layer_norm_eps": m.get("attention.layer_norm_epsilon"), "num_key_value_heads": None, "head_dim": None}
+
+
+def _classifier(m: Metadata, prefix: str, **settings: Any) -> Settings:
+    """What tells a classifier from an encoder; nothing if the file has no logits."""
+    count = m.rows("cls.output.weight")
+    if not count:
+        return {}
+    if not m.rows("cls.weight"):
+        raise ValueError(
+            f"{m.file.path}: the classifier's layer before its output (cls.weight) is missing: llama.cpp's converter "
+            "drops the pooler of BERT. Give the original model in safetensors"
+        )
+    names = m.find("classifier.output_labels") or [f"LABEL_{i}" for i in range(count)]
+    return settings | {
+        "architectures": [f"{prefix}ForSequenceClassification"],
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "classifier_bias": "cls.bias" in m.file.tensors,
+    }
+
+
+def pooling_method(m: Metadata) -> str | None:
+    """How the hidden states of a text become its vector, or None if the file does not say.
+
+    Raises:
+        ValueError: not by a method that is supported.
+    """
+    kind = m.find("pooling_type")
+    if kind in (None, _NONE):
+        return None
+    if kind == _RANK and m.rows("cls.output.weight") and m.find("attention.causal") is False:
+        return None  # the architecture of a classifier says it
+    if kind not in _METHODS:
+        raise ValueError(f"{m.file.path}: {m.kind}.pooling_type {kind} is not supported; supported: 1, 2, 3")
+    return _METHODS[kind]

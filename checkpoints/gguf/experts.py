@@ -1,0 +1,181 @@
+"""Settings of config.json by the metadata of GGUF files: experts. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.checkpoints.gguf.metadata import FULL, SLIDING, Metadata, Settings
+from quire.checkpoints.gguf.settings import granite, latent
+
+_SIGMOID = 2  # expert_gating_func
+
+
+def experts(m: Metadata, size_key: str = "moe_intermediate_size", **more: Any) -> Settings:
+    size = m.find("expert_feed_forward_length") or m.one("feed_forward_length")
+    numbers = {"num_experts": m.get("expert_count"), "num_experts_per_tok": m.get("expert_used_count")}
+    return numbers | {size_key: size} | more
+
+
+def llama(m: Metadata) -> Settings:
+    if m.find("expert_count"):
+        return experts(m, "intermediate_size", architectures=["MixtralForCausalLM"], model_type="mixtral")
+    qkv, out, mlp = m.has_bias(), m.has("attn_output.bias"), m.has("ffn_up.bias")
+    if qkv == out:
+        return {"attention_bias": qkv, "mlp_bias": mlp}
+    if out != mlp:
+        raise ValueError(f"{m.file.path}: biases of the output of attention without those of the MLP are not supported")
+    return {"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3", "qkv_bias": qkv, "bias": out}
+
+
+def deepseek(m: Metadata) -> Settings:
+    return experts(
+        m,
+        first_k_dense_replace=m.get("leading_dense_block_count", 0),
+        n_shared_experts=m.get("expert_shared_count", 0),
+        routed_scaling_factor=m.get("expert_weights_scale", 1.0),
+    )
+
+
+def deepseek2(m: Metadata) -> Settings:
+    corrected = f"blk.{m.get('leading_dense_block_count', 0)}.exp_probs_b.bias" in m.file.tensors
+    if m.find("expert_gating_func") == _SIGMOID or (not m.find("expert_gating_func") and corrected):
+        return deepseek_v3(m) | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    if m.find("expert_weights_norm"):  # Mistral Large 3
+        return deepseek_v3(m) | {"architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4"}
+    method = "group_limited_greedy" if m.get("expert_group_count", 1) > 1 else "greedy"
+    return deepseek_v3(m) | {"topk_method": method}
+
+
+def glm4_moe(m: Metadata) -> Settings:
+    return (
+        deepseek(m)
+        | groups(m)
+        | {
+            "attention_bias": m.has_bias(),
+            "use_qk_norm": m.has("attn_q_norm.weight"),
+            "norm_topk_prob": m.get("expert_weights_norm", True),
+        }
+    )
+
+
+def ernie_moe(m: Metadata) -> Settings:
+    return experts(
+        m,
+        moe_num_shared_experts=m.get("expert_shared_count", 0),
+        moe_layer_start_index=m.get("leading_dense_block_count", 1),
+        moe_layer_interval=m.get("interleave_moe_layer_step", 1),
+    )
+
+
+def granite_moe(m: Metadata) -> Settings:
+    settings = granite(m) | experts(m, "intermediate_size")
+    if not (shared := m.find("expert_shared_feed_forward_length")):
+        return settings
+    return settings | {
+        "architectures": ["GraniteMoeSharedForCausalLM"],
+        "model_type": "granitemoeshared",
+        "shared_intermediate_size": shared,
+        "shared_fused": False,
+    }
+
+
+def hunyuan_moe(m: Metadata) -> Settings:
+    return experts(m, intermediate_size=m.get("expert_shared_feed_forward_length", m.one("feed_forward_length")))
+
+
+def qwen2_moe(m: Metadata) -> Settings:
+    return experts(m, shared_expert_intermediate_size=m.get("expert_shared_feed_forward_length"))
+
+
+def gpt_oss(m: Metadata) -> Settings:
+    return experts(m, "intermediate_size", sliding_window=m.window())
+
+
+def gemma4(m: Metadata) -> Settings:
+    kinds, sizes = m.layer_types(), m.get("feed_forward_length")
+    sizes = sizes if isinstance(sizes, list) else [sizes]
+    heads = m.get("attention.head_count_kv")
+    heads = heads if isinstance(heads, list) else [heads] * len(kinds)
+    local, wide = (heads[kinds.index(kind)] for kind in (SLIDING, FULL))
+    full = kinds.index(FULL)
+    dim, size = m.get("attention.key_length"), m.get("attention.key_length_swa")
+    theta = m.get("rope.freq_base", 1000000.0)
+    mixture = experts(m, enable_moe_block=True) if m.find("expert_count") else {}
+    return (
+        mixture
+        | m.listed_windows()
+        | {
+            "intermediate_size": min(sizes),
+            "use_double_wide_mlp": max(sizes) > min(sizes),
+            "num_key_value_heads": local,
+            "num_global_key_value_heads": wide if wide != local else None,
+            "head_dim": size,
+            "global_head_dim": dim,
+            "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in m.file.tensors,
+            "num_kv_shared_layers": m.get("attention.shared_kv_layers", 0),
+            "hidden_size_per_layer_input": m.get("embedding_length_per_layer_input", 0),
+            "vocab_size_per_layer_input": m.rows("per_layer_token_embd.weight"),
+            "final_logit_softcapping": m.find("final_logit_softcapping"),
+            "partial_rotary_factor": 1.0,
+            "rope_parameters": {
+                FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": theta},
+                SLIDING: {"rope_type": "default", "rope_theta": m.get("rope.freq_base_swa", 10000.0)},
+            },
+        }
+    )
+
+
+def deepseek_v3(m: Metadata) -> Settings:
+    """Latent attention, sigmoid scores and groups."""
+    return latent(m) | deepseek(m) | groups(m) | {"norm_topk_prob": m.get("expert_weights_norm", False)}
+
+
+def indexed(m: Metadata) -> Settings:
+    return deepseek_v3(m) | {"index_topk": m.get("attention.indexer.top_k")}
+
+
+def groups(m: Metadata) -> Settings:
+    return {"n_group": m.get("expert_group_count", 1), "topk_group": m.get("expert_group_used_count", 1)}
+
+
+def exaone_moe(m: Metadata) -> Settings:
+    settings = deepseek(m) | groups(m) | m.listed_windows()
+    settings["num_shared_experts"] = settings.pop("n_shared_experts")
+    return settings | {"norm_topk_prob": m.get("expert_weights_norm", False)}
+
+
+def hy_v3(m: Metadata) -> Settings:
+    m.check("expert_weights_norm", True)
+    m.check("expert_gating_func", _SIGMOID)
+    size, shared = m.get("expert_feed_forward_length"), m.find("expert_shared_feed_forward_length") or 0
+    return experts(
+        m,
+        num_shared_experts=shared // size,
+        router_scaling_factor=m.get("expert_weights_scale", 1.0),
+        attention_bias=m.has_bias(),
+    )
+
+
+def llama4(m: Metadata) -> Settings:
+    """What the file does not say is what llama.cpp assumes."""
+    num_layers, num_experts = m.get("block_count"), m.find("expert_count") or 0
+    settings = experts(m, "intermediate_size") if num_experts else {"intermediate_size": m.one("feed_forward_length")}
+    settings |= {
+        "intermediate_size_mlp": m.one("feed_forward_length"),
+        "interleave_moe_layer_step": m.get("interleave_moe_layer_step", 1),
+        "use_qk_norm": num_experts != 128,  # Maverick
+        "attention_chunk_size": 8192,
+    }
+    if not num_experts:
+        settings["moe_layers"] = []
+    if m.find("attention.sliding_window") == 0:  # no layer is chunked, and all rotate
+        settings |= {"layer_types": [FULL] * num_layers, "no_rope_layers": [1] * num_layers}
+    return settings
+
+
+def qwen3_moe(m: Metadata) -> Settings:
+    return experts(m, norm_topk_prob=True)
+
+
+def olmoe(m: Metadata) -> Settings:
+    return experts(m, "intermediate_size", clip_qkv=m.find("attention.clamp_kqv"))

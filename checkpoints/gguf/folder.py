@@ -1,0 +1,147 @@
+"""Makes a model folder of a GGUF file: config.json, the tokenizer and its chat template from the file's metadata. The
+weights stay in the file, which config.json names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from quire.checkpoints.gguf.header import GgufFile, read_gguf
+from quire.checkpoints.gguf.model_config import model_config
+from quire.checkpoints.gguf.modules import write_modules
+from quire.checkpoints.gguf.names import IGNORED
+
+_QUANTIZATION = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w.-]+)")
+_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)")
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+_VERSION = 3  # of the folder's contents
+
+
+def hub_patterns(model: str) -> tuple[str, list[str]] | None:
+    """(repository, patterns of the GGUF files to download) of `repo:Q4_K_M` or `repo/file.gguf`, else None."""
+    if match := _FILE.fullmatch(model):
+        return match["repo"], [re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", match["path"])]
+    if match := _QUANTIZATION.fullmatch(model):
+        return match["repo"], [f"*{match['name']}{end}" for end in (".gguf", "-*-of-*.gguf", "/*.gguf")]
+    return None
+
+
+def gguf_names(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.lower().endswith(".gguf")]
+
+
+def chosen_files(names: list[str], model: str) -> list[str]:
+    """The one of a repository's GGUF files that `model` names; of a sharded one all shards, in their order.
+
+    Raises ValueError if there is none, or more than one, or a shard is missing.
+    """
+    chosen = chosen_file(names, model)
+    if not (match := _SHARD.fullmatch(chosen)):
+        return [chosen]
+    shards = [f"{match['stem']}-{i:05}-of-{match['count']}.gguf" for i in range(1, int(match["count"]) + 1)]
+    if missing := [name for name in shards if name not in names]:
+        raise ValueError(f"model: {model} is incomplete: the repository lacks {', '.join(missing)}")
+    return shards
+
+
+def first_file(folder: str, model: str) -> str:
+    """The downloaded file of `model`, or its first shard. Raises ValueError if there is none, or more than one."""
+    names = [path.relative_to(folder).as_posix() for path in sorted(Path(folder).rglob("*.gguf"))]
+    return str(Path(folder, chosen_file(names, model)))
+
+
+def chosen_file(names: list[str], model: str) -> str:
+    """The one of a repository's GGUF files that `model` names, or its first shard. Raises ValueError if there is none,
+    or more than one.
+    """
+    if match := _FILE.fullmatch(model):
+        if match["path"] not in names:
+            have = ", ".join(names) or "no GGUF files"
+            raise ValueError(f"model: {match['repo']} has no file {match['path']}; there are {have}")
+        return match["path"]
+    name = _QUANTIZATION.fullmatch(model)["name"].lower()
+    shards = re.compile(r"-0000[2-9]-of-|-000[1-9]\d-of-")
+    found = [path for path in names if name in path.lower() and not shards.search(path) and "mmproj" not in path]
+    exact = [path for path in found if re.search(rf"(^|[-._/]){re.escape(name)}(\.gguf|-00001|/)", path.lower())]
+    if len(exact or found) != 1:
+        files = ", ".join(path.rpartition("/")[2] for path in found) or "none"
+        have = "" if found else f"; there are {', '.join(names) or 'no GGUF files'}"
+        raise ValueError(f"model: {model} must name one GGUF file of its repository; it names {files}{have}")
+    return (exact or found)[0]
+
+
+def gguf_folder(path: str) -> str:
+    """The folder of the model in the GGUF file `path`, made in the cache if it is not there yet.
+
+    Raises:
+        ValueError: the file cannot be read, or its model or tokenizer is not supported.
+    """
+    path = os.path.abspath(path)
+    status = os.stat(path)
+    state = f"{_VERSION} {path} {status.st_size} {status.st_mtime_ns}"
+    folder = cache_folder() / f"{Path(path).stem[:60]}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    if not folder.is_dir():
+        write_folder(read_gguf(path), folder)
+    return str(folder)
+
+
+def cache_folder() -> Path:
+    """$QUIRE_CACHE/gguf, by default ~/.cache/quire/gguf."""
+    root = os.environ.get("QUIRE_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "quire"
+    )
+    return Path(root) / "gguf"
+
+
+def write_folder(file: GgufFile, folder: Path) -> None:
+    """Write the model's folder: config.json, the tokenizer, and generation_config.json."""
+    from quire.checkpoints.gguf.tokenizer import gguf_tokenizer
+
+    config = model_config(file, _rope_factors(file))
+    tokenizer, tokenizer_config = gguf_tokenizer(file.metadata)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as draft:
+        tokenizer.save(os.path.join(draft, "tokenizer.json"))
+        _write_json(draft, "tokenizer_config.json", tokenizer_config)
+        _write_json(draft, "config.json", config)
+        _write_json(draft, "generation_config.json", {"eos_token_id": _ends(file.metadata)})
+        write_modules(file, Path(draft))
+        done = os.path.join(draft, "done")
+        os.mkdir(done)
+        for name in os.listdir(draft):
+            if name != "done":
+                os.rename(os.path.join(draft, name), os.path.join(done, name))
+        try:
+            os.rename(done, folder)
+        except OSError:
+            if not folder.is_dir():  # another process may have made it meanwhile
+                raise
+
+
+def _write_json(folder: str, name: str, content: dict[str, Any]) -> None:
+    Path(folder, name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def _ends(metadata: dict[str, Any]) -> list[int]:
+    """The tokens that end an answer."""
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+
+
+def _rope_factors(file: GgufFile) -> dict[str, list[float]]:
+    """The values of the tensors that scale rotary embeddings."""
+    found = {}
+    for name in IGNORED:
+        if tensor := file.tensors.get(name):
+            with open(tensor.path, "rb") as data:
+                data.seek(tensor.start)
+                found[name] = list(struct.unpack(f"<{tensor.size // 4}f", data.read(tensor.size)))
+    return found

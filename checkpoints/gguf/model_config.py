@@ -1,0 +1,155 @@
+"""What config.json of a GGUF file's model would say: its metadata in the keys of transformers. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.checkpoints.gguf.architectures import ARCHITECTURES, GgufArchitecture
+from quire.checkpoints.gguf.encoders import pooling_method
+from quire.checkpoints.gguf.header import GgufFile
+from quire.checkpoints.gguf.metadata import Metadata
+from quire.checkpoints.gguf.names import LONG_FACTORS, ROPE_FACTORS, row_names, tensor_name
+
+# by general.type or general.architecture: what else GGUF files hold
+_OTHER_CONTENTS = {
+    "adapter": "a LoRA adapter",
+    "mmproj": "an encoder of images (mmproj)",
+    "clip": "an encoder of images (mmproj)",
+    "imatrix": "an importance matrix",
+}
+_TENTHS = ("deepseek2", "deepseek32", "mistral4")
+Factors = Mapping[str, list[float]]  # the values of the tensors ROPE_FACTORS and LONG_FACTORS that the file has
+
+
+def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
+    """The config.json.
+
+    Raises:
+        ValueError: the architecture or a setting is not supported, or a key is missing.
+    """
+    kind = file.metadata.get("general.architecture")
+    if other := _OTHER_CONTENTS.get(file.metadata.get("general.type")) or _OTHER_CONTENTS.get(kind):
+        raise ValueError(f"{file.path} is {other}, not a language model: give the model's own GGUF file")
+    if kind not in ARCHITECTURES:
+        raise ValueError(
+            f"{file.path}: the architecture {kind!r} of GGUF files is not supported; supported: "
+            f"{', '.join(ARCHITECTURES)}. Give the original model in safetensors"
+        )
+    m, found = Metadata(file), ARCHITECTURES[kind]
+    own = found.settings(m)
+    config = {key: read() for key, read in _sizes(m, found).items() if key not in own} | own
+    if pooling_method(m) and "output.weight" not in file.tensors:  # a decoder for embeddings
+        config["architectures"] = [config["architectures"][0].replace("ForCausalLM", "Model")]
+    if m.find("expert_count") and "num_experts" not in config:
+        raise ValueError(f"{file.path}: experts in GGUF files of the architecture {kind} are not supported")
+    if "rope_parameters" not in config:  # a family may have a default, so that none has to be said
+        config["rope_scaling"] = _rope_scaling(m, config, factors) or {"rope_type": "default"}
+    types = {
+        part: tensor.type
+        for name, tensor in file.tensors.items()
+        for part in row_names(tensor_name(name, found.names), found.fused_qkv)
+    }
+    config["quantization_config"] = {
+        "quant_method": "gguf",
+        "file": str(file.path.resolve()),
+        "architecture": kind,
+        "types": types,
+    }
+    for key, token in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
+        if (token_id := file.metadata.get(f"tokenizer.ggml.{token}_token_id")) is not None:
+            config[key] = token_id
+    return config
+
+
+def _sizes(m: Metadata, found: GgufArchitecture) -> dict[str, Callable[[], Any]]:
+    """How to read the keys that all architectures have."""
+
+    def heads() -> int:
+        return m.one("attention.head_count")
+
+    def head_dim() -> int:
+        return m.get("attention.key_length", m.get("embedding_length") // heads())
+
+    def rotary() -> float:
+        size = m.find("rope.dimension_count") or head_dim()
+        return size / head_dim() if size < head_dim() else 1.0
+
+    embedding = m.file.tensors.get("token_embd.weight")
+    drafting = m.get("nextn_predict_layers", 0)  # layers that draft tokens, which come last
+    return {
+        "architectures": lambda: [found.architecture],
+        "model_type": lambda: found.model_type,
+        "vocab_size": lambda: embedding.shape[0] if embedding else 0,
+        "hidden_size": lambda: m.get("embedding_length"),
+        "intermediate_size": lambda: m.one("feed_forward_length"),
+        "num_hidden_layers": lambda: m.get("block_count") - drafting,
+        "num_nextn_predict_layers": lambda: drafting,
+        "num_attention_heads": heads,
+        "num_key_value_heads": lambda: m.one("attention.head_count_kv", heads()),
+        "head_dim": head_dim,
+        "max_position_embeddings": lambda: m.get("context_length"),
+        "rms_norm_eps": lambda: m.get("attention.layer_norm_rms_epsilon", m.find("attention.layer_norm_epsilon")),
+        "rope_theta": lambda: m.get("rope.freq_base", 10000.0),
+        "partial_rotary_factor": rotary,
+        "tie_word_embeddings": lambda: "output.weight" not in m.file.tensors,
+        "torch_dtype": lambda: "bfloat16",
+    }
+
+
+def _rope_scaling(m: Metadata, config: dict[str, Any], factors: Factors) -> dict[str, Any] | None:
+    if (values := factors.get(ROPE_FACTORS)) and any(factor != 1.0 for factor in values):
+        return _llama3_scaling(config, values)
+    if all(name in factors for name in LONG_FACTORS.values()):
+        scaling = {"rope_type": "longrope", **{key: factors[name] for key, name in LONG_FACTORS.items()}}
+        factor = m.find("rope.scaling.attn_factor")
+        return scaling | ({"attention_factor": factor} if factor else {})
+    name = m.get("rope.scaling.type", "none")
+    if name == "none":
+        return None
+    if name not in ("linear", "yarn"):
+        raise ValueError(f"{m.kind}.rope.scaling.type {name!r} is not supported; supported: none, linear, yarn")
+    scaling = {"rope_type": name, "factor": m.get("rope.scaling.factor", 1.0)}
+    if original := m.find("rope.scaling.original_context_length"):
+        scaling["original_max_position_embeddings"] = original
+    return scaling | (_yarn(m) if name == "yarn" else {})
+
+
+def _yarn(m: Metadata) -> dict[str, Any]:
+    scaling = {}
+    for key in ("beta_fast", "beta_slow"):
+        if (value := m.find(f"rope.scaling.yarn_{key}")) is not None:
+            scaling[key] = value
+    if m.kind == "gpt-oss":
+        scaling["truncate"] = False
+    # some store a tenth of it
+    if scale := (m.find("rope.scaling.yarn_log_multiplier") or 0) * (10 if m.kind in _TENTHS else 1):
+        scaling |= {"mscale": round(scale, 6), "mscale_all_dim": round(scale, 6)}
+    if (beta := m.find("attention.temperature_scale")) is not None:
+        scaling["llama_4_scaling_beta"] = beta
+    return scaling
+
+
+def _llama3_scaling(config: dict[str, Any], factors: list[float]) -> dict[str, Any]:
+    """The settings of Llama 3 from which the divisors of the frequencies were computed."""
+    dim, theta = 2 * len(factors), config["rope_theta"]
+    largest = max(factors)
+    for original in (8192, 256, 4096, 16384, 32768):
+        scaling = {"factor": largest, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        found = [_llama3_factor(theta ** (-2 * i / dim), original, **scaling) for i in range(len(factors))]
+        if all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(found, factors)):
+            return {"rope_type": "llama3", **scaling, "original_max_position_embeddings": original}
+    raise ValueError(f"the tensor {ROPE_FACTORS} has factors that are not those of Llama 3, which is not supported")
+
+
+def _llama3_factor(
+    frequency: float, original: int, factor: float, low_freq_factor: float, high_freq_factor: float
+) -> float:
+    wavelength = 2 * math.pi / frequency
+    if wavelength < original / high_freq_factor:
+        return 1.0
+    if wavelength > original / low_freq_factor:
+        return factor
+    smooth = (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    return 1 / ((1 - smooth) / factor + smooth)

@@ -1,0 +1,235 @@
+"""Resolves MODEL to a local folder: the folder itself, or a download from the Hugging Face Hub.
+
+huggingface_hub is imported only for a download.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quire.checkpoints.files import denied
+from quire.checkpoints.gguf import folder as gguf_folder
+from quire.checkpoints.gguf.header import is_gguf
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
+UNUSED_FILES = ["*/*.safetensors", "*/*.json", "consolidated*"]  # other precisions and formats of the same weights
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+Progress = Callable[[str, float], None]
+
+
+def local_folder(model: str) -> str | None:
+    """`model` as an absolute path if it is a folder, the folder made of it if it is a GGUF file, else None.
+
+    Raises ValueError if `model` can only be a path and the folder does not exist, or the file cannot be served.
+    """
+    path = os.path.expanduser(model)
+    if os.path.isdir(path):
+        return os.path.abspath(path)
+    if os.path.isfile(path):
+        if path.lower().endswith(".gguf") or is_gguf(path):
+            return gguf_folder.gguf_folder(path)
+        raise ValueError(f"model: {model} is a file; give the folder that has the model's config.json and safetensors")
+    _require_reachable(path)
+    if gguf_folder.hub_patterns(model) is None and (model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)):
+        raise ValueError(f"model: there is no {'file' if path.lower().endswith('.gguf') else 'folder'} {model}")
+    return None
+
+
+def _require_reachable(path: str) -> None:
+    """Raises ValueError if the permissions of a parent folder hide whether the path exists."""
+    try:
+        os.stat(path)
+    except PermissionError:
+        raise ValueError(f"model: {denied(path)}") from None
+    except OSError:
+        pass  # the path does not exist: the caller reports it
+
+
+def resolve(
+    model: str,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    tokenizer_only: bool = False,
+    progress: Progress = lambda phase, fraction: None,
+) -> str:
+    """The folder of `model`, downloaded first if it is a Hub id. Blocks; `progress` is called from other threads.
+
+    huggingface_hub reads HF_HUB_OFFLINE, HF_TOKEN and HF_HOME as usual. Raises ValueError with the cause and the
+    remedy.
+    """
+    folder = local_folder(model)
+    if folder is not None:
+        return folder
+    import huggingface_hub as hub
+
+    named = gguf_folder.hub_patterns(model)
+    if named:
+        repository, patterns = named[0], {"allow_patterns": _gguf_files(named[0], model, revision) or named[1]}
+    else:
+        files = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
+        repository, patterns = model, {"allow_patterns": files, "ignore_patterns": UNUSED_FILES}
+    try:
+        num_bytes = _bytes_to_download(repository, revision, download_dir, patterns)
+        if num_bytes:
+            logger.info("downloading %s from the Hugging Face Hub: %.2f GB", model, num_bytes / 1e9)
+            progress("downloading", 0.0)
+        folder = hub.snapshot_download(
+            repository,
+            revision=revision,
+            cache_dir=download_dir,
+            tqdm_class=_bar_class(num_bytes, progress),
+            **patterns,
+        )
+    except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
+        if isinstance(error, FileNotFoundError) and not named:  # nothing matches the patterns
+            _require_safetensors(model, revision)
+        raise ValueError(_explain(error, repository, revision)) from error
+    if named:
+        return gguf_folder.gguf_folder(gguf_folder.first_file(folder, model))
+    if not tokenizer_only and not any(Path(folder).glob("*.safetensors")):
+        _require_safetensors(model, revision)
+    return folder
+
+
+def resolve_headers(model: str, *, revision: str | None, download_dir: str | None, target: str) -> tuple[str, bool]:
+    """(the folder of `model`, whether it has the headers of all weights). Of a Hub model that is not in the cache, the
+    small files are downloaded, and headers are written to a folder below `target`; without a Hub there are none.
+
+    Raises ValueError as `resolve` does.
+    """
+    if (folder := local_folder(model)) is not None:
+        return folder, True
+    from huggingface_hub import constants
+
+    from quire.checkpoints import headers
+
+    named = gguf_folder.hub_patterns(model)
+    try:
+        if named and (names := _gguf_files(named[0], model, revision)):
+            return headers.gguf_with_header(named[0], names, revision, Path(target)), True
+        if named:  # from the cache, or an error
+            return resolve(model, revision=revision, download_dir=download_dir), True
+        folder = resolve(model, revision=revision, download_dir=download_dir, tokenizer_only=True)
+        if constants.HF_HUB_OFFLINE or headers.are_complete(folder):
+            return folder, headers.are_complete(folder)
+        _require_safetensors(model, revision)
+        return headers.with_headers(folder, model, revision, Path(target)), True
+    except ValueError:
+        raise
+    except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
+        raise ValueError(_explain(error, named[0] if named else model, revision)) from error
+
+
+def _files_on_hub(repository: str, revision: str | None) -> list[str] | None:
+    """The names of the files of a repository, None if the Hub does not list them."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        found = HfApi().model_info(repository, revision=revision, timeout=10).siblings or []
+    except Exception as error:  # snapshot_download then finds the files in the cache, or fails likewise
+        logger.debug("cannot list the files of %s: %s", repository, error)
+        return None
+    return [file.rfilename for file in found]
+
+
+def _gguf_files(repository: str, model: str, revision: str | None) -> list[str] | None:
+    """The files that `model` names, None if the Hub does not list them. Raises ValueError if there is no such model."""
+    names = _files_on_hub(repository, revision)
+    return None if names is None else gguf_folder.chosen_files(gguf_folder.gguf_names(names), model)
+
+
+def _require_safetensors(model: str, revision: str | None) -> None:
+    """Raises ValueError if the repository `model` has no safetensors, as the Hub lists them, but other weights."""
+    names = _files_on_hub(model, revision) or []
+    if any(name.endswith(".safetensors") for name in names):
+        return
+    if files := gguf_folder.gguf_names(names):
+        raise ValueError(
+            f"model: {model} has GGUF files: name one by its quantization ({model}:Q4_K_M) or by {model}/FILE; there "
+            f"are {', '.join(files)}"
+        )
+    if files := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".npz", ".h5", ".msgpack", ".onnx"))]:
+        raise ValueError(f"model: {model} has no safetensors, which are needed, but {', '.join(files)}")
+
+
+def _bytes_to_download(model: str, revision: str | None, download_dir: str | None, patterns: dict[str, Any]) -> int:
+    """The number of bytes missing from the cache; 0 if the Hub is unreachable and only the cache is used."""
+    import huggingface_hub as hub
+    from huggingface_hub import constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return 0
+    try:
+        files = hub.snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            tqdm_class=_bar_class(0, lambda phase, fraction: None),
+            dry_run=True,
+            **patterns,
+        )
+    except errors.DryRunError:
+        return 0
+    return sum(file.file_size for file in files if file.will_download)
+
+
+def _bar_class(num_bytes: int, progress: Progress) -> type:
+    """A silent tqdm that reports how much of `num_bytes` has arrived.
+
+    The library makes several bars; the one with the highest count is the one that counts bytes.
+    """
+    from tqdm import tqdm
+
+    reported = 0.0
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any):
+            kwargs.pop("name", None)
+            self.counts_bytes = kwargs.get("unit") == "B"
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal reported
+            self.n += n or 0
+            if num_bytes and self.counts_bytes and min(self.n / num_bytes, 1.0) > reported:
+                reported = min(self.n / num_bytes, 1.0)
+                progress("downloading", reported)
+
+    return Bar
+
+
+def _explain(error: Exception, model: str, revision: str | None) -> str:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return f"model: {model} is gated: accept its conditions at https://huggingface.co/{model} and set HF_TOKEN"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"revision: {model} has no revision {revision}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"model: there is no folder {model}, and no such model on the Hugging Face Hub (a private one needs "
+            "HF_TOKEN)"
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
+        return f"model: there is no folder {model}, it is not in the Hugging Face cache, and {why}"
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+        return (
+            f"model: the Hugging Face Hub refuses {model} ({error.response.status_code}): set HF_TOKEN to a token that "
+            "may read it"
+        )
+    if "ConnectError" in (kind := type(error).__name__) or "Timeout" in kind:
+        return f"model: {model} is not complete in the Hugging Face cache, and the Hub cannot be reached: {error}"
+    return f"model: {model} cannot be downloaded: {type(error).__name__}: {error}"

@@ -1,0 +1,102 @@
+"""What `quire check` says about a checkpoint: its format, size and bits per weight. Torch-free; reads headers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from quire.checkpoints.files import damaged_weights
+from quire.checkpoints.gguf.header import read_gguf
+from quire.checkpoints.sizes import format_bytes
+
+_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def weight_summary(folder: str, config: dict[str, Any], num_weights: int) -> str:
+    """One line about the weights of the model in `folder`, whose parsed config.json is `config`. `num_weights` are
+    those of the unquantized model.
+    """
+    settings = config.get("quantization_config") or config.get("compression_config") or {}
+    if settings.get("quant_method") == "gguf":
+        file = read_gguf(settings["file"])
+        sizes = Counter()
+        for tensor in file.tensors.values():
+            sizes[tensor.type] += tensor.size
+        num_files = len({tensor.path for tensor in file.tensors.values()})
+    else:
+        sizes, num_files = _safetensors_sizes(Path(folder))
+    num_bytes = sum(sizes.values())
+    shares = ", ".join(f"{kind} {100 * size / num_bytes:.1f} %" for kind, size in sizes.most_common(5))
+    return (
+        f"checkpoint: {describe_format(settings, sizes)}, {format_bytes(num_bytes)} in {num_files} "
+        f"file{'s' if num_files > 1 else ''}, {8 * num_bytes / num_weights:.2f} bits per weight "
+        f"({_count(num_weights)} weights; {shares} of the bytes)"
+    )
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:,.3g} billion" if number >= 1e9 else f"{number / 1e6:,.3g} million"
+
+
+def describe_format(settings: dict[str, Any], sizes: Counter[str]) -> str:
+    """The format that `quantization_config` declares, in words; `sizes` are the bytes of each type of tensor."""
+    method = settings.get("quant_method", "")
+    match method:
+        case "":
+            kind = sizes.most_common(1)[0][0] if sizes else ""
+            return _FLOATS.get(kind, kind)
+        case "gguf":
+            return "GGUF"
+        case "compressed-tensors":
+            groups = settings.get("config_groups") or {}
+            kinds = dict.fromkeys(_weights(group.get("weights") or {}) for group in groups.values())
+            return f"compressed-tensors {settings.get('format', '')} ({'; '.join(kinds)})"
+        case "fp8" | "fbgemm_fp8" | "mxfp8":
+            block = settings.get("weight_block_size")
+            return f"{method} ({'x'.join(map(str, block)) + ' blocks' if block else 'e4m3'})"
+        case "awq" | "gptq":
+            group = settings.get("group_size", settings.get("q_group_size", 128))
+            order = ", act-order" if settings.get("desc_act") else ""
+            return f"{method} ({settings.get('bits', settings.get('w_bit', 4))} bits, {_groups(group)}{order})"
+        case "auto-round" | "intel/auto-round":
+            packing = settings.get("packing_format") or settings.get("backend") or "auto_round:auto_gptq"
+            return f"auto-round ({settings.get('bits')} bits, {_groups(settings.get('group_size', 128))}, {packing})"
+        case "quark":
+            weight = (settings.get("global_quant_config") or {}).get("weight") or {}
+            weight = weight[0] if isinstance(weight, list) else weight
+            return f"quark ({weight.get('dtype')} {weight.get('qscheme')})"
+        case "bitsandbytes":
+            four = f"4 bits, {settings.get('bnb_4bit_quant_type', 'fp4')}"
+            return f"bitsandbytes ({four if settings.get('load_in_4bit') else '8 bits'})"
+        case "modelopt" | "modelopt_fp4":
+            return f"modelopt ({(settings.get('quantization') or settings).get('quant_algo')})"
+    return method
+
+
+def _weights(weights: dict[str, Any]) -> str:
+    strategy, group = weights.get("strategy"), weights.get("group_size")
+    scales = _groups(group) if group else f"a scale per {strategy}"
+    return f"{weights.get('num_bits', 8)}-bit {weights.get('type', 'int')}, {scales}"
+
+
+def _groups(size: int) -> str:
+    return f"groups of {size}" if size > 0 else "whole rows"
+
+
+def _safetensors_sizes(folder: Path) -> tuple[Counter[str], int]:
+    """(bytes of each type of tensor, number of files)."""
+    sizes: Counter[str] = Counter()
+    paths = sorted(folder.glob("*.safetensors"))
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        except (OSError, ValueError) as error:
+            raise ValueError(damaged_weights(path, error)) from error
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                sizes[entry["dtype"]] += end - start
+    return sizes, len(paths)

@@ -1,0 +1,306 @@
+"""The attention of a decoder layer: projections, norms of q and k, rotary embedding, cache. One class per way to
+normalise q and k.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from quire.worker.attention.base import AttentionMetadata, GroupedMetadata
+from quire.worker.layers.attention import Attention
+from quire.worker.layers.linear import (
+    PLAIN_WEIGHTS,
+    ColumnParallelLinear,
+    Part,
+    QKVParallelLinear,
+    RowParallelLinear,
+    Shard,
+    WeightFormat,
+    empty_parameter,
+    split_kv_heads,
+)
+from quire.worker.layers.norm import NORMS, rms_norm
+from quire.worker.layers.rotary import Rotation, apply_rotary
+from quire.worker.layers.views import View, chain, columns, rotary_rows
+from quire.worker.parallel import Exchange, split_size, tp
+from quire.worker.platforms.ops import Ops
+from quire.worker.transformer.config import LayerSpec, ModelSpec
+
+TORCH = Ops()
+
+
+class SelfAttention(nn.Module):
+    """Maps x `[T, H]` to `[T, H]`, or to its rows in `needed_rows`.
+
+    The keys and values of all tokens are stored in the cache. With `qk_norm` "head" each head of q and k is normalised
+    before it is rotated.
+    """
+
+    native_twin: ClassVar = "attention"
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__()
+        kind = spec.layers[layer]
+        self.qkv_proj = qkv_projection(spec, kind, prefix, weights)
+        self.o_proj = out_projection(spec, kind, prefix, weights)
+        self.attn = Attention(
+            self.qkv_proj.num_heads,
+            self.qkv_proj.num_kv_heads,
+            kind.head_dim,
+            layer,
+            kind.window,
+            kind.scale,
+            kind.soft_cap,
+            kind.v_head_dim,
+            _sinks(kind.num_heads, self.qkv_proj.num_heads, prefix) if kind.sinks else None,
+            chunk=kind.chunk,
+            output_window=kind.output_window,
+        )
+        self.qk_norm_rope_write = TORCH.qk_norm_rope_write
+        self.eps = spec.norm_eps
+        self.make_norms(spec, kind, prefix)
+
+    def make_norms(self, spec: ModelSpec, kind: LayerSpec, prefix: str) -> None:
+        """Create the norms of q and k."""
+        self.q_norm = self.k_norm = None
+        if kind.qk_norm is not None:
+            self.q_norm, self.k_norm = (NORMS[spec.norm](kind.head_dim, spec.norm_eps) for _ in range(2))
+            for norm in (self.q_norm, self.k_norm):
+                norm.weight.view_of_tensor = chain(norm.view, rope_view(spec, kind))
+
+    def use(self, ops: Ops) -> None:
+        """Switch to a platform's operations."""
+        self.qk_norm_rope_write = ops.qk_norm_rope_write
+
+    def head_norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Weights `[D]` of the norms over each head of q and k, or None without norms."""
+        return (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of q, k and v in qkv `[T, _]`: `[T, heads, D]` each."""
+        heads, kv_heads, dim = self.attn.num_heads, self.attn.num_kv_heads, self.attn.head_dim
+        q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * self.attn.v_head_dim], -1)
+        return q.unflatten(-1, (heads, dim)), k.unflatten(-1, (kv_heads, dim)), v.unflatten(-1, (kv_heads, -1))
+
+    def write_cache(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
+        """Store the keys and values of qkv `[T, _]`, which may be overwritten, and return q `[T, heads, D]`."""
+        return self.qk_norm_rope_write(
+            qkv,
+            *self.head_norms(),
+            self.eps,
+            rotation.cos_sin,
+            rotation.positions,
+            self.attn.k_cache,
+            self.attn.v_cache,
+            meta.slot_mapping,
+            self.attn.num_heads,
+        )
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        meta = attn[self.attn.cache_group]
+        q = self.write_cache(self.qkv_proj(x), rotation, meta)
+        if rotation.query_scale is not None:
+            q = q * rotation.query_scale[:, None, None].to(q.dtype)
+        attended = self.attn.attend(q, meta)
+        return self.o_proj(attended if needed_rows is None else attended[needed_rows])
+
+    def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
+        """The all-reduces of `forward`, in order."""
+        return [((num_needed, self.o_proj.out_features), None)]
+
+
+class WholeNormAttention(SelfAttention):
+    """Normalises q and k over all heads together, before they are split. May bound q, k and v."""
+
+    def make_norms(self, spec: ModelSpec, kind: LayerSpec, prefix: str) -> None:
+        self.clip = kind.clip_qkv
+        heads, dim, view = self.qkv_proj.num_heads, kind.head_dim, rope_view(spec, kind)
+        (q, k, _), group = self.qkv_proj.shards, tp()
+        self.sizes = kind.num_heads * dim, kind.num_kv_heads * dim
+        # ranks that hold the same KV head all add its squares
+        self.copies = max(1, group.size // kind.num_kv_heads)
+        self.group = group
+        self.q_norm, self.k_norm = nn.Module(), nn.Module()
+        for norm, name, start, length, size in (
+            (self.q_norm, "q_norm", group.rank * heads * dim, q.length, self.sizes[0]),
+            (self.k_norm, "k_norm", k.start - (q.full if k.prefix == q.prefix else 0), k.length, self.sizes[1]),
+        ):
+            part = Part(f"{prefix}.{name}.weight", (size,), ((0, start, length),), (), view)
+            norm.weight = empty_parameter(length, parts=[part], dtype=torch.float32)
+
+    def head_norms(self) -> tuple[None, None]:
+        return None, None
+
+    def write_cache(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
+        q, k = self.qkv_proj.shards[0].length, self.qkv_proj.shards[1].length
+        qk = qkv[:, : q + k].float()
+        squares = torch.stack([half.square().sum(-1) for half in qk.split([q, k], -1)], -1)  # [T, 2]
+        squares = self.group.all_reduce(squares) if self.group.size > 1 else squares
+        means = squares / squares.new_tensor([self.sizes[0], self.sizes[1] * self.copies])
+        scales = torch.rsqrt(means + self.eps)
+        qkv[:, :q] = qk[:, :q] * scales[:, :1] * self.q_norm.weight
+        qkv[:, q : q + k] = qk[:, q:] * scales[:, 1:] * self.k_norm.weight
+        if self.clip is not None:
+            qkv.clamp_(-self.clip, self.clip)
+        return super().write_cache(qkv, rotation, meta)
+
+    def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
+        return [((num_tokens, 2), torch.float32), *super().exchanges(num_tokens, num_needed)]
+
+
+class LayerNormAttention(SelfAttention):
+    """Normalises each head of q and k by a layer norm with weights of its own (Cohere)."""
+
+    def make_norms(self, spec: ModelSpec, kind: LayerSpec, prefix: str) -> None:
+        heads, view, group = self.qkv_proj, rope_view(spec, kind), tp()
+        first_kv_head = group.rank * kind.num_kv_heads // group.size
+        self.q_norm, self.k_norm = nn.Module(), nn.Module()
+        for norm, name, first, number, total in (
+            (self.q_norm, "q_norm", group.rank * heads.num_heads, heads.num_heads, kind.num_heads),
+            (self.k_norm, "k_norm", first_kv_head, heads.num_kv_heads, kind.num_kv_heads),
+        ):
+            part = Part(f"{prefix}.{name}.weight", (total, kind.head_dim), ((0, first, number),), (), columns(view))
+            norm.weight = empty_parameter(number, kind.head_dim, parts=[part], dtype=torch.float32)
+            norm.weight.dummy_mean = 1.0
+
+    def head_norms(self) -> tuple[None, None]:
+        return None, None
+
+    def write_cache(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
+        q, k, _ = self.split(qkv)
+        for heads, norm in ((q, self.q_norm), (k, self.k_norm)):
+            wide = heads.float()
+            centred = wide - wide.mean(-1, keepdim=True)
+            heads.copy_(norm.weight * centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps))
+        return super().write_cache(qkv, rotation, meta)
+
+
+class LateNormAttention(SelfAttention):
+    """Normalises each head of q and k after it is rotated."""
+
+    def write_cache(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
+        q, k, v = self.split(qkv)
+        rows = rotation.cos_sin[rotation.positions]
+        q, k = (
+            rms_norm(apply_rotary(heads, rows), weight, self.eps) for heads, weight in zip((q, k), self.head_norms())
+        )
+        meta.backend.write_kv(k, v, self.attn.k_cache, self.attn.v_cache, meta.slot_mapping)
+        return q
+
+
+class LatePlainNormAttention(LateNormAttention):
+    """Normalises each head of q and k after it is rotated, without weights (Llama 4)."""
+
+    def make_norms(self, spec: ModelSpec, kind: LayerSpec, prefix: str) -> None:
+        self.q_norm = self.k_norm = None
+
+
+class ValueNormAttention(SelfAttention):
+    """Also normalises each head of v, without a weight (Gemma 3n and 4)."""
+
+    def write_cache(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
+        v = self.split(qkv)[2]
+        v.copy_(rms_norm(v, None, self.eps))
+        return super().write_cache(qkv, rotation, meta)
+
+
+class SharedCacheAttention(nn.Module):
+    """Reads the keys and values of another layer and has only queries of its own. The calls are those of
+    `SelfAttention`.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__()
+        kind, group = spec.layers[layer], tp()
+        width, heads = kind.num_heads * kind.head_dim, split_size("num_attention_heads", kind.num_heads, group)
+        mine = heads * kind.head_dim
+        shard = Shard(f"{prefix}.q_proj", width, group.rank * mine, mine, view=rope_view(spec, kind))
+        method = weights.linear(f"{prefix}.q_proj")
+        self.q_proj = ColumnParallelLinear(spec.hidden_size, [shard], spec.attention_bias, method)
+        self.o_proj = out_projection(spec, kind, prefix, weights)
+        self.q_norm = NORMS[spec.norm](kind.head_dim, spec.norm_eps)
+        self.q_norm.weight.view_of_tensor = chain(self.q_norm.view, rope_view(spec, kind))
+        kv_heads, _ = split_kv_heads(kind.num_kv_heads, group)
+        self.attn = Attention(
+            heads, kv_heads, kind.head_dim, layer, kind.window, kind.scale, kind.soft_cap, kv_from=kind.kv_from
+        )
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        q = self.q_proj(x).unflatten(-1, (self.attn.num_heads, self.attn.head_dim))
+        q = rms_norm(q, self.q_norm.weight, self.q_norm.eps)
+        q = apply_rotary(q, rotation.cos_sin[rotation.positions])
+        attended = self.attn.attend(q, attn[self.attn.cache_group])
+        return self.o_proj(attended if needed_rows is None else attended[needed_rows])
+
+    def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
+        """The all-reduces of `forward`, in order."""
+        return [((num_needed, self.o_proj.out_features), None)]
+
+
+# by `LayerSpec.qk_norm`
+QK_NORMS: dict[str | None, type[SelfAttention]] = {
+    None: SelfAttention,
+    "head": SelfAttention,
+    "whole": WholeNormAttention,
+    "layer": LayerNormAttention,
+    "late": LateNormAttention,
+    "late_plain": LatePlainNormAttention,
+}
+
+
+def self_attention(spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat) -> nn.Module:
+    """The attention of layer `layer`, whose tensors are at `prefix`."""
+    kind = spec.layers[layer]
+    if kind.kv_from is not None:
+        return SharedCacheAttention(spec, layer, prefix, weights)
+    return (ValueNormAttention if kind.v_norm else QK_NORMS[kind.qk_norm])(spec, layer, prefix, weights)
+
+
+def qkv_projection(spec: ModelSpec, kind: LayerSpec, prefix: str, weights: WeightFormat) -> QKVParallelLinear:
+    """The projections of a layer to q, k and v, whose tensors are at `prefix`."""
+    return QKVParallelLinear(
+        spec.hidden_size,
+        kind.head_dim,
+        kind.num_heads,
+        kind.num_kv_heads,
+        spec.attention_bias,
+        prefix,
+        weights.linear(f"{prefix}.qkv_proj"),
+        "qkv_proj" in spec.fused,
+        rope_view(spec, kind),
+        kind.v_head_dim,
+        "k_proj" if kind.key_is_value else "v_proj",
+    )
+
+
+def out_projection(spec: ModelSpec, kind: LayerSpec, prefix: str, weights: WeightFormat) -> RowParallelLinear:
+    """The projection of the attended values of all heads."""
+    return RowParallelLinear(
+        kind.num_heads * kind.v_head_dim,
+        spec.hidden_size,
+        spec.attention_out_bias,
+        f"{prefix}.o_proj",
+        "num_attention_heads * head_dim",
+        weights.linear(f"{prefix}.o_proj"),
+    )
+
+
+def rope_view(spec: ModelSpec, kind: LayerSpec) -> View | None:
+    """How the rows of a head of q and k are rearranged at load."""
+    if kind.rope is None:
+        return None
+    rope = spec.ropes[kind.rope]
+    return rotary_rows(kind.head_dim, rope.rotary_dim, rope.interleaved)
+
+
+def _sinks(num_heads: int, mine: int, prefix: str) -> nn.Parameter:
+    sinks = empty_parameter(mine, parts=[Part(f"{prefix}.sinks", (num_heads,), ((0, tp().rank * mine, mine),))])
+    sinks.dummy_mean = 0.0
+    return sinks

@@ -1,0 +1,206 @@
+"""A decoder layer: a mixer of tokens and an MLP with residual connections. One class per arrangement of norms.
+
+All map x and residual `[T, H]`, whose sum is the residual stream, to the new x and residual, `[T, H]` or their rows in
+`needed_rows`. The next norm adds them, so that both are one operation. In the first layer the residual is None.
+
+Names of norms are those of Llama, Gemma 2 and OLMo 2; other names are in a family's `names`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from quire.worker.attention.base import GroupedMetadata
+from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
+from quire.worker.layers.norm import NORMS, Norm
+from quire.worker.layers.rotary import Rotation
+from quire.worker.parallel import Exchange
+from quire.worker.transformer.attention import self_attention
+from quire.worker.transformer.bidirectional import BidirectionalAttention
+from quire.worker.transformer.config import ModelSpec
+from quire.worker.transformer.mla import MLAttention
+from quire.worker.transformer.mlp import MLP, PlainMLP
+from quire.worker.transformer.moe import MoE
+
+# Makes a part of a layer from (spec, index of the layer, prefix of its tensors, format of its weights).
+MakePart = Callable[[ModelSpec, int, str, WeightFormat], nn.Module]
+MIXERS: dict[str, MakePart] = {  # by `LayerSpec.mixer`
+    "attention": self_attention,
+    "mla": MLAttention,
+    "bidirectional": BidirectionalAttention,
+}
+MLPS: dict[str, MakePart] = {"gated": MLP, "plain": PlainMLP, "moe": MoE}  # by `LayerSpec.mlp`
+
+Streams = tuple[torch.Tensor, torch.Tensor]  # x and residual
+
+
+class DecoderLayer(nn.Module):
+    """A norm before attention and one before the MLP."""
+
+    native_twin: ClassVar = "layer"
+    norm_names: ClassVar = ("input_layernorm", "post_attention_layernorm")
+    needs_norm: ClassVar = True  # whether a norm follows the last layer
+    mixers: ClassVar = MIXERS
+    mlps: ClassVar = MLPS
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__()
+        kind = spec.layers[layer]
+        self.rope = kind.rope  # name of its rotary embedding
+        self.residual_scale = spec.residual_scale
+        for name in self.norm_names:
+            self.add_module(name, NORMS[spec.norm](spec.hidden_size, spec.norm_eps))
+        self.self_attn = self.mixers[kind.mixer](spec, layer, f"{prefix}.self_attn", weights)
+        self.mlp = self.mlps[kind.mlp](spec, layer, f"{prefix}.mlp", weights)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> Streams:
+        x, residual = add(self.input_layernorm, x, residual)
+        x = self.scaled(self.self_attn(x, rotation, attn, needed_rows))
+        x, residual = self.post_attention_layernorm.add(x, rows(residual, needed_rows))
+        return self.scaled(self.mlp(x)), residual
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """The output of attention or of the MLP as it is added to the residual stream."""
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
+
+    def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
+        """The all-reduces of `forward`, in order."""
+        return [*self.self_attn.exchanges(num_tokens, num_needed), *self.mlp.exchanges(num_needed)]
+
+
+class ExpertsNormLayer(DecoderLayer):
+    """Also normalises what experts add (A.X K1)."""
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, layer, prefix, weights)
+        self.post_mlp_layernorm = None
+        if spec.layers[layer].moe is not None:
+            self.post_mlp_layernorm = NORMS[spec.norm](spec.hidden_size, spec.norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> Streams:
+        x, residual = super().forward(x, residual, rotation, attn, needed_rows)
+        return (x if self.post_mlp_layernorm is None else self.post_mlp_layernorm(x)), residual
+
+
+class SandwichLayer(DecoderLayer):
+    """Norms before and after attention, and before and after the MLP."""
+
+    native_twin: ClassVar = "sandwich"
+    norm_names: ClassVar = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> Streams:
+        x, residual = add(self.input_layernorm, x, residual)
+        x = self.post_attention_layernorm(self.self_attn(x, rotation, attn, needed_rows))
+        x, residual = self.pre_feedforward_layernorm.add(x, rows(residual, needed_rows))
+        return self.post_feedforward_layernorm(self.feed_forward(x, residual)), residual
+
+    def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        """The MLP's output for x, the norm of the residual stream."""
+        return self.mlp(x)
+
+
+class PostNormLayer(DecoderLayer):
+    """Norms only after attention and after the MLP."""
+
+    norm_names: ClassVar = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> Streams:
+        stream = x if residual is None else x + residual
+        x = self.post_attention_layernorm(self.self_attn(stream, rotation, attn, needed_rows))
+        stream = rows(stream, needed_rows) + x
+        return self.post_feedforward_layernorm(self.mlp(stream)), stream
+
+
+class SumNormLayer(DecoderLayer):
+    """Norms of the sums: after attention is added to its input, and after the MLP is. The residual is always None."""
+
+    needs_norm: ClassVar = False
+    norm_names: ClassVar = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        attended = self.self_attn(x, rotation, attn, needed_rows)
+        x = self.post_attention_layernorm(rows(x, needed_rows) + attended)
+        return self.post_feedforward_layernorm(x + self.mlp(x)), None
+
+
+class ParallelLayer(DecoderLayer):
+    """Attention and the MLP read the same norm."""
+
+    norm_names: ClassVar = ("input_layernorm",)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> Streams:
+        x, residual = add(self.input_layernorm, x, residual)
+        attended = self.self_attn(x, rotation, attn, needed_rows)
+        return attended + self.mlp(rows(x, needed_rows)), rows(residual, needed_rows)
+
+
+# by `ModelSpec.form`
+BLOCKS: dict[str, type[DecoderLayer]] = {
+    "pre": DecoderLayer,
+    "pre_experts_norm": ExpertsNormLayer,
+    "sandwich": SandwichLayer,
+    "post": PostNormLayer,
+    "sum": SumNormLayer,
+    "parallel": ParallelLayer,
+}
+
+
+def add(norm: Norm, x: torch.Tensor, residual: torch.Tensor | None) -> Streams:
+    """The norm of the residual stream, and the stream."""
+    return (norm(x), x) if residual is None else norm.add(x, residual)
+
+
+def rows(x: torch.Tensor, needed_rows: torch.Tensor | None) -> torch.Tensor:
+    """The rows of x `[T, H]` whose result is needed."""
+    return x if needed_rows is None else x[needed_rows]

@@ -1,0 +1,313 @@
+"""The decoder shared by all language models. A family is a subclass of `CausalLM` that reads its config.json
+(`reader.py`) into a spec, from which the decoder is built.
+
+Shapes: T tokens of all requests of the step, concatenated; H = hidden size; D = head size. Module names are those of
+Llama's checkpoints, so a parameter's path is its tensor's name, but for a family's `renames`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from quire.worker.attention.base import GroupedMetadata
+from quire.worker.layers.embedding import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
+from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, WeightFormat
+from quire.worker.layers.norm import NORMS
+from quire.worker.layers.rotary import RotaryEmbedding, Rotation, still_query_scale
+from quire.worker.parallel import Exchange, pp
+from quire.worker.platforms.huge_pages import Workspace
+from quire.worker.platforms.ops import FusedLayers, Ops
+from quire.worker.transformer.blocks import BLOCKS, DecoderLayer
+from quire.worker.transformer.config import LayerSpec, ModelSpec
+from quire.worker.transformer.moe import MoE
+from quire.worker.transformer.names import TensorNames, below
+from quire.worker.transformer.reader import ConfigReader
+
+if TYPE_CHECKING:
+    from quire.worker.transformer.image_embeds import ImageEmbeds
+    from quire.worker.transformer.pooling import Pooler
+    from quire.worker.transformer.vision_tower import VisionTower
+
+
+# keys of config.json whose values are numbers of layers that draft tokens
+_DRAFTING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+
+
+class Decoder(nn.Module):
+    """The layers of this pipeline stage. The first stage also has the embedding, the last stage the final norm."""
+
+    # modules outside the layers that only the first or only the last stage has
+    of_first_stage: ClassVar[tuple[str, ...]] = ("model.embed_tokens", "model.embed_positions")
+    of_last_stage: ClassVar[tuple[str, ...]] = ("model.norm",)
+
+    def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__()
+        stage = pp()
+        self.spec = spec
+        self.first, self.last = stage.rank == 0, stage.rank == stage.size - 1
+        if self.first:
+            self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, "model.embed_tokens", weights)
+            if spec.learned_positions is not None:
+                size = spec.max_position_embeddings + spec.learned_positions
+                self.embed_positions = PositionEmbedding(size, spec.hidden_size, spec.learned_positions)
+        self.layers = nn.ModuleDict(
+            {
+                str(i): self.layer_cls(spec)(spec, i, f"model.layers.{i}", weights)
+                for i in stage_layers(spec.layers, stage.rank, stage.size)
+            }
+        )
+        if self.last and self.layer_cls(spec).needs_norm:
+            self.norm = NORMS[spec.norm](spec.hidden_size, spec.norm_eps)
+        self.rotary_emb = RotaryEmbeddings(spec, max_model_len)
+        # rounded to the weights' dtype, as Gemma's is
+        self.embed_scale = float(torch.tensor(spec.embed_scale, device="cpu"))
+        self._ops: Ops | None = None  # None: layers are called one by one
+        self._fused: FusedLayers | None = None  # built on first use: it holds addresses of the KV cache
+
+    @staticmethod
+    def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
+        """The class of all layers."""
+        return BLOCKS[spec.form]
+
+    @property
+    def received_width(self) -> int:
+        """Number of entries per token that this stage receives from the one before it."""
+        return self.spec.hidden_size
+
+    def use(self, ops: Ops) -> None:
+        """Switch to a platform's operations."""
+        self._ops, self._fused = ops if self.first and self.last and not self.rotary_emb.scales_queries else None, None
+
+    def fused_layers(self) -> FusedLayers | None:
+        """Return all layers as one call, or None if the platform does not support that."""
+        if self._ops and (self._fused is None or not self._fused.fits(self.layers["0"])):
+            layers = list(self.layers.values())
+            tables = [self.rotary_emb.tables[layer.rope].cos_sin_cache if layer.rope else None for layer in layers]
+            self._fused = self._ops.fused_layers(layers, self.norm, tables)
+            self._ops = self._ops if self._fused else None
+        return self._fused
+
+    def embed(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, images: ImageEmbeds | None = None
+    ) -> torch.Tensor:
+        """Input of the first layer, `[T, H]`."""
+        x = self.embed_tokens(input_ids)
+        if self.embed_scale != 1.0:
+            x = x * self.embed_scale
+        if images is not None:
+            images.write(x)
+        return x if self.spec.learned_positions is None else x + self.embed_positions(positions)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn: GroupedMetadata,
+        hidden: torch.Tensor | None = None,
+        needed_rows: torch.Tensor | None = None,
+        images: ImageEmbeds | None = None,
+    ) -> torch.Tensor:
+        x, residual = self.embed(input_ids, positions, images) if self.first else hidden, None
+        deep = images is not None and images.num_deep(self.spec.hidden_size) > 0
+        if positions.dim() == 1 and not deep and (fused := self.fused_layers()):
+            return fused.run(x, positions, attn, needed_rows)
+        rotations = self.rotary_emb(positions)
+        *layers, last = self.layers.values()
+        for i, layer in enumerate(layers):
+            x, residual = layer(x, residual, rotations[layer.rope], attn)
+            if deep:
+                images.add_deep(x, i)
+        x, residual = last(x, residual, rotations[last.rope], attn, needed_rows)
+        if deep and not self.last:
+            images.add_deep(x, len(layers))
+        return self.norm.add(x, residual)[0] if self.last else x + residual
+
+
+class RotaryEmbeddings(nn.Module):
+    """The rotary embeddings that the layers use, by name."""
+
+    def __init__(self, spec: ModelSpec, max_model_len: int):
+        super().__init__()
+        used = {layer.rope: layer for layer in spec.layers}
+        self.tables = nn.ModuleDict(
+            {
+                name: RotaryEmbedding(
+                    rope.head_dim, max_model_len, rope.theta, rope.scaling, rope.rotary_dim, rope.axes
+                )
+                for name, rope in spec.ropes.items()
+                if name in used
+            }
+        )
+        # layers without rotary embedding rotate by the angle 0
+        half = used[None].head_dim // 2 if None in used else 0
+        still = torch.tensor([[1.0] * half + [0.0] * half], dtype=torch.float32) if half else None
+        self.register_buffer("still", still, persistent=False)
+        scale = spec.still_query_scale if None in used else None
+        if scale is not None:
+            scale = still_query_scale(max_model_len, *scale)
+        self.register_buffer("still_query_scale", scale, persistent=False)
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether queries of some layers are multiplied by a factor that depends on their position."""
+        rotated = any(table.query_scale is not None for table in self.tables.values())
+        return rotated or self.still_query_scale is not None
+
+    def forward(self, positions: torch.Tensor) -> dict[str | None, Rotation]:
+        """The rotations of tokens at `positions` `[T]` or `[3, T]`, by name; None is that of layers without rotary
+        embedding.
+        """
+        rotations: dict[str | None, Rotation] = {name: table(positions) for name, table in self.tables.items()}
+        if self.still is not None:
+            scale = None if self.still_query_scale is None else self.still_query_scale[positions]
+            rotations[None] = Rotation(self.still, positions.new_zeros(positions.shape[-1]), scale)
+        return rotations
+
+
+class CausalLM(ConfigReader, nn.Module):
+    """A language model: call `model(input_ids, positions, attn)`, then `model.logits(hidden)` for the positions to
+    sample.
+    """
+
+    # the family's names of tensors, and patterns of tensors that are not needed (`names.TensorNames`)
+    renames: ClassVar[dict[str, str]] = {}
+    ignored: ClassVar[tuple[str, ...]] = ()
+    # patterns of the decoder's matrices that the checkpoint holds as [in, out]
+    transposed: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__()
+        self.spec, self.max_model_len, self.dtype = spec, max_model_len, torch.get_default_dtype()
+        self.weight_format = weights
+        self.model = self.make_decoder(spec, max_model_len, weights)
+        self.pooler: Pooler | None = None  # None: requests for vectors are refused
+        self.vision: VisionTower | None = None  # of the first stage, if the model reads images
+        if self.model.last and spec.labels:
+            self.score = self.make_classifier(spec)
+        if self.model.last and spec.has_lm_head:
+            name = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
+            tied_to = self.model.embed_tokens if spec.tie_word_embeddings and self.model.first else None
+            self.lm_head = ParallelLMHead(spec.vocab_size, spec.hidden_size, name, tied_to, weights.head(name))
+
+    @property
+    def received_width(self) -> int:
+        """See `Decoder.received_width`."""
+        return self.model.received_width
+
+    def make_decoder(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat) -> Decoder:
+        """Build the layers."""
+        return Decoder(spec, max_model_len, weights)
+
+    def make_classifier(self, spec: ModelSpec) -> nn.Module:
+        """Build what maps a pooled hidden state to the logits of the labels."""
+        return nn.Linear(spec.hidden_size, len(spec.labels), bias=False)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn: GroupedMetadata,
+        hidden: torch.Tensor | None = None,
+        needed_rows: torch.Tensor | None = None,
+        images: ImageEmbeds | None = None,
+    ) -> torch.Tensor:
+        """Map input_ids `[T]` and positions `[T]` or `[3, T]` to hidden states `[T, H]`. A pipeline stage other than
+        the first takes the previous stage's result as `hidden`, and may overwrite it.
+
+        `needed_rows`, on the last stage: ascending indices `[S]` of the tokens whose result is needed, never empty; the
+        result is then `[S, H]`. The last layer computes only keys and values for the other tokens.
+        """
+        return self.model(input_ids, positions, attn, hidden, needed_rows, images)
+
+    def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+        """Map hidden `[S, H]`, of the positions to sample, to `[S, vocab_size]` float32, possibly in `workspace`.
+
+        On the last pipeline stage only.
+        """
+        logits, cap = self.lm_head(hidden, workspace), self.spec.logit_soft_cap
+        if self.spec.logit_scale != 1.0:
+            logits = logits.mul_(self.spec.logit_scale)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Map pooled hidden states `[P, H]` float32 to the classifier's logits `[P, num_labels]` float32."""
+        if tokens := self.pooler.score_tokens:
+            chosen = self.logits(pooled.to(self.dtype))[:, list(tokens)]
+            return chosen[:, :1] - chosen[:, 1:].sum(1, keepdim=True)
+        return torch.nn.functional.linear(pooled, self.score.weight.float())
+
+    def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
+        """The all-reduces over the tensor-parallel ranks, in order, in a forward pass over `num_tokens` tokens in a
+        single stage.
+        """
+        *layers, last = self.model.layers.values()
+        embedding: list[Exchange] = [((num_tokens, self.spec.hidden_size), None)]
+        middle = [exchange for layer in layers for exchange in layer.exchanges(num_tokens, num_tokens)]
+        return embedding + middle + last.exchanges(num_tokens, num_needed)
+
+    def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """argmax of each row of `logits`, int64 `[S]`, or None if computing all logits is faster."""
+        return self.lm_head.largest(hidden)
+
+    def use(self, ops: Ops) -> None:
+        """Switch to a platform's operations. Call `finalize` afterwards if the weights are loaded."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "use"):
+                module.use(ops)
+
+    def finalize(self) -> None:
+        """Give loaded weights to the platform's own methods.
+
+        Called when the weights are loaded, and again after each later `use`.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.finalize()
+
+    def tensor_names(self, names: Collection[str]) -> TensorNames:
+        """The names of this model's tensors in files that hold the tensors `names`."""
+        ignored = (*self.ignored, *map(below, self.spec.tower_prefixes))
+        found = TensorNames(self.renames, ignored, transposed=self.transposed)
+        return found.placed(names, "model.embed_tokens.weight")
+
+    def has_elsewhere(self, name: str, names: TensorNames) -> bool:
+        """Return whether another rank holds the checkpoint tensor `name`, or none because the layer drafts tokens."""
+        if (layer := names.layer(name)) is not None:
+            if layer >= self.spec.num_hidden_layers:
+                return any(self.spec.raw.get(key) for key in _DRAFTING) or names.drafts(layer)
+            if str(layer) not in self.model.layers:
+                return True
+            mixtures = (part for part in self.model.layers[str(layer)].children() if isinstance(part, MoE))
+            return any(moe.has_elsewhere(name, names) for moe in mixtures)
+        first = () if self.model.first else self.model.of_first_stage
+        last = () if self.model.last else (*self.model.of_last_stage, "lm_head", "score")
+        return name.startswith(tuple(f"{names.in_file(module)}." for module in (*first, *last)))
+
+
+def stage_layers(layers: Sequence[LayerSpec], rank: int, num_stages: int) -> range:
+    """Return the layers of pipeline stage `rank`: 7 layers over 3 stages are 3, 2, 2. Layers whose cache others read
+    are all on the last stage, as are these.
+
+    Raises ValueError if there are more stages than layers that can be divided.
+    """
+    num_layers = len(layers)
+    divisible = min((layer.kv_from for layer in layers if layer.kv_from is not None), default=num_layers - 1) + 1
+    if num_stages > divisible:
+        last = "" if divisible == num_layers else f", of which the last {num_layers - divisible + 1} share caches"
+        raise ValueError(
+            f"pipeline_parallel_size {num_stages} is more than the model's num_hidden_layers {num_layers}{last}"
+        )
+    first = divisible - 1  # the last stage begins here at the latest
+    if num_stages == 1 or _even(num_layers, num_stages - 1, num_stages).start <= first:
+        return _even(num_layers, rank, num_stages)
+    return range(first, num_layers) if rank == num_stages - 1 else _even(first, rank, num_stages - 1)
+
+
+def _even(num_layers: int, rank: int, num_stages: int) -> range:
+    each, more = divmod(num_layers, num_stages)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))

@@ -1,0 +1,189 @@
+"""Multi-head latent attention in a decoder layer (`layers/mla.py`), and the facts of config.json about it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.worker.attention.base import GroupedMetadata
+from quire.worker.cache.spec import LatentSizes
+from quire.worker.layers.linear import (
+    PLAIN_WEIGHTS,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Shard,
+    WeightFormat,
+)
+from quire.worker.layers.mla import LatentAttention
+from quire.worker.layers.norm import RMSNorm
+from quire.worker.layers.rotary import Rotation, apply_rotary
+from quire.worker.layers.views import RowOrder
+from quire.worker.parallel import Exchange, split_size, tp
+from quire.worker.transformer.config import LayerSpec, ModelSpec
+from quire.worker.transformer.rope import RopeSpec
+
+_LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says about the others
+
+# keys of config.json, with defaults of DeepSeek
+MLA_DEFAULTS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+class MLAFamily:
+    """Reads the keys of `MLA_DEFAULTS` in a family's config.json; a mixin of `ConfigReader`."""
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        _complete_sizes(values)
+        values["attention_out_bias"] = values["attention_bias"]  # one key for all projections that may have one
+        values["layer_types"] = None  # no layer has a window
+
+    @classmethod
+    def layer_specs(
+        cls, values: dict[str, Any], raw: dict[str, Any], ropes: dict[str, RopeSpec]
+    ) -> tuple[LayerSpec, ...]:
+        return tuple(_latent_layer(values, ropes, layer) for layer in super().layer_specs(values, raw, ropes))
+
+
+def _complete_sizes(values: dict[str, Any]) -> None:
+    """Derive the sizes of a head from those of `MLA_DEFAULTS`. Changes `values`; raises ValueError naming the key."""
+    for key in MLA_DEFAULTS:
+        if (not isinstance(values[key], int) or values[key] < 1) and (key, values[key]) != ("q_lora_rank", None):
+            raise ValueError(f"{key} must be a positive integer, not {values[key]!r}")
+    if values["attention_bias"] and values["q_lora_rank"] is None:
+        raise ValueError("attention_bias true is not supported with q_lora_rank null")
+    # the rotary embedding turns a part of the head that is a head of its own
+    values.update(head_dim=values["qk_rope_head_dim"], partial_rotary_factor=1.0)
+    values["num_key_value_heads"] = values["num_attention_heads"]
+
+
+def _latent_layer(values: dict[str, Any], ropes: dict[str, RopeSpec], layer: LayerSpec) -> LayerSpec:
+    """`layer` with the latent attention that `values` describe."""
+    sizes = LatentSizes(
+        *(values[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    )
+    head_dim = sizes.nope_dim + sizes.rope_dim
+    scale = head_dim**-0.5 * _magnitude(ropes["default"]) ** 2
+    return replace(
+        layer,
+        window=None,
+        mixer="mla",
+        head_dim=head_dim,
+        v_head_dim=sizes.v_dim,
+        scale=scale,
+        latent=sizes,
+        q_lora_rank=values["q_lora_rank"],
+    )
+
+
+def _magnitude(rope: RopeSpec) -> float:
+    """The factor of keys and of queries in the scores that scaled embeddings with `mscale_all_dim` ask for."""
+    scaling = rope.scaling or {}
+    mscale, factor = scaling.get("mscale_all_dim") or 0, scaling.get("factor") or 1.0
+    return 1.0 + 0.1 * mscale * math.log(factor) if mscale and factor > 1 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class InterleavedTail(RowOrder):
+    """Reorders the last `rope_dim` rows of each head of `head_dim` rows: evens, then odds, so that a rotary embedding
+    of pairs (2i, 2i + 1) becomes the one of `layers/rotary.py`.
+    """
+
+    head_dim: int
+    rope_dim: int
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        kept, pairs = tensor.unflatten(0, (-1, self.head_dim)).split([self.head_dim - self.rope_dim, self.rope_dim], 1)
+        return torch.cat((kept, pairs[:, ::2], pairs[:, 1::2]), 1).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KeysThenValues(RowOrder):
+    """Reorders the rows of `kv_b_proj`: those of all heads' keys, then those of their values."""
+
+    nope_dim: int
+    v_dim: int
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        k, v = tensor.unflatten(0, (-1, self.nope_dim + self.v_dim)).split([self.nope_dim, self.v_dim], 1)
+        return torch.cat((k.flatten(0, 1), v.flatten(0, 1)))
+
+
+class MLAttention(nn.Module):
+    """Maps x `[T, H]` to `[T, H]`, or to its rows in `needed_rows`. The latents of all tokens are stored in the cache.
+
+    Ranks split the heads; every rank computes and stores all latents.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__()
+        kind, group = spec.layers[layer], tp()
+        sizes = self.sizes = kind.latent
+        heads = split_size("num_attention_heads", kind.num_heads, group)
+        interleaved = spec.ropes[kind.rope].interleaved
+        q_view, kv_view = (
+            InterleavedTail(dim, sizes.rope_dim) if interleaved else None for dim in (kind.head_dim, sizes.width)
+        )
+        q_rows, q_start, q_length = kind.num_heads * kind.head_dim, group.rank * heads, heads * kind.head_dim
+        mine = Shard(f"{prefix}.q_proj", q_rows, q_start * kind.head_dim, q_length, view=q_view)
+        rank = kind.q_lora_rank
+        first = mine if rank is None else Shard(f"{prefix}.q_a_proj", rank, 0, rank)
+        latent = Shard(f"{prefix}.kv_a_proj_with_mqa", sizes.width, 0, sizes.width, first.length, kv_view)
+        self.in_proj = ColumnParallelLinear(
+            spec.hidden_size, [first, latent], spec.attention_bias, weights.linear(f"{prefix}.in_proj")
+        )
+        self.q_a_layernorm = self.q_b_proj = None
+        if rank is not None:
+            self.q_a_layernorm = RMSNorm(rank, _LATENT_EPS)
+            self.q_b_proj = ColumnParallelLinear(
+                rank, [replace(mine, prefix=f"{prefix}.q_b_proj")], False, weights.linear(f"{prefix}.q_b_proj")
+            )
+        self.kv_a_layernorm = RMSNorm(sizes.rank, _LATENT_EPS)
+        up = sizes.nope_dim + sizes.v_dim
+        shard = Shard(
+            f"{prefix}.kv_b_proj",
+            kind.num_heads * up,
+            q_start * up,
+            heads * up,
+            view=KeysThenValues(sizes.nope_dim, sizes.v_dim),
+        )
+        # its weight is multiplied from both sides
+        self.kv_b_proj = ColumnParallelLinear(sizes.rank, [shard], False, weights.matrix(f"{prefix}.kv_b_proj"))
+        self.o_proj = RowParallelLinear(
+            kind.num_heads * sizes.v_dim,
+            spec.hidden_size,
+            spec.attention_out_bias,
+            f"{prefix}.o_proj",
+            "num_attention_heads * v_head_dim",
+            weights.linear(f"{prefix}.o_proj"),
+        )
+        self.attn = LatentAttention(heads, sizes, layer, kind.scale)
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        meta, sizes = attn[self.attn.cache_group], self.sizes
+        q, c, k_pe = self.in_proj(x).split([self.in_proj.out_features - sizes.width, sizes.rank, sizes.rope_dim], -1)
+        if self.q_b_proj is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q.contiguous()))
+        if rotation.query_scale is not None:
+            q = q * rotation.query_scale[:, None].to(q.dtype)
+        q_nope, q_pe = q.unflatten(-1, (self.attn.num_heads, -1)).split([sizes.nope_dim, sizes.rope_dim], -1)
+        rows = rotation.cos_sin[rotation.positions]
+        k_pe = apply_rotary(k_pe.unsqueeze(1), rows).squeeze(1)
+        self.attn.write(torch.cat((self.kv_a_layernorm(c.contiguous()), k_pe), -1), meta)
+        attended = self.attn.attend_latent(q_nope, apply_rotary(q_pe, rows), self.kv_b_proj.weight, meta)
+        return self.o_proj(attended if needed_rows is None else attended[needed_rows])
+
+    def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
+        """The all-reduces of `forward`, in order."""
+        return [((num_needed, self.o_proj.out_features), None)]

@@ -1,0 +1,80 @@
+"""The MLP of a decoder layer."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from quire.worker.layers.activation import ACTIVATIONS
+from quire.worker.layers.linear import (
+    PLAIN_WEIGHTS,
+    GateUpParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    WeightFormat,
+)
+from quire.worker.parallel import Exchange
+from quire.worker.transformer.config import ModelSpec
+
+
+class MLP(nn.Module):
+    """Maps x `[T, H]` to `[T, H]`: down(activation(gate(x)) * up(x))."""
+
+    native_twin: ClassVar = "mlp"
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__()
+        self.gate_up_proj = GateUpParallelLinear(
+            spec.hidden_size,
+            spec.layers[layer].intermediate_size,
+            spec.mlp_bias,
+            prefix,
+            weights.linear(f"{prefix}.gate_up_proj"),
+            spec.hidden_act,
+            "gate_up_proj" in spec.fused,
+        )
+        self.down_proj = _down(spec, layer, prefix, weights)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gate_up_proj(x))
+
+    def exchanges(self, num_tokens: int) -> list[Exchange]:
+        """The all-reduces of `forward`, in order."""
+        return [((num_tokens, self.down_proj.out_features), None)]
+
+
+class PlainMLP(nn.Module):
+    """Maps x `[T, H]` to `[T, H]`: down(activation(up(x)))."""
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__()
+        self.up_proj = MergedColumnParallelLinear(
+            spec.hidden_size,
+            spec.layers[layer].intermediate_size,
+            ("up_proj",),
+            spec.mlp_bias,
+            prefix,
+            "intermediate_size",
+            weights.linear(f"{prefix}.up_proj"),
+        )
+        self.down_proj = _down(spec, layer, prefix, weights)
+        self.activation = ACTIVATIONS[spec.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activation(self.up_proj(x)))
+
+    def exchanges(self, num_tokens: int) -> list[Exchange]:
+        return [((num_tokens, self.down_proj.out_features), None)]
+
+
+def _down(spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat) -> RowParallelLinear:
+    return RowParallelLinear(
+        spec.layers[layer].intermediate_size,
+        spec.hidden_size,
+        spec.mlp_bias,
+        f"{prefix}.down_proj",
+        "intermediate_size",
+        weights.linear(f"{prefix}.down_proj"),
+    )

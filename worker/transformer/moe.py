@@ -1,0 +1,139 @@
+"""The MLP of a mixture-of-experts layer: a router, its experts, and an expert that all tokens share."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.worker.layers.linear import (
+    PLAIN,
+    PLAIN_WEIGHTS,
+    GateUpParallelLinear,
+    Linear,
+    Part,
+    RowParallelLinear,
+    WeightFormat,
+    empty_parameter,
+)
+from quire.worker.layers.moe import give_other_parts, make_experts
+from quire.worker.layers.routing import route
+from quire.worker.parallel import Exchange, tp
+from quire.worker.platforms.ops import Ops
+from quire.worker.transformer.config import ModelSpec
+from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
+from quire.worker.transformer.names import TensorNames
+
+
+class RouterLinear(Linear):
+    """The logits of all experts, `[T, H] -> [T, E]`, the same on every rank."""
+
+    def __init__(self, hidden_size: int, num_experts: int, prefix: str):
+        self.prefix = prefix
+        super().__init__(hidden_size, num_experts, False, PLAIN)
+
+    def weight_parts(self) -> list[Part]:
+        return [Part(f"{self.prefix}.weight", (self.out_features, self.in_features))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply_float32(self, x)
+
+
+class WideRouterLinear(nn.Module):
+    """`RouterLinear` in float32, whatever the model's dtype."""
+
+    def __init__(self, hidden_size: int, num_experts: int, prefix: str):
+        super().__init__()
+        parts = [Part(f"{prefix}.weight", (num_experts, hidden_size))]
+        self.weight = empty_parameter(num_experts, hidden_size, parts=parts, dtype=torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), self.weight)
+
+
+class Router(nn.Module):
+    """Chooses the experts of each row of x `[T, H]`: (weights float32 `[T, k]`, ids int64 `[T, k]`)."""
+
+    native_twin: ClassVar = "router"
+    place: ClassVar[str] = "gate"  # of its tensors, next to the experts
+
+    def __init__(self, hidden_size: int, spec: RoutingSpec, prefix: str):
+        super().__init__()
+        self.spec, size = spec, spec.num_experts
+        self.linear = (WideRouterLinear if spec.float32 else RouterLinear)(hidden_size, size, prefix)
+        self.bias = self.correction = None
+        if spec.bias:
+            self.bias = empty_parameter(size, parts=[Part(f"{prefix}.bias", (size,))], dtype=torch.float32)
+        if spec.correction:
+            name = f"{prefix}.e_score_correction_bias"
+            self.correction = empty_parameter(size, parts=[Part(name, (size,))], dtype=torch.float32)
+            give_other_parts(self.correction, [[Part(name, (1, size), view=torch.Tensor.flatten)]])
+            self.correction.if_absent = 0.0 if spec.optional_correction else None
+        self.route = route
+
+    def use(self, ops: Ops) -> None:
+        """Switch to a platform's operations."""
+        self.route = ops.route
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.route(self.spec, self.linear(x), self.correction, self.bias)
+
+
+class SharedExpert(nn.Module):
+    """An MLP; this rank's part of its sum over the ranks."""
+
+    def __init__(self, spec: ModelSpec, moe: MoESpec, prefix: str, weights: WeightFormat):
+        super().__init__()
+        hidden_size, bias, fused = spec.hidden_size, spec.mlp_bias, "gate_up_proj" in spec.fused
+        size, method = moe.shared_size, weights.linear(f"{prefix}.gate_up_proj")
+        self.gate_up_proj = GateUpParallelLinear(hidden_size, size, bias, prefix, method, moe.activation, fused)
+        self.down_proj = RowParallelLinear(
+            size, hidden_size, bias, f"{prefix}.down_proj", "shared_size", weights.linear(f"{prefix}.down_proj")
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj.method.apply(self.down_proj, self.gate_up_proj(x))
+
+
+class MoE(nn.Module):
+    """Maps x `[T, H]` to `[T, H]`."""
+
+    native_twin: ClassVar = "moe"
+    router: ClassVar[type[Router]] = Router
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__()
+        moe, hidden = spec.layers[layer].moe, spec.hidden_size
+        self.group, self.hidden_size, self.prefix, self.num_experts = tp(), hidden, prefix, moe.routing.num_experts
+        self.gate = self.router(hidden, moe.routing, f"{prefix}.{self.router.place}")
+        self.experts = make_experts(hidden, moe, f"{prefix}.experts", weights)
+        self.shared_expert = self.shared_expert_gate = None
+        if moe.shared_size:
+            self.shared_expert = SharedExpert(spec, moe, f"{prefix}.shared_expert", weights)
+        if moe.shared_gate:
+            self.shared_expert_gate = nn.Module()
+            self.shared_expert_gate.weight = empty_parameter(
+                1, hidden, parts=[Part(f"{prefix}.shared_expert_gate.weight", (1, hidden))]
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.experts(x, *self.gate(x))
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x)
+            if self.shared_expert_gate is not None:
+                shared = shared * torch.sigmoid(F.linear(x, self.shared_expert_gate.weight))
+            out = out + shared
+        return self.group.all_reduce(out)
+
+    def has_elsewhere(self, name: str, names: TensorNames) -> bool:
+        """Whether the tensor `name` of the files belongs to an expert of another rank."""
+        start, end = names.in_file(f"{self.prefix}.experts.#.").split("#")
+        match = re.match(rf"{re.escape(start)}(\d+){re.escape(end)}", name)
+        return match is not None and int(match[1]) not in self.experts.local and int(match[1]) < self.num_experts
+
+    def exchanges(self, num_tokens: int) -> list[Exchange]:
+        """The all-reduces of `forward`, in order."""
+        return [((num_tokens, self.hidden_size), None)]
