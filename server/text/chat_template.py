@@ -10,77 +10,25 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from types import TracebackType
 from typing import Any
 
 import jinja2
-import jinja2.ext
 from jinja2 import nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.server.text.template_probe import ToolSupport, probe_tools, with_no_content
+from quire.server.text.template_sandbox import MAX_CHARS, Limit, Sandbox
 
 # same text as in transformers, so that a template that inspects it behaves the same
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-MAX_SECONDS = 1.0  # CPU seconds for a template sent with a request
-MAX_CHARS = 2**24  # output limit of such a template
-_MAX_POWER_BITS = 2**16
+MAX_SECONDS, MAX_OWN_SECONDS = 1.0, 5.0  # of CPU time, for a template sent with a request and for the model's own
+MAX_OWN_CHARS = 2**27  # of text that the model's own template writes; another writes at most MAX_CHARS
 _SHOWN_LINE = 200  # characters of a template's line in an error
 _IMAGE_PARTS: tuple[dict[str, Any], ...] = ({"type": "image"}, {"type": "image_url", "image_url": {"url": ""}})
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read the first
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text for training masks.
-
-    Renders its body in a new scope.
-    """
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_render_body"), [], [], body).set_lineno(line)
-
-    def _render_body(self, caller):
-        return caller()
-
-
-class _PlainDict:
-    """Provides `dict(...)` and `dict.fromkeys(...)` without access to the class."""
-
-    def __call__(self, *args, **kwargs):
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args, **kwargs):
-        return dict.fromkeys(*args, **kwargs)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """`namespace(...)` that rejects names with a leading underscore, which would allow a sandbox escape."""
-
-    def __init__(*args, **kwargs):  # no parameter named self, because `namespace(self=...)` is legal
-        self, *rest = args
-        values = dict(*rest, **kwargs)
-        for name in values:
-            _refuse_private(name)
-        jinja2.utils.Namespace.__init__(self, values)
-
-    def __setitem__(self, name, value):
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_private(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace attribute must not start with an underscore: {name!r}")
 
 
 def _raise_exception(message: str) -> None:
@@ -93,51 +41,6 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Rejects products and powers with huge results: they run in C, which the time limit cannot interrupt."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context, operator: str, left: Any, right: Any) -> Any:
-        if (
-            operator == "**"
-            and isinstance(left, int)
-            and isinstance(right, int)
-            and left.bit_length() * right > _MAX_POWER_BITS
-        ):
-            raise jinja2.exceptions.SecurityError("a power is too large")
-        if operator == "*":
-            for one, other in ((left, right), (right, left)):
-                if isinstance(one, (str, list, tuple)) and isinstance(other, int) and len(one) * other > MAX_CHARS:
-                    raise jinja2.exceptions.SecurityError("a repetition is too long")
-        return super().call_binop(context, operator, left, right)
-
-
-class _Limit(ValueError):
-    """A template sent with a request exceeded a limit."""
-
-
-def _within_limits(function: Callable[[], str]) -> str:
-    """The result of `function`. Raises ValueError after `MAX_SECONDS` of this thread's CPU time.
-
-    A trace function reads the clock on every line of Python, including loops, macros and filters. This multiplies the
-    run time, so only templates sent with requests are limited.
-    """
-    end = time.thread_time() + MAX_SECONDS
-
-    def trace(frame, event, argument):
-        if time.thread_time() > end:
-            raise _Limit(f"the chat template computes for more than {MAX_SECONDS:g} seconds")
-        return trace
-
-    outer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        return function()
-    finally:
-        sys.settrace(outer)
 
 
 @lru_cache(maxsize=32)
@@ -153,14 +56,9 @@ class ChatTemplate:
     """One compiled template. Rendering is thread-safe."""
 
     def __init__(self, source: str):
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals.update(
-            raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_PlainDict(), namespace=_Namespace
-        )
-        self.source = source
+        environment = Sandbox(_tojson)
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        self.source, self._sandbox = source, environment
         try:
             self._template = environment.from_string(source)
             # names that the template reads: it knows a variable if it is among them
@@ -184,7 +82,7 @@ class ChatTemplate:
         limited: bool = False,
     ) -> str:
         """The prompt for `messages` (plain JSON data). `variables` are further template variables, special tokens among
-        them; `limited` bounds time and output length (`MAX_SECONDS`, `MAX_CHARS`).
+        them; `limited` says that the template came with a request, for which the limits are stricter.
 
         Raises ValueError if the template refuses the messages, or if `continue_final_message` cannot continue the last
         one.
@@ -210,20 +108,26 @@ class ChatTemplate:
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = _within_limits(lambda: self._run(variables, MAX_CHARS)) if limited else self._run(variables)
+        text = self._run_limited(variables) if limited else self._run_own(variables)
         return text if final is None else _cut_at_tag(text, final)
 
-    def _run(self, variables: dict[str, Any], max_chars: float = math.inf) -> str:
+    def _run_limited(self, variables: dict[str, Any]) -> str:
+        return self._sandbox.within(MAX_SECONDS, lambda: self._run(variables, MAX_CHARS), trace=True)
+
+    def _run_own(self, variables: dict[str, Any]) -> str:
+        return self._sandbox.within(MAX_OWN_SECONDS, lambda: self._run(variables, MAX_OWN_CHARS))
+
+    def _run(self, variables: dict[str, Any], max_chars: int) -> str:
         """Render once. `variables` is one mapping because requests choose the names, which may include "self"."""
         parts, size = [], 0
         try:
             for part in self._template.generate(variables):
                 size += len(part)
                 if size > max_chars:
-                    raise _Limit(f"the chat template writes more than {max_chars} characters")
+                    raise Limit(f"the chat template writes more than {max_chars} characters")
                 parts.append(part)
             return "".join(parts)
-        except _Limit:
+        except Limit:
             raise
         except jinja2.UndefinedError as error:
             raise ValueError(
@@ -281,7 +185,7 @@ class ChatTemplate:
             **(variables or {}),
         }
         try:
-            return _within_limits(lambda: self._run(everything, MAX_CHARS))
+            return self._run_limited(everything)
         except ValueError:
             return None
 

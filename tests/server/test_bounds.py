@@ -15,6 +15,7 @@ import pytest
 from benchmarks.hostile_bodies import AUDIT, BOUNDS, Row, post
 from quire.server.http.sse import ClientGone, unless_disconnected
 from quire.server.http.threads import LARGE, PER_TURN, SMALL, Threads
+from quire.server.text.chat_template import ChatTemplate
 from tests.server.conftest import MODEL, poll, running_server
 from tests.server.test_app import CHAT, is_error, occupy
 from tests.server.test_chat import HELLO
@@ -127,6 +128,37 @@ def test_a_strangers_template_does_not_stop_the_loop(model_folder):
             slowest = max(slowest, time.monotonic() - started)
         assert slowest < 2
         assert all(is_error(one.result(), 400, None, "messages") for one in hostile)
+
+
+RENDERING = {
+    CHAT: {"messages": [{"role": "user", "content": "go"}], "max_tokens": 1},
+    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "go"}]},
+    "/apply-template": {"messages": [{"role": "user", "content": "go"}]},
+    "/tokenize": {"messages": [{"role": "user", "content": "go"}]},
+    "/v1/responses": {"input": "go", "max_output_tokens": 16},
+    "/v1/responses/input_tokens": {"input": "go"},
+    "/v1/messages": {"model": "alias", "messages": [{"role": "user", "content": "go"}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"model": "alias", "messages": [{"role": "user", "content": "go"}]},
+    "/api/chat": {"model": "alias", "messages": [{"role": "user", "content": "go"}], "stream": False},
+    "/api/generate": {"model": "alias", "prompt": "go", "stream": False, "options": {"num_predict": 1}},
+}
+
+
+@pytest.mark.parametrize("path", RENDERING)
+def test_the_models_own_template_does_not_stop_the_loop(bounded_server, monkeypatch, path):
+    """A small body, which would be read on the loop if it were not for the template."""
+    where: set[str] = set()
+    render = ChatTemplate.render
+    monkeypatch.setattr(
+        ChatTemplate, "render", lambda *a, **k: where.add(threading.current_thread().name) or render(*a, **k)
+    )
+    answer = bounded_server.http.post(path, json=RENDERING[path])
+    assert answer.status_code == 200, answer.text
+    if path == "/v1/responses":  # a history needs another turn
+        where.clear()
+        following = RENDERING[path] | {"previous_response_id": answer.json()["id"]}
+        assert bounded_server.http.post(path, json=following).status_code == 200
+    assert where and all(name.startswith(("work", "large-work")) for name in where)
 
 
 # ---- the queue

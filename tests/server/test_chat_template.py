@@ -3,12 +3,14 @@
 import json
 import sys
 import time
+import tracemalloc
 
 import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.server.text import chat_template
 from quire.server.text.chat_template import MAX_SECONDS, compile_template
 from quire.server.text.tokenizer import Tokenizer
 from tests.server.family_templates import FAMILY_TEMPLATES
@@ -309,7 +311,92 @@ class TestErrors:
         assert time.thread_time() - started < 5 * MAX_SECONDS
         assert sys.gettrace() is None or "coverage" in sys.modules
 
-    def test_the_models_own_template_has_no_limits(self, tmp_path):
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+            "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+            "{% for a in range(99999) if range(99999) | map('string') | list %}{% endfor %}",
+        ],
+    )
+    def test_the_models_own_template_ends_too(self, monkeypatch, source):
+        monkeypatch.setattr(chat_template, "MAX_OWN_SECONDS", 0.3)
+        monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)  # of probes
+        template = compile_template(source + "{# own #}")
+        started = time.thread_time()
+        with pytest.raises(ValueError, match=r"computes for more than 0\.3 seconds|RecursionError"):
+            template.render([{"role": "user", "content": "x"}])
+        assert time.thread_time() - started < 3
+
+    @pytest.mark.parametrize(
+        "expression",
+        [
+            "'x'.ljust(N)",
+            "'x'.rjust(N)",
+            "'x'.center(width)",
+            "'1'.zfill(N)",
+            "'\\t\\t'.expandtabs(N)",
+            "'x'.encode().ljust(N)",
+            "(1).to_bytes(N, 'big')",
+            "'{:>N}'.format(1)",
+            "'{:>{w}}'.format(1, w=N)",
+            "'{a:0N}'.format_map({'a': 1})",
+            "('{:N}'|safe).format('x')",
+            "'%Nd' % 1",
+            "'%*d' % (N, 1)",
+            "'%.Nf' % 1",
+            "'%Ns'|format('x')",
+            "'x'|center(N)",
+            "'x'|center(width=N)",
+            "'x'|indent(N)",
+            "['x']|batch(N, 'y')|list",
+            "['x']|slice(N)|list",
+            "1.5|round(N, 'ceil')",
+            "{'a': 1}|tojson(indent=N)",
+            "{'a': 1}|tojson(separators=(t, t))",
+            "t.replace('a', t)",
+            "t|replace('a', t)",
+            "t.join(t)",
+            "([t] * 99999)|join",
+            "([t] * 99999)|map('string')|join",
+            "t.translate({97: t})",
+            "t|wordwrap(1, wrapstring=t)",
+            "[1] * N",
+            "'a'.encode() * N",
+            "(2 ** 60000) * (2 ** 60000)",
+            "lipsum(n=N)",
+        ],
+    )
+    def test_no_value_gets_large(self, monkeypatch, expression):
+        monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)  # of probes
+        source = "{% set t = 'a' * 99999 %}{{ (" + expression.replace("N", "1000000000") + ")|length }}"
+        template = compile_template("{% set width = 1000000000 %}" + source)
+        tracemalloc.start()
+        try:
+            with pytest.raises(ValueError, match="chat template"):
+                template.render([{"role": "user", "content": "x"}])
+            assert tracemalloc.get_traced_memory()[1] < 2**25
+        finally:
+            tracemalloc.stop()
+
+    def test_texts_do_not_grow_by_doubling(self):
+        for grow in ("n.s ~ n.s", "n.s + n.s"):
+            source = "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = GROW %}{% endfor %}"
+            with pytest.raises(ValueError, match="refuses"):
+                compile_template(source.replace("GROW", grow)).render([{"role": "user", "content": "x"}])
+
+    def test_usual_widths_are_taken(self):
+        source = (
+            "{{ 'a'.ljust(3) }}|{{ '%5.1f' % 2 }}|{{ '{:>4}'.format('b') }}|{{ 'a b'|replace(' ', '--') }}|"
+            "{{ ['a', 'b']|join(', ') }}|{{ 'x'|center(5) }}|{{ 'a\\nb'|indent(2) }}|{{ [1, 2]|map('string')|join }}|"
+            "{{ 7 ~ 'a' ~ none }}|{{ {'a': [1]}|tojson(indent=4) }}|{{ '%s-%d' % ('a', 3) }}|{{ 2.345|round(2) }}"
+        )
+        expected = jinja2.Environment().from_string(source.replace("|tojson(indent=4)", "['a']")).render()
+        found = compile_template(source).render([{"role": "user", "content": "x"}])
+        assert found == expected.replace("[1]", '{\n    "a": [\n        1\n    ]\n}')
+
+    def test_the_models_own_template_may_write_more(self, tmp_path):
         tokenizer = Tokenizer.load(
             KINDS["llama3"](tmp_path / "m"), chat_template="{% set x = 'a' * 10 ** 7 %}{{ x }}{{ x }}"
         )

@@ -41,7 +41,7 @@ from quire.server.generate.prepare import encode_conversation, prepare
 from quire.server.http import admission, sse
 from quire.server.http.paging import owner
 from quire.server.http.read_body import in_turns, take
-from quire.server.http.threads import Later
+from quire.server.http.threads import SMALL, Later
 from quire.server.http.turns import tenant_of
 from quire.server.state import ServerState
 
@@ -96,7 +96,7 @@ async def _with_history(
     )
     if done is None:
         history = await past.fetch(request, body, state.responses, state)
-        body, done = await in_turns(request, state, history.size, lambda: work(body, history))
+        body, done = await in_turns(request, state, max(history.size, SMALL), lambda: work(body, history))
     return body, done
 
 
