@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
-UNUSED_FILES = ["*/*.safetensors", "*/*.json", "consolidated*"]  # other precisions and formats of the same weights
+# other precisions and formats of the same weights; folders like 1_Pooling are sentence-transformers' steps
+UNUSED_FILES = ["[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]*/*.txt", "consolidated*"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Progress = Callable[[str, float], None]

@@ -97,6 +97,9 @@ class ModelConfig:
         ),
         choices=("auto", "none", "yes-no", "lasttoken", "mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean"),
     )
+    matryoshka: bool = opt(
+        False, "shorten embeddings to the dimensions asked for, though the model's files do not say that they can be"
+    )
     load_format: str = opt(
         "auto", "safetensors reads the files; dummy makes random weights", choices=("auto", "safetensors", "dummy")
     )

@@ -133,6 +133,10 @@ class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     template: bool = False  # a cross-encoder whose chat template joins a query and a document
     prompt: str = ""  # precedes every text by default; with `template` it is a system message
     whole_prompts: bool = False  # an encoder: a prompt is computed in one step and shares no prefix
+    max_tokens: int = 0  # texts are cut to as many, special tokens included, unless a request says otherwise; 0: none
+    truncation_side: str = "right"  # by default: where texts are cut
+    matryoshka: bool = False  # whether the first numbers of a vector are a vector of the text, too
+    matryoshka_sizes: list[int] = []  # how many there may be, if the model's files list it
 
     @property
     def reads_all(self) -> bool:

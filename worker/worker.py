@@ -97,7 +97,7 @@ class Worker:
         total, available = platform.memory(num_ranks)
         spec = read_model_spec(config.model.model, config.model.model_impl, images=not config.model.language_model_only)
         self._join_ranks(platform)
-        pooling = read_pooling(config.model.model, spec, config.model.pooling)
+        pooling = read_pooling(config.model.model, spec, config.model.pooling, config.model.matryoshka)
         limits = memory.resolve_limits(config, spec, platform)
         model = self._load_model(spec, limits, platform, progress)
         one_call = pack_experts(model)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from quire.engine.messages import AddRequest, EngineOutput, PoolingInfo, PoolingParams, SamplingParams
 from quire.server.engines.client import OutputStream
-from quire.server.errors import BadRequest, EngineError
+from quire.server.errors import BadRequest, ContextLengthExceeded, EngineError
 from quire.server.generate.generation import GenerationRequest
 from quire.server.generate.limits import MAX_PROMPTS
 from quire.server.generate.prepare import encode_texts
@@ -35,8 +35,9 @@ class PoolingSpec:
     prompts: list[str] | list[list[int]] = field(default_factory=list)
     params: PoolingParams = PoolingParams()
     add_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None  # -1: to the context length
-    truncation_side: str = "right"
+    truncate_prompt_tokens: int | None = None  # -1: to what the model reads; None: texts, to the limit in its files
+    truncation_side: str | None = None  # None: the model's
+    refuses_long: bool = False  # with `truncate_prompt_tokens` None: long texts are an error in any case
     priority: int = 0
     cache_salt: str | None = None
     tenant: str | None = None
@@ -72,11 +73,28 @@ def require_task(model: ModelInfo, task: str) -> PoolingInfo:
 def embed_params(model: ModelInfo, dimensions: int | None, normalize: bool | None) -> PoolingParams:
     """Parameters for embeddings. Raises BadRequest for `dimensions`, or if the model makes none."""
     pooling = require_task(model, "embed")
-    if dimensions is not None and dimensions > pooling.num_dimensions:
+    if dimensions is not None:
+        _check_dimensions(dimensions, pooling)
+    return PoolingParams("embed", dimensions or 0, pooling.normalize if normalize is None else normalize)
+
+
+def _check_dimensions(dimensions: int, pooling: PoolingInfo) -> None:
+    if dimensions > pooling.num_dimensions:
         raise BadRequest(
             f"dimensions is {dimensions}, but the model's embeddings have {pooling.num_dimensions}.", param="dimensions"
         )
-    return PoolingParams("embed", dimensions or 0, pooling.normalize if normalize is None else normalize)
+    if dimensions == pooling.num_dimensions:
+        return
+    if not pooling.matryoshka:
+        raise BadRequest(
+            f"dimensions must be {pooling.num_dimensions} or left out: the model's files do not say that its "
+            "embeddings can be shortened (config.json: is_matryoshka or matryoshka_dimensions). A server with "
+            "--matryoshka shortens them.",
+            param="dimensions",
+        )
+    if pooling.matryoshka_sizes and dimensions not in pooling.matryoshka_sizes:
+        sizes = ", ".join(map(str, sorted(pooling.matryoshka_sizes)))
+        raise BadRequest(f"dimensions must be one of {sizes} for this model, not {dimensions}.", param="dimensions")
 
 
 def prepare(spec: PoolingSpec, state: ServerState) -> list[GenerationRequest]:
@@ -87,20 +105,34 @@ def prepare(spec: PoolingSpec, state: ServerState) -> list[GenerationRequest]:
     size = truncated_size(spec, model)
     if isinstance(prompts[0], str):
         prompts = _encode(spec, prompts, state, size)
-    elif size is not None:
-        prompts = [_cut(ids, size, spec.truncation_side) for ids in prompts]
+    elif spec.truncate_prompt_tokens is not None:
+        prompts = [_cut(ids, size, side_of(spec, model)) for ids in prompts]
     return [to_request(spec, ids, model) for ids in prompts]
 
 
+def text_limit(model: ModelInfo) -> int:
+    """The number of tokens that the model reads of a text: its context length, or less by its files."""
+    declared = model.pooling.max_tokens if model.pooling is not None else 0
+    return min(declared or model.max_model_len, model.max_model_len)
+
+
 def truncated_size(spec: PoolingSpec, model: ModelInfo) -> int | None:
-    """The number of tokens to which prompts are cut; None: they are not. Raises BadRequest."""
-    size = spec.truncate_prompt_tokens
-    if size is not None and (size == 0 or size > model.max_model_len):
+    """The number of tokens to which texts are cut; None: they are not. Raises BadRequest."""
+    size, limit = spec.truncate_prompt_tokens, text_limit(model)
+    if size is None:
+        declared = model.pooling is not None and model.pooling.max_tokens
+        return limit if declared and not spec.refuses_long else None
+    if size == 0 or size > limit:
         raise BadRequest(
-            f"truncate_prompt_tokens must be -1 or between 1 and the context length of {model.max_model_len}.",
+            f"truncate_prompt_tokens must be -1 or between 1 and {limit}, the most that the model reads.",
             param="truncate_prompt_tokens",
         )
-    return model.max_model_len if size == -1 else size
+    return limit if size == -1 else size
+
+
+def side_of(spec: PoolingSpec, model: ModelInfo) -> str:
+    """Where texts are cut: right drops their end."""
+    return spec.truncation_side or (model.pooling.truncation_side if model.pooling is not None else "right")
 
 
 def _encode(spec: PoolingSpec, texts: Sequence[str], state: ServerState, size: int | None) -> list[list[int]]:
@@ -114,16 +146,14 @@ def _encode(spec: PoolingSpec, texts: Sequence[str], state: ServerState, size: i
     if all(len(ids) <= size for ids in encoded):
         return encoded
     before, after = special_frame(state.tokenizer) if special else ([], [])
-    room = size - len(before) - len(after)
+    room, side = size - len(before) - len(after), side_of(spec, state.model)
     if room < 1:
         raise BadRequest(
             f"truncate_prompt_tokens: {size} leaves no room beside the tokenizer's special tokens.",
             param="truncate_prompt_tokens",
         )
     return [
-        ids
-        if len(ids) <= size
-        else [*before, *_cut(ids[len(before) : len(ids) - len(after)], room, spec.truncation_side), *after]
+        ids if len(ids) <= size else [*before, *_cut(ids[len(before) : len(ids) - len(after)], room, side), *after]
         for ids in encoded
     ]
 
@@ -145,6 +175,12 @@ def to_request(spec: PoolingSpec, ids: list[int], model: ModelInfo) -> Generatio
     if not ids:
         raise BadRequest(f"{param} must not be empty.", param=param)
     fit(_NO_OUTPUT, len(ids), model, param)
+    if len(ids) > (limit := text_limit(model)):
+        raise ContextLengthExceeded(
+            f"This model reads at most {limit} tokens (max_seq_length in its files). However, your {param} resulted in "
+            f"{len(ids)} tokens.",
+            param=param,
+        )
     if max(ids) >= model.vocab_size:
         raise BadRequest(
             f"{param}: token ids must be between 0 and {model.vocab_size - 1}, not {max(ids)}.", param=param

@@ -11,7 +11,15 @@ from quire.engine.messages import PoolingInfo, PoolingParams
 from quire.server.errors import BadRequest
 from quire.server.generate.generation import GenerationRequest
 from quire.server.generate.limits import MAX_PROMPTS
-from quire.server.generate.pooling import PoolingSpec, Vector, embed_params, prepare, to_request, truncated_size
+from quire.server.generate.pooling import (
+    PoolingSpec,
+    Vector,
+    embed_params,
+    prepare,
+    side_of,
+    to_request,
+    truncated_size,
+)
 from quire.server.state import ServerState
 
 _MAX_CUTS = 4  # attempts to fit a rendered pair into its limit
@@ -71,25 +79,42 @@ def _cross_encoder(
         return Scoring([to_request(spec, ids, state.model) for ids in prompts], activation=activation)
     requests = []
     for ids, sequence_ids, types in state.tokenizer.encode_pairs(pairs, spec.add_special_tokens):
+        kept = _kept(spec, sequence_ids, size, side_of(spec, state.model))
+        types = [types[i] for i in kept]
         second_start = types.index(1) if pooling.whole_prompts and 1 in types else 0
         spec.params = PoolingParams("classify", second_start=second_start)
-        ids = _without_end_of_document(spec, ids, sequence_ids, size)
-        requests.append(to_request(spec, ids, state.model))
+        requests.append(to_request(spec, [ids[i] for i in kept], state.model))
     return Scoring(requests, activation=activation)
 
 
-def _without_end_of_document(
-    spec: PoolingSpec, ids: list[int], sequence_ids: list[int | None], size: int | None
-) -> list[int]:
-    """A joined pair, cut to `size` tokens by dropping tokens of the document."""
-    excess = 0 if size is None else len(ids) - size
+def _kept(spec: PoolingSpec, sequence_ids: list[int | None], size: int | None, side: str) -> Sequence[int]:
+    """The places of the tokens of a joined pair that stay if it is cut to `size` tokens. For a size that the request
+    names, tokens of the document are dropped; for the model's, those of the longer text, then of both, as transformers
+    does.
+    """
+    excess = 0 if size is None else len(sequence_ids) - size
     if excess <= 0:
-        return ids
-    document = [i for i, text in enumerate(sequence_ids) if text == 1]
-    if excess >= len(document):
+        return range(len(sequence_ids))
+    query, document = ([i for i, text in enumerate(sequence_ids) if text == number] for number in (0, 1))
+    if spec.truncate_prompt_tokens is not None:
+        kept = len(query), len(document) - excess
+    else:
+        kept = _balanced(len(query), len(document), len(query) + len(document) - excess)
+    if min(kept) < 1:
         raise _no_room(size)
-    dropped = set(document[-excess:] if spec.truncation_side == "right" else document[:excess])
-    return [token_id for i, token_id in enumerate(ids) if i not in dropped]
+    dropped = set()
+    for places, count in zip((query, document), kept, strict=True):
+        dropped.update(places[count:] if side == "right" else places[: len(places) - count])
+    return [i for i in range(len(sequence_ids)) if i not in dropped]
+
+
+def _balanced(first: int, second: int, room: int) -> tuple[int, int]:
+    """How much of two texts of `first` and `second` tokens is kept in `room`, if the longer one is cut first."""
+    shorter = min(first, second)
+    if shorter <= room // 2:
+        return (shorter, room - shorter) if first <= second else (room - shorter, shorter)
+    less, more = room // 2, room - room // 2
+    return (less, more) if first <= second else (more, less)
 
 
 def _rendered(spec: PoolingSpec, query: str, document: str, state: ServerState, size: int | None) -> list[int]:
@@ -112,7 +137,7 @@ def _rendered(spec: PoolingSpec, query: str, document: str, state: ServerState, 
         room = len(kept) - (len(ids) - size)
         if room < 1:
             break
-        kept = kept[:room] if spec.truncation_side == "right" else kept[-room:]
+        kept = kept[:room] if side_of(spec, state.model) == "right" else kept[-room:]
         document = tokenizer.decode(kept, skip_special_tokens=False)
     raise _no_room(size)
 

@@ -40,8 +40,9 @@ class VectorFields(msgspec.Struct, kw_only=True):
     """Fields that mean the same on all routes."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
-    truncate_prompt_tokens: AtLeastMinusOne | None = None  # -1: to the context length
-    truncation_side: Literal["left", "right"] | None = None  # default: right, the end of the text is dropped
+    # -1: to what the model reads; default: texts to the limit in the model's files (max_seq_length), if there is one
+    truncate_prompt_tokens: AtLeastMinusOne | None = None
+    truncation_side: Literal["left", "right"] | None = None  # default: the model's; right drops the end of the text
     add_special_tokens: bool | None = None
     priority: Int64 | None = None
     cache_salt: CacheSalt | None = None
@@ -72,7 +73,7 @@ def to_spec(request: Request, body: VectorFields, request_id: str, param: str) -
         request_id=request_id,
         add_special_tokens=body.add_special_tokens is not False,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
-        truncation_side=body.truncation_side or "right",
+        truncation_side=body.truncation_side,
         priority=request_options.priority(request, body.priority),
         cache_salt=body.cache_salt,
         tenant=request.scope.get("tenant"),
@@ -89,12 +90,13 @@ def to_requests(
     prompts: list[str] | list[list[int]],
     params: PoolingParams,
     param: str,
+    refuses_long: bool = False,
 ) -> list[GenerationRequest]:
     """The requests for the engine. Runs in a thread. Raises BadRequest naming the field `param` that holds the prompts,
-    or another.
+    or another; with `refuses_long` for texts that would be cut by default, too.
     """
     spec = to_spec(request, body, request_id, param)
-    spec.prompts, spec.params = prompts, params
+    spec.prompts, spec.params, spec.refuses_long = prompts, params, refuses_long
     return pooling.prepare(spec, state)
 
 

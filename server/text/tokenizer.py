@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 
 from quire.checkpoints.files import check_readable
+from quire.checkpoints.sentence_settings import transformer_settings
+from quire.checkpoints.templates import model_templates
 from quire.server.text.chat_template import ChatTemplate, compile_template
 from quire.server.text.incremental_decoding import CleanUpStream, WindowDecoding, clean_up_spaces, decoding_of
 
@@ -76,6 +78,7 @@ class Tokenizer:
             tokenizer = _load_fast(cls, folder)
         else:
             tokenizer = _load_with_transformers(cls, folder, trust_remote_code)
+        tokenizer.lower_case_as_declared(folder)
         if tokenizer.vocab_size <= len(tokenizer.special_ids):
             raise ValueError(
                 f"tokenizer: the vocabulary in {folder} is empty (it has {tokenizer.vocab_size} special tokens "
@@ -87,6 +90,19 @@ class Tokenizer:
         for source in tokenizer.chat_templates.values():
             compile_template(source)
         return tokenizer
+
+    def lower_case_as_declared(self, folder: Path) -> None:
+        """Turn texts into lower case before they are tokenized if the files of sentence-transformers in `folder` say
+        so. Raises ValueError for a tokenizer that cannot.
+        """
+        settings, path = transformer_settings(folder)
+        if not settings.get("do_lower_case"):
+            return
+        if not isinstance(self._backend, tokenizers.Tokenizer):
+            raise ValueError(f"{path}: do_lower_case is not supported for tokenizers without tokenizer.json")
+        before = self._backend.normalizer
+        lower = normalizers.Lowercase()
+        self._backend.normalizer = lower if before is None else normalizers.Sequence([lower, before])
 
     # ---- ids and text
 
@@ -253,7 +269,7 @@ def _load_fast(cls: type[Tokenizer], folder: Path) -> Tokenizer:
     return cls(
         backend,
         special_tokens,
-        _chat_templates(folder, config),
+        model_templates(folder, config),
         clean_up,
         _eos_token_ids(backend, special_tokens, folder),
     )
@@ -371,23 +387,6 @@ def _eos_token_ids(backend: Any, special_tokens: Mapping[str, str], folder: Path
     return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
-def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates by name. Files override the configuration's entry: a text, or a list of {name, template}."""
-    templates = {
-        path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("additional_chat_templates/*.jinja"))
-    }
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if templates:
-        return templates
-    declared = config.get("chat_template")
-    if declared is None:
-        return {}
-    return (
-        {"default": declared} if isinstance(declared, str) else {entry["name"]: entry["template"] for entry in declared}
-    )
-
-
 def _read_template(value: str) -> str:
     """The text of a template that is given as a file or as text."""
     if any(mark in value for mark in ("\n", "{%", "{{")):
@@ -420,7 +419,7 @@ def _load_with_transformers(cls: type[Tokenizer], folder: Path, trust_remote_cod
     except Exception as error:  # any type: the folder's files decide which code runs
         raise ValueError(f"no tokenizer can be loaded from {folder}: {error}") from error
     backend = getattr(slow, "backend_tokenizer", None) or _PythonTokenizer(slow)
-    templates = slow.chat_template or {}
+    of_tokenizer = {} if slow.chat_template is None else {"chat_template": slow.chat_template}
     clean_up = (
         bool(slow.clean_up_tokenization_spaces)
         and isinstance(backend, tokenizers.Tokenizer)
@@ -429,7 +428,7 @@ def _load_with_transformers(cls: type[Tokenizer], folder: Path, trust_remote_cod
     return cls(
         backend,
         slow.special_tokens_map,
-        {"default": templates} if isinstance(templates, str) else templates,
+        model_templates(folder, of_tokenizer),
         clean_up,
         _eos_token_ids(backend, slow.special_tokens_map, folder),
     )

@@ -105,6 +105,11 @@ def test_download_reports_progress_and_asks_for_needed_files_only(monkeypatch):
         "tokenizer.model",
         "chat_template.jinja",
         "merges.txt",
+        "chat_template.json",
+        "processor_config.json",
+        "additional_chat_templates/tool_use.jinja",
+        "1_Pooling/config.json",
+        "2_Dense/model.safetensors",
         "pytorch_model.bin",
         "original/consolidated.safetensors",
         "consolidated.safetensors",
@@ -114,7 +119,7 @@ def test_download_reports_progress_and_asks_for_needed_files_only(monkeypatch):
         "model.gguf",
     ]
     patterns = {key: calls[-1][1][key] for key in ("allow_patterns", "ignore_patterns")}
-    assert list(wanted(names, **patterns)) == names[:7]
+    assert list(wanted(names, **patterns)) == names[:12]
     calls.clear()
     hub.resolve("org/model", tokenizer_only=True)
     patterns = {key: calls[-1][1][key] for key in ("allow_patterns", "ignore_patterns")}

@@ -96,7 +96,7 @@ def test_what_the_model_cannot_do_is_refused(tmp_path):
 def test_modules_are_read_in_both_spellings(tmp_path):
     folder = tmp_path / "model"
     spec = read_model_spec(build_embedder("qwen3", folder))
-    assert read_pooling(str(folder), spec) == PoolingSpec(("lasttoken",), (), True, reason="modules.json")
+    assert read_pooling(str(folder), spec) == PoolingSpec(("lasttoken",), matryoshka=True, reason="modules.json")
     config = folder / "1_Pooling" / "config.json"
     config.write_text(json.dumps({"pooling_mode": ["cls", "mean"], "embedding_dimension": 64}))
     assert read_pooling(str(folder), spec).methods == ("cls", "mean")

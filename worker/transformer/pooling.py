@@ -8,7 +8,7 @@ without these files pool as their architecture says: classifiers and bare decode
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from quire.checkpoints.files import damaged_weights, unreadable
+from quire.checkpoints.sentence_settings import TextLimit, is_shortened, read_text_limit
 from quire.worker.messages import PoolingInfo
 from quire.worker.transformer.config import ModelSpec
 
@@ -60,12 +61,15 @@ class PoolingSpec:
     score_tokens: tuple[int, ...] = ()
     prompt: str = ""  # the default one
     activation: str | None = None  # of a classifier; None: by config.json
+    limit: TextLimit = TextLimit()
+    matryoshka: bool = False  # whether vectors can be cut
+    matryoshka_sizes: tuple[int, ...] = ()  # the sizes to which, if the files list them
     reason: str = "default of the architecture"
 
 
-def read_pooling(folder: str, spec: ModelSpec, asked: str = "auto") -> PoolingSpec | None:
+def read_pooling(folder: str, spec: ModelSpec, asked: str = "auto", matryoshka: bool = False) -> PoolingSpec | None:
     """Return how the model in `folder` pools, or None if it only generates text. `asked` is --pooling: auto, none, or a
-    method that replaces the files'.
+    method that replaces the files'; `matryoshka` lets vectors be cut whatever the files hold.
 
     Raises ValueError for files that are unreadable or name a step that is not supported.
     """
@@ -73,11 +77,15 @@ def read_pooling(folder: str, spec: ModelSpec, asked: str = "auto") -> PoolingSp
         return None
     if asked == "yes-no":
         return PoolingSpec(score_tokens=_token_ids(Path(folder), "yes", "no"), reason="as requested")
-    found = _read_modules(Path(folder)) if Path(folder, "modules.json").is_file() else None
+    found = _read_modules(Path(folder), spec) if Path(folder, "modules.json").is_file() else None
     if asked != "auto":
-        dense, normalize = (found.dense, found.normalize) if found else ((), True)
-        return PoolingSpec((asked,), dense, normalize, reason="as requested")
-    return found or (None if spec.has_lm_head else PoolingSpec((_default_method(spec),)))
+        found = replace(found or PoolingSpec(), methods=(asked,), score_tokens=(), reason="as requested")
+    elif found is None and not spec.has_lm_head:
+        found = PoolingSpec((_default_method(spec),))
+    if found is None:
+        return None
+    shortened, sizes = is_shortened(Path(folder), spec.raw)
+    return replace(found, matryoshka=matryoshka or shortened, matryoshka_sizes=() if matryoshka else tuple(sizes))
 
 
 def _default_method(spec: ModelSpec) -> str:
@@ -87,14 +95,14 @@ def _default_method(spec: ModelSpec) -> str:
     return spec.raw.get("classifier_pooling") or "cls" if spec.labels else "mean"
 
 
-def _read_modules(folder: Path) -> PoolingSpec:
+def _read_modules(folder: Path, spec: ModelSpec) -> PoolingSpec:
     modules = _json(folder / "modules.json")
-    methods, dense, normalize, score_tokens = None, [], False, ()
+    methods, dense, normalize, score_tokens, limit = None, [], False, (), TextLimit()
     for module in sorted(modules, key=lambda module: module["idx"]):
         kind, path = module["type"].rpartition(".")[2], folder / module["path"]
         match kind:
             case "Transformer":
-                pass
+                limit = read_text_limit(folder, path, spec.max_model_len)
             case "Pooling":
                 methods = _methods(_json(path / "config.json"))
             case "Dense":
@@ -114,13 +122,14 @@ def _read_modules(folder: Path) -> PoolingSpec:
     config = _json(path) if path.is_file() else {}
     prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name"), "")
     return PoolingSpec(
-        methods or ("lasttoken",),
+        methods or (_default_method(spec) if spec.labels else "lasttoken",),
         tuple(dense),
         normalize,
         score_tokens,
         prompt,
         config.get("activation_fn"),
-        "modules.json",
+        limit,
+        reason="modules.json",
     )
 
 
@@ -254,6 +263,10 @@ def pooling_info(pooling: PoolingSpec, pooler: Pooler, spec: ModelSpec) -> Pooli
         bool(pooling.score_tokens),
         pooling.prompt,
         spec.is_encoder,
+        pooling.limit.max_tokens,
+        pooling.limit.side,
+        pooling.matryoshka,
+        list(pooling.matryoshka_sizes),
     )
 
 

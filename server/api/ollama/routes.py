@@ -163,7 +163,8 @@ def _vector_requests(
     identity = admission.admit(request, state, ID_PREFIX, model=served_name(model, state))
     fields = VectorFields(truncate_prompt_tokens=None if truncate is False else -1)
     params = embed_params(state.model, dimensions, None)
-    return to_requests(request, fields, state, identity["request_id"], texts, params, param)
+    refuses = truncate is False
+    return to_requests(request, fields, state, identity["request_id"], texts, params, param, refuses_long=refuses)
 
 
 # ---- models

@@ -17,6 +17,7 @@ from quire.server.api.pooling.protocol import (
     ScoreRequest,
 )
 from quire.server.errors import BadRequest
+from quire.server.generate.pooling import text_limit
 from quire.server.generate.scoring import Scoring, prepare_scoring
 from quire.server.http import sse
 from quire.server.http.read_body import take
@@ -55,7 +56,7 @@ async def rerank(request: Request, state: ServerState) -> Response:
 
     def prepare(body: RerankRequest) -> tuple[RerankRequest, str, Scoring]:
         if body.max_tokens_per_doc is not None and body.truncate_prompt_tokens is None:
-            body.truncate_prompt_tokens = min(body.max_tokens_per_doc, state.require_ready().max_model_len)
+            body.truncate_prompt_tokens = min(body.max_tokens_per_doc, text_limit(state.require_ready()))
         request_id = admit(request, body, state, "rerank-")
         pairs = [(body.query, _text(document)) for document in body.documents]
         return body, request_id, _scoring(request, body, state, request_id, pairs, "documents")

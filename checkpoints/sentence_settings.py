@@ -1,0 +1,91 @@
+"""What the files of sentence-transformers say about texts and vectors, beside how to pool. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.checkpoints.files import unreadable
+
+# of the module Transformer, under the names that versions of the library have given it
+TRANSFORMER_FILES = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+# families whose embedding models are trained so that the first numbers of a vector are one, too, and do not say it
+_SHORTENED_FAMILIES = ("qwen3", "gemma3_text", "nomic_bert")
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimit:
+    """Texts are cut to `max_tokens` tokens (0: they are not), special ones included, at the end or the start."""
+
+    max_tokens: int = 0
+    side: str = "right"
+
+
+def read_text_limit(folder: Path, transformer: Path, max_positions: int) -> TextLimit:
+    """Where sentence-transformers cuts texts, in a folder with modules.json; `transformer` is the folder of its first
+    module. The tokenizer's own limit counts where it is below `max_positions`.
+
+    Raises ValueError naming the file and the key.
+    """
+    settings, path = transformer_settings(transformer)
+    tokenizer = read_object(folder / "tokenizer_config.json")
+    arguments: Mapping[str, Any] = settings.get("tokenizer_args") or settings.get("processor_kwargs") or {}
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"{path}: tokenizer_args must be an object")
+    side = arguments.get("truncation_side", tokenizer.get("truncation_side", "right"))
+    if side not in ("left", "right"):
+        raise ValueError(f"tokenizer_config.json: truncation_side must be left or right, not {side!r}")
+    for key, value in (
+        ("model_max_length", arguments.get("model_max_length")),
+        ("max_seq_length", settings.get("max_seq_length")),
+    ):
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**63:
+            raise ValueError(f"{path}: {key} must be a whole number of at least 1, not {value!r}")
+        return TextLimit(value, side)
+    length = tokenizer.get("model_max_length")
+    declared = isinstance(length, int | float) and 1 <= length < max_positions  # no limit is 10 ** 30
+    return TextLimit(int(length) if declared else 0, side)
+
+
+def is_shortened(folder: Path, raw: Mapping[str, Any]) -> tuple[bool, list[int]]:
+    """Whether the first numbers of a vector are a vector of the text, too (Matryoshka), and how many there may be, if
+    the files list it.
+    """
+    sizes = raw.get("matryoshka_dimensions")
+    if isinstance(sizes, list) and sizes and all(isinstance(size, int) and size > 0 for size in sizes):
+        return True, sizes
+    if raw.get("is_matryoshka") is not None:
+        return bool(raw["is_matryoshka"]), []
+    declared = read_object(folder / "config_sentence_transformers.json").get("truncate_dim") is not None
+    return declared or raw.get("model_type") in _SHORTENED_FAMILIES, []
+
+
+def transformer_settings(transformer: Path) -> tuple[dict[str, Any], Path]:
+    """The settings of the module Transformer, and their file; none if there is no such file."""
+    for name in TRANSFORMER_FILES:
+        if (transformer / name).is_file():
+            return read_object(transformer / name), transformer / name
+    return {}, transformer / TRANSFORMER_FILES[0]
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, {} if there is none. Raises ValueError."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ValueError(unreadable(path, error)) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"cannot read {path}: {error}; download it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must be a JSON object")
+    return found
