@@ -31,7 +31,11 @@ _TAIL = """
 *Tested* means that a tiny random checkpoint, saved by transformers, gives transformers' tokens and log-probabilities in
 float32 with chunked prefill, preemption and prefix hits (`tests/families.py`, `tests/checkpoints.py`). Encoders are
 compared with sentence-transformers and transformers (`tests/encoders.py`): embeddings, and logits of classifiers. So is
-EmbeddingGemma, a `Gemma3TextModel` whose config.json sets `use_bidirectional_attention`. With TP, the number of ranks
+EmbeddingGemma, a `Gemma3TextModel` whose config.json sets `use_bidirectional_attention`. Texts are cut where
+sentence-transformers cuts them (`max_seq_length`, the tokenizer's `model_max_length`), and turned into lower case if
+`do_lower_case` is set; `truncate_prompt_tokens: -1` cuts to the same limit, and longer lists of token ids are 400.
+`dimensions` is for models that say that their vectors can be shortened (`is_matryoshka`, `matryoshka_dimensions`,
+`truncate_dim`; Qwen3, Gemma and Nomic embedders), or with `--matryoshka`. With TP, the number of ranks
 must divide the heads and the intermediate size; EP is `--enable-expert-parallel`. With PP, layers that read the caches
 of others (Gemma 3n and 4) are on the last stage. Every tested family is also compared over two ranks of each kind
 (`tests/worker/test_family_ranks.py`). *Quantization* names the settings of `--quantization` that build the model;

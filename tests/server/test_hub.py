@@ -149,7 +149,7 @@ def test_errors_say_what_to_do(monkeypatch, name, message):
 
 def test_the_library_is_not_imported_for_a_folder(tmp_path):
     code = (
-        f"import sys; from quire.server.startup import hub; hub.resolve({str(tmp_path)!r}); assert 'huggingface_hub' "
+        f"import sys; from quire.checkpoints import hub; hub.resolve({str(tmp_path)!r}); assert 'huggingface_hub' "
         "not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

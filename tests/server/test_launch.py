@@ -478,7 +478,7 @@ def test_a_signal_during_a_download(model_folder, tmp_path):
     """The library's threads cannot be stopped: the process ends without them."""
     download = """
 from concurrent.futures import ThreadPoolExecutor
-from quire.server.startup import hub
+from quire.checkpoints import hub
 import time
 def resolve(model, progress, **options):
     progress("downloading", 0.25)

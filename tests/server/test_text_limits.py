@@ -121,7 +121,7 @@ def test_pairs_are_cut_as_a_cross_encoder_cuts_them(tmp_path):
 
 @pytest.mark.parametrize("value", [0, -1, "256", 1.5, True, [3]])
 def test_a_wrong_limit_is_refused_by_name(value, tmp_path):
-    from quire.worker.models import read_model_spec
+    from quire.worker.models.registry import read_model_spec
     from quire.worker.transformer.pooling import read_pooling
 
     folder = build_encoder("bert", tmp_path / "model", mode="mean")
