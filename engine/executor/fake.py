@@ -106,7 +106,8 @@ class FakeOptions:
     load_delay: float = 0.0  # duration of loading in seconds
     hang_at_step: float = 0.0  # this step never ends
     fail_at_step: float = 0.0  # the result of this step raises (the engine's warm-up request takes steps 1 and 2)
-    fail_on_token: float = -1.0  # the first step of a prompt with this token raises
+    fail_on_token: float = -1.0  # the first step of a prompt with this token raises,
+    fail_after: float = 0.0  # or the step after it has generated so many tokens in this process
     groups: str = "full"  # cache groups of the simulated model, e.g. "full+window:24+state"
     # images that the simulated model reads: image token id, cache size and encoder budget, e.g. "5:64:16" or, if an
     # image is computed whole, "5:64:16:whole". An image whose key begins with "unreadable" cannot be encoded.
@@ -140,6 +141,7 @@ class _Row:
 
     sampling: SamplingParams
     num_prompt_tokens: int
+    num_entered: int  # tokens when it came to this process
     states: list[int]  # states[p] covers tokens 0 .. p
     token_ids: list[int]
     block_ids: list[list[int]] = field(default_factory=list)  # per cache group
@@ -218,15 +220,21 @@ class FakeExecutor(Executor):
         errors = self._check_images(step, batch)
         output = StepOutput(step.step, *self._sample(step, batch), self._prompt_logprobs(step, batch), errors or None)
         self._free_at = max(self._free_at, time.monotonic()) + self.options.step_delay
-        fails = step.step == self.options.fail_at_step or any(
-            self.options.fail_on_token in new.token_ids[: new.num_prompt_tokens] for new in step.new
+        fails = step.step == self.options.fail_at_step or (
+            self.options.fail_on_token >= 0 and any(map(self._is_poison, batch))
         )
         return _Result(
             output, self._free_at if self.options.step_delay else 0.0, fails, step.step == self.options.hang_at_step
         )
 
+    def _is_poison(self, row: _Row) -> bool:
+        return len(row.token_ids) - row.num_entered > self.options.fail_after and (
+            self.options.fail_on_token in row.token_ids[: row.num_prompt_tokens]
+        )
+
     def _enter(self, new: NewRequest) -> _Row:
-        row = _Row(new.sampling, new.num_prompt_tokens, [], [], [list(ids) for ids in new.block_ids], new.media)
+        row = _Row(new.sampling, new.num_prompt_tokens, len(new.token_ids), [], [], media=new.media)
+        row.block_ids = [list(ids) for ids in new.block_ids]
         self._append(row, new.token_ids, new.media)
         return row
 

@@ -33,12 +33,13 @@ from quire.engine.messages import (
     StepOutputs,
     ToEngine,
 )
-from quire.server.engines.quarantine import Quarantine, until_turn
+from quire.server.engines.quarantine import Quarantine
 
 logger = logging.getLogger("quire.engine_client")
 
 _MESSAGES_PER_TURN = 64  # messages read before other tasks of the event loop run
 _RECONNECT_MS = 20  # between attempts while the engine's socket does not exist yet
+_LEAVING = 4  # messages from the engine within which it may still run a request whose client left
 
 
 class EngineUnavailable(RuntimeError):
@@ -68,12 +69,14 @@ class _Open:
     num_prompt_logprobs: int = 0  # number received
     num_repeated: int = 0  # prompt logprobs that the current engine sends again
     num_received: int = 0  # tokens received from the current engine
-    num_crashes: int = 0  # crashes in which it was a suspect
-    num_solo_deaths: int = 0  # same as in `Suspect`
+    num_crashes: int = 0  # these three: same as in `Suspect`
+    num_solo_deaths: int = 0
+    runs_to_end: bool = False
     is_open: bool = True
     computed: bool = False  # the prompt was processed: an output arrived
     sent: bool = False  # sent to the current engine
-    waits: bool = False  # held back until all suspects are cleared
+    paused: bool = False  # aborted in the engine, and soon to wait
+    waits: bool = True  # for an engine, or until all suspects are cleared
 
 
 class OutputStream:
@@ -189,13 +192,16 @@ class EngineClient:
         # if the prompt is cached
         self.num_waiting_tokens = 0
         self.num_background = 0  # our unfinished choices of background requests, which no limit of the queue counts
-        # engine deaths while our requests were on trial (`quarantine.py`)
-        self.num_trial_deaths = 0
+        # deaths of engines that ran requests of ours: they are ended one by one (`quarantine.py`), the server is not
+        self.num_explained_deaths = 0
         self._vocabulary: bytes | None = None  # for grammars, once one was needed
         self._quarantine = Quarantine()
-        self._frontend, self._num_frontends = 0, 1
-        self._ready_at = 0.0  # time.monotonic()
-        self._turn_timer: asyncio.TimerHandle | None = None
+        self._frontend: int | None = None  # our number, if other frontends share the engine
+        self._turn: int | None = None  # the frontend that may try its suspects; -1: the parent has yet to say
+        self._on_suspects: Callable[[bool], None] | None = None
+        self._pausing: int | None = None  # number of the call that the engine answers once it has paused our requests
+        self._any_wait = False  # whether a request may wait
+        self._left_at: int | None = None  # `num_messages` when the last request that the engine had was aborted
         self._on_stats = on_stats
         self._on_progress = on_progress
         self._on_connect = on_connect
@@ -210,10 +216,19 @@ class EngineClient:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
 
-    def share(self, frontend: int, num_frontends: int) -> None:
-        """Note that other frontends share the engine, and that `frontend` is the number of this one."""
-        self._frontend, self._num_frontends = frontend, num_frontends
-        self._quarantine.num_needed = 2 if num_frontends > 1 else 1
+    def share(self, frontend: int, on_suspects: Callable[[bool], None]) -> None:
+        """Note that other frontends share the engine, and that `frontend` is the number of this one.
+
+        `on_suspects` is called with True when we have suspects, and with False when none are left; the answer is
+        `set_turn`.
+        """
+        self._frontend, self._on_suspects = frontend, on_suspects
+        self._quarantine.num_needed = 2
+
+    def set_turn(self, frontend: int | None) -> None:
+        """Note whose suspects are on trial. While they are another frontend's, we send nothing new."""
+        self._turn = frontend
+        self._advance_trials()
 
     # ---- the engine
 
@@ -287,19 +302,19 @@ class EngineClient:
             (entry for entry in self._open.values() if entry.sent),
             key=lambda entry: (entry.prompt.request.background, entry.prompt.request.priority),
         )
-        suspects, on_trial = self._quarantine.on_death(sent[:max_num_seqs])
-        self.num_trial_deaths += on_trial
+        suspects = sent[:max_num_seqs]
+        left, self._left_at = self._left_at, None
+        self.num_explained_deaths += bool(sent) or (left is not None and self.num_messages - left < _LEAVING)
+        self._quarantine.on_death(suspects)
+        self._pausing = None
         for entry in sent:
-            entry.sent = False
-        for entry in suspects:
-            entry.waits = True
-            entry.num_crashes += 1
-        for entry in sent[max_num_seqs:]:
-            entry.waits = True
+            entry.paused, entry.sent, entry.waits = False, False, True
         if culprit := self._quarantine.culprit:
             self._fail(
                 culprit.choice.request_id, f"the engine died {culprit.num_crashes} times while it ran this request"
             )
+        if self._on_suspects is not None:
+            self._on_suspects(self._quarantine.active)
 
     def _wake_waiters(self) -> None:
         waiters, self._waiters = self._waiters, []
@@ -334,14 +349,21 @@ class EngineClient:
             self.num_background += len(choices)
         else:
             self.num_waiting_tokens += len(choices) * len(request.prompt_token_ids)
-        entries = [_Open(prompt, choice, stream, waits=self._quarantine.active) for choice in choices]
+        entries = [_Open(prompt, choice, stream) for choice in choices]
         self._open |= {entry.choice.request_id: entry for entry in entries}
         if self._closed is not None:
             for choice in choices:
                 self._fail(choice.request_id, self._closed)
-        elif self.ready is not None and not self._quarantine.active:
+        elif self.ready is None or self._is_held:
+            self._any_wait = True
+        else:
             self._submit(entries)
         return stream
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether new requests wait, because suspects are on trial here or in another frontend."""
+        return self._quarantine.active or (self._turn is not None and self._turn != self._frontend)
 
     def _submit(self, entries: list[_Open]) -> None:
         """Send `entries` with their outputs so far; consecutive choices of one prompt share a message."""
@@ -359,28 +381,41 @@ class EngineClient:
             self._send(prompt.request.having(choices, age=time.monotonic() - prompt.created))
 
     def _advance_trials(self) -> None:
-        """Start the next trial, or release all requests if every suspect is cleared. Called after every output."""
-        if self.ready is None or not self._quarantine.active:
+        """Start the next trial, or send all requests that wait if no suspect is left. Called after every output."""
+        if self.ready is None:
             return
-        if self._quarantine.confirms_next and (delay := self._until_turn()):
-            if self._turn_timer is None:
-                self._turn_timer = asyncio.get_running_loop().call_later(delay, self._on_turn)
-            return
-        if suspects := self._quarantine.next_trial():
-            self._submit(suspects)
-        elif not self._quarantine.active:
+        if self._quarantine.active and self._turn == self._frontend and self._pausing is None:
+            if cleared := self._quarantine.cleared(last=self._on_suspects is not None):
+                self._pause(cleared)
+            elif suspects := self._quarantine.next_trial():
+                self._submit(suspects)
+            if not self._quarantine.active and self._on_suspects is not None:
+                self._turn = -1
+                self._on_suspects(False)
+        if self._any_wait and not self._is_held:
+            self._any_wait = False
             self._submit([entry for entry in self._open.values() if entry.waits])
 
-    def _until_turn(self) -> float:
-        return until_turn(time.monotonic() - self._ready_at, self._frontend, self._num_frontends)
+    def _pause(self, entries: list[_Open]) -> None:
+        """Abort `entries` in the engine until all suspects are cleared. Outputs that are on their way are dropped."""
+        for entry in entries:
+            entry.paused = True
+        self._send(AbortRequests([entry.choice.request_id for entry in entries]))
+        self._pausing = next(self._call_ids)
+        self._send(Call(self._pausing, "stats", []))
 
-    def _on_turn(self) -> None:
-        self._turn_timer = None
+    def _on_paused(self) -> None:
+        self._pausing = None
+        for entry in self._open.values():
+            if entry.paused:
+                entry.paused, entry.sent, entry.waits = False, False, True
+        self._any_wait = True
         self._advance_trials()
 
     def _abort(self, request_ids: list[str]) -> None:
         entries = [self._close_request(request_id) for request_id in request_ids if request_id in self._open]
         if sent := [entry.choice.request_id for entry in entries if entry.sent]:
+            self._left_at = self.num_messages
             self._send(AbortRequests(sent))
         self._advance_trials()
 
@@ -476,7 +511,7 @@ class EngineClient:
 
     def _on_output(self, output: EngineOutput) -> None:
         entry = self._open.get(output.request_id)
-        if entry is None:  # aborted while the output was on its way
+        if entry is None or entry.paused:  # aborted while the output was on its way
             return
         entry.output_token_ids.extend(output.new_token_ids)
         entry.num_received += len(output.new_token_ids)
@@ -499,13 +534,15 @@ class EngineClient:
         first = self.ready is None
         self.ready = ready
         if first:
-            self._ready_at = time.monotonic()
             self._send_vocabulary()
-            self._submit([entry for entry in self._open.values() if not entry.waits or not self._quarantine.active])
+            self._any_wait = True
             self._advance_trials()
         self._wake_waiters()
 
     def _on_call_result(self, result: CallResult) -> None:
+        if result.call_id == self._pausing:
+            self._on_paused()
+            return
         future = self._calls.get(result.call_id)
         if future is None or future.done():  # the caller timed out
             return

@@ -1,15 +1,16 @@
 """Finds the request that kills engines, so that all other requests finish.
 
-After a death every request in the batch is a suspect. The next engine first gets all suspects that made progress in the
-last one together; then the others, in at most `MAX_TRIALS` groups, one after the other. A group is cleared when each of
-its requests has ended or received `PROGRESS` tokens. If the engine dies during a trial, only the group's uncleared
-requests stay suspects, and are tried in smaller groups; if a request was tried alone, it killed the engine. All other
-open requests wait until every suspect is cleared, so that only the trial can be the cause. A request that kills the
-engine in its first step thus costs two engines, and a crash for another reason one extra pause.
+After a death everything that ran is a suspect. The next engine first gets all suspects that made progress in the last
+one together; then the others, in at most `MAX_TRIALS` groups, one after the other. A group is cleared when each of its
+requests has ended or received `PROGRESS` tokens; then it pauses, so that only the trial can be the cause of a death.
+A request that was cleared and runs when an engine dies again is tried to its end, in at most `MAX_LONG_TRIALS` groups:
+it may kill at any later token. If the engine dies during a trial, the group is tried in smaller groups; if a request
+was tried alone, it killed the engine, and all others are released. A request that kills the engine in its first step
+thus costs two engines, one that kills later a few more, and a crash for another reason one extra pause.
 
-Several frontends share the engine, and each knows only its own requests: a request tried alone may have died with
-another frontend's. With several frontends a second such death is therefore required. Frontends take turns with these
-confirmations (`until_turn`), so that no two run at the same time unless one takes longer than half a turn.
+Several frontends share the engine, and each knows only its own requests. Their parent lets one at a time try its
+suspects, while the others send nothing new (`turns.py`). A frontend that was slow to hear of it may have sent
+some: with several frontends a second death of a request alone is therefore required.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from typing import Protocol
 
 PROGRESS = 4  # tokens after the resubmission that clear a suspect: more than the steps in flight
 MAX_TRIALS = 16
-TURN = 2.0  # seconds
+MAX_LONG_TRIALS = 4  # each may take as long as its longest request; fewer groups are fewer pauses but more deaths
 
 
 class Suspect(Protocol):
     is_open: bool
     num_received: int  # tokens from the engine that it was last sent to
+    num_crashes: int  # deaths of engines that ran it
     num_solo_deaths: int  # deaths of engines that ran only this request of ours
+    runs_to_end: bool  # whether only its end clears it
 
 
 class Quarantine:
@@ -46,42 +49,41 @@ class Quarantine:
         """Whether suspects are on trial or wait for a trial."""
         return bool(self._trial or self._groups)
 
-    def on_death(self, batch: list[Suspect]) -> tuple[list[Suspect], bool]:
-        """Called after the death of an engine that ran `batch`.
-
-        Returns the suspects, and whether they were on trial.
-        """
-        self.culprit = None
-        suspects = [one for one in self._trial if _is_on_trial(one)]
-        on_trial, self._trial = bool(suspects), []
-        if on_trial and len(suspects) == 1:
-            groups = []
-            self._count_solo_death(suspects[0])
-        elif on_trial:
-            groups = _split(suspects)
+    def on_death(self, batch: list[Suspect]) -> None:
+        """Called after the death of an engine that ran `batch`."""
+        on_trial = [one for one in batch if one in self._trial and _is_on_trial(one)]
+        self._trial, self.culprit = [], None
+        others = [one for one in batch if one not in on_trial]
+        for one in others:
+            one.runs_to_end = one.num_crashes > 0
+            one.num_solo_deaths = 0
+        for one in batch:
+            one.num_crashes += 1
+        if len(on_trial) == 1 and not others:
+            self._note_solo_death(on_trial[0])
         else:
-            suspects = batch
-            for one in batch:
-                one.num_solo_deaths = 0
-            far = [one for one in batch if one.num_received >= PROGRESS]
-            groups = [far] * bool(far) + _split([one for one in batch if one.num_received < PROGRESS])
-        self._groups.extendleft(reversed(groups))
-        return suspects, on_trial
+            self._groups.extendleft(reversed(_split(on_trial) + _first_trials(others)))
 
-    def _count_solo_death(self, suspect: Suspect) -> None:
+    def _note_solo_death(self, suspect: Suspect) -> None:
         suspect.num_solo_deaths += 1
-        if suspect.num_solo_deaths >= self.num_needed:
-            self.culprit = suspect
-        else:
-            self._groups.append([suspect])
-
-    @property
-    def confirms_next(self) -> bool:
-        """Whether the next trial repeats that of a request that was tried alone when an engine died."""
+        if suspect.num_solo_deaths < self.num_needed:
+            self._groups.appendleft([suspect])
+            return
+        self.culprit = suspect  # of the earlier deaths too
         for group in self._groups:
-            if alive := [one for one in group if one.is_open]:
-                return any(one.num_solo_deaths for one in alive)
-        return False
+            for one in group:
+                one.num_crashes = one.num_solo_deaths = 0
+        self._groups.clear()
+
+    def cleared(self, last: bool = False) -> list[Suspect]:
+        """The requests of a trial that has just ended well, to be paused during the next one; with `last` also if
+        there is no next one.
+        """
+        more = last or any(one.is_open for group in self._groups for one in group)
+        if not more or any(map(_is_on_trial, self._trial)):
+            return []
+        cleared, self._trial = [one for one in self._trial if one.is_open], []
+        return cleared
 
     def next_trial(self) -> list[Suspect]:
         """The suspects to send now; [] during a trial, and when none are left."""
@@ -94,17 +96,19 @@ class Quarantine:
 
 
 def _is_on_trial(suspect: Suspect) -> bool:
-    return suspect.is_open and suspect.num_received < PROGRESS
+    return suspect.is_open and (suspect.runs_to_end or suspect.num_received < PROGRESS)
+
+
+def _first_trials(suspects: list[Suspect]) -> list[list[Suspect]]:
+    """The groups of requests that were not on trial when the engine died: short trials first."""
+    short = [one for one in suspects if not one.runs_to_end]
+    far = [one for one in short if one.num_received >= PROGRESS]
+    near = [one for one in short if one.num_received < PROGRESS]
+    return [far] * bool(far) + _split(near) + _split([one for one in suspects if one.runs_to_end])
 
 
 def _split(suspects: list[Suspect]) -> list[list[Suspect]]:
-    size = max(-(-len(suspects) // MAX_TRIALS), 1)
+    """Groups of at most as many as needed for the number of trials, each smaller than `suspects` if there are two."""
+    max_trials = MAX_LONG_TRIALS if any(one.runs_to_end for one in suspects) else MAX_TRIALS
+    size = max(-(-len(suspects) // max_trials), 1)
     return [suspects[i : i + size] for i in range(0, len(suspects), size)]
-
-
-def until_turn(elapsed: float, index: int, count: int) -> float:
-    """Seconds until frontend `index` of `count` may begin to confirm, `elapsed` seconds after the engine's start. For
-    example, of 2 frontends with 2 s turns, frontend 0 may start in seconds 0-1, 4-5, ...; frontend 1 in 2-3, 6-7, ...
-    """
-    into_own = (elapsed - index * TURN) % (count * TURN)
-    return 0.0 if into_own < TURN / 2 else count * TURN - into_own

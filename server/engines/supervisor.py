@@ -29,8 +29,8 @@ STACKS_TIMEOUT = 1.0  # seconds for a hung engine to write its stacks
 
 
 class EngineFailed(Exception):
-    """The engine died at its first start, MAX_DEATHS times within DEATH_WINDOW, or MAX_DEATHS times in a row before it
-    was ready.
+    """The engine died at its first start, MAX_DEATHS times within DEATH_WINDOW without a request, or MAX_DEATHS times
+    in a row before it was ready.
     """
 
 
@@ -52,7 +52,7 @@ class Supervisor:
         self.deaths: list[float] = []
         self.was_ready = False
         self.num_failed_starts = 0  # consecutive failed starts
-        self.num_trial_deaths = 0  # trial deaths of the client that were already counted
+        self.num_explained_deaths = 0  # those of the client that are no longer in `deaths`
         self.hung: str | None = None  # reason for killing the current engine
 
     async def run(self) -> None:
@@ -139,13 +139,11 @@ class Supervisor:
     def _check_restarts(self, reason: str) -> None:
         now = time.monotonic()
         self.num_failed_starts += 1  # reset to 0 when the engine becomes ready
-        explained, self.num_trial_deaths = (
-            self.client.num_trial_deaths - self.num_trial_deaths,
-            self.client.num_trial_deaths,
-        )
+        explained = self.client.num_explained_deaths - self.num_explained_deaths
+        self.num_explained_deaths += explained
         self.deaths = [death for death in self.deaths if now - death < DEATH_WINDOW] + [now]
-        # caused by a request that the client is about to isolate
-        self.deaths = self.deaths[: len(self.deaths) - explained]
+        # A request is the suspect of such a death, and the client ends each that kills engines.
+        self.deaths = self.deaths[: max(len(self.deaths) - explained, 0)]
         if not self.was_ready:
             raise EngineFailed(reason)
         if len(self.deaths) >= MAX_DEATHS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import signal
@@ -34,6 +35,7 @@ from quire.server.frontends.messages import (
     End,
     Engine,
     EngineGone,
+    ExplainedDeath,
     Fail,
     Load,
     Loaded,
@@ -45,8 +47,9 @@ from quire.server.frontends.messages import (
     Scrape,
     Snapshot,
     Start,
+    Suspects,
     ToFrontend,
-    TrialDeath,
+    Turn,
 )
 
 _PR_SET_PDEATHSIG = 1
@@ -64,10 +67,10 @@ class ManagedFrontend:
         self.frontend = Frontend(start.config, listener, self._on_open)
         self.clients = self.frontend.connect(lambda engine, stats: None, self._on_progress)
         for client in self.clients:
-            client.share(start.index, start.config.server.api_server_count)
+            client.share(start.index, functools.partial(self._note_suspects, client.index))
         self.frontend.state.scrape = self._scrape
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
-        self._trial_deaths = [0] * len(self.clients)  # already reported to the parent
+        self._explained_deaths = [0] * len(self.clients)  # already reported to the parent
         self._numbers = itertools.count(1)
         self._background: set[asyncio.Task] = set()
 
@@ -100,6 +103,8 @@ class ManagedFrontend:
                     self._start(self._open_when_ready(message.index))
                 case EngineGone():
                     self._note_death(message)
+                case Turn():
+                    self.clients[message.index].set_turn(message.frontend)
                 case Elsewhere():
                     self._note_elsewhere(message)
                 case Collect():
@@ -143,10 +148,13 @@ class ManagedFrontend:
     def _note_death(self, message: EngineGone) -> None:
         client = self.clients[message.index]
         client.on_dead(message.reason)
-        if client.num_trial_deaths > self._trial_deaths[message.index]:
-            self._trial_deaths[message.index] = client.num_trial_deaths
-            self.channel.send(TrialDeath(message.index))
+        if client.num_explained_deaths > self._explained_deaths[message.index]:
+            self._explained_deaths[message.index] = client.num_explained_deaths
+            self.channel.send(ExplainedDeath(message.index))
         self.frontend.on_death(message.index)
+
+    def _note_suspects(self, engine: int, active: bool) -> None:
+        self.channel.send(Suspects(engine, active))
 
     def _note_elsewhere(self, message: Elsewhere) -> None:
         for client, count in zip(self.clients, message.num_open, strict=True):

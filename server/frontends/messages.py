@@ -50,6 +50,13 @@ class EngineGone(_Message):
     reason: str
 
 
+class Turn(_Message):
+    """The frontend that may try its suspects at that engine now; the others send nothing new. None: all send."""
+
+    index: int
+    frontend: int | None
+
+
 class Elsewhere(_Message):
     """The load of the other frontends: open requests per engine, and HTTP requests being answered."""
 
@@ -112,10 +119,17 @@ class Busy(_Message):
     num_in_flight: int
 
 
-class TrialDeath(_Message):
-    """The engine died while it ran a trial of this frontend's suspects of an earlier death."""
+class ExplainedDeath(_Message):
+    """The engine died while it ran requests of this frontend."""
 
     index: int
+
+
+class Suspects(_Message):
+    """Whether requests of this frontend are suspected to kill that engine. Answered by `Turn`."""
+
+    index: int
+    active: bool
 
 
 class Snapshot(_Message):
@@ -142,5 +156,5 @@ class Drained(_Message):
     """This frontend has no requests left."""
 
 
-ToFrontend = Start | Phase | Load | Engine | EngineGone | Elsewhere | Collect | Ping | Page | Drain | Fail | End
-FromFrontend = Loaded | CannotStart | Opened | Busy | TrialDeath | Snapshot | Scrape | Pong | Drained
+ToFrontend = Start | Phase | Load | Engine | EngineGone | Turn | Elsewhere | Collect | Ping | Page | Drain | Fail | End
+FromFrontend = Loaded | CannotStart | Opened | Busy | ExplainedDeath | Suspects | Snapshot | Scrape | Pong | Drained

@@ -23,6 +23,7 @@ from quire.server.engines.client import EngineClient
 from quire.server.engines.pool import EnginePool
 from quire.server.engines.process import python_environment
 from quire.server.engines.supervisor import DEATH_WINDOW, MAX_DEATHS, START_RETRY, describe_exit, in_thread
+from quire.server.engines.turns import Turns
 from quire.server.frontends.channel import Channel
 from quire.server.frontends.frontend import END_TIMEOUT
 from quire.server.frontends.messages import (
@@ -35,6 +36,7 @@ from quire.server.frontends.messages import (
     End,
     Engine,
     EngineGone,
+    ExplainedDeath,
     Fail,
     FromFrontend,
     Load,
@@ -47,7 +49,8 @@ from quire.server.frontends.messages import (
     Scrape,
     Snapshot,
     Start,
-    TrialDeath,
+    Suspects,
+    Turn,
 )
 from quire.server.metrics.metrics import Counts, Metrics
 from quire.server.metrics.pool import MetricsPool, make_metrics
@@ -153,7 +156,8 @@ class FrontendGroup:
         self.metrics: Metrics | MetricsPool | None = None  # metrics of the engines and of ended frontend processes
         self.ending = False
         self._pool: EnginePool | None = None  # our connections to the engines: they receive status only
-        self._trials_noted = [False] * num_engines  # per engine: whether its last trial death was counted
+        self._explained = [False] * num_engines  # per engine: whether its last death was counted as explained
+        self._turns = [Turns() for _ in range(num_engines)]
         self._ready: Ready | None = None  # set when all engines are ready for the first time
         self._refusals: asyncio.Queue[str] = asyncio.Queue()  # reasons of frontends that cannot start
         # number of the `Collect` -> frontends that have not answered yet
@@ -216,6 +220,7 @@ class FrontendGroup:
         for message in (
             self.phase,
             self.load,
+            *(Turn(index, turns.holder) for index, turns in enumerate(self._turns)),
             *(Engine(index, address) for index, address in enumerate(self.addresses) if address is not None),
         ):
             if message is not None:
@@ -229,6 +234,8 @@ class FrontendGroup:
         if self.metrics is not None:
             for engine, counts in enumerate(frontend.counts):
                 self.metrics.of(engine).add(counts)
+        for engine in range(frontend.num_engines):
+            self._note_suspects(engine, frontend, False)
         frontend.reset()
         self._note_load()
         for number in list(self._collections):
@@ -262,8 +269,10 @@ class FrontendGroup:
                     frontend.num_open, frontend.num_in_flight = message.num_open, message.num_in_flight
                     self._note_load()
                     self._share_load()
-                case TrialDeath():
-                    self._note_trial_death(message.index)
+                case ExplainedDeath():
+                    self._note_explained_death(message.index)
+                case Suspects():
+                    self._note_suspects(message.index, frontend, message.active)
                 case Snapshot():
                     frontend.counts = message.counts
                     self._note_answer(message.number, frontend)
@@ -315,14 +324,18 @@ class FrontendGroup:
         self.broadcast(Engine(engine, address))
 
     def _announce_death(self, engine: int, reason: str) -> None:
-        self._trials_noted[engine] = False
+        self._explained[engine] = False
         self.addresses[engine] = None
         self.broadcast(EngineGone(engine, reason))
 
-    def _note_trial_death(self, engine: int) -> None:
-        """Count one trial death per engine death, even if several frontends report it."""
-        self._pool.clients[engine].num_trial_deaths += not self._trials_noted[engine]
-        self._trials_noted[engine] = True
+    def _note_explained_death(self, engine: int) -> None:
+        """Count a death once, even if several frontends report it."""
+        self._pool.clients[engine].num_explained_deaths += not self._explained[engine]
+        self._explained[engine] = True
+
+    def _note_suspects(self, engine: int, frontend: FrontendProcess, active: bool) -> None:
+        if self._turns[engine].note(frontend.index, active):
+            self.broadcast(Turn(engine, self._turns[engine].holder))
 
     def _note_load(self) -> None:
         """Update the load of an engine, which is the sum over the frontends."""

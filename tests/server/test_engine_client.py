@@ -26,7 +26,8 @@ from quire.engine.messages import (
 )
 from quire.server.engines.client import EngineCallError, EngineClient, EngineUnavailable
 from quire.server.engines.process import EngineProcess
-from quire.server.engines.quarantine import Quarantine, until_turn
+from quire.server.engines.quarantine import Quarantine
+from quire.server.engines.turns import Turns
 from tests.server.fake_engine import FakeEngine, ready
 
 
@@ -309,7 +310,7 @@ class TestRestart:
                     assert (await engine.receive()).request_id == name
                 assert await engine.receives_nothing()
                 client.on_dead("boom")
-                assert client.num_trial_deaths == crash
+                assert client.num_explained_deaths == crash + 1
         output = await anext(urgent)
         assert output.finish_reason == "error" and "died 2 times" in output.error
         async with FakeEngine() as engine:
@@ -350,11 +351,75 @@ class TestRestart:
                 assert outputs[-1].finish_reason == "error" and "while it ran this request" in outputs[-1].error
             else:
                 assert [o.finish_reason for o in outputs if o.finish_reason] == ["length"] * (2 if i == 4 else 1)
-        assert num_deaths == (3 if tokens_at_death else 2) and client.num_trial_deaths == num_deaths - 1
+        assert num_deaths == (3 if tokens_at_death else 2) and client.num_explained_deaths == num_deaths
         await client.close()
+
+    @pytest.mark.parametrize("tokens_at_death", [1, 5, 12, 25])
+    @pytest.mark.parametrize("poisons", [{"3"}, {"0", "8"}], ids=str)
+    @asynchronous
+    async def test_one_that_kills_every_engine_later_fails_alone(self, poisons, tokens_at_death):
+        """Every engine dies when one of the requests has received so many tokens from it, so that short trials pass."""
+        client, num_deaths = EngineClient(), 0
+        answers = [asyncio.create_task(self.collect(client.generate(request(str(i))))) for i in range(9)]
+        while client.num_open:
+            async with FakeEngine() as engine:
+                await client.connect(engine.address)
+                await engine.start(max_num_seqs=16)
+                if await self.serve_until(engine, poisons, tokens_at_death, client):
+                    num_deaths += 1
+                    client.on_dead("boom")
+        for i, outputs in enumerate(await asyncio.gather(*answers)):
+            assert outputs[-1].finish_reason == ("error" if str(i) in poisons else "length")
+        assert num_deaths <= 5 * len(poisons) and client.num_explained_deaths == num_deaths
+        await client.close()
+
+    async def serve_until(self, engine, poisons, num_tokens, client):
+        """Run requests until all have ended, or one of `poisons`, which are longer, has received `num_tokens` here."""
+        received, running = {}, {}
+        while client.num_open:
+            while not await engine.receives_nothing(0.01):
+                await self.take(engine, running)
+            for name in list(running):
+                received[name] = received.get(name, 0) + 1
+                if name in poisons and received[name] >= num_tokens:
+                    return True
+                running[name] += 1
+                last = running[name] == (300 if name in poisons else 30)
+                await engine.output(name, running[name], finish_reason="length" if last else None)
+                if last:
+                    del running[name]
+            await asyncio.sleep(0.001)
+        return False
+
+    @asynchronous
+    async def test_one_whose_client_left_explains_a_death(self):
+        """The engine may still run it. Later it does not: an idle engine's death counts."""
+        for num_messages, explained in ((0, 1), (6, 0)):
+            async with connected() as (client, engine):
+                stream = client.generate(request())
+                await engine.receive()
+                await stream.aclose()
+                assert await engine.receive() == AbortRequests(["r"])
+                for _ in range(num_messages):
+                    await engine.send(StepOutputs([]))
+                while client.num_messages < num_messages:
+                    await asyncio.sleep(0.001)
+                client.on_dead("boom")
+                assert client.num_explained_deaths == explained
 
     async def collect(self, stream):
         return [output async for output in stream]
+
+    async def take(self, engine, running):
+        """Receive a message, and keep in `running` how many tokens each request has."""
+        match await engine.receive():
+            case AddRequest() as message:
+                running |= {choice.request_id: len(choice.output_token_ids) for choice in message.choices}
+            case AbortRequests(request_ids):
+                for name in request_ids:
+                    running.pop(name, None)
+            case Call(call_id):
+                await engine.send(CallResult(call_id, {}))
 
     async def serve(self, engine, names, poison, tokens_at_death, client):
         """Run requests until all have ended, or until the tenth has received `tokens_at_death` tokens. Returns whether
@@ -363,9 +428,7 @@ class TestRestart:
         running = {}
         for turn in itertools.count():
             while not await engine.receives_nothing(0.02):
-                message = await engine.receive()
-                if isinstance(message, AddRequest):
-                    running |= {choice.request_id: len(choice.output_token_ids) for choice in message.choices}
+                await self.take(engine, running)
             if poison in running and turn >= tokens_at_death:
                 return True
             if not client.num_open:
@@ -424,50 +487,73 @@ class TestRestart:
         assert client.num_open == 0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class One:
     is_open: bool = True
     num_received: int = 0
+    num_crashes: int = 0
     num_solo_deaths: int = 0
+    runs_to_end: bool = False
 
 
 class TestSeveralFrontends:
     def test_one_that_dies_with_another_frontends_is_not_convicted(self):
+        """The other frontend had not heard of the trial when it sent the killer."""
         innocent, killer = One(), One()
         first, second = Quarantine(num_needed=2), Quarantine(num_needed=2)
         first.on_death([innocent]), second.on_death([killer])
-        assert first.next_trial() == [innocent] and second.next_trial() == [killer]
-        first.on_death([innocent]), second.on_death([killer])  # each frontend saw its own request run alone
-        assert first.culprit is None and second.culprit is None
-        assert first.confirms_next and first.next_trial() == [innocent]  # its turn
+        assert second.next_trial() == [killer]
+        killer.num_received = 4
+        assert not second.next_trial() and not second.active
+        assert first.next_trial() == [innocent]
+        first.on_death([innocent]), second.on_death([killer])
+        assert first.culprit is None and second.culprit is None and killer.runs_to_end
+        assert first.next_trial() == [innocent]
         innocent.num_received = 4
         assert not first.next_trial() and not first.active
+        killer.num_received = 0
         assert second.next_trial() == [killer]
-        first.on_death([innocent]), second.on_death([killer])
-        assert first.culprit is None and second.culprit is killer and not second.active
-        assert first.next_trial() == [innocent] and innocent.num_solo_deaths == 0
+        killer.num_received = 1000
+        assert not second.next_trial() and second.active
+        for _ in range(2):
+            second.on_death([killer])
+            second.next_trial()
+        assert second.culprit is killer and not second.active
 
     def test_turns(self):
-        allowed = [[index for index in range(3) if until_turn(second, index, 3) == 0] for second in range(12)]
-        assert allowed == [[0], [], [1], [], [2], []] * 2
-        assert [until_turn(3.5, index, 3) for index in range(3)] == [2.5, 4.5, 0.5]
+        turns = Turns()
+        assert turns.note(1, True) and turns.holder == 1
+        assert not turns.note(0, True) and not turns.note(1, True) and turns.holder == 1
+        assert turns.note(1, False) and turns.holder == 0
+        assert not turns.note(2, False)
+        assert turns.note(0, False) and turns.holder is None
 
     @asynchronous
-    async def test_a_confirmation_waits_for_its_turn(self, monkeypatch):
-        monkeypatch.setattr("quire.server.engines.quarantine.TURN", 0.4)
-        client = EngineClient()
-        client.share(1, 2)
+    async def test_suspects_wait_for_their_turn_and_others_send_nothing_new(self):
+        client, said = EngineClient(), []
+        client.share(1, said.append)
         answer = asyncio.create_task(TestRestart().collect(client.generate(request("killer"))))
         for number in range(3):
             async with FakeEngine() as engine:
                 await client.connect(engine.address)
                 await engine.start()
-                if number == 2:
-                    assert await engine.receives_nothing(0.2)
+                if number:
+                    client.set_turn(0)
+                    other = client.generate(request("other"))
+                    assert await engine.receives_nothing(0.1)
+                    await other.aclose()
+                    client.set_turn(1)
                 assert (await engine.receive()).request_id == "killer"
                 client.on_dead("boom")
-                assert client.num_open == (number < 2)
-        assert "the engine died 3 times" in (await answer)[-1].error
+        assert "the engine died 3 times" in (await answer)[-1].error and said == [True, True, False]
+        async with FakeEngine() as engine:
+            client.set_turn(0)
+            await client.connect(engine.address)
+            client.generate(request("late"))
+            await engine.start()
+            assert await engine.receives_nothing(0.1)
+            client.set_turn(None)
+            assert (await engine.receive()).request_id == "late"
         await client.close()
 
 

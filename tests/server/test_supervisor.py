@@ -48,7 +48,7 @@ class Client:
 
     def __init__(self):
         self.dead, self.num_messages, self.load, self.progress = None, 0, 0, None
-        self.num_trial_deaths = 0
+        self.num_explained_deaths = 0
         self.connected = asyncio.Event()
         self.ready: Ready | None = None
         self._changed = asyncio.Event()
@@ -185,6 +185,28 @@ async def test_deaths_that_are_long_past_do_not_count(monkeypatch):
         now += 31.0
     assert not watched.task.done()
     await watched.end()
+
+
+@asynchronous
+async def test_deaths_with_requests_do_not_count(monkeypatch):
+    """The requests are ended one by one; only deaths of an idle engine end the server. A parent of several frontends
+    learns of the requests after the death.
+    """
+    watched = Watched(monkeypatch)
+    for number in range(8):
+        await watched.up()
+        if number % 2:
+            watched.client.num_explained_deaths += 1
+            await watched.die()
+        else:
+            await watched.die()
+            watched.client.num_explained_deaths += 1
+    assert not watched.task.done()
+    for _ in range(3):
+        await watched.up()
+        await watched.die()
+    with pytest.raises(EngineFailed, match="died 3 times within 60 seconds"):
+        await watched.task
 
 
 @asynchronous

@@ -1,0 +1,25 @@
+"""Whose suspects are on trial at an engine that several frontends share (`quarantine.py`)."""
+
+from __future__ import annotations
+
+
+class Turns:
+    """Kept by the frontends' parent for one engine. `holder` is the frontend that may try its suspects; the others send
+    nothing new until it is None.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[int] = []
+
+    @property
+    def holder(self) -> int | None:
+        return self._waiting[0] if self._waiting else None
+
+    def note(self, frontend: int, active: bool) -> bool:
+        """`frontend` has suspects, or has none left. Returns whether the holder changed."""
+        before = self.holder
+        if active and frontend not in self._waiting:
+            self._waiting.append(frontend)
+        elif not active and frontend in self._waiting:
+            self._waiting.remove(frontend)
+        return self.holder != before
