@@ -7,7 +7,7 @@ The nearest of our names would be misleading advice for them. The keys are spell
 from __future__ import annotations
 
 _LORA = "LoRA adapters are not supported yet"
-_STRUCTURED = "structured output is not supported yet"
+_STRUCTURED = "not needed: one library enforces every structure that a request asks for"
 _SPECULATIVE = "speculative decoding is not supported yet"
 _TASK = "not needed: what a model can do is read from its files; --pooling lets a text model make embeddings"
 _POOLER = "set --pooling (normalize and dimensions are fields of a request)"

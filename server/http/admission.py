@@ -13,6 +13,8 @@ from quire.server.generate import deltas
 from quire.server.generate.generation import Delta, Generation, GenerationRequest
 from quire.server.generate.prepare import check_priority
 from quire.server.http import request_options
+from quire.server.http.sse import unless_disconnected
+from quire.server.http.turns import tenant_of
 from quire.server.state import ServerState
 from quire.server.structured.service import constrain
 
@@ -56,10 +58,11 @@ async def generate(
     """The deltas of all choices, parsed as the requests say; the generation begins with the first one read. `param` is
     the field that holds the prompt. `predict` is the time limit from the first token on, in seconds.
 
-    Raises Unavailable, BadRequest for a structure that cannot be compiled.
+    Raises Unavailable, BadRequest for a structure that cannot be compiled, ClientGone.
     """
     total = request_options.remaining_seconds(request)
-    await constrain(requests, state)
+    if any(one.structure is not None for one in requests):
+        await unless_disconnected(request, constrain(requests, state, tenant_of(request.scope)))
     request_options.reserve_room(request, state, requests, param)
     generations = [Generation(state.client, state.tokenizer, one, state.metrics) for one in requests]
     return deltas.run(generations, total, predict, requests[0].parsing or deltas.identity)

@@ -301,11 +301,16 @@ def _digest_of_picture(picture: Any) -> bytes:
 
 def _max_images(limit: str | None) -> int:
     """Raises ValueError naming the setting."""
-    given = json.loads(limit or "{}").get("image", MAX_IMAGES)
-    given = given.get("count", MAX_IMAGES) if isinstance(given, dict) else given
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        raise ValueError(f"--limit-mm-per-prompt: image must be a whole number of at least 0, not {given!r}")
-    return given
+    counts = {
+        name: given.get("count", MAX_IMAGES if name == "image" else 1) if isinstance(given, dict) else given
+        for name, given in json.loads(limit or "{}").items()
+    }
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"--limit-mm-per-prompt: {name} must be a whole number of at least 0, not {count!r}")
+        if count and name != "image":
+            raise ValueError(f"--limit-mm-per-prompt: {name} must be 0: prompts may contain images only")
+    return counts.get("image", MAX_IMAGES)
 
 
 def _unknown(name: str, processor: ImageProcessor) -> str:

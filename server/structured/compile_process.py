@@ -2,7 +2,8 @@
 
 A hostile schema or pattern can cost a library any amount of time and memory, and native code cannot be interrupted:
 here it ends with this process. Reads frames from stdin and answers each on stdout; a frame is 4 bytes of length,
-big-endian, and msgpack. The first is the `Vocabulary`; each later one is a `Structure`, answered by an `Answer`.
+big-endian, and data. The first is the `Vocabulary` (msgpack); each later one is a `Structure` (JSON), answered by an
+`Answer` (msgpack).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -20,9 +22,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from quire.engine.messages import GRAMMAR_LIMITS
 from quire.server.structured.lark import StructureError, to_lark
 from quire.server.structured.schema import children, normalize
-from quire.server.structured.structure import BEST_EFFORT, Structure
+from quire.server.structured.structure import BEST_EFFORT, Answer, Structure, decoded
 
-MAX_SECONDS = 4.0  # of one structure
+MAX_SECONDS = 4.0  # of CPU time for one structure, whatever else the machine does
 MAX_MEMORY = 2 << 30  # bytes of address space
 MAX_ATTEMPTS = 50  # compilations to find the place of an error
 _NOTHING = "Unsatisfiable"  # in the library's errors; as an alternative, such a subschema is no mistake
@@ -34,16 +36,6 @@ class Vocabulary(msgspec.Struct, array_like=True):
     specials: dict[str, int]
     eos_ids: list[int]
     size: int
-
-
-class Answer(msgspec.Struct, array_like=True):
-    """The grammar, or why there is none. `unenforced`: the names of best-effort parts that the grammar leaves free, and
-    why.
-    """
-
-    grammar: str | None
-    error: str | None = None
-    unenforced: list[tuple[str, str]] = []
 
 
 class _Tokens:
@@ -80,6 +72,11 @@ class Compiler:
             return self._compile_parts(structure)
         except RecursionError:
             return Answer(None, "it is nested too deeply")
+        except MemoryError:
+            raise  # this process is at its limit: another one may have room
+        except Exception as error:  # a mistake that no check foresaw is the request's all the same, and ends nothing
+            traceback.print_exc()
+            return Answer(None, f"it cannot be compiled: {type(error).__name__}: {str(error)[:300]}")
 
     def _compile_parts(self, structure: Structure) -> Answer:
         answer = self._compile(_resolved(structure, lambda part: True))
@@ -164,9 +161,9 @@ def main() -> None:
     compiler = Compiler(vocabulary)
     while frame := _read(source):
         # ends this process also within native code: nothing handles the signal
-        signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
-        answer = compiler.compile(msgspec.msgpack.decode(frame, type=Structure))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+        answer = compiler.compile(decoded(frame))
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sink.write(framed(answer))
         sink.flush()
 

@@ -1,12 +1,9 @@
-"""Structures -> grammars, off the event loop: the cache, the processes that compile, and the engine's vocabulary."""
+"""Structures -> grammars, off the event loop: the cache, whose turn it is, and the engine's vocabulary."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import select
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,7 +14,9 @@ import msgspec
 
 from quire.engine.messages import Vocabulary
 from quire.server.errors import BadRequest, Unavailable
-from quire.server.structured.structure import MAX_BYTES, Structure
+from quire.server.http.turns import Turns
+from quire.server.structured.process import CompileProcess, ProcessDied
+from quire.server.structured.structure import MAX_BYTES, Structure, encoded
 
 if TYPE_CHECKING:
     from quire.server.generate.generation import GenerationRequest
@@ -27,23 +26,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire.structured")
 
 NUM_PROCESSES = 2
-MAX_WAITING = 256  # structures that wait for a process
-TIMEOUT = 5.0  # seconds until a process that does not answer is killed; its own limit is a little lower
-START_TIMEOUT = 30.0  # seconds for the first answer, which waits for the process to start
+MAX_WAITING = 256  # structures of one tenant that wait for a process
 CACHE_BYTES = 2**24  # of structures and their grammars
-_Answer = tuple[str | None, str | None, list[tuple[str, str]]]  # of a process: see compile_process.Answer
+RETRY_AFTER = 10  # seconds
 
 
-async def constrain(requests: Sequence[GenerationRequest], state: ServerState) -> None:
-    """Compile the structures of `requests` into their sampling parameters. Call it before they are sent.
+async def constrain(requests: Sequence[GenerationRequest], state: ServerState, tenant: str = "") -> None:
+    """Compile the structures of `requests` into their sampling parameters, in the tenant's turn. Call it before they
+    are sent. A structure is dropped when nobody waits for it any more.
 
-    Raises BadRequest naming the field and the mistake, Unavailable if too many structures wait.
+    Raises BadRequest naming the field and the mistake, Unavailable if too many structures wait or one could not be
+    compiled within its limits.
     """
     for request in requests:
         if (structure := request.structure) is not None:
-            grammar = await state.structures.grammar(structure, state)
+            grammar = await state.structures.grammar(structure, state, tenant)
             after = structure.after if isinstance(structure.after, list) else None
             request.sampling = msgspec.structs.replace(request.sampling, grammar=grammar, grammar_after=after)
+
+
+class _Refusal(msgspec.Struct):
+    """Why a structure has no grammar."""
+
+    reason: str
+
+
+class _Compilation:
+    """A structure that is being compiled, and how many requests wait for it."""
+
+    def __init__(self, task: asyncio.Task[str | _Refusal]):
+        self.task, self.num_waiting = task, 0
 
 
 class Structures:
@@ -52,22 +64,19 @@ class Structures:
     def __init__(self) -> None:
         self._grammars: OrderedDict[bytes, str | _Refusal] = OrderedDict()  # by structure, most recently used last
         self._num_bytes = 0
-        self._compiling: dict[bytes, asyncio.Future[str | _Refusal]] = {}
+        self._compiling: dict[bytes, _Compilation] = {}
+        self._turns = Turns(NUM_PROCESSES, max_waiting=MAX_WAITING, what="grammars")
         self._pool: ThreadPoolExecutor | None = None
-        self._processes: list[_Process] = []  # idle
+        self._idle: list[CompileProcess] = []
         self._lock = threading.Lock()
         self._specials: bytes | None = None  # the first frame of a process
         self._preparing: asyncio.Task[None] | None = None
 
-    async def grammar(self, structure: Structure, state: ServerState) -> str:
+    async def grammar(self, structure: Structure, state: ServerState, tenant: str = "") -> str:
         """The grammar of `structure`. Raises BadRequest, Unavailable."""
-        key = self._key(structure)
+        key = _key(structure)
         if (known := self._grammars.get(key)) is None:
-            if len(self._compiling) >= MAX_WAITING:
-                raise Unavailable("Too many grammars are being compiled.", retry_after=1)
-            if key not in self._compiling:
-                self._compiling[key] = asyncio.ensure_future(self._compile(key, state))
-            known = await asyncio.shield(self._compiling[key])
+            known = await self._wait(key, state, tenant)
         else:
             self._grammars.move_to_end(key)
         if isinstance(known, _Refusal):
@@ -77,34 +86,75 @@ class Structures:
     def close(self) -> None:
         """End the processes. Idempotent."""
         with self._lock:
-            while self._processes:
-                self._processes.pop().end()
+            while self._idle:
+                self._idle.pop().end()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _key(self, structure: Structure) -> bytes:
+    async def _wait(self, key: bytes, state: ServerState, tenant: str) -> str | _Refusal:
+        if (one := self._compiling.get(key)) is None:
+            one = self._compiling[key] = _Compilation(asyncio.ensure_future(self._compile(key, state, tenant)))
+            one.task.add_done_callback(lambda task: self._ended(key, one))
+        one.num_waiting += 1
         try:
-            key = msgspec.msgpack.encode(msgspec.structs.replace(structure, param=""))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise BadRequest(f"{structure.param}: {error}.", param=structure.param) from None
-        if len(key) > MAX_BYTES:
-            raise BadRequest(f"{structure.param} has more than {MAX_BYTES} bytes.", param=structure.param)
-        return key
-
-    async def _compile(self, key: bytes, state: ServerState) -> str | _Refusal:
-        try:
-            await self._prepare(state)
-            result = await asyncio.get_running_loop().run_in_executor(self._pool, self._ask, key)
+            return await asyncio.shield(one.task)
         finally:
-            del self._compiling[key]
-        self._remember(key, result)
-        return result
+            one.num_waiting -= 1
+            if not one.num_waiting and not one.task.done():
+                self._ended(key, one)
+                one.task.cancel()
 
-    def _remember(self, key: bytes, result: str | _Refusal) -> None:
+    def _ended(self, key: bytes, one: _Compilation) -> None:
+        if self._compiling.get(key) is one:
+            del self._compiling[key]
+        if one.task.done() and not one.task.cancelled():
+            one.task.exception()  # every waiter has seen it
+
+    async def _compile(self, key: bytes, state: ServerState, tenant: str) -> str | _Refusal:
+        await self._prepare(state)
+        async with self._turns.turn(tenant):
+            result = await self._ask(key)
         self._grammars[key] = result
         self._num_bytes += _size(key, result)
         while self._num_bytes > CACHE_BYTES:
             self._num_bytes -= _size(*self._grammars.popitem(last=False))
+        return result
+
+    # ---- the processes
+
+    async def _ask(self, key: bytes) -> str | _Refusal:
+        """One try with a process that is there, and one with a fresh one: the first may have been killed while it was
+        idle, or at its limit because of what it did before.
+        """
+        for process in (self._take(), None):
+            process = process or CompileProcess(self._specials)
+            future = self._pool.submit(process.ask, key)
+            try:
+                answer = await asyncio.wrap_future(future)
+            except ProcessDied as error:
+                process.end()
+                logger.warning("a compile process ended: %s", error)
+            except BaseException:  # nobody waits any more: its thread sees that the process has ended
+                process.kill()
+                future.add_done_callback(lambda _, process=process: process.end())
+                raise
+            else:
+                with self._lock:
+                    self._idle.append(process)
+                for name, reason in answer.unenforced:
+                    logger.warning("tool %s: its parameters cannot be enforced, any are accepted: %s", name, reason)
+                return _Refusal(answer.error or "") if answer.grammar is None else answer.grammar
+        raise Unavailable("The grammar takes too much time or memory to compile now.", retry_after=RETRY_AFTER)
+
+    def _take(self) -> CompileProcess | None:
+        """An idle process that lives."""
+        with self._lock:
+            while self._idle:
+                process = self._idle.pop()
+                if process.is_alive():
+                    return process
+                process.end()
+        return None
 
     # ---- the vocabulary
 
@@ -126,68 +176,19 @@ class Structures:
         self._specials, vocabulary = await loop.run_in_executor(self._pool, _read, state.tokenizer, state.model)
         state.client.set_vocabulary(vocabulary)
 
-    # ---- in a thread of the pool
 
-    def _ask(self, key: bytes) -> str | _Refusal:
-        with self._lock:
-            process = self._processes.pop() if self._processes else None
-        process = process or _Process(self._specials)
-        answer = process.ask(key)
-        if answer is None:
-            process.end()
-            return _Refusal("it takes too much time or memory to compile")
-        with self._lock:
-            self._processes.append(process)
-        grammar, error, unenforced = answer
-        for name, reason in unenforced:
-            logger.warning("tool %s: its parameters cannot be enforced, any are accepted: %s", name, reason)
-        return _Refusal(error) if grammar is None else grammar
-
-
-class _Refusal(msgspec.Struct):
-    """Why a structure has no grammar."""
-
-    reason: str
+def _key(structure: Structure) -> bytes:
+    try:
+        key = encoded(msgspec.structs.replace(structure, param=""))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRequest(f"{structure.param}: {error}.", param=structure.param) from None
+    if len(key) > MAX_BYTES:
+        raise BadRequest(f"{structure.param} has more than {MAX_BYTES} bytes.", param=structure.param)
+    return key
 
 
 def _size(key: bytes, result: str | _Refusal) -> int:
     return len(key) + len(result if isinstance(result, str) else result.reason) + 256
-
-
-class _Process:
-    """A child that runs `compile_process.py`."""
-
-    def __init__(self, vocabulary: bytes):
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "quire.server.structured.compile_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._started = False
-        self._greeting = vocabulary
-
-    def ask(self, structure: bytes) -> _Answer | None:
-        """None if the process died or did not answer in time."""
-        frames = [structure] if self._started else [self._greeting, structure]
-        timeout, self._started = TIMEOUT if self._started else START_TIMEOUT, True
-        try:
-            for frame in frames:
-                self._child.stdin.write(len(frame).to_bytes(4, "big") + frame)
-            self._child.stdin.flush()
-            if not select.select([self._child.stdout], [], [], timeout)[0]:
-                logger.warning("killing process %d: no grammar after %.0f s", self._child.pid, timeout)
-                return None
-            size = int.from_bytes(self._child.stdout.read(4), "big")
-            data = self._child.stdout.read(size) if size else b""
-        except OSError:
-            return None
-        return msgspec.msgpack.decode(data, type=_Answer) if data else None
-
-    def end(self) -> None:
-        self._child.kill()
-        self._child.wait()
-        self._child.stdin.close()
-        self._child.stdout.close()
 
 
 def _read(tokenizer: Tokenizer, model: ModelInfo) -> tuple[bytes, bytes]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 import msgspec
 
-MAX_BYTES = 2**18  # of a structure as msgpack
+MAX_BYTES = 2**18  # of a structure as JSON
 
 # Type of a part of a structural tag that the server makes, with "elements" and a "name": its first element, or the
 # second if the first cannot be enforced.
@@ -40,3 +41,25 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     compact: bool = False  # no whitespace between JSON tokens
     whitespace: str | None = None  # pattern of the whitespace that is allowed between JSON tokens; None: the default
     after: list[int] | str | None = None
+
+
+def encoded(structure: Structure) -> bytes:
+    """The structure as JSON: numbers in a schema may have more than 64 bits, which msgpack does not have.
+
+    Raises TypeError, ValueError, RecursionError.
+    """
+    return json.dumps(msgspec.structs.asdict(structure), ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def decoded(data: bytes) -> Structure:
+    return Structure(**json.loads(data))
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """The grammar of a structure, or why there is none. `unenforced`: the names of best-effort parts that the grammar
+    leaves free, and why.
+    """
+
+    grammar: str | None
+    error: str | None = None
+    unenforced: list[tuple[str, str]] = []

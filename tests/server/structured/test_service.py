@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from types import SimpleNamespace
 
 import pytest
 
-from quire.server.errors import BadRequest
-from quire.server.structured import service
+from quire.server.errors import BadRequest, Unavailable
+from quire.server.structured import compile_process, process, service
+from quire.server.structured.compile_process import MAX_SECONDS
 from quire.server.structured.service import Structures
 from quire.server.structured.structure import Structure
-from tests.server.structured.walk import EOS, SIZE, SPECIALS, TOKENS
+from tests.server.structured.walk import COMPILER, EOS, SIZE, SPECIALS, TOKENS
 
 
 class Client:
@@ -73,17 +75,134 @@ def test_size_is_bounded():
     use(act)
 
 
-def test_a_process_that_does_not_answer_is_killed_and_replaced(monkeypatch):
+def test_a_process_that_does_not_answer_is_replaced(monkeypatch):
+    """Also with a structure that does not fit into the pipe to it."""
+
+    async def act(structures, state):
+        for value in ("b", "b" * 200_000):
+            await structures.grammar(Structure(kind="choice", value=["a", value[:2]]), state)
+            stopped = structures._idle[0]
+            stopped._child.send_signal(signal.SIGSTOP)
+            monkeypatch.setattr(process, "TIMEOUT", 0.3)
+            asyncio.get_running_loop().call_later(0.25, monkeypatch.setattr, process, "TIMEOUT", 30.0)
+            assert await structures.grammar(Structure(kind="choice", value=[value]), state)
+            assert stopped._child.poll() is not None
+
+    use(act)
+
+
+def test_a_process_that_was_killed_while_idle_is_replaced():
     async def act(structures, state):
         await structures.grammar(Structure(kind="regex", value="a"), state)
-        child = structures._processes[0]._child
-        child.send_signal(19)  # SIGSTOP: it hangs
-        monkeypatch.setattr(service, "TIMEOUT", 0.3)
-        with pytest.raises(BadRequest, match="too much time or memory"):
-            await structures.grammar(Structure(kind="regex", value="b"), state)
-        assert child.poll() is not None
-        monkeypatch.setattr(service, "TIMEOUT", 5.0)
-        assert "c" in await structures.grammar(Structure(kind="regex", value="c"), state)
+        for wait in (True, False):
+            killed = structures._idle[0]
+            killed._child.kill()
+            if wait:
+                killed._child.wait()
+            assert await structures.grammar(Structure(kind="regex", value=f"b{wait}"), state)
+            assert structures._idle[0] is not killed
+            killed.end()
+
+    use(act)
+
+
+SLOW = Structure(kind="regex", value="(((a{1000}){1000}){1000}){1000}b")  # beyond the limit of memory
+
+
+def test_what_exceeds_the_limits_twice_is_unavailable_and_tried_again_later(monkeypatch):
+    async def act(structures, state):
+        asked = []
+        ask = process.CompileProcess.ask
+
+        def dies(self, structure):
+            asked.append(self)
+            if structure == service._key(SLOW):
+                raise process.ProcessDied("at its limit")
+            return ask(self, structure)
+
+        monkeypatch.setattr(process.CompileProcess, "ask", dies)
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="too much time or memory") as caught:
+                await structures.grammar(SLOW, state)
+            assert caught.value.headers["Retry-After"]
+        assert len(set(asked)) == 4
+        monkeypatch.setattr(process.CompileProcess, "ask", lambda self, structure: ask(self, structure))
+        await structures.grammar(Structure(kind="regex", value="a"), state)
+
+    use(act)
+
+
+@pytest.mark.slow
+def test_time_is_that_of_the_process_and_not_the_walls():
+    """A process that gets no CPU for longer than its limit goes on."""
+
+    async def act(structures, state):
+        await structures.grammar(Structure(kind="regex", value="a"), state)
+        child = structures._idle[0]._child
+        schema = {"type": "object", "properties": {f"field{i}": {"type": "string"} for i in range(300)}}
+        compiling = asyncio.ensure_future(structures.grammar(Structure(kind="json_schema", value=schema), state))
+        await asyncio.sleep(0.01)
+        child.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(MAX_SECONDS + 0.3)
+        child.send_signal(signal.SIGCONT)
+        assert await compiling
+        assert structures._idle[0]._child is child
+
+    use(act)
+
+
+def test_what_nobody_waits_for_is_dropped_and_tenants_take_turns():
+    async def act(structures, state):
+        await structures.grammar(Structure(kind="regex", value="a"), state)
+        slow = {f"p{i}": {"pattern": f"x{i}*$"} for i in range(2000)}
+        hanging = [Structure(kind="json_schema", value={"properties": {**slow, "q": {"const": i}}}) for i in range(20)]
+        waiting = [asyncio.ensure_future(structures.grammar(one, state, "greedy")) for one in hanging]
+        twice = asyncio.ensure_future(structures.grammar(hanging[0], state, "other"))
+        await asyncio.sleep(0.2)
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert list(structures._compiling) == [service._key(hanging[0])]  # the other tenant waits for it
+        twice.cancel()
+        await asyncio.gather(twice, return_exceptions=True)
+        assert not structures._compiling
+        assert await structures.grammar(Structure(kind="regex", value="z"), state, "other")
+        assert loop.time() - started < 3.0
+
+    use(act)
+
+
+def test_every_mistake_is_an_answer(monkeypatch):
+    """An exception that no check foresaw is a refusal, and the process lives on."""
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_process, "to_lark", lambda *arguments: {}["missing"])
+        answer = COMPILER.compile(Structure(kind="regex", value="a"))
+    assert answer.grammar is None
+    assert "cannot be compiled: KeyError" in answer.error
+
+    async def act(structures, state):
+        for value in (
+            {"dependencies": {"a": ["b"]}, "dependentSchemas": "x"},
+            {"const": float("inf")},
+            {"minimum": float("nan")},
+            {"multipleOf": 10**400, "type": "integer"},
+        ):
+            with pytest.raises(BadRequest):
+                await structures.grammar(Structure(kind="json_schema", value=value), state)
+        assert len(structures._idle) == 1
+
+    use(act)
+
+
+def test_integers_of_any_size():
+    async def act(structures, state):
+        for number in (2**64, -(2**63) - 1, 10**300):
+            assert await structures.grammar(Structure(kind="json_schema", value={"const": number}), state)
+        for number in (10**400, 10**5000):
+            with pytest.raises(BadRequest):
+                await structures.grammar(Structure(kind="json_schema", value={"const": number}), state)
 
     use(act)
 
@@ -131,8 +250,8 @@ def test_hostile_structures_end_in_time_and_stop_nobody():
         started = loop.time()
         results = await asyncio.gather(*(structures.grammar(one, state) for one in HOSTILE), return_exceptions=True)
         watching.cancel()
-        assert all(isinstance(result, str | BadRequest) for result in results), results
-        assert loop.time() - started < 5.0 * len(HOSTILE) / service.NUM_PROCESSES
+        assert all(isinstance(result, str | BadRequest | Unavailable) for result in results), results
+        assert loop.time() - started < 10.0 * len(HOSTILE) / service.NUM_PROCESSES
         assert longest < 1.0
         assert await structures.grammar(Structure(kind="regex", value="z"), state)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.engine.messages import GRAMMAR_LIMITS
 from quire.server.structured.compile_process import Compiler, Vocabulary
 from quire.server.structured.lark import Builder
-from quire.server.structured.structure import Structure
+from quire.server.structured.structure import Structure, decoded, encoded
 
 # several tokens for the same text, across the borders of JSON's tokens
 PIECES = [
@@ -61,8 +60,7 @@ COMPILER = Compiler(Vocabulary(SPECIALS, [EOS], SIZE))
 
 def matcher(structure: Structure) -> LLMatcher:
     """A matcher for the compiled structure. Raises ValueError with the reason if it does not compile."""
-    structure = msgspec.msgpack.decode(msgspec.msgpack.encode(structure), type=Structure)
-    answer = COMPILER.compile(structure)
+    answer = COMPILER.compile(decoded(encoded(structure)))
     if answer.grammar is None:
         raise ValueError(answer.error)
     found = LLMatcher(TOKENIZER, answer.grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
