@@ -1,16 +1,19 @@
 """Measures what a grammar costs a decode step: steps of requests with and without one, in turn, in this process.
 
     python benchmarks/structured.py [--requests 32] [--steps 60] [--threads N] [--temperature T] [--device cpu|cuda]
+    python benchmarks/structured.py --schemas 5000
 
 The model has the shapes of Qwen3-0.6B with random weights, and a vocabulary of 151,936 tokens out of the words of
 Python's standard library. Prints the median step of both in milliseconds, and the time to fill the bitmasks of a step,
-which runs beside the forward pass.
+which runs beside the forward pass. With --schemas, no model runs: prints the resident memory of this process while that
+many different schemas are compiled as the server and a worker compile them, with a few masks of each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import sysconfig
@@ -30,6 +33,7 @@ from quire.server.structured.compile_process import Compiler
 from quire.server.structured.compile_process import Vocabulary as CompilerVocabulary
 from quire.server.structured.structure import Structure
 from quire.worker.messages import NewRequest, SamplingParams, StepInput, Vocabulary
+from quire.worker.sampling.grammar import Tokens
 from quire.worker.worker import Worker
 
 MODEL = {
@@ -133,6 +137,22 @@ def start_worker(args: argparse.Namespace) -> Worker:
     return worker
 
 
+def measure_memory(count: int) -> None:
+    words = vocabulary()
+    compiler = Compiler(CompilerVocabulary({}, words.eos_token_ids, len(words.tokens)))
+    tokens = Tokens(msgspec.msgpack.encode(words), len(words.tokens))
+    for i in range(count + 1):
+        properties = {f"field {i} {j}": {"type": "string", "maxLength": 10 + i % 50 + j} for j in range(i % 20 + 1)}
+        schema = {"type": "object", "properties": properties, "required": list(properties)}
+        matcher = tokens.matcher(compiler.compile(Structure(kind="json_schema", value=schema)).grammar)
+        for token in b'{"field':
+            tokens.fill([matcher])
+            matcher.consume_token(token)
+        if i % max(count // 10, 1) == 0:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+            print(f"{i:6} schemas: {pages * os.sysconf('SC_PAGE_SIZE') / 2**20:.1f} MiB resident", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=32)
@@ -140,7 +160,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--schemas", type=int)
     args = parser.parse_args()
+    if args.schemas is not None:
+        return measure_memory(args.schemas)
     worker, words = start_worker(args), vocabulary()
     eos = words.eos_token_ids
     answer = Compiler(CompilerVocabulary({}, eos, len(words.tokens))).compile(

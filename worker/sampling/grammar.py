@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -24,6 +23,7 @@ import torch
 from quire.worker.batch.input_batch import SamplingBatch
 from quire.worker.messages import GRAMMAR_ERROR, GRAMMAR_LIMITS, NewRequest, Vocabulary
 from quire.worker.platforms.base import Event, Platform
+from quire.worker.sampling.grammar_cache import GrammarCache
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 8  # that fill bitmasks
-CACHE_BYTES = 2**22  # texts of the compiled grammars that are kept for further requests
 _EXCLUDED = float("-inf")
 
 
@@ -103,7 +102,7 @@ class GrammarRows:
     def __init__(self, table: RequestTable, platform: Platform) -> None:
         self.vocab_size, self.platform = table.vocab_size, platform
         self.rows: dict[int, _Matcher] = {}
-        self._tokens: Future[_Tokens] | None = None
+        self._tokens: Future[Tokens] | None = None
         self._compiling: ThreadPoolExecutor | None = None
         self._filling: ThreadPoolExecutor | None = None
         # outputs that no matcher has seen: when and where they arrive, and the sampling rows that matchers want
@@ -115,7 +114,7 @@ class GrammarRows:
         if self._tokens is None:
             self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar-compile")
             self._filling = ThreadPoolExecutor(1, thread_name_prefix="grammar-fill")
-            self._tokens = self._compiling.submit(_Tokens, data, self.vocab_size)
+            self._tokens = self._compiling.submit(Tokens, data, self.vocab_size)
 
     def add(self, row: int, new: NewRequest) -> None:
         grammar = new.sampling.grammar
@@ -193,7 +192,7 @@ class GrammarRows:
         return masks
 
 
-class _Tokens:
+class Tokens:
     """The vocabulary, as llguidance reads it, and the grammars compiled for it. Raises ImportError without it."""
 
     def __init__(self, data: bytes, vocab_size: int) -> None:
@@ -208,20 +207,13 @@ class _Tokens:
         self.executor: LLExecutor = LLExecutor(num_threads)
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self._num_words = -(-vocab_size // 32)
-        self._compile: Any = lambda grammar: LLMatcher(
-            self.tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS)
+        self._compiled = GrammarCache(
+            lambda grammar: LLMatcher(self.tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
         )
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # most recently used last
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A new matcher at the beginning of the grammar."""
-        if grammar not in self._compiled:
-            self._compiled[grammar] = self._compile(grammar)
-        self._compiled.move_to_end(grammar)
-        result = self._compiled[grammar].deep_copy()
-        while sum(map(len, self._compiled)) > CACHE_BYTES:
-            self._compiled.popitem(last=False)
-        return result
+        return self._compiled.matcher(grammar)
 
     def fill(self, matchers: list[LLMatcher]) -> np.ndarray:
         """Bitmasks `[R, V / 32]` int32 of the tokens that each matcher allows next."""
