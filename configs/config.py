@@ -210,6 +210,12 @@ class DeviceConfig:
 
     device: str = opt("auto", "auto: CUDA if there is a GPU, else CPU", everyday=True, choices=("auto", "cpu", "cuda"))
     enforce_eager: bool = opt(False, "do not use CUDA graphs")
+    record_graphs: str = opt(
+        "idle",
+        "when CUDA graphs are recorded. start: all before the server is ready; idle: while no request runs, and sizes "
+        "that are frequent between steps",
+        choices=("start", "idle"),
+    )
     attention_backend: str | None = opt(None, "use this attention backend instead of the first that applies")
     deterministic: bool | None = opt(
         None,

@@ -157,7 +157,8 @@ class Call(_Message):
 class Progress(_Message):
     """Sent while the engine starts."""
 
-    phase: str  # "starting", "loading weights", "profiling memory", "allocating KV cache", "warming up"
+    # "starting", "loading weights", "profiling memory", "allocating KV cache", "recording CUDA graphs", "warming up"
+    phase: str
     fraction: float  # of this phase, 0 to 1
 
 

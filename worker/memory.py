@@ -147,6 +147,13 @@ def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
     return layer + logits + gathered + tables + expanded + scratch
 
 
+def estimate_workspace(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> int:
+    """Bytes of temporary memory that the attention backend allocates for steps of the largest batch."""
+    specs = attention_specs(config, spec, platform, limits.dtype, limits.kv)
+    workspace = limits.attention.backend.workspace
+    return max((workspace(one, limits.max_num_seqs, limits.max_model_len) for one in specs), default=0)
+
+
 def estimate_graphs(spec: ModelSpec, limits: Limits, tp: int) -> int:
     """Bytes that CUDA graphs need once all sizes are recorded: their results, one set of activations (they share a
     pool, which fragments), workspaces, and the driver's memory per graph.
@@ -298,7 +305,7 @@ def preview(config: Config) -> WorkerReady:
         total=total,
         available=available,
         weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization, platform.ops),
-        activations=estimate_activations(spec, limits, tp),
+        activations=estimate_activations(spec, limits, tp) + estimate_workspace(config, spec, limits, platform),
         graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, spec, limits, platform) else 0,
         images=estimate_images(spec, limits, platform),
     )

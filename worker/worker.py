@@ -114,6 +114,7 @@ class Worker:
             if platform.measures_memory
             else memory.estimate_activations(spec, limits, tp_size)
         )
+        activations += memory.estimate_workspace(config, spec, limits, platform)
         progress("profiling memory", 1.0)
 
         progress("allocating KV cache", 0.0)
@@ -141,7 +142,10 @@ class Worker:
         self.runner = _make_runner(model, spec, platform, limits, cache, num_blocks, max_model_len, stage, check_ranks)
         if has_graphs:
             self.runner.use_graphs(max_model_len)
-            ready = msgspec.structs.replace(ready, works_idle=True)
+            if config.device.record_graphs == "start":
+                self._record_graphs(progress)
+            else:
+                ready = msgspec.structs.replace(ready, works_idle=True)
         if pooling is not None:
             ready = msgspec.structs.replace(
                 ready,
@@ -152,6 +156,15 @@ class Worker:
             self.warmer = _start_warmer(model, weights)
         progress("allocating KV cache", 1.0)
         return ready
+
+    def _record_graphs(self, progress: ReportProgress) -> None:
+        """Record a graph of every batch size, the largest first."""
+        sizes, done = len(self.runner.forward.sizes), 0
+        progress("recording CUDA graphs", 0.0)
+        while self.runner.work_idle():
+            done += 1
+            progress("recording CUDA graphs", done / sizes)
+        progress("recording CUDA graphs", 1.0)
 
     def _join_ranks(self, platform: Platform) -> None:
         """Join the process groups, and agree with the other ranks on the operations to use."""

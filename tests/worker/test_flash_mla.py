@@ -14,7 +14,7 @@ import torch
 
 from quire.worker.attention.base import AttentionMetadata, AttentionSpec
 from quire.worker.attention.registry import select_backend
-from quire.worker.cuda import triton_paged
+from quire.worker.cuda import triton_backend
 from quire.worker.cuda.flash_mla import FlashAttention3MLA, FlashMLA
 from quire.worker.platforms.cuda import CudaPlatform
 from tests.worker.attention_cases import Case, dense, make_case
@@ -119,7 +119,7 @@ def test_flash_mla_decodes(flash_mla):
 
 def test_flash_mla_leaves_longer_queries_and_the_expanded_form_to_triton(flash_mla, monkeypatch):
     passed = []
-    monkeypatch.setattr(triton_paged.TritonPagedBackend, "forward", lambda self, q, *rest: passed.append(len(q)))
+    monkeypatch.setattr(triton_backend.TritonPagedBackend, "forward", lambda self, q, *rest: passed.append(len(q)))
     backend, mixed, decode = FlashMLA(), case_of([1, 5], [9, 3], 64), case_of([1, 1], [9, 3], 64)
     for case in (mixed, decode):
         backend.build(case.meta)
@@ -139,7 +139,7 @@ def test_flash_attention_3_decodes_and_reads_prompts(flash_attn_3, lengths):
 def test_the_first_one_that_applies_is_selected_with_reasons(flash_mla, flash_attn_3, monkeypatch):
     tried = []
     monkeypatch.setattr("quire.worker.cuda.flash_mla.try_once", lambda backend, spec: tried.append(backend.name))
-    monkeypatch.setattr(triton_paged.TritonPagedBackend, "supports", classmethod(lambda cls, spec: None))
+    monkeypatch.setattr(triton_backend.TritonPagedBackend, "supports", classmethod(lambda cls, spec: None))
     selected = select_backend(CudaPlatform.attention_order, [ABSORBED, EXPANDED])
     assert (selected.backend.name, selected.block_size, tried) == ("flash_mla", 64, ["flash_mla"])
     assert "flash_attn_3" in selected.rejected

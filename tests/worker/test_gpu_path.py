@@ -13,7 +13,7 @@ from quire.worker.cache.spec import plan_cache
 from quire.worker.cache.storage import KVStorage
 from quire.worker.cuda import triton_ops
 from quire.worker.cuda.install import TritonOps
-from quire.worker.cuda.triton_paged import TritonPagedBackend
+from quire.worker.cuda.triton_backend import TritonPagedBackend
 from quire.worker.layers.attention import Attention
 from quire.worker.platforms.cpu import CpuPlatform
 from tests.in_process import InProcessEngine

@@ -13,6 +13,8 @@ import torch
 
 from quire.configs.config import Config
 from quire.worker import memory
+from quire.worker.attention.base import AttentionSpec
+from quire.worker.cuda.flash_attn import FlashAttention3, num_key_splits
 from quire.worker.models.registry import num_parameters, read_model_spec
 from quire.worker.platforms import host
 from quire.worker.platforms.cpu import CpuPlatform
@@ -158,6 +160,18 @@ def test_graphs_are_part_of_the_plan(folder):
     plan, _, _ = memory.plan_memory(config, spec, limits, **sizes, graphs=GIB)
     assert plan.graphs == GIB and plan.kv_cache == pytest.approx(without.kv_cache - GIB, abs=plan.bytes_per_block)
     assert plan.weights + plan.activations + plan.graphs + plan.kv_cache + plan.reserve == plan.available
+
+
+def test_the_split_results_of_flash_attention_3_are_part_of_the_plan(folder):
+    """254 MB in a step of 1,024 requests with contexts of up to 40,000 tokens, 32 heads of 128 and 8 KV heads."""
+    spec = AttentionSpec(32, 8, 128, torch.bfloat16, torch.device("cuda"))
+    assert num_key_splits(4, 8, 40_000) == 15 and num_key_splits(4, 8, 512) == 1 and num_key_splits(1, 128, 40_000) == 1
+    assert 15 * 1024 * 32 * 128 * 4 <= FlashAttention3.workspace(spec, 1024, 40_000) < 260e6
+    config, model = Config.from_flat(model=folder, device="cpu"), read_model_spec(folder)
+    limits = replace(memory.resolve_limits(config, model, CpuPlatform()), max_num_seqs=1024, max_model_len=40_000)
+    assert memory.estimate_workspace(config, model, limits, CpuPlatform()) == 0
+    limits = replace(limits, attention=replace(limits.attention, backend=FlashAttention3))
+    assert memory.estimate_workspace(config, model, limits, CpuPlatform()) > 1024 * 4
 
 
 def test_who_records(folder):

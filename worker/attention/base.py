@@ -102,6 +102,11 @@ class AttentionBackend(ABC):
     def supports(cls, spec: AttentionSpec) -> str | None:
         """Return None if this backend can serve `spec`, else the reason why not, for the log."""
 
+    @classmethod
+    def workspace(cls, spec: AttentionSpec, num_reqs: int, max_seq_len: int) -> int:
+        """Bytes of temporary memory that one layer of a step of `num_reqs` decoding requests allocates."""
+        return 0
+
     @abstractmethod
     def build(self, meta: AttentionMetadata) -> None:
         """Compute `meta.extra`, once per step."""

@@ -17,7 +17,7 @@ BACKENDS = {
     "flash_mla": "quire.worker.cuda.flash_mla:FlashMLA",
     "flash_attn_3_mla": "quire.worker.cuda.flash_mla:FlashAttention3MLA",
     "torch_varlen": "quire.worker.cuda.varlen:TorchVarlenAttention",
-    "triton_paged": "quire.worker.cuda.triton_paged:TritonPagedBackend",
+    "triton_paged": "quire.worker.cuda.triton_backend:TritonPagedBackend",
 }
 
 

@@ -77,12 +77,12 @@ class CudaGraphs:
         if batch.max_query_len > 1 or num_reqs > self.sizes[-1] or special:
             return self.eager(batch)
         size = self.sizes[bisect_left(self.sizes, num_reqs)]
-        if size not in self._graphs and self._worth_recording(size):
-            self._pad(num_reqs, size)
-            self._graphs[size] = self._try_to_record(size)
         graph = self._graphs.get(size)
         if graph is None:
-            return self.eager(batch)
+            hidden = self.eager(batch)
+            if size not in self._graphs and self._worth_recording(size):
+                self._record_padding(size)
+            return hidden
         self._pad(num_reqs, size)
         replay, hidden = graph
         replay()
@@ -95,9 +95,15 @@ class CudaGraphs:
         """
         missing = [size for size in self.sizes if size not in self._graphs]
         if missing:
-            self._pad(0, missing[-1])
-            self._graphs[missing[-1]] = self._try_to_record(missing[-1])
+            self._record_padding(missing[-1])
         return len(missing) > 1
+
+    def _record_padding(self, size: int) -> None:
+        """Record `size` over padding alone: the run before the capture computes for no request, whose caches and states
+        it would otherwise advance a second time. Changes the buffers, which the step before no longer needs.
+        """
+        self._pad(0, size)
+        self._graphs[size] = self._try_to_record(size)
 
     def _worth_recording(self, size: int) -> bool:
         """Return whether to record `size` now, although requests wait meanwhile."""

@@ -7,6 +7,7 @@ Both accept the cache's layout and right-align the causal mask, so prefill, chun
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -16,6 +17,8 @@ import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, try_once
 from quire.worker.cache.scaled import FP8, KVCache, ScaledCache, rounded, scale_of
+
+_TILE_Q, _TILE_K, _MAX_SPLITS = 128, 128, 128  # of FA3: rows and keys of a program, parts of the keys
 
 
 def window_size(sliding_window: int | None) -> tuple[int, int]:
@@ -93,6 +96,24 @@ class _FlashAttention(AttentionBackend):
         self._module: ModuleType = importlib.import_module(self.module_name)
 
 
+def num_key_splits(group: int, num_kv_heads: int, max_seq_len: int, num_sms: int = 132) -> int:
+    """The number of parts into which FA3 splits the keys of a decode step when it chooses itself: it decides on the
+    host and as if the batch had one request, of `num_kv_heads` KV heads with `group` query heads each. `num_sms` are the
+    multiprocessors, 132 on H100 and H200.
+    """
+    programs, tiles = num_kv_heads * -(-group // _TILE_Q), -(-max_seq_len // _TILE_K)
+    if programs >= 0.8 * num_sms or tiles <= 4:
+        return 1
+
+    def efficiency(splits: int) -> float:
+        waves = programs * splits / num_sms
+        return waves / math.ceil(waves)
+
+    candidates = range(1, min(_MAX_SPLITS, num_sms, tiles) + 1)
+    best = max(map(efficiency, candidates))
+    return next(splits for splits in candidates if efficiency(splits) >= 0.85 * best)
+
+
 class FlashAttention3(_FlashAttention):
     """FlashAttention 3: kernels for Hopper; any page size.
 
@@ -107,6 +128,12 @@ class FlashAttention3(_FlashAttention):
 
     name = "flash_attn_3"
     module_name = "flash_attn_interface"
+
+    @classmethod
+    def workspace(cls, spec: AttentionSpec, num_reqs: int, max_seq_len: int) -> int:
+        """The float32 results of each part of the keys, which FA3 allocates for all requests."""
+        splits = num_key_splits(spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, max_seq_len)
+        return splits * num_reqs * spec.num_heads * (spec.v_dim + 1) * 4 if splits > 1 else 0
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from quire.worker.attention.base import AttentionMetadata, AttentionSpec, is_latent, try_once
-from quire.worker.cuda.triton_paged import TritonPagedBackend
+from quire.worker.cuda.triton_backend import TritonPagedBackend
 
 _SIZES = (576, 512)  # entries of a latent and of its values, for which both are built
 

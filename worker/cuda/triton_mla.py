@@ -49,7 +49,7 @@ def _attend_latent_kernel(
     rows = tl.arange(0, BLOCK_Q * BLOCK_G)
     query, head = first_query + rows // BLOCK_G, head_block * BLOCK_G + rows % BLOCK_G
     row_mask = (query < query_len) & (head < NUM_HEADS)
-    token, position = start + query, context_len + query
+    token, position = (start + query).to(tl.int64), context_len + query  # token x stride exceeds 32 bits
     ranks, ropes = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     rank_mask, rope_mask = ranks < RANK, ropes < ROPE_DIM
     q_at = q + (token * q_token_stride + head * q_head_stride)[:, None]
@@ -98,7 +98,7 @@ def _attend_latent_kernel(
         running_max = new_max
 
     if SPLIT:
-        at = (token.to(tl.int64) * NUM_HEADS + head) * num_splits + split
+        at = (token * NUM_HEADS + head) * num_splits + split
         tl.store(partial_max + at, running_max, mask=row_mask)
         tl.store(partial_sum + at, running_sum, mask=row_mask)
         tl.store(partial_out + at[:, None] * RANK + ranks[None, :], acc, mask=row_mask[:, None] & rank_mask[None, :])

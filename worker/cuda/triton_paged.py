@@ -15,9 +15,8 @@ import math
 
 import torch
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, is_latent, try_once
 from quire.worker.cache.scaled import KVCache, ScaledCache, as_bytes, values_of
-from quire.worker.cuda.triton_scaled import kind_of, store_scaled
+from quire.worker.cuda.triton_scaled import kind_of
 
 try:
     import triton
@@ -25,7 +24,7 @@ try:
 
     from quire.worker.cuda.triton_scaled import numbers_of
 except ImportError as error:  # a CPU installation without triton: the backend reports it as its reason
-    triton, _import_error = None, error
+    triton, import_error = None, error
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 32
@@ -80,7 +79,7 @@ if triton is not None:
         rows = tl.arange(0, BLOCK_Q * BLOCK_G)
         query, head_in_group = first_query + rows // BLOCK_G, rows % BLOCK_G
         row_mask = (query < query_len) & (head_in_group < GROUP)
-        token, head = start + query, kv_head * GROUP + head_in_group
+        token, head = (start + query).to(tl.int64), kv_head * GROUP + head_in_group  # x stride exceeds 32 bits
         dims, v_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
         dim_mask, v_dim_mask = dims < HEAD_DIM, v_dims < V_DIM
         q_tile = tl.load(
@@ -146,7 +145,7 @@ if triton is not None:
             running_max = new_max
 
         if SPLIT:
-            at = (token.to(tl.int64) * NUM_HEADS + head) * num_splits + split
+            at = (token * NUM_HEADS + head) * num_splits + split
             tl.store(partial_max + at, running_max, mask=row_mask)
             tl.store(partial_sum + at, running_sum, mask=row_mask)
             tl.store(
@@ -162,8 +161,8 @@ if triton is not None:
         partial_out, partial_max, partial_sum, out, num_splits, out_token_stride, out_head_stride,
         NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     ):  # fmt: skip
-        token, head = tl.program_id(0), tl.program_id(1)
-        base = (token.to(tl.int64) * NUM_HEADS + head) * num_splits
+        token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        base = (token * NUM_HEADS + head) * num_splits
         splits, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
         split_mask, dim_mask = splits < num_splits, dims < HEAD_DIM
         maxima = tl.load(partial_max + base + splits, mask=split_mask, other=float("-inf"))
@@ -264,52 +263,3 @@ def default_num_splits(num_programs: int, max_query_len: int, max_keys: int, dev
         return 1
     num_splits = 2 * torch.cuda.get_device_properties(device).multi_processor_count // max(1, num_programs)
     return max(1, min(MAX_SPLITS, num_splits, max_keys // 256))
-
-
-class TritonPagedBackend(AttentionBackend):
-    """A backend that depends on Triton only; used where flash-attn does not apply."""
-
-    name = "triton_paged"
-    default_block_size = 16
-    graph_safe = True
-
-    @classmethod
-    def supports(cls, spec: AttentionSpec) -> str | None:
-        if triton is None:
-            return f"triton cannot be imported ({_import_error})"
-        if spec.device.type != "cuda":
-            return "needs a GPU"
-        if spec.uses_sinks and spec.latent:
-            return "latent attention has no attention sinks"
-        if spec.head_dim > 256 and not spec.latent:
-            return f"head_dim {spec.head_dim} is above 256"
-        if spec.latent and (spec.uses_soft_cap or spec.uses_sliding_window):
-            return "latent attention has no window and no soft cap"
-        return try_once(cls(), spec)  # only Triton knows whether it has a C compiler and supports this GPU
-
-    def build(self, meta: AttentionMetadata) -> None:
-        pass
-
-    def write_kv(
-        self, k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: torch.Tensor
-    ) -> None:
-        store_scaled(k_cache, slot_mapping, k)
-        store_scaled(v_cache, slot_mapping, v)
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: KVCache,
-        v_cache: KVCache,
-        meta: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        requests = meta.block_table, meta.query_start_loc, meta.seq_lens, meta.max_query_len
-        if is_latent(k_cache, v_cache):
-            from quire.worker.cuda.triton_mla import latent_attention  # only such models compile it
-
-            return latent_attention(q, k_cache, v_cache.shape[3], *requests, scale)
-        return paged_attention(q, k_cache, v_cache, *requests, scale, sliding_window, soft_cap, None, sinks)

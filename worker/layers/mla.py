@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -28,6 +28,7 @@ from quire.worker.cache.scaled import ScaledLatents, as_bytes, store
 from quire.worker.cache.spec import Latent, LatentSizes
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.linear import product
+from quire.worker.layers.views import to_device
 
 EXPANDED_BYTES = 256 << 20  # of the temporary keys and values
 _WIDENED_TOKENS = 16384  # of latents in 8 bits that exist in float32 at a time
@@ -162,12 +163,13 @@ def _split(
         chosen = _Chosen(attn, group, starts, lengths)
         num_blocks = [-(-lengths[i] // block_size) for i in group]
         blocks = torch.cat([attn.block_table[i, :number] for i, number in zip(group, num_blocks)]).long()
-        table = torch.zeros(len(group), max(num_blocks), dtype=torch.int32)
+        device = attn.block_table.device
+        table = torch.zeros(len(group), max(num_blocks), dtype=torch.int32, pin_memory=device.type == "cuda")
         first = 0
         for row, number in zip(table, num_blocks):
             row[:number] = torch.arange(first, first + number)
             first += number
-        yield _Part(chosen.tokens, chosen.metadata(table.to(attn.block_table.device, non_blocking=True)), blocks)
+        yield _Part(chosen.tokens, chosen.metadata(table.to(device, non_blocking=True)), blocks)
 
 
 def _groups(requests: Sequence[int], lengths: Sequence[int], most: int) -> Iterator[list[int]]:
@@ -198,16 +200,16 @@ class _Chosen:
         else:
             tokens = [token for i in requests for token in range(starts[i], starts[i + 1])]
             self.rows, self.tokens = (
-                torch.tensor(indices).to(device, non_blocking=True) for indices in (requests, tokens)
+                to_device(indices, torch.int64, device) for indices in (requests, tokens)
             )
 
     def metadata(self, block_table: torch.Tensor) -> AttentionMetadata:
         """The metadata of these requests alone."""
-        starts = torch.tensor([0, *self.counts]).cumsum(0, dtype=torch.int32)
+        starts = to_device([0, *accumulate(self.counts)], torch.int32, block_table.device)
         meta = replace(
             self.attn,
             slot_mapping=self.attn.slot_mapping[self.tokens],
-            query_start_loc=starts.to(block_table.device, non_blocking=True),
+            query_start_loc=starts,
             seq_lens=self.attn.seq_lens[self.rows].contiguous(),
             block_table=block_table,
             max_query_len=max(self.counts),

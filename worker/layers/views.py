@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -69,3 +69,11 @@ def plus_one(tensor: torch.Tensor) -> torch.Tensor:
 def transposed(tensor: torch.Tensor) -> torch.Tensor:
     """`[in, out]` to `[out, in]`."""
     return tensor.transpose(-2, -1)
+
+
+def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`values` of the host as a tensor `[len(values)]` on `device`. The host does not wait: the copy to a GPU is from
+    pinned memory, which torch reuses only after the copy has run.
+    """
+    pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)

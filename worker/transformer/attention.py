@@ -141,10 +141,11 @@ class WholeNormAttention(SelfAttention):
         qk = qkv[:, : q + k].float()
         squares = torch.stack([half.square().sum(-1) for half in qk.split([q, k], -1)], -1)  # [T, 2]
         squares = self.group.all_reduce(squares) if self.group.size > 1 else squares
-        means = squares / squares.new_tensor([self.sizes[0], self.sizes[1] * self.copies])
-        scales = torch.rsqrt(means + self.eps)
-        qkv[:, :q] = qk[:, :q] * scales[:, :1] * self.q_norm.weight
-        qkv[:, q : q + k] = qk[:, q:] * scales[:, 1:] * self.k_norm.weight
+        # the sizes stay numbers of the host: a tensor of them would be copied to the device in every layer
+        q_scale = torch.rsqrt(squares[:, :1] / self.sizes[0] + self.eps)
+        k_scale = torch.rsqrt(squares[:, 1:] / (self.sizes[1] * self.copies) + self.eps)
+        qkv[:, :q] = qk[:, :q] * q_scale * self.q_norm.weight
+        qkv[:, q : q + k] = qk[:, q:] * k_scale * self.k_norm.weight
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
         return super().write_cache(qkv, rotation, meta)
