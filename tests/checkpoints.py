@@ -186,6 +186,16 @@ MOE_CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def config_of(name: str) -> Any:
+    """transformers' configuration of checkpoint `name`, as its config.json has it."""
+    import transformers
+
+    prefix, differences = (CHECKPOINTS | MOE_CHECKPOINTS)[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **differences})
+    config.architectures = [f"{prefix}ForCausalLM"]
+    return config
+
+
 def build_checkpoint(
     name: str, folder: str | Path, *, sharded: bool = False, dtype: str = "float32", seed: int = 0, **overrides: Any
 ) -> str:

@@ -172,6 +172,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def family_config(name: str) -> Any:
+    """transformers' configuration of family `name`, as its config.json has it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type, settings = FAMILIES[name]
+    config = CONFIG_MAPPING[model_type](**settings)
+    config.architectures = [causal_lm_class(model_type).__name__]
+    return config
+
+
 def build_family(name: str, folder: str | Path, dtype: str = "float32", **overrides: Any) -> str:
     """Write the checkpoint of family `name`, with settings changed by `overrides`, into `folder` and return that."""
     import torch

@@ -9,14 +9,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire.configs.config import Config
+from quire.worker import memory
 from quire.worker.attention.base import AttentionBackend
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
+from quire.worker.layers import mla, moe, views
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
 from quire.worker.model_runner import ModelRunner
+from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.platforms.ops import Ops
+from quire.worker.weights.loader import load_weights
+from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS, config_of
+from tests.families import FAMILIES, family_config
 
 VOCAB_SIZE = 96
 WAITING = (
@@ -61,6 +70,25 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class NoCopies(TorchFunctionMode):
+    """Raises where Python code makes a tensor of numbers of the host, which is copied from pageable memory, or moves
+    one between devices: the dispatcher shows these as plain copies.
+    """
+
+    COPIES = (torch.Tensor.new_tensor, torch.tensor, torch.as_tensor, torch.from_numpy)
+    MOVES = (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cuda)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not Platform.copying:
+            assert func not in self.COPIES, f"{func.__name__} copies from pageable memory, for which the host waits"
+            assert func not in self.MOVES, f"{func.__name__} waits for the device"
+            if func is torch.Tensor.to:
+                devices = [arg for arg in (*args[1:], kwargs.get("device")) if isinstance(arg, str | torch.device)]
+                assert not devices, "Tensor.to(device) waits for the device"
+        return func(*args, **kwargs)
+
+
 class NoAttention(AttentionBackend):
     """An attention backend that only has the interface: waits inside its kernels are not tested here."""
 
@@ -74,7 +102,7 @@ class NoAttention(AttentionBackend):
         pass
 
     def forward(self, q, k_cache, v_cache, meta, scale, sliding_window=None, soft_cap=None, sinks=None):
-        return q
+        return q.new_zeros(*q.shape[:2], v_cache.shape[-1])
 
 
 class Model(torch.nn.Module):
@@ -156,6 +184,82 @@ def test_a_step_launches_without_waiting(monkeypatch):
 def test_the_mode_sees_what_waits(waits):
     with pytest.raises(AssertionError, match="waits"), NoWaiting():
         waits(torch.arange(3.0))
+
+
+class QuietOps(Ops):
+    """What CUDA computes by kernels of its own does not wait: experts by a grouped product."""
+
+    @staticmethod
+    def fused_experts(x, weights, ids, gate_up, down, *others):
+        return x * weights.sum(-1, keepdim=True).to(x.dtype)
+
+
+def allowed(function):
+    """`function`, whose copies are from pinned memory on a GPU."""
+
+    def run(*args):
+        before, Platform.copying = Platform.copying, True
+        try:
+            return function(*args)
+        finally:
+            Platform.copying = before
+
+    return run
+
+
+def family_runner(folder: str) -> ModelRunner:
+    """The family's model with random weights, as on a GPU but for the device, without attention."""
+    spec, platform = read_model_spec(folder), Platform()
+    config = Config.from_flat(model=folder, device="cpu", max_model_len="40", block_size=4, max_num_batched_tokens=64)
+    limits = memory.resolve_limits(config, spec, CpuPlatform())
+    model = build_model(spec, torch.float32, torch.device("cpu"), 40, ops=QuietOps())
+    load_weights(model, spec, folder, "dummy")
+    model.use(QuietOps())
+    cache = memory.cache_plan(config, spec, limits)
+    kv_cache.allocate(kv_cache.attention_layers(model), cache, 64, 4, limits.kv, platform.device)
+    table = RequestTable(4, 40, 4, spec.vocab_size, platform, cache.groups)
+    return ModelRunner(model, table, NoAttention(), platform, 64)
+
+
+def family_steps(num_groups: int) -> list[StepInput]:
+    """A prompt in two chunks beside a whole one, then decoding."""
+    prompt, greedy = [5, 6, 7, 8, 9, 10], SAMPLING[0]
+    new = [NewRequest(i, prompt, 6, [[3 * i + 1, 3 * i + 2, 3 * i + 3]] * num_groups, greedy) for i in range(2)]
+    return [
+        StepInput(1, new, [0, 1], [0, 0], [4, 6], [[], []], [1]),
+        StepInput(2, [], [0, 1], [4, 6], [2, 1], [[], []], [0, 1]),
+        StepInput(3, [], [0, 1], [6, 7], [1, 1], [[], []], [0, 1]),
+    ]
+
+
+@pytest.mark.parametrize("name", sorted({*FAMILIES, *CHECKPOINTS, *MOE_CHECKPOINTS}))
+def test_no_family_waits(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        moe, "ListedExperts", lambda hidden, spec, prefix, weights: moe.StackedExperts(hidden, spec, prefix)
+    )
+    for module in (views, mla):
+        monkeypatch.setattr(module, "to_device", allowed(views.to_device))
+    config = family_config(name) if name in FAMILIES else config_of(name)
+    config.save_pretrained(tmp_path)
+    runner = family_runner(str(tmp_path))
+    with NoWaiting(), NoCopies():
+        outputs = [runner.execute(step) for step in family_steps(len(runner.table.groups))]
+    assert [len(output.result().token_ids) for output in outputs] == [1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        lambda x: x / x.new_tensor([2.0]),
+        lambda x: x + torch.tensor(2.0),
+        lambda x: x.to(torch.device("cpu")),
+        lambda x: x.to("cpu", torch.float64),
+        lambda x: x.cpu(),
+    ],
+)
+def test_the_mode_sees_copies(copies):
+    with pytest.raises(AssertionError, match="waits"), NoCopies():
+        copies(torch.arange(3.0))
 
 
 @pytest.mark.gpu

@@ -98,8 +98,8 @@ class _FlashAttention(AttentionBackend):
 
 def num_key_splits(group: int, num_kv_heads: int, max_seq_len: int, num_sms: int = 132) -> int:
     """The number of parts into which FA3 splits the keys of a decode step when it chooses itself: it decides on the
-    host and as if the batch had one request, of `num_kv_heads` KV heads with `group` query heads each. `num_sms` are the
-    multiprocessors, 132 on H100 and H200.
+    host and as if the batch had one request, of `num_kv_heads` KV heads with `group` query heads each. `num_sms` are
+    the multiprocessors, 132 on H100 and H200.
     """
     programs, tiles = num_kv_heads * -(-group // _TILE_Q), -(-max_seq_len // _TILE_K)
     if programs >= 0.8 * num_sms or tiles <= 4:

@@ -163,13 +163,12 @@ def _split(
         chosen = _Chosen(attn, group, starts, lengths)
         num_blocks = [-(-lengths[i] // block_size) for i in group]
         blocks = torch.cat([attn.block_table[i, :number] for i, number in zip(group, num_blocks)]).long()
-        device = attn.block_table.device
-        table = torch.zeros(len(group), max(num_blocks), dtype=torch.int32, pin_memory=device.type == "cuda")
-        first = 0
-        for row, number in zip(table, num_blocks):
-            row[:number] = torch.arange(first, first + number)
+        rows, first, width = [], 0, max(num_blocks)
+        for number in num_blocks:
+            rows.append([*range(first, first + number), *[0] * (width - number)])
             first += number
-        yield _Part(chosen.tokens, chosen.metadata(table.to(device, non_blocking=True)), blocks)
+        table = to_device(rows, torch.int32, attn.block_table.device)
+        yield _Part(chosen.tokens, chosen.metadata(table), blocks)
 
 
 def _groups(requests: Sequence[int], lengths: Sequence[int], most: int) -> Iterator[list[int]]:
