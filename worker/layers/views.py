@@ -72,8 +72,8 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_device(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`values` of the host, numbers or rows of numbers, as a tensor on `device`. The host does not wait: the copy to a GPU is from
-    pinned memory, which torch reuses only after the copy has run.
+    """`values` of the host, numbers or rows of numbers, as a tensor on `device`. The host does not wait: the
+    copy to a GPU is from pinned memory, which torch reuses only after the copy has run.
     """
     pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
