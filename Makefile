@@ -9,7 +9,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 
 JOBS ?= 2
 
-.PHONY: serve test quick lint install install-dev clean
+.PHONY: serve test quick lint constraints install install-dev clean
 
 install: $(SERVE_STAMP)
 
@@ -36,6 +36,10 @@ quick: $(DEV_STAMP)
 
 lint: $(DEV_STAMP)
 	$(VENV)/bin/ruff check .
+
+# resolve the pins anew: `make constraints`, and `make constraints ARGS=--upgrade` for the newest versions
+constraints:
+	$(PYTHON) tools/constraints.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
