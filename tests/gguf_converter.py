@@ -11,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.gguf_files import blocks_of, swapped, unswapped
+
+gguf = pytest.importorskip("gguf")
 
 Array = np.ndarray
 ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}

@@ -8,10 +8,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
+
+gguf = pytest.importorskip("gguf")
 
 # types that the package can dequantize but not quantize: their blocks are random, with scales of a fitting size
 RANDOM_TYPES = {

@@ -12,12 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("compressed_tensors")
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
-from safetensors.torch import load_file, save_file
 
 Stored = dict[str, torch.Tensor]
 Store = Callable[[str, torch.Tensor], tuple[Stored, torch.Tensor]]  # (name, weight) -> (tensors by suffix, its value)

@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -33,6 +32,8 @@ from tests.gguf_files import blocks_of, write_gguf
 from tests.worker.ranks import run_ranks, thread_groups
 from tests.worker.test_stored_weights import TEXT as IDS
 from tests.worker.test_stored_weights import load, logits_of
+
+gguf = pytest.importorskip("gguf")
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 

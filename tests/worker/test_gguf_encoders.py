@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
@@ -22,6 +21,8 @@ from tests.gguf_converter import Converter, common
 from tests.gguf_files import blocks_of
 from tests.in_process import InProcessEngine
 from tests.worker.test_pooling import encode, pooled
+
+gguf = pytest.importorskip("gguf")
 
 ARCHES = {"bert": "bert", "roberta": "bert", "xlm-roberta": "bert", "modernbert": "modern-bert", "nomic": "nomic-bert"}
 TYPES = {"mean": 1, "cls": 2, "lasttoken": 3}

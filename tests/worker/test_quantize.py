@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -25,6 +23,10 @@ from quire.worker.quantize.stages import cut
 from tests.checkpoints import build_checkpoint
 from tests.families import build_family
 from tests.worker.test_stored_weights import load, logits_of, weight_of
+
+pytest.importorskip("compressed_tensors")
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 

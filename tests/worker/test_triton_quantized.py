@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -24,6 +23,8 @@ from quire.worker.layers.quantization.mxfp4_experts import mxfp4_groups
 from quire.worker.layers.quantization.packing import E2M1_TABLE
 from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
 from tests.worker.test_no_sync import NoWaiting
+
+gguf = pytest.importorskip("gguf")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NARROW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter multiplies no bfloat16

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import BinaryIO, Literal
 
 import msgspec
-from python_multipart.exceptions import MultipartParseError
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
@@ -88,6 +87,8 @@ async def create_file(request: Request, state: ServerState) -> Response:
 async def _form(request: Request) -> FormData:
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise UnsupportedMediaType("A file must be sent as multipart/form-data, with the fields file and purpose.")
+    from python_multipart.exceptions import MultipartParseError  # a machine that takes no uploads need not have it
+
     parser = MultiPartParser(
         request.headers, _counted(request), max_files=1, max_fields=16, max_part_size=MAX_FORM_BYTES
     )
