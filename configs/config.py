@@ -259,7 +259,7 @@ class ServerConfig:
     )
     served_model_name: list[str] = opt(
         [],
-        "model names that the API accepts; responses have the first (default: the model as given)",
+        "model names that the API accepts; responses have the first (default: the name of the file or folder)",
         everyday=True,
         repeat=True,
     )
@@ -351,6 +351,15 @@ class ServerConfig:
         metavar="BYTES",
         unit="bytes",
         minimum=1 << 20,
+    )
+    timeout_keep_alive: float = opt(
+        180.0,
+        (
+            "seconds that an idle connection stays open for its client's next request; balancers in front should keep "
+            "theirs for less"
+        ),
+        above=0,
+        maximum=86400,
     )
     shutdown_timeout: float = opt(
         30.0, "seconds that running requests have to finish after SIGTERM or Ctrl-C", minimum=0

@@ -27,6 +27,7 @@ from quire.server.frontends.handle import FrontendHandle
 from quire.server.startup import address_file
 from quire.server.startup.descriptors import BACKLOG, raise_descriptor_limit
 from quire.server.startup.engine_group import EngineGroup
+from quire.server.startup.model_names import served_names
 
 if TYPE_CHECKING:
     from quire.server.metrics.stats_log import StatsLog
@@ -214,7 +215,7 @@ class Launcher:
             "ready in %.1f s: %s serves %s (API at %s/v1, documentation at %s/docs)",
             time.monotonic() - self.started,
             where,
-            ", ".join(self.config.server.served_model_name or [self.config.model.model]),
+            ", ".join(served_names(self.config)),
             base,
             base,
         )

@@ -32,16 +32,18 @@ async def models(request: Request, state: ServerState) -> Response:
 async def model(request: Request, state: ServerState) -> Response:
     """One of the names this server answers to."""
     name = request.path_params["model_id"]
-    if name not in state.names:
-        raise NotFound(f"The model '{name[:200]}' does not exist.", param="model", code="model_not_found")
+    if not name:
+        raise NotFound("There is no GET /v1/models/; the path is /v1/models.")
+    state.require_model(name)
+    name = state.shown_name(name)
     if "anthropic-version" in request.headers:
         return JsonResponse(anthropic_models.model_info(state, name))
     return JsonResponse(openai_models.model_card(state, name))
 
 
 _MODELS = [
-    Route("GET", "/v1/models", models, answer=(ModelList, anthropic_models.ModelPage), head=True),
-    Route("GET", "/v1/models/{model_id:path}", model, answer=(ModelCard, anthropic_models.ModelInfo), head=True),
+    Route("GET", "/v1/models", models, answer=(ModelList, anthropic_models.ModelPage)),
+    Route("GET", "/v1/models/{model_id:path}", model, answer=(ModelCard, anthropic_models.ModelInfo)),
 ]
 
 _BY_FIELD = dict(zip(("messages", "prompt", "input", "inputs"), [*openai.GENERATION, textgen.ROUTES[0]], strict=True))

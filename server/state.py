@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quire.server.engines.handle import EngineHandle
     from quire.server.generate.formats import Formats
     from quire.server.metrics.sink import MetricsSink
+    from quire.server.startup.model_details import LazyDetails
     from quire.server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class ServerState:
     names: list[str]  # model names; responses use the first
     version: str
     system_fingerprint: str
+    aliases: frozenset[str] = frozenset()  # names that requests may use and no answer shows
     created: int = field(default_factory=lambda: int(time.time()))
     phase: str = "starting"
     fraction: float = 0.0  # completed fraction of the phase
@@ -74,6 +76,7 @@ class ServerState:
     formats: Formats | None = None  # known with the tokenizer
     client: EngineHandle | None = None
     metrics: MetricsSink | None = None
+    details: LazyDetails | None = None  # of the model's files; known with the tokenizer
     ready: Ready | None = None  # None while loading, and again while a new engine starts
     stats: EngineStats = field(default_factory=EngineStats)  # the engine's latest gauges
     draining: bool = False
@@ -174,9 +177,13 @@ class ServerState:
             raise NotFound("This server keeps no files: start it with --batch-dir DIR for /v1/files and /v1/batches.")
         return self.batches
 
+    def shown_name(self, name: str | None) -> str:
+        """The name for the answer to a request for `name`: the same if it is listed, else the first."""
+        return name if name in self.names else self.names[0]
+
     def require_model(self, name: str | None) -> None:
-        """Raises NotFound unless `name` is absent, empty or a served model name."""
-        if name and name not in self.names:
+        """Raises NotFound unless `name` is absent, empty or a name of the model."""
+        if name and name not in self.names and name not in self.aliases:
             known = ", ".join(f"'{known}'" for known in self.names)
             raise NotFound(
                 f"The model '{name[:200]}' does not exist. This server has {known}.",

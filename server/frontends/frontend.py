@@ -27,6 +27,7 @@ from quire.server.http.startup_gate import StartupGate
 from quire.server.startup.background_log import BackgroundHandler
 from quire.server.startup.descriptors import ACCEPTS_PER_TURN, BACKLOG, complain_once_about_descriptors, max_connections
 from quire.server.startup.engine_group import load_tokenizer, model_info
+from quire.server.startup.model_names import accepted_names, served_names, without_paths
 from quire.server.state import ServerState
 
 if TYPE_CHECKING:  # imported late, because these imports are slow
@@ -55,9 +56,10 @@ class Frontend:
         version = _version()
         self.state = ServerState(
             config,
-            list(config.server.served_model_name) or [config.model.model],
+            served_names(config),
             version,
             _fingerprint(config, version),
+            accepted_names(config),
         )
         self.gate = StartupGate(self.state)
         self.sampling_defaults: dict[str, Any] = {}
@@ -78,7 +80,9 @@ class Frontend:
         from quire.server.http.connections import Connections, Limits
 
         self.connections = Connections(Limits(max_connections()))
-        self._http = _http_server(RequestBoundary(self.gate, self.state), self.connections)
+        self._http = _http_server(
+            RequestBoundary(self.gate, self.state), self.connections, self.config.server.timeout_keep_alive
+        )
         loading = asyncio.create_task(self._load_routes())
         serving = asyncio.create_task(self._http.serve(sockets=[self.listener]))
         others = [loading, asyncio.create_task(self._watch())]
@@ -128,7 +132,9 @@ class Frontend:
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
         """Raises ValueError for missing or malformed files."""
         from quire.server.generate.sampling import read_sampling_defaults
+        from quire.server.startup.model_details import LazyDetails
 
+        self.state.details = LazyDetails(model_folder)
         self.sampling_defaults = read_sampling_defaults(self.config, model_folder)
         self.state.tokenizer, self.state.formats = await load_tokenizer(
             self.config, tokenizer_folder, self.state.images, model_folder
@@ -240,7 +246,7 @@ class Frontend:
 
     async def fail(self, reason: str) -> None:
         """Fail every request, because no engine will run again."""
-        self.state.failure = reason
+        self.state.failure = without_paths(reason, self.config)
         await self._end_requests()
 
     async def _end_requests(self) -> None:
@@ -277,7 +283,7 @@ def configure_logging(level: str, name: str = "server") -> None:
         logging.getLogger(noisy).setLevel("WARNING")
 
 
-def _http_server(app: ASGIApp, connections: Connections) -> uvicorn.Server:
+def _http_server(app: ASGIApp, connections: Connections, keep_alive: float) -> uvicorn.Server:
     import uvicorn
 
     from quire.server.http.connections import Connection
@@ -302,7 +308,7 @@ def _http_server(app: ASGIApp, connections: Connections) -> uvicorn.Server:
             backlog=ACCEPTS_PER_TURN,
             http=functools.partial(Connection, shared=connections),
             ws="none",
-            timeout_keep_alive=30,
+            timeout_keep_alive=keep_alive,
             timeout_graceful_shutdown=1,
         )
     )

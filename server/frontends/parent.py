@@ -55,6 +55,7 @@ from quire.server.frontends.messages import (
 from quire.server.metrics.metrics import Counts, Metrics
 from quire.server.metrics.pool import MetricsPool, make_metrics
 from quire.server.startup.descriptors import BACKLOG
+from quire.server.startup.model_names import served_names
 
 logger = logging.getLogger("quire")
 
@@ -351,9 +352,7 @@ class FrontendGroup:
         """Called when an engine becomes ready. The frontends notice it themselves."""
         if self._ready is None and self._pool.ready is not None:
             self._ready = self._pool.ready
-            self.metrics = make_metrics(
-                self.config, (self.config.server.served_model_name or [self.config.model.model])[0], self._ready.worker
-            )
+            self.metrics = make_metrics(self.config, served_names(self.config)[0], self._ready.worker)
             self._announce_when_open()
 
     def _note_opened(self, frontend: FrontendProcess) -> None:

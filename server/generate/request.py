@@ -128,4 +128,5 @@ class GenerationSpec:
     background: bool = False  # yields to every request that is not; no limit of the queue counts it
     prompt_param: str = "prompt"
     max_tokens_param: str = "max_tokens"
+    clip_max_tokens: bool = False  # a max_tokens above the context length is reduced, not refused
     logprobs_param: str = "logprobs"

@@ -112,12 +112,12 @@ def fit(sampling: SamplingParams, num_prompt_tokens: int, model: ModelInfo, para
 
 
 def check_max_tokens(spec: GenerationSpec, num_prompt_tokens: int, model: ModelInfo) -> None:
-    """Raises BadRequest if max_tokens exceeds the context length.
+    """Raises BadRequest if max_tokens exceeds the context length, unless the dialect clips it.
 
     (A value that only exceeds the room after this prompt is clipped by `fit`, as vLLM and OpenAI do.)
     """
     param, max_tokens = spec.max_tokens_param, spec.options.max_tokens
-    if max_tokens is not None and max_tokens > model.max_model_len:
+    if max_tokens is not None and max_tokens > model.max_model_len and not spec.clip_max_tokens:
         raise BadRequest(
             f"{param} is too large: {max_tokens}. This model's context holds {model.max_model_len} tokens, prompt "
             f"included; the prompt has {num_prompt_tokens}, so that "

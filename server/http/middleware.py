@@ -55,6 +55,7 @@ class RequestBoundary:
 
     def __init__(self, app: ASGIApp, state: ServerState):
         self.app, self.state = app, state
+        self.keep_alive = b"timeout=%d" % max(state.config.server.timeout_keep_alive, 1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -68,7 +69,7 @@ class RequestBoundary:
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *_extra_headers(scope)]
+                message["headers"] = [*message["headers"], *_extra_headers(scope, self.keep_alive)]
             elif not message.get("more_body", False):
                 complete = True
             await send(message)
@@ -166,10 +167,12 @@ def _printable(path: str) -> str:
     return path[:300].encode("unicode_escape").decode("ascii")
 
 
-def _extra_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+def _extra_headers(scope: Scope, keep_alive: bytes) -> list[tuple[bytes, bytes]]:
     headers = [(b"x-request-id", scope["request_id"].encode("ascii"))]
     if (connection := scope.get("state", {}).get("connection")) is not None and connection.body_unread:
         headers.append((b"connection", b"close"))
+    elif b"close" not in (header(scope, b"connection") or b"").lower():
+        headers.append((b"keep-alive", keep_alive))  # clients then do not use a connection that is about to close
     if unknown := scope.get("unknown_parameters"):
         names = ", ".join(unknown[:20]).encode("ascii", "backslashreplace").decode("ascii")
         text = "".join(c if c.isprintable() and c not in '"\\' else "?" for c in names)

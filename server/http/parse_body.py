@@ -48,7 +48,7 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
     except msgspec.ValidationError as error:
         if str(error).startswith("Expected `object`") and " - at" not in str(error):
             raise BadRequest("The body must be a JSON object.") from None
-        raise bad_request(error, msgspec.json.decode(body) if len(body) <= _SHOWN_BYTES else None) from None
+        raise bad_request(error, _untyped(body) if len(body) <= _SHOWN_BYTES else None) from None
     except (ValueError, UnicodeError) as error:  # msgspec's errors are ValueErrors
         raise BadRequest(f"The body is not valid JSON: {error}") from None
     if deeper_than(getattr(request, "chat_template_kwargs", None), MAX_NESTING):
@@ -60,6 +60,14 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
     if unknown and strict:
         raise BadRequest(f"Unknown parameter: {', '.join(unknown[:10])}.", param=unknown[0], code="unknown_parameter")
     return request, unknown
+
+
+def _untyped(body: bytes) -> Any:
+    """The body's data, or None if it has a number that Python cannot hold as JSON means it (1e999)."""
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.ValidationError:
+        return None
 
 
 def _may_have_more_members(body: bytes, limit: int) -> bool:
@@ -143,5 +151,5 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unk
 def _neutral(raw: msgspec.Raw, neutral: tuple) -> bool:
     if len(raw) > _NEUTRAL_BYTES:
         return False
-    given = msgspec.json.decode(raw)
-    return given is None or given in neutral
+    given = _untyped(raw)
+    return given in neutral or bytes(raw) == b"null"

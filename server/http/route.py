@@ -34,7 +34,6 @@ class Route:
     stream: str | None = None
     query: Mapping[str, Schema] = field(default_factory=dict)
     others: Mapping[str, type] = field(default_factory=dict)
-    head: bool = False  # HEAD is answered, too
 
     def __post_init__(self) -> None:
         if isinstance(self.body, type):
@@ -42,7 +41,7 @@ class Route:
 
     @property
     def methods(self) -> list[str]:
-        return [self.method, "HEAD"] if self.head else [self.method]
+        return ["GET", "HEAD"] if self.method == "GET" else [self.method]
 
     @property
     def types(self) -> list[Any]:

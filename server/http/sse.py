@@ -84,6 +84,10 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.last_sent = asyncio.get_running_loop().time()
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        if scope["method"] == "HEAD":
+            await self.frames.aclose()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
         # send the headers now; the first token may take a while
         await send({"type": "http.response.body", "body": b"", "more_body": True})
         pump = asyncio.create_task(self._pump(send))

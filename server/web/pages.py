@@ -10,7 +10,7 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 PAGES = frozenset({"/", "/docs"})
 LINKS = {
@@ -27,9 +27,14 @@ _HEADERS = {
 
 
 async def index(request: Request) -> Response:
-    """Where to go from here: HTML for browsers, JSON for everyone else."""
-    if "text/html" not in request.headers.get("accept", ""):
+    """Where to go from here: HTML for browsers, JSON for clients that name it. Others get the text by which Ollama's
+    clients know a server.
+    """
+    accepted = request.headers.get("accept", "")
+    if "application/json" in accepted and "text/html" not in accepted:
         return JSONResponse({"message": "quire is running"} | LINKS)
+    if "text/html" not in accepted:
+        return PlainTextResponse("Ollama is running")
     links = " ".join(f'<a href="{target}">{name}</a>' for name, target in LINKS.items())
     return HTMLResponse(f"<!doctype html><title>quire</title><p>quire is running: {links}</p>\n", headers=_HEADERS)
 

@@ -34,6 +34,21 @@ def own_server(model_folder) -> Iterator[RunningServer]:
         yield running.wait_ready()
 
 
+def test_idle_connections_outlive_those_of_balancers(own_server, model_folder):
+    """Balancers keep theirs for 60 to 120 s; one that is reused while the server closes it is a reset."""
+    assert own_server.config.server.timeout_keep_alive > 120
+    for path in ("/live", "/v1/models", "/nothing"):
+        assert own_server.http.get(path).headers["keep-alive"] == "timeout=180"
+    assert "keep-alive" not in own_server.http.get("/live", headers={"connection": "close"}).headers
+    with running_server(model_folder, timeout_keep_alive=1.5) as server:
+        server.wait_ready()
+        with connect(port_of(server)) as connection:
+            connection.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            began = time.monotonic()
+            answer = read_all(connection)  # to the end of the connection
+            assert b"keep-alive: timeout=1\r\n" in answer and 1 < time.monotonic() - began < 5
+
+
 @contextmanager
 def limits(server: RunningServer, **values) -> Iterator[None]:
     """Set limits for connections that are opened in the meantime."""

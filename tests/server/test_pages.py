@@ -54,7 +54,7 @@ def server(model_folder):
 
 
 def test_the_root_says_where_to_go(server):
-    answer = server.http.get("/")
+    answer = server.http.get("/", headers={"accept": "application/json"})
     assert answer.status_code == 200 and answer.json() == {"message": "quire is running"} | LINKS
     assert server.http.head("/").status_code == 200
     page = server.http.get("/", headers={"accept": "text/html,*/*"})

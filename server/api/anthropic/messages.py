@@ -28,18 +28,19 @@ async def create_message(request: Request, state: ServerState) -> Response:
     generation = await admission.generate(request, state, [one], "messages")
     message = MessageResponse(
         id=ID_PREFIX + request.scope["request_id"],
-        model=body.model,
+        model=state.shown_name(body.model),
         content=[],
         usage=streams.usage(len(one.prompt_token_ids), 0, 0),
     )
+    clipped = one.sampling.max_tokens < body.max_tokens
     if body.stream:
-        frames = streams.Stream(message, len(one.prompt_token_ids)).frames(generation)
+        frames = streams.Stream(message, len(one.prompt_token_ids), clipped).frames(generation)
         return sse.EventStream(
             sse.to_the_end(frames, message.id, streams.error_event, b""), state.config.server.sse_keep_alive_interval
         )
     (choice,) = await sse.unless_disconnected(request, deltas.collect(generation, 1))
     return await state.threads.run(
-        deltas.answer_size([choice]), lambda: _whole(message, choice, one), tenant_of(request.scope)
+        deltas.answer_size([choice]), lambda: _whole(message, choice, one, clipped), tenant_of(request.scope)
     )
 
 
@@ -58,9 +59,9 @@ def _prepare(request: Request, body: MessagesRequest, state: ServerState) -> Pre
     return after_images(wanted, state, wanted.tenant, finish)
 
 
-def _whole(message: MessageResponse, choice: deltas.Choice, one: GenerationRequest) -> Response:
+def _whole(message: MessageResponse, choice: deltas.Choice, one: GenerationRequest, clipped: bool) -> Response:
     message.content = streams.blocks(choice.events if one.parsing else [Content(choice.text)])
-    message.stop_reason, message.stop_sequence = streams.stopped(choice.finish_reason, choice.stop_reason)
+    message.stop_reason, message.stop_sequence = streams.stopped(choice.finish_reason, choice.stop_reason, clipped)
     message.usage = streams.usage(len(one.prompt_token_ids), choice.num_cached_tokens, len(choice.token_ids))
     return sse.JsonResponse(message)
 

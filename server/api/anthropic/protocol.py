@@ -199,7 +199,9 @@ class MessageResponse(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     model: str
     content: list[ContentBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
+    stop_reason: (
+        Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
+    ) = None
     stop_sequence: str | None = None
     usage: MessageUsage
 

@@ -21,8 +21,10 @@ def error_event(error: ApiError) -> bytes:
     return sse.event(anthropic_body(error.status, error.message), "error")
 
 
-def stopped(finish_reason: str | None, stop_reason: int | str | None) -> tuple[str | None, str | None]:
-    """(stop_reason, stop_sequence)."""
+def stopped(finish_reason: str | None, stop_reason: int | str | None, clipped: bool) -> tuple[str | None, str | None]:
+    """(stop_reason, stop_sequence). `clipped`: the context holds less than the request's max_tokens."""
+    if finish_reason == "length" and clipped and stop_reason != "timeout":
+        return "model_context_window_exceeded", None
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return "stop_sequence", stop_reason
     return finish_reason and _STOP_REASONS.get(finish_reason, "end_turn"), None
@@ -86,8 +88,8 @@ def _input(arguments: str) -> Any:
 class Stream:
     """Writes the deltas of one choice as events."""
 
-    def __init__(self, message: MessageResponse, num_prompt_tokens: int):
-        self.message, self.num_prompt_tokens = message, num_prompt_tokens
+    def __init__(self, message: MessageResponse, num_prompt_tokens: int, clipped: bool):
+        self.message, self.num_prompt_tokens, self.clipped = message, num_prompt_tokens, clipped
         self.num_output_tokens = self.num_cached_tokens = 0
         self.begun = False
         self.index = -1  # of the block that is open
@@ -112,7 +114,7 @@ class Stream:
             yield from self._event(event)
         if delta.finish_reason is not None:
             yield from self._close()
-            reason, sequence = stopped(delta.finish_reason, delta.stop_reason)
+            reason, sequence = stopped(delta.finish_reason, delta.stop_reason, self.clipped)
             yield _event(
                 "message_delta",
                 delta={"stop_reason": reason, "stop_sequence": sequence},

@@ -39,6 +39,7 @@ def spec(body: MessagesRequest, thinks: bool, **identity: Any) -> GenerationSpec
         structure=_structure(body),
         cache_salt=body.cache_salt,
         prompt_param="messages",
+        clip_max_tokens=True,  # max_tokens is mandatory, and clients send their model's
         **identity,
     )
 

@@ -97,6 +97,7 @@ def _prepare(request: Request, body: InfillRequest, state: ServerState) -> Gener
             stop=body.stop or None,
         ),
         suffix=body.input_suffix,
+        clip_max_tokens=True,
         context=[(file.filename, file.text) for file in body.input_extra or ()],
         prompt_param="input_prefix",
         max_tokens_param="n_predict",

@@ -10,9 +10,13 @@ from typing import Any
 
 import msgspec
 
+from quire.engine.messages import TokenLogprobs
 from quire.server.generate.generation import Delta, GenerationRequest
 from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+from quire.server.text.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 def now() -> str:
@@ -20,10 +24,13 @@ def now() -> str:
 
 
 class Answer:
-    """Writes the deltas of one choice. `chat`: as messages, else as texts."""
+    """Writes the deltas of one choice. `chat`: as messages, else as texts. With a `tokenizer`, log-probabilities are
+    told, too.
+    """
 
-    def __init__(self, model: str, one: GenerationRequest, chat: bool):
-        self.model, self.chat = model, chat
+    def __init__(self, model: str, one: GenerationRequest, chat: bool, tokenizer: Tokenizer | None = None):
+        self.model, self.chat, self.tokenizer = model, chat, tokenizer
+        self.num_alternatives = one.sampling.logprobs or 0
         self.started, self.first_token, self.ended = time.monotonic_ns(), 0, 0
         self.num_prompt_tokens, self.num_tokens = len(one.prompt_token_ids), 0
         self.call: dict[str, Any] | None = None  # which is being received
@@ -51,7 +58,11 @@ class Answer:
         self.num_tokens += len(delta.token_ids)
         events = delta.events if delta.events is not None else [Content(delta.text)] if delta.text else []
         told = [message for event in events for message in self._told(event)]
+        if self.tokenizer is not None and delta.logprobs and not told:
+            told = [{"content": ""}]
         out = [self._part(message) for message in told]
+        if self.tokenizer is not None and delta.logprobs:
+            out[0]["logprobs"] = [self._logprob(position) for position in delta.logprobs]
         if delta.finish_reason is not None:
             out += [self._part(message) for message in self._ended_call()]
             out.append(self._last(delta.finish_reason))
@@ -60,16 +71,27 @@ class Answer:
     def whole(self, deltas: list[Delta]) -> dict[str, Any]:
         """One object with everything that the parts say."""
         parts = [part for delta in deltas for part in self.parts(delta)]
+        whole = parts[-1]
+        if self.tokenizer is not None:
+            whole["logprobs"] = [one for part in parts for one in part.get("logprobs", ())]
         if not self.chat:
             texts = {name: "".join(part.get(name, "") for part in parts) for name in ("response", "thinking")}
-            return parts[-1] | {name: text for name, text in texts.items() if text or name == "response"}
+            return whole | {name: text for name, text in texts.items() if text or name == "response"}
         messages = [part["message"] for part in parts]
         message: dict[str, Any] = {"role": "assistant", "content": "".join(one["content"] for one in messages)}
         if thinking := "".join(one.get("thinking", "") for one in messages):
             message["thinking"] = thinking
         if calls := [call for one in messages for call in one.get("tool_calls", ())]:
             message["tool_calls"] = calls
-        return parts[-1] | {"message": message}
+        return whole | {"message": message}
+
+    def _logprob(self, position: TokenLogprobs) -> dict[str, Any]:
+        entries = [
+            {"token": self.tokenizer.id_to_token(token_id), "logprob": max(logprob, LOWEST)}
+            | {"bytes": list(self.tokenizer.token_bytes(token_id))}
+            for token_id, logprob in zip(position.token_ids[: 1 + self.num_alternatives], position.logprobs)
+        ]
+        return entries[0] | ({"top_logprobs": entries[1:]} if self.num_alternatives else {})
 
     def _told(self, event: Event) -> list[dict[str, Any]]:
         match event:

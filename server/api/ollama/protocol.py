@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from quire.server.generate.limits import (
+    INT64_MAX,
     MAX_PROMPTS,
     ImageText,
     Int64,
@@ -54,7 +55,8 @@ _LOADING = frozenset(
 
 
 class Options(msgspec.Struct, kw_only=True):
-    num_predict: Annotated[int, Meta(ge=-2, le=2**31)] | None = None  # -1, -2: what the context holds
+    # -2 to 0, and more than fit: what the context holds
+    num_predict: Annotated[int, Meta(ge=-2, le=INT64_MAX)] | None = None
     temperature: Temperature | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     top_p: TopP | None = None
@@ -84,12 +86,11 @@ class _Generation(msgspec.Struct, kw_only=True):
     options: Options | None = None
     think: Think = None
     keep_alive: KeepAlive = None  # the model stays
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # alternatives per token, with `logprobs`
 
     harmless: ClassVar = frozenset({"shift", "truncate"})
-    unsupported: ClassVar[dict[str, tuple]] = {
-        "logprobs": (False,),
-        "top_logprobs": (0,),
-    }
+    unsupported: ClassVar[dict[str, tuple]] = _NOTHING
 
 
 class CallFunction(msgspec.Struct, kw_only=True):
@@ -222,6 +223,16 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[AnsweredCall] | UnsetType = UNSET
 
 
+class TokenLogprob(msgspec.Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class Logprob(TokenLogprob, kw_only=True):
+    top_logprobs: list[TokenLogprob] | UnsetType = UNSET
+
+
 class _Answer(msgspec.Struct, kw_only=True):
     """Durations are in nanoseconds."""
 
@@ -235,6 +246,7 @@ class _Answer(msgspec.Struct, kw_only=True):
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
+    logprobs: list[Logprob] | UnsetType = UNSET
 
 
 class ChatAnswer(_Answer, kw_only=True):
@@ -301,4 +313,5 @@ class ShowAnswer(msgspec.Struct, kw_only=True):
 
 
 class VersionAnswer(msgspec.Struct):
-    version: str
+    version: str  # of Ollama's API
+    quire: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,9 +11,10 @@ from starlette.responses import Response
 
 from quire.server.api.ollama import protocol
 from quire.server.api.ollama.answer import Answer, now
+from quire.server.api.ollama.models import running, served_name, show, shown_name, tags, version
 from quire.server.api.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
 from quire.server.api.ollama.translate import chat_spec, generate_spec
-from quire.server.errors import ApiError, BadRequest, NotFound
+from quire.server.errors import ApiError, NotFound
 from quire.server.generate.generation import Delta, GenerationRequest
 from quire.server.generate.images import after_images
 from quire.server.generate.pooling import Vector, embed_params
@@ -29,7 +29,6 @@ from quire.server.state import ServerState
 
 ID_PREFIX = "ollama-"
 HEADERS = [(b"content-type", NDJSON.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-FAR_AWAY = "2318-12-31T00:00:00Z"  # a served model stays
 
 B = TypeVar("B", ChatRequest, GenerateRequest)
 Work = tuple[B, GenerationRequest | None] | Later[tuple[B, GenerationRequest | None]]
@@ -76,22 +75,22 @@ def _admit(request: Request, state: ServerState, body: ChatRequest | GenerateReq
     return admission.admit(request, state, ID_PREFIX, model=served_name(body.model, state))
 
 
-def served_name(name: str, state: ServerState) -> str:
-    """A model's name without the tag that Ollama's clients add."""
-    plain = name.removesuffix(":latest")
-    return plain if name not in state.names and plain in state.names else name
-
-
 async def _respond(
     request: Request, state: ServerState, body: ChatRequest | GenerateRequest, one: GenerationRequest | None
 ) -> Response:
     answer_to_chat = isinstance(body, ChatRequest)
     if one is None:  # a request to load the model, which it is
-        empty: dict[str, Any] = {"model": body.model, "created_at": now(), "done": True, "done_reason": "load"}
+        empty: dict[str, Any] = {
+            "model": shown_name(body.model, state),
+            "created_at": now(),
+            "done": True,
+            "done_reason": "load",
+        }
         text = {"message": {"role": "assistant", "content": ""}} if answer_to_chat else {"response": ""}
         return sse.JsonResponse(empty | text)
     stream = await admission.generate(request, state, [one], "messages" if answer_to_chat else "prompt")
-    answer = Answer(body.model, one, answer_to_chat)
+    tokenizer = state.tokenizer if body.logprobs else None
+    answer = Answer(shown_name(body.model, state), one, answer_to_chat, tokenizer)
     if body.stream is not False:
         lines = sse.to_the_end(answer.lines(stream), one.request_id, _error_line, b"")
         response = sse.EventStream(lines, 0)  # without comments, which are no JSON
@@ -131,7 +130,7 @@ async def embed(request: Request, state: ServerState) -> Response:
     found = await vectors(request, state, requests, "input")
     return sse.JsonResponse(
         {
-            "model": body.model,
+            "model": shown_name(body.model, state),
             "embeddings": [vector.values.tolist() for vector in found],
             "total_duration": time.monotonic_ns() - started,
             "load_duration": 0,
@@ -167,82 +166,7 @@ def _vector_requests(
     return to_requests(request, fields, state, identity["request_id"], texts, params, param, refuses_long=refuses)
 
 
-# ---- models
-
-
-def _details(state: ServerState) -> dict[str, Any]:
-    return {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": "",
-        "families": [],
-        "parameter_size": "",
-        "quantization_level": state.config.model.quantization or "",
-    }
-
-
-def _model(name: str, state: ServerState) -> dict[str, Any]:
-    weights = state.ready.worker.plan.weights if state.ready else 0
-    return {
-        "name": name,
-        "model": name,
-        "modified_at": datetime.fromtimestamp(state.created, UTC).isoformat().replace("+00:00", "Z"),
-        "size": weights,
-        "digest": "",
-        "details": _details(state),
-    }
-
-
-async def tags(request: Request, state: ServerState) -> Response:
-    """The models there are."""
-    return sse.JsonResponse({"models": [_model(name, state) for name in state.names]})
-
-
-async def running(request: Request, state: ServerState) -> Response:
-    """The models that are loaded."""
-    state.require_ready()
-    device = state.ready.worker.plan.device if state.ready else "cpu"
-    shown = []
-    for name in state.names:
-        model = _model(name, state)
-        more = {
-            "expires_at": FAR_AWAY,
-            "size_vram": 0 if device == "cpu" else model["size"],
-            "context_length": state.model.max_model_len,
-        }
-        shown.append(model | more)
-    return sse.JsonResponse({"models": shown})
-
-
-async def show(request: Request, state: ServerState) -> Response:
-    """What is known about a model."""
-    body = await take(request, ShowRequest, state, lambda body: body)
-    name = body.model or body.name
-    if not name:
-        raise BadRequest("Missing required parameter: model.", param="model")
-    model = state.require_ready()
-    state.require_model(served_name(name, state))
-    formats = state.formats
-    capabilities = ["completion"] if model.pooling is None or not model.pooling.tasks else ["embedding", "completion"]
-    capabilities += ["tools"] if formats.tools else []
-    capabilities += ["thinking"] if formats.reasoning else []
-    capabilities += ["vision"] if state.images.why_not is None else []
-    return sse.JsonResponse(
-        {
-            "modelfile": "",
-            "parameters": "\n".join(f"{key} {value}" for key, value in sorted(model.sampling_defaults.items())),
-            "template": next(iter(state.tokenizer.chat_templates.values()), ""),
-            "details": _details(state),
-            "model_info": {"general.architecture": "", "context_length": model.max_model_len},
-            "capabilities": capabilities,
-            "modified_at": _model(name, state)["modified_at"],
-        }
-    )
-
-
-async def version(request: Request, state: ServerState) -> Response:
-    """Of this server."""
-    return sse.JsonResponse({"version": state.version})
+# ---- what there is not
 
 
 async def no_such_action(request: Request, state: ServerState) -> Response:

@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.server.api.ollama.protocol import ChatMessage, ChatRequest, GenerateRequest, Options
 from quire.server.errors import BadRequest
+from quire.server.generate.limits import INT64_MAX
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.generate.tools import Reasoning, Tool, ToolChoice
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
@@ -45,22 +46,25 @@ def generate_spec(body: GenerateRequest, **identity: Any) -> GenerationSpec:
 def _spec(
     body: ChatRequest | GenerateRequest, prompts: Conversation | list[str], param: str, identity: dict[str, Any]
 ) -> GenerationSpec:
+    options = _options(body.options or Options())
+    if body.logprobs:
+        options.logprobs = body.top_logprobs or 0
     return GenerationSpec(
         prompts=prompts,
-        options=_options(body.options or Options()),
+        options=options,
         structure=_structure(body),
         prompt_param=param,
         max_tokens_param="options.num_predict",
+        clip_max_tokens=True,
+        logprobs_param="top_logprobs",
         **identity,
     )
 
 
 def _options(options: Options) -> GenerationOptions:
     limit = options.num_predict
-    if limit == 0:
-        raise BadRequest("options.num_predict must be at least 1, or -1.", param="options.num_predict")
     return GenerationOptions(
-        max_tokens=limit if limit is not None and limit > 0 else None,
+        max_tokens=INT64_MAX if limit is not None and limit <= 0 else limit,  # cut to what the context holds
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from quire.server.api.openai.protocol import ModelCard, ModelList
+from quire.server.startup.model_names import default_name
 from quire.server.state import ServerState
 
 
@@ -13,7 +12,5 @@ def model_list(state: ServerState) -> ModelList:
 
 
 def model_card(state: ServerState, name: str) -> ModelCard:
-    model = state.config.model.model
-    # do not reveal the operator's paths
-    root = os.path.basename(os.path.normpath(model)) if os.path.isabs(model) else model
+    root = default_name(state.config.model.model)  # not the operator's path
     return ModelCard(id=name, created=state.created, root=root, max_model_len=state.model and state.model.max_model_len)

@@ -8,13 +8,13 @@ from quire.server.http.route import EMPTY, Route
 
 _UNREADY = {"503": status.Health}
 ROUTES = [
-    Route("GET", "/live", status.live, answer=status.Live, head=True),
-    Route("GET", "/ready", status.ready, answer=status.Health, others=_UNREADY, head=True),
-    Route("GET", "/health", status.ready, answer=status.Health, others=_UNREADY, head=True),
+    Route("GET", "/live", status.live, answer=status.Live),
+    Route("GET", "/ready", status.ready, answer=status.Health, others=_UNREADY),
+    Route("GET", "/health", status.ready, answer=status.Health, others=_UNREADY),
     Route("GET", "/version", status.version, answer=status.Version),
     Route("GET", "/metrics", status.metrics, answer="text/plain"),
     Route("GET", "/server_info", status.server_info, answer=status.ServerInfo),
     Route("POST", "/reset_prefix_cache", status.reset_prefix_cache, answer=status.CacheReset),
     Route("GET", "/tokenizer_info", tokenizer_info, answer=TokenizerInfo),
-    Route("GET", "/ping", sagemaker.ping, answer=EMPTY, head=True),
+    Route("GET", "/ping", sagemaker.ping, answer=EMPTY),
 ]

@@ -15,6 +15,7 @@ from quire.engine.messages import Ready
 from quire.server.errors import EngineError, Unavailable
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import JsonResponse
+from quire.server.startup.model_names import without_folders
 from quire.server.state import ServerState
 from quire.server.structured.schema import structured_output
 
@@ -107,15 +108,16 @@ def _engine(ready: Ready) -> dict[str, Any]:
 
 
 def _shown(config: Config) -> dict[str, Any]:
-    """All settings but the secrets."""
+    """All settings but the secrets, and of paths the last part."""
+    sections = {section.name: getattr(config, section.name) for section in dataclasses.fields(config)}
     return {
-        section.name: {
+        name: {
             f.name: "***"
-            if f.metadata.get("secret") and getattr(getattr(config, section.name), f.name)
-            else getattr(getattr(config, section.name), f.name)
-            for f in dataclasses.fields(getattr(config, section.name))
+            if f.metadata.get("secret") and getattr(section, f.name)
+            else without_folders(getattr(section, f.name))
+            for f in dataclasses.fields(section)
         }
-        for section in dataclasses.fields(config)
+        for name, section in sections.items()
     }
 
 

@@ -162,6 +162,12 @@ def test_how_an_answer_ends(plain):
     server, script = plain
     script.says("one two", finish_reason="length")
     assert ask(server).stop_reason == "max_tokens"
+    # a client sends what its own vendor's models can write
+    for max_tokens in (4096, 32000, 128000):
+        assert ask(server, max_tokens=max_tokens).stop_reason == "model_context_window_exceeded"
+        sent = script.requests[-1]
+        assert sent.sampling.max_tokens == 4096 - len(sent.prompt_token_ids)
+        assert streamed(server, max_tokens=max_tokens)[0].stop_reason == "model_context_window_exceeded"
     script.says("one STOP two")
     message = ask(server, stop_sequences=["STOP"])
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "STOP")

@@ -117,6 +117,32 @@ def test_options_reach_the_sampler(plain):
     )
 
 
+@pytest.mark.parametrize("num_predict", [0, -1, -2, 4096, 128000, 2**62])
+def test_num_predict_is_cut_to_the_context(plain, num_predict):
+    server, script = plain
+    script.says("x", finish_reason="length")
+    answer = client_of(server).generate(MODEL, "Hello", options={"num_predict": num_predict})
+    assert answer.done_reason == "length"
+    sent = script.requests[-1]
+    assert sent.sampling.max_tokens == 4096 - len(sent.prompt_token_ids)
+
+
+@pytest.mark.parametrize("top", [None, 2])
+def test_log_probabilities_are_told_per_token(pair, top):
+    server, script = pair
+    script.says("<think>hm</think>Hi there")
+    client, fields = client_of(server), {"logprobs": True, "top_logprobs": top}
+    whole = client.chat(MODEL, ASK, **fields)
+    assert script.requests[-1].sampling.logprobs == (top or 0)
+    streamed = [one for part in client.chat(MODEL, ASK, stream=True, **fields) for one in part.logprobs or ()]
+    generated = client.generate(MODEL, "x", **fields).logprobs
+    for found in (whole.logprobs, streamed, generated):
+        assert len(found) == whole.eval_count and all(one.logprob == -0.5 for one in found)
+        assert "".join(one.token for one in found).startswith("<think>hm</think>Hi there")
+        assert all((one.top_logprobs is None) == (top is None) for one in found)
+    assert client.chat(MODEL, ASK).logprobs is None
+
+
 def test_formats_constrain_the_answer(plain):
     server, script = plain
     script.says("{}")
@@ -179,7 +205,8 @@ def test_what_there_is(pair):
         ("chat", {"model": MODEL, "messages": ASK, "tools": TOOLS * 2}, 400, "same name"),
         ("generate", {"model": MODEL, "prompt": "x", "template": "y"}, 400, "template"),
         ("generate", {"model": MODEL, "prompt": "x", "raw": True, "system": "y"}, 400, "system"),
-        ("generate", {"model": MODEL, "prompt": "x", "options": {"num_predict": 0}}, 400, "num_predict"),
+        ("generate", {"model": MODEL, "prompt": "x", "options": {"num_predict": -3}}, 400, "num_predict"),
+        ("chat", {"model": MODEL, "messages": ASK, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
         ("embed", {"model": MODEL, "input": "x"}, 400, "no embeddings"),
         ("embeddings", {"model": MODEL, "prompt": "x"}, 400, "no embeddings"),
         ("show", {}, 400, "model"),

@@ -1,0 +1,128 @@
+"""Ollama's routes about models: /api/tags, /api/ps, /api/show, /api/version."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.api.ollama.protocol import ShowRequest
+from quire.server.errors import BadRequest, EngineError
+from quire.server.http import sse
+from quire.server.http.read_body import take
+from quire.server.startup.model_details import ModelDetails, in_words
+from quire.server.state import ServerState
+from quire.server.text.infill import infill_of
+
+API_VERSION = "0.12.11"  # the release of Ollama whose API is spoken; clients refuse older ones
+FAR_AWAY = "2318-12-31T00:00:00Z"  # a served model stays
+
+
+def served_name(name: str, state: ServerState) -> str:
+    """A model's name without the tag that Ollama's clients add."""
+    plain = name.removesuffix(":latest")
+    known = (*state.names, *state.aliases)
+    return plain if name not in known and plain in known else name
+
+
+def shown_name(name: str, state: ServerState) -> str:
+    """The name for the answer to a request for `name`."""
+    return name if served_name(name, state) in state.names else state.names[0]
+
+
+async def _read(state: ServerState) -> ModelDetails:
+    state.require_ready()
+    try:
+        return await state.details.get()
+    except (ValueError, OSError) as error:
+        raise EngineError("The files of the model cannot be read.") from error
+
+
+def _details(found: ModelDetails, state: ServerState) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": found.format,
+        "family": found.family,
+        "families": [found.family] if found.family else [],
+        "parameter_size": in_words(found.num_parameters),
+        "quantization_level": state.config.model.quantization or found.quantization,
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _model(name: str, found: ModelDetails, state: ServerState) -> dict[str, Any]:
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _time(found.modified_at),
+        "size": found.size,
+        "digest": found.digest,
+        "details": _details(found, state),
+    }
+
+
+async def tags(request: Request, state: ServerState) -> Response:
+    """The models there are."""
+    found = await _read(state)
+    return sse.JsonResponse({"models": [_model(name, found, state) for name in state.names]})
+
+
+async def running(request: Request, state: ServerState) -> Response:
+    """The models that are loaded."""
+    found = await _read(state)
+    plan = state.ready.worker.plan if state.ready else None
+    more = {
+        "expires_at": FAR_AWAY,
+        "size": plan.weights + plan.activations + plan.kv_cache if plan else found.size,
+        "size_vram": plan.weights + plan.activations + plan.kv_cache if plan and plan.device != "cpu" else 0,
+        "context_length": state.model.max_model_len,
+    }
+    return sse.JsonResponse({"models": [_model(name, found, state) | more for name in state.names]})
+
+
+async def show(request: Request, state: ServerState) -> Response:
+    """What is known about a model."""
+    body = await take(request, ShowRequest, state, lambda body: body)
+    name = body.model or body.name
+    if not name:
+        raise BadRequest("Missing required parameter: model.", param="model")
+    model = state.require_ready()
+    state.require_model(served_name(name, state))
+    found = await _read(state)
+    # clients size their prompts by it: what is served may be less than what the model was trained for
+    served = {f"{found.family}.context_length": model.max_model_len}
+    if model.pooling is not None and "embed" in model.pooling.tasks:
+        served[f"{found.family}.embedding_length"] = model.pooling.num_dimensions
+    return sse.JsonResponse(
+        {
+            "modelfile": "",
+            "parameters": "\n".join(f"{key} {value}" for key, value in sorted(model.sampling_defaults.items())),
+            "template": next(iter(state.tokenizer.chat_templates.values()), ""),
+            "details": _details(found, state),
+            "model_info": found.metadata | served,
+            "capabilities": _capabilities(state),
+            "modified_at": _time(found.modified_at),
+        }
+    )
+
+
+def _capabilities(state: ServerState) -> list[str]:
+    pooling, formats = state.model.pooling, state.formats
+    found = ["embedding"] if pooling is not None and pooling.tasks else []
+    if pooling is not None and not pooling.generates:
+        return found
+    found += ["completion"]
+    found += ["insert"] if infill_of(state.tokenizer) is not None else []
+    found += ["tools"] if formats.tools else []
+    found += ["thinking"] if formats.reasoning else []
+    return found + (["vision"] if state.images.why_not is None else [])
+
+
+async def version(request: Request, state: ServerState) -> Response:
+    """The version of Ollama's API, and of this server."""
+    return sse.JsonResponse({"version": API_VERSION, "quire": state.version})

@@ -1,0 +1,60 @@
+"""The names under which clients know the model: without the paths of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from quire.configs.config import Config
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_SNAPSHOT = re.compile(r"models--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/[0-9a-f]+$")
+
+
+def default_name(model: str) -> str:
+    """The stem of a GGUF file, the name of a folder, `org/name` of a snapshot in the Hugging Face cache; a Hub id as it
+    is.
+    """
+    path = os.path.expanduser(model)
+    if os.path.isfile(path):
+        name = Path(os.path.abspath(path)).name
+        return _SHARD.sub("", name[:-5]) if name.lower().endswith(".gguf") else name
+    if not os.path.isabs(path) and not os.path.isdir(path):
+        return model
+    path = os.path.abspath(path)
+    if match := _SNAPSHOT.search(path):
+        return f"{match['org']}/{match['name']}"
+    return os.path.basename(path) or model
+
+
+def served_names(config: Config) -> list[str]:
+    """The names that the API lists; answers have the first."""
+    return list(config.server.served_model_name) or [default_name(config.model.model)]
+
+
+def accepted_names(config: Config) -> frozenset[str]:
+    """Names that requests may use but no answer shows: the model as given, if it has no other names."""
+    return frozenset() if config.server.served_model_name else frozenset({config.model.model})
+
+
+def without_paths(text: str, config: Config, folder: str | None = None) -> str:
+    """`text` with the model's name where it has a path of the model; `folder` is the one that was made of its file."""
+    model = os.path.expanduser(config.model.model)
+    paths = [folder, os.path.abspath(model)] if folder or os.path.exists(model) else []
+    for path in filter(None, [*paths, model if os.path.isabs(model) else None]):
+        text = text.replace(path, served_names(config)[0])
+    return text
+
+
+def without_folders(value: Any) -> Any:
+    """A setting without the folders of this machine: of a path, the last part."""
+    if isinstance(value, list):
+        return [without_folders(item) for item in value]
+    if not isinstance(value, str) or "/" not in value:
+        return value
+    path = os.path.expanduser(value)
+    if os.path.exists(path):
+        return default_name(value)
+    return os.path.basename(path.rstrip("/")) if os.path.isabs(path) else value
