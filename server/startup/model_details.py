@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.configs.gguf import GgufFile, read_gguf
+from quire.checkpoints.gguf.header import GgufFile, read_gguf
 from quire.server.engines.supervisor import in_thread
 
 # of `general.file_type`: llama.cpp's numbers

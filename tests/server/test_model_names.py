@@ -31,7 +31,7 @@ def gguf_server(checkpoint, tmp_path_factory):
     path = folder / "Tiny-Q8_0.gguf"
     write_gguf(checkpoint, path, {"default": "Q8_0"}, "qwen3")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.server.startup.gguf.cache_folder", lambda: folder / "cache")
+        patch.setattr("quire.checkpoints.gguf.folder.cache_folder", lambda: folder / "cache")
         with running_server(str(path), served_model_name=[]) as server:
             yield server.wait_ready()
 
