@@ -6,7 +6,6 @@ huggingface_hub is imported only here and in `hub.py`.
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Callable
@@ -16,11 +15,11 @@ from pathlib import Path
 from quire.checkpoints.gguf import folder as gguf_folder
 from quire.checkpoints.gguf.header import header_length, read_gguf
 from quire.checkpoints.gguf.names import IGNORED
+from quire.checkpoints.safetensors import SINGLE, weight_names
 
 _FIRST = 1 << 17  # bytes of the first request
 _MOST = 1 << 28  # of a header
 _THREADS = 8
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class HubFile:
@@ -90,10 +89,7 @@ def gguf_with_header(repository: str, names: list[str], revision: str | None, ta
 
 
 def _weight_files(folder: Path) -> list[str]:
-    index = folder / _INDEX
-    if not index.is_file():
-        return [_SINGLE]
-    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return weight_names(folder) or [SINGLE]
 
 
 def _safetensors_length(data: bytes) -> int | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoints.files import unreadable
+from quire.checkpoints.reading import read_object
 
 # of the module Transformer, under the names that versions of the library have given it
 TRANSFORMER_FILES = tuple(
@@ -74,18 +73,3 @@ def transformer_settings(transformer: Path) -> tuple[dict[str, Any], Path]:
         if (transformer / name).is_file():
             return read_object(transformer / name), transformer / name
     return {}, transformer / TRANSFORMER_FILES[0]
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, {} if there is none. Raises ValueError."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise ValueError(unreadable(path, error)) from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"cannot read {path}: {error}; download it again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must be a JSON object")
-    return found

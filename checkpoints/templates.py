@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from quire.checkpoints.reading import read_object
 
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
@@ -46,14 +47,7 @@ def _text(path: Path) -> str:
 
 def _of_json(path: Path) -> dict[str, str]:
     """The templates under `chat_template` of a JSON file, none if there is no such file or key."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must be a JSON object")
+    content = read_object(path)
     return _named(content.get("chat_template"), path)
 
 

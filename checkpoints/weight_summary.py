@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoints.files import damaged_weights
 from quire.checkpoints.gguf.header import read_gguf
+from quire.checkpoints.safetensors import read_header, stored_files
 from quire.checkpoints.sizes import format_bytes
 
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -88,15 +87,8 @@ def _groups(size: int) -> str:
 def _safetensors_sizes(folder: Path) -> tuple[Counter[str], int]:
     """(bytes of each type of tensor, number of files)."""
     sizes: Counter[str] = Counter()
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = stored_files(folder)
     for path in paths:
-        try:
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        except (OSError, ValueError) as error:
-            raise ValueError(damaged_weights(path, error)) from error
-        for name, entry in header.items():
-            if name != "__metadata__":
-                start, end = entry["data_offsets"]
-                sizes[entry["dtype"]] += end - start
+        for tensor in read_header(path).values():
+            sizes[tensor.dtype] += tensor.end - tensor.start
     return sizes, len(paths)

@@ -5,9 +5,10 @@ this one loads neither numpy nor Pillow.
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from quire.checkpoints.reading import read_object, reading
 
 if TYPE_CHECKING:
     from quire.server.media.processor import ImageProcessor
@@ -61,31 +62,20 @@ def load_processor(folder: str | Path) -> ImageProcessor:
     if (why := why_no_images(config)) is not None:
         raise ValueError(f"the model takes no images: {why}")
     module, _, name = _find(config).partition(":")
-    return getattr(importlib.import_module(f"{_HERE}.{module}"), name)(config, _preprocessor(Path(folder)))
+    with reading(folder):
+        return getattr(importlib.import_module(f"{_HERE}.{module}"), name)(config, _preprocessor(Path(folder)))
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json, or {} if there is none."""
-    return _read_json(Path(folder) / "config.json")
+    return read_object(Path(folder) / "config.json")
 
 
 def _preprocessor(folder: Path) -> dict[str, Any]:
     """preprocessor_config.json, or the image processor's part of processor_config.json; the latter's other plain
     settings, such as the number of tokens of an image, count where the image processor has none of that name.
     """
-    own = _read_json(folder / "preprocessor_config.json")
-    joint = _read_json(folder / "processor_config.json")
+    own = read_object(folder / "preprocessor_config.json")
+    joint = read_object(folder / "processor_config.json")
     plain = {name: value for name, value in joint.items() if not isinstance(value, dict)}
     return plain | (own or joint.get("image_processor") or {})
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no object")
-    return found

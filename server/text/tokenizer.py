@@ -9,7 +9,6 @@ load time.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 
 from quire.checkpoints.files import check_readable
+from quire.checkpoints.reading import read_object, reading
 from quire.checkpoints.sentence_settings import transformer_settings
 from quire.checkpoints.templates import model_templates
 from quire.server.text.chat_template import ChatTemplate, compile_template
@@ -74,11 +74,12 @@ class Tokenizer:
         folder = Path(folder)
         if folder.is_dir():
             check_readable(str(folder), "tokenizer")
-        if (folder / "tokenizer.json").is_file():
-            tokenizer = _load_fast(cls, folder)
-        else:
-            tokenizer = _load_with_transformers(cls, folder, trust_remote_code)
-        tokenizer.lower_case_as_declared(folder)
+        with reading(folder):
+            if (folder / "tokenizer.json").is_file():
+                tokenizer = _load_fast(cls, folder)
+            else:
+                tokenizer = _load_with_transformers(cls, folder, trust_remote_code)
+            tokenizer.lower_case_as_declared(folder)
         if tokenizer.vocab_size <= len(tokenizer.special_ids):
             raise ValueError(
                 f"tokenizer: the vocabulary in {folder} is empty (it has {tokenizer.vocab_size} special tokens "
@@ -247,11 +248,11 @@ class Tokenizer:
 
 
 def _load_fast(cls: type[Tokenizer], folder: Path) -> Tokenizer:
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_object(folder / "tokenizer_config.json")
     if not config.get("extra_special_tokens"):
         config["extra_special_tokens"] = config.pop("additional_special_tokens", None) or []  # its older name
     if "added_tokens_decoder" not in config:  # older folders keep parts of the configuration in separate files
-        config.update(_read_json(folder / "special_tokens_map.json"))
+        config.update(read_object(folder / "special_tokens_map.json"))
     try:
         backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises plain Exception
@@ -273,15 +274,6 @@ def _load_fast(cls: type[Tokenizer], folder: Path) -> Tokenizer:
         clean_up,
         _eos_token_ids(backend, special_tokens, folder),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
 def _text_of(token: Any) -> str | None:
@@ -338,7 +330,7 @@ def _added_tokens_file(folder: Path, config: Mapping[str, Any]) -> dict[int, Add
     special |= {_text_of(token) for token in config["extra_special_tokens"]}
     return {
         token_id: AddedToken(text, normalized=text not in special, special=text in special)
-        for text, token_id in _read_json(folder / "added_tokens.json").items()
+        for text, token_id in read_object(folder / "added_tokens.json").items()
     }
 
 
@@ -347,7 +339,7 @@ def _is_legacy_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any], f
 
     It does so since version 5.
     """
-    model_config = _read_json(folder / "config.json")
+    model_config = read_object(folder / "config.json")
     tokenizer_class = config.get("tokenizer_class") or model_config.get("tokenizer_class") or ""
     if (
         tokenizer_class.removesuffix("Fast") != "LlamaTokenizer"
@@ -380,9 +372,9 @@ def _eos_token_ids(backend: Any, special_tokens: Mapping[str, str], folder: Path
     """The end token of the tokenizer, then the end tokens in the model's generation_config.json (else config.json)."""
     eos = special_tokens.get("eos_token")
     ids = [backend.token_to_id(eos)] if eos is not None else []
-    declared = _read_json(folder / "generation_config.json").get("eos_token_id")
+    declared = read_object(folder / "generation_config.json").get("eos_token_id")
     if declared is None:
-        declared = _read_json(folder / "config.json").get("eos_token_id")
+        declared = read_object(folder / "config.json").get("eos_token_id")
     ids += declared if isinstance(declared, list) else [declared]
     return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.checkpoints.reading import reading
 from quire.worker.models.wrappers import WRAPPERS, text_architecture, tower_class, wrapper_of
 from quire.worker.transformer.config import ModelSpec, dtype_of_weights, read_config, with_quantization
 from quire.worker.transformer.names import TensorNames
@@ -132,7 +134,12 @@ def read_model_spec(folder: str, implementation: str = "auto", *, images: bool =
         ValueError: config.json is missing or unreadable, names no architecture that the implementation supports, or
         needs an unsupported feature.
     """
-    raw = with_quantization(read_config(folder), folder)
+    raw = read_config(folder)
+    with reading(Path(folder, "config.json"), raw):
+        return _read_spec(folder, with_quantization(raw, folder), implementation, images)
+
+
+def _read_spec(folder: str, raw: dict[str, Any], implementation: str, images: bool) -> ModelSpec:
     if implementation == "transformers" or (implementation == "auto" and _is_foreign(raw)):
         from quire.worker.models.fallback_spec import read_spec  # loads transformers
 

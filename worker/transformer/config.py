@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoints.files import damaged_weights, unreadable
+from quire.checkpoints.config_schema import check_config
+from quire.checkpoints.reading import KeptReads, read_json, read_object
+from quire.checkpoints.safetensors import StoredTensor, read_header, stored_files
 from quire.worker.cache.spec import CacheSpec, Chunk, Full, Latent, LatentSizes, Window
 from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.rope import RopeSpec
@@ -119,15 +119,13 @@ class ModelSpec:
 def read_config(folder: str) -> dict[str, Any]:
     """Parse `folder/config.json`. Raises ValueError if it is missing or unreadable."""
     path = Path(folder, "config.json")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"no model configuration: {unreadable(path, error)}") from error
-    except ValueError as error:  # invalid JSON or UTF-8
-        raise ValueError(f"cannot read the model configuration {path}: {error}; download it again") from error
+    if not path.is_file():
+        raise ValueError(f"no model configuration: cannot read {path}: No such file or directory")
+    raw = read_json(path)
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must contain a JSON object")
-    return raw
+    check_config(raw, path)
+    return KeptReads(raw)
 
 
 _SETTINGS_BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -142,11 +140,11 @@ def with_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
         if not path.is_file() or (method != "modelopt" and not _has_packed_weights(folder)):
             continue
         try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
+            settings = read_object(path)
             settings = settings["quantization"] if method == "modelopt" else settings
             return {**raw, "quantization_config": {"quant_method": method, **settings}}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"cannot read {path}: {error}; download it again") from error
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"cannot read {path}: it has no settings under quantization; download it again") from error
     return raw
 
 
@@ -187,17 +185,11 @@ def dtype_of_weights(folder: str) -> str:
     """Return the dtype of the first weight in the files, as transformers does if config.json names none; float32 if
     there are no weights either.
     """
-    dtypes = (entry["dtype"] for _, entry in _stored_tensors(folder))
+    dtypes = (tensor.dtype for _, tensor in _stored_tensors(folder))
     return next((_SAFETENSORS_DTYPES[dtype] for dtype in dtypes if dtype in _SAFETENSORS_DTYPES), "float32")
 
 
-def _stored_tensors(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, header's entry) of each tensor in the files. Raises ValueError if a file is damaged."""
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(min(length, path.stat().st_size)))
-        except (OSError, struct.error, ValueError) as error:
-            raise ValueError(damaged_weights(path, error)) from error
-        yield from ((name, entry) for name, entry in header.items() if name != "__metadata__")
+def _stored_tensors(folder: str) -> Iterator[tuple[str, StoredTensor]]:
+    """Each tensor in the files, and its name. Raises ValueError if a file is damaged."""
+    for path in stored_files(Path(folder)):
+        yield from read_header(path).items()

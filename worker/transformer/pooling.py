@@ -7,7 +7,6 @@ without these files pool as their architecture says: classifiers and bare decode
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from quire.checkpoints.files import damaged_weights, unreadable
+from quire.checkpoints.reading import read_json, reading
 from quire.checkpoints.sentence_settings import TextLimit, is_shortened, read_text_limit
 from quire.worker.messages import PoolingInfo
 from quire.worker.transformer.config import ModelSpec
@@ -77,7 +77,10 @@ def read_pooling(folder: str, spec: ModelSpec, asked: str = "auto", matryoshka: 
         return None
     if asked == "yes-no":
         return PoolingSpec(score_tokens=_token_ids(Path(folder), "yes", "no"), reason="as requested")
-    found = _read_modules(Path(folder), spec) if Path(folder, "modules.json").is_file() else None
+    found = None
+    if (modules := Path(folder, "modules.json")).is_file():
+        with reading(modules):
+            found = _read_modules(Path(folder), spec)
     if asked != "auto":
         found = replace(found or PoolingSpec(), methods=(asked,), score_tokens=(), reason="as requested")
     elif found is None and not spec.has_lm_head:
@@ -96,7 +99,7 @@ def _default_method(spec: ModelSpec) -> str:
 
 
 def _read_modules(folder: Path, spec: ModelSpec) -> PoolingSpec:
-    modules = _json(folder / "modules.json")
+    modules = read_json(folder / "modules.json")
     methods, dense, normalize, score_tokens, limit = None, [], False, (), TextLimit()
     for module in sorted(modules, key=lambda module: module["idx"]):
         kind, path = module["type"].rpartition(".")[2], folder / module["path"]
@@ -104,13 +107,13 @@ def _read_modules(folder: Path, spec: ModelSpec) -> PoolingSpec:
             case "Transformer":
                 limit = read_text_limit(folder, path, spec.max_model_len)
             case "Pooling":
-                methods = _methods(_json(path / "config.json"))
+                methods = _methods(read_json(path / "config.json"))
             case "Dense":
                 dense.append(_dense(path))
             case "Normalize":
                 normalize = True
             case "LogitScore":
-                config = _json(path / "config.json")
+                config = read_json(path / "config.json")
                 ids = config["true_token_id"], config.get("false_token_id")
                 score_tokens = tuple(token_id for token_id in ids if token_id is not None)
             case _:
@@ -119,7 +122,7 @@ def _read_modules(folder: Path, spec: ModelSpec) -> PoolingSpec:
                     "Normalize, LogitScore"
                 )
     path = folder / "config_sentence_transformers.json"
-    config = _json(path) if path.is_file() else {}
+    config = read_json(path) if path.is_file() else {}
     prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name"), "")
     return PoolingSpec(
         methods or (_default_method(spec) if spec.labels else "lasttoken",),
@@ -157,7 +160,7 @@ def _methods(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _dense(folder: Path) -> DenseSpec:
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     activation = config.get("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
     if activation not in _ACTIVATIONS:
         raise ValueError(
@@ -166,15 +169,6 @@ def _dense(folder: Path) -> DenseSpec:
     sizes = config["in_features"], config["out_features"]
     stored = (config["gguf_file"], config["gguf_tensor"]) if "gguf_file" in config else None
     return DenseSpec(folder, *sizes, config.get("bias", True), activation, stored)
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(unreadable(path, error)) from error
-    except ValueError as error:
-        raise ValueError(f"cannot read {path}: {error}; download it again") from error
 
 
 class Pooler(nn.Module):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from pathlib import Path
 
-from quire.checkpoints.files import damaged_weights
+from quire.checkpoints.safetensors import read_header, stored_files
 
 _HEAD = re.compile(r"(^|\.)lm_head\.weight$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte)\.weight$")
@@ -19,24 +17,12 @@ def has_own_head(folder: str) -> bool:
     used, as transformers does. Compares the files' bytes up to the first difference.
     """
     found: dict[re.Pattern[str], tuple[Path, int, int]] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            for name, start, end in _tensors(path):
-                for pattern in (_HEAD, _EMBEDDING):
-                    if pattern.search(name):
-                        found.setdefault(pattern, (path, start, end))
-        except (OSError, struct.error, ValueError, KeyError) as error:
-            raise ValueError(damaged_weights(path, error)) from error
+    for path in stored_files(Path(folder)):
+        for name, tensor in read_header(path).items():
+            for pattern in (_HEAD, _EMBEDDING):
+                if pattern.search(name):
+                    found.setdefault(pattern, (path, tensor.start, tensor.end))
     return len(found) == 2 and not _equal(found[_HEAD], found[_EMBEDDING])
-
-
-def _tensors(path: Path) -> list[tuple[str, int, int]]:
-    """(name, start, end) of each tensor in a file, in bytes from its beginning."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(min(length, path.stat().st_size)))
-    header.pop("__metadata__", None)
-    return [(name, *(8 + length + offset for offset in entry["data_offsets"])) for name, entry in header.items()]
 
 
 def _equal(one: tuple[Path, int, int], other: tuple[Path, int, int]) -> bool:

@@ -7,7 +7,6 @@ destination, so a rank reads only its share. A layer that repacks a weight may r
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from collections import Counter, defaultdict, deque
@@ -20,7 +19,8 @@ from typing import ClassVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quire.checkpoints.files import damaged_weights, unreadable
+from quire.checkpoints.files import damaged_weights
+from quire.checkpoints.safetensors import INDEX, SINGLE, read_index, weight_names
 from quire.configs.config import Config
 from quire.worker.layers.linear import ANY_LENGTH, Linear, Part, narrowed
 from quire.worker.layers.quantization.kv_scales import is_scale
@@ -245,16 +245,32 @@ class Checkpoint:
         self._views: set[int] = set()  # addresses of tensors in the mappings of the files
 
     def __enter__(self) -> Checkpoint:
-        for path in _weight_files(Path(self.folder)):
-            try:
-                file = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                self._stack.close()
-                raise ValueError(damaged_weights(path, error)) from error
-            for name in file.offset_keys():
-                self._file_of[name] = file
+        with ExitStack() as opened:
+            found: dict[str, list[tuple[Path, safe_open]]] = {}
+            for path in _weight_files(Path(self.folder)):
+                try:
+                    file = opened.enter_context(safe_open(path, framework="pt"))
+                except (OSError, SafetensorError) as error:
+                    raise ValueError(damaged_weights(path, error)) from error
+                for name in file.offset_keys():
+                    found.setdefault(name, []).append((path, file))
+            for name, places in found.items():
+                self._file_of[name] = self._chosen(name, places)
                 self.position[name] = len(self.position)
+            self._stack = opened.pop_all()
         return self
+
+    def _chosen(self, name: str, places: list[tuple[Path, safe_open]]) -> safe_open:
+        """The file of a tensor: of several with that name, the one in the index."""
+        if len(places) == 1:
+            return places[0][1]
+        folder = Path(self.folder)
+        declared = (read_index(folder) or {}).get(name)
+        for path, file in places:
+            if declared is not None and path == folder / declared:
+                return file
+        files = ", ".join(path.name for path, _ in places)
+        raise ValueError(f"the tensor {name} is in several files of {self.folder}: {files}; remove all but one")
 
     def __exit__(self, *exc: object) -> None:
         self._file_of.clear()
@@ -351,28 +367,14 @@ def _same_shape(found: Sequence[int], wanted: Sequence[int]) -> bool:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            return [
-                folder / name
-                for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            ]
-        except OSError as error:
-            raise ValueError(unreadable(index, error)) from error
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"cannot read {index}: it must be a JSON object with a weight_map; download it again"
-            ) from error
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return [single]
+    names = weight_names(folder)
+    if names is not None:
+        return [folder / name for name in names]
     others = sorted(
         path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
     )
     raise ValueError(
-        f"no model.safetensors or model.safetensors.index.json in {folder}"
-        + (f" (found {_some(others)}, which is not supported)" if others else "")
+        f"no {SINGLE} or {INDEX} in {folder}" + (f" (found {_some(others)}, which is not supported)" if others else "")
     )
 
 

@@ -50,7 +50,7 @@ def test_a_processor_gets_the_image_processors_settings(folder):
 
 def test_files_that_cannot_be_read(folder):
     (folder / "preprocessor_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"preprocessor_config\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"cannot read .*preprocessor_config\.json"):
         load_processor(folder)
     write(folder, "preprocessor_config.json", [1])
     with pytest.raises(ValueError, match="holds no object"):

@@ -19,7 +19,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from quire.checkpoints.files import damaged_weights, unreadable
+from quire.checkpoints.files import damaged_weights
+from quire.checkpoints.safetensors import SINGLE, read_index, weight_names
 
 Scales = dict[int, tuple[float, float]]  # layer -> (of keys, of values)
 
@@ -123,19 +124,13 @@ def _positive(name: str, scale: float) -> float:
 
 def _files(folder: Path) -> dict[Path, Iterable[str]]:
     """The names of the tensors in each safetensors file, without opening the files that an index describes."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except OSError as error:
-            raise ValueError(unreadable(index, error)) from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"cannot read {index}: it must have a weight_map; download it again") from error
+    names = weight_names(folder)
+    if names is not None and names != [SINGLE]:
         files: dict[Path, list[str]] = defaultdict(list)
-        for name, file in weight_map.items():
+        for name, file in (read_index(folder) or {}).items():
             files[folder / file].append(name)
         return {path: names for path, names in files.items() if path.is_file()}
-    single = folder / "model.safetensors"
+    single = folder / SINGLE
     if not single.is_file():
         return {}
     try:
