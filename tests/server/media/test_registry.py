@@ -53,7 +53,7 @@ def test_files_that_cannot_be_read(folder):
     with pytest.raises(ValueError, match=r"cannot read .*preprocessor_config\.json"):
         load_processor(folder)
     write(folder, "preprocessor_config.json", [1])
-    with pytest.raises(ValueError, match="holds no object"):
+    with pytest.raises(ValueError, match="must be a JSON object"):
         load_processor(folder)
 
 
