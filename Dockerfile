@@ -20,7 +20,8 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 COPY pyproject.toml constraints.txt ./
 RUN python -m venv /opt/quire \
-    && python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt
+    && python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+print(*project['dependencies'], *project['optional-dependencies']['files'], sep='\n')" > requirements.txt
 
 # The native kernels for every instruction-set level, so that the image needs no compiler.
 FROM python:${PYTHON_VERSION}-slim AS kernels

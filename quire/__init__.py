@@ -1,7 +1,8 @@
 """quire's public names: `from quire import LLM, SamplingParams`.
 
-The packages `quire.server`, `quire.engine`, `quire.worker`, `quire.configs` and `quire.cli` are the folders of these
-names beside this one in a checkout, and lie inside it when installed from a wheel.
+The other packages, `quire.server` and so on, are inside this folder when quire is installed from a wheel. In a checkout
+they are the folders next to this one. The links in this folder lead setuptools, editors and type checkers to them; the
+interpreter imports them from their own place, so that a traceback shows the path that is edited.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if os.path.isfile(os.path.join(_checkout, "engine", "core.py")) and os.path.isfile(
     os.path.join(_checkout, "pyproject.toml")
 ):
-    __path__.append(_checkout)
+    __path__.insert(0, _checkout)
 
 if TYPE_CHECKING:
     from quire.server.offline.llm import LLM, SamplingParams, StructuredOutputsParams

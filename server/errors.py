@@ -9,6 +9,7 @@ ApiError
 +-- PayloadTooLarge       413
 +-- UnsupportedMediaType  415
 +-- EngineError           500  the engine failed this request
++-- NotInstalled          501  a package that this route needs is missing
 +-- Unavailable           503  loading, full, draining or dead; carries Retry-After
 """
 
@@ -84,6 +85,11 @@ class UnsupportedMediaType(ApiError):
 class EngineError(ApiError):
     status = 500
     code = "engine_error"
+
+
+class NotInstalled(ApiError):
+    status = 501
+    code = "not_installed"
 
 
 class Unavailable(ApiError):

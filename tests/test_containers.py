@@ -68,9 +68,9 @@ def test_the_requirements_are_those_of_the_project(tmp_path):
         check=True,
         env={"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
     )
-    assert (tmp_path / "requirements.txt").read_text().splitlines() == tomllib.loads(
-        (ROOT / "pyproject.toml").read_text()
-    )["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["files"]]
+    assert (tmp_path / "requirements.txt").read_text().splitlines() == wanted
 
 
 def test_the_kernels_are_built_from_what_their_stage_copies(tmp_path):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
+SERVING = "files"  # the extra that every installation gets
 LARGE_MB = 20.0  # a download from this size on gets a line
 QUIET_SECONDS = 15.0  # after this long without a line, report what pip is doing
 _DOWNLOAD = re.compile(r"\s*(?:Downloading|Using cached) (?:\S*/)?([^\s/]+) \(([\d.]+) (MB|GB)\)")
@@ -42,7 +43,7 @@ class Installer:
         self._create_venv()
         was_interrupted = self.marker.exists()
         self.marker.touch()
-        quire = f".[{self.extra}]" if self.extra else "."
+        quire = f".[{','.join(filter(None, (SERVING, self.extra)))}]"
         if was_interrupted:
             # Overwrite the files of incomplete packages: pip cannot uninstall them, and may take them for complete.
             self._pip("everything again: the last installation was interrupted", ["--ignore-installed", "-e", quire])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -90,6 +91,8 @@ class Images:
         if token_id is None:
             self.why_not = f"its tokenizer has no token {processor.image_token}"
             return
+        if self._config.allowed_media_domains and not _is_installed("httpcore"):
+            raise ValueError("--allowed-media-domains needs the package httpcore: pip install 'quire[files]'")
         if unknown := sorted(set(self._default_options) - processor.options):
             raise ValueError(f"--mm-processor-kwargs: {_unknown(unknown[0], processor)}")
         self._processor, self.image_token_id = processor, token_id
@@ -320,3 +323,10 @@ def _unknown(name: str, processor: ImageProcessor) -> str:
 
 def _refused(image: ImageInput, why: str) -> BadRequest:
     return BadRequest(f"{image.param}: the image cannot be used: {why}.", param=image.param)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # sys.modules maps it to None
+        return False

@@ -57,7 +57,7 @@ def test_serving_installs_nothing_of_the_developers(tmp_path):
     assert "install.py" in dry_run("serve", tmp_path) and " dev" not in dry_run("serve", tmp_path)
     assert f"tools/install.py {tmp_path}/none dev" in dry_run("test", tmp_path)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert len(project["dependencies"]) <= 18
+    assert len(project["dependencies"]) <= 16
     names = " ".join(project["dependencies"])
     assert not [name for name in ("ray", "triton", "hypothesis", "pytest", "matplotlib", "openai") if name in names]
 
@@ -77,18 +77,19 @@ def test_a_line_for_each_phase_and_no_noise(venv, capsys):
     calls = pip_calls(folder)
     assert (
         calls[0].endswith("-c constraints.txt torch")
-        and calls[1].endswith("-c constraints.txt -e .")
+        and calls[1].endswith("-c constraints.txt -e .[files]")
         and len(calls) == 2
     )
     assert "Successfully installed" in (folder / "install.log").read_text()
-    assert install.main([str(folder), "dev"]) == 0 and pip_calls(folder)[2].endswith("-e .[dev]")
+    assert install.main([str(folder), "dev"]) == 0 and pip_calls(folder)[2].endswith("-e .[files,dev]")
 
 
 def test_packages_without_their_dependencies(venv, capsys):
     folder = venv(GOOD)
     assert install.main([str(folder), "dev,clients"]) == 0
     calls = pip_calls(folder)
-    assert calls[0].endswith("-e .[dev,clients]") and calls[1].endswith("-c constraints.txt --no-deps instructor>=1.17")
+    assert calls[0].endswith("-e .[files,dev,clients]")
+    assert calls[1].endswith("-c constraints.txt --no-deps instructor>=1.17")
     assert "installing instructor>=1.17 without dependencies" in capsys.readouterr().out
 
 
@@ -128,7 +129,7 @@ def test_after_an_interruption_everything_is_written_again(venv, tmp_path):
     process.stdout.close()
     venv(GOOD)
     assert install.main([str(folder)]) == 0
-    assert pip_calls(folder)[-1].endswith("--ignore-installed -e .") and len(pip_calls(folder)) == 2
+    assert pip_calls(folder)[-1].endswith("--ignore-installed -e .[files]") and len(pip_calls(folder)) == 2
     assert install.main([str(folder)]) == 0
     assert not any("--ignore-installed" in call for call in pip_calls(folder)[-2:])
 

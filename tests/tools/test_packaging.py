@@ -46,7 +46,8 @@ def wheel(tmp_path_factory) -> Path:
     """Built without a network, from a copy: setuptools leaves a `build` folder next to the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, folder / "src" / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        ignore = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / name, folder / "src" / name, ignore=ignore, symlinks=True)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder / "src")
     pip = (sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation")
@@ -90,7 +91,7 @@ def test_the_wheel_has_one_top_level_package_and_every_file(wheel):
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"quire"}
     for name in FOLDERS:
         for path in (ROOT / name).rglob("*"):
-            if path.suffix not in (".pyc", ".so") and path.is_file():
+            if path.suffix not in (".pyc", ".so") and path.is_file():  # rglob follows no links
                 inside = path.relative_to(ROOT).as_posix().removeprefix("quire/")
                 assert f"quire/{inside}" in names
 

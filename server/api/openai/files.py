@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from quire.server.batches.store import File
-from quire.server.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType
+from quire.server.errors import BadRequest, NotInstalled, PayloadTooLarge, UnsupportedMediaType
 from quire.server.http.paging import ends, owner, page_size
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import ClientGone, JsonResponse
@@ -67,7 +67,7 @@ class FileDeleted(msgspec.Struct, kw_only=True):
 
 
 async def create_file(request: Request, state: ServerState) -> Response:
-    """Store an upload. Raises BadRequest, PayloadTooLarge, UnsupportedMediaType, ClientGone."""
+    """Store an upload. Raises BadRequest, NotInstalled, PayloadTooLarge, UnsupportedMediaType, ClientGone."""
     batches = state.require_batches()
     require_deliberate(request)
     form = await _form(request)
@@ -87,8 +87,12 @@ async def create_file(request: Request, state: ServerState) -> Response:
 async def _form(request: Request) -> FormData:
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise UnsupportedMediaType("A file must be sent as multipart/form-data, with the fields file and purpose.")
-    from python_multipart.exceptions import MultipartParseError  # a machine that takes no uploads need not have it
-
+    try:
+        from python_multipart.exceptions import MultipartParseError
+    except ModuleNotFoundError:
+        raise NotInstalled(
+            "This server cannot read uploads: it lacks the package python-multipart (pip install 'quire[files]')."
+        ) from None
     parser = MultiPartParser(
         request.headers, _counted(request), max_files=1, max_fields=16, max_part_size=MAX_FORM_BYTES
     )

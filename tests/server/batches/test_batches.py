@@ -325,3 +325,11 @@ def _is_ready(port: int) -> bool:
         return httpx.get(f"http://127.0.0.1:{port}/ready", trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def test_an_upload_without_python_multipart_names_the_package(server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "python_multipart", None)
+    monkeypatch.setitem(sys.modules, "python_multipart.exceptions", None)
+    with pytest.raises(openai.InternalServerError) as raised:
+        server.openai.with_options(max_retries=0).files.create(file=b"x", purpose="batch")
+    assert raised.value.status_code == 501 and "pip install 'quire[files]'" in raised.value.message

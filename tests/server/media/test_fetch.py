@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -13,8 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.configs.config import Config, MediaConfig, ModelConfig
 from quire.server.media.addresses import is_public
 from quire.server.media.fetch import MAX_REDIRECTS, MAX_URL, Fetcher, Refused
+from quire.server.media.service import Images
+from quire.server.text.tokenizer import Tokenizer
 from tests.server.conftest import RunningServer
 from tests.server.media.conftest import NUM_TOKENS, asks, picture
 from tests.server.test_app import CHAT, is_error
@@ -385,3 +389,15 @@ def test_this_machine_is_not_reachable(seeing):
         answered = seeing.http.post(CHAT, json=asks({"type": "image_url", "image_url": {"url": f"http://{host}/"}}))
         assert is_error(answered, 400, None, "messages.0.content.0.image_url")
         assert "--allowed-media-domains" in answered.text
+
+
+def test_without_httpcore_the_flag_is_refused_at_the_start(seeing_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpcore", None)
+    config = Config(model=ModelConfig(model=seeing_folder), media=MediaConfig(allowed_media_domains=["images.example"]))
+    tokenizer = Tokenizer.load(seeing_folder)
+    with pytest.raises(ValueError, match=r"--allowed-media-domains needs .*httpcore: pip install 'quire\[files\]'"):
+        Images(config).open(seeing_folder, tokenizer)
+    config = Config(model=ModelConfig(model=seeing_folder))
+    images = Images(config)
+    images.open(seeing_folder, tokenizer)
+    assert images.why_not is None
