@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from quire.cli.main import Parser
 
+COMPLETION_TOKENS = 256  # of an answer of `quire complete` without --max-tokens
 CHAT_HELP = (
     "/help shows this, /reset clears the conversation, /system TEXT sets the system prompt and clears it, "
     "/image FILE adds an image to the next message, Ctrl-C stops an answer, "
@@ -256,11 +257,22 @@ def _complete(arguments: argparse.Namespace) -> None:
 
 
 def _continue(server: Server, options: dict[str, Any], prompt: str) -> None:
-    with stoppable(), contextlib.closing(server.stream("/completions", options | {"prompt": prompt})) as chunks:
+    body = {"max_tokens": COMPLETION_TOKENS} | options | {"prompt": prompt}  # OpenAI's default is 16
+    reason = None
+    with stoppable(), contextlib.closing(server.stream("/completions", body)) as chunks:
         for chunk in chunks:
             for choice in chunk.get("choices", ()):
+                reason = choice.get("finish_reason") or reason
                 print(choice["text"], end="", flush=True)
     print(flush=True)
+    note_length(reason, body["max_tokens"])
+
+
+def note_length(finish_reason: str | None, max_tokens: int | None) -> None:
+    """Say that an answer was cut."""
+    if finish_reason == "length":
+        limit = f"{max_tokens} tokens" if max_tokens else "the server's limit"
+        print(f"[stopped at {limit} or the end of the context; --max-tokens sets it]", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,17 @@ def find_address(environ: Mapping[str, str]) -> str:
     return f"{_LOCAL.get(host, host)}:{environ.get('QUIRE_PORT') or 8000}"
 
 
+def address_of(url: str) -> str:
+    """HOST:PORT of `http://HOST:PORT/v1`, or of the same without scheme or path; `unix:PATH` as it is."""
+    if url.startswith(_UNIX):
+        return url
+    scheme, _, rest = url.rpartition("://")
+    address = rest.partition("/")[0]
+    if scheme not in ("", "http"):
+        raise Unhealthy(f"{url}: expected http://HOST:PORT")
+    return f"{address}:80" if scheme and ":" not in address.rpartition("]")[2] else address
+
+
 def ask(address: str, timeout: float = TIMEOUT) -> str:
     """The body of /health if the server is ready. Raises Unhealthy otherwise."""
     try:
@@ -73,10 +84,10 @@ def _connect(address: str, timeout: float) -> socket.socket:
     return connection
 
 
-def report(address: str | None = None) -> int:
+def report(url: str | None = None) -> int:
     """Print the answer of /health; returns 0 if the server is ready, else 1."""
     try:
-        print(ask(address or find_address(os.environ)))
+        print(ask(address_of(url) if url else find_address(os.environ)))
     except Unhealthy as error:
         print(f"not healthy: {error}", file=sys.stderr)
         return 1
@@ -98,8 +109,11 @@ def main(argv: Sequence[str]) -> int:
         help="HOST:PORT or unix:PATH "
         "(default: from QUIRE_ADDRESS_FILE, QUIRE_UDS, QUIRE_HOST and QUIRE_PORT, as for the server)",
     )
-    address = parser.parse_args(argv).address
-    return report(address and address.removeprefix("http://").rstrip("/"))
+    parser.add_argument("--url", "--base-url", metavar="URL", help="the same as a URL, as other commands take it")
+    arguments = parser.parse_args(argv)
+    if arguments.address and arguments.url:
+        parser.error("the server is named twice, by ADDRESS and by --url")
+    return report(arguments.address or arguments.url)
 
 
 if __name__ == "__main__":

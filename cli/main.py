@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from quire.configs.options import Option, advice, all_options, suggestion
 from quire.configs.sources import EMBEDDED_MODEL, Settings, describe, embedded_model, resolve
 
 _STDOUT = 1
+_LIKE_A_MODEL = re.compile(r"[./~].*|[\w.-]+/[\w.-]+(:[\w.-]+|/.+\.gguf)?|.+\.gguf")
 SECTIONS = {
     "model": "Model",
     "cache": "KV cache",
@@ -96,7 +98,7 @@ def add_config_flags(
         "model_argument",
         nargs="?",
         metavar="MODEL",
-        help="Hugging Face folder or Hub id (default: the small embedded model)",
+        help="folder, GGUF file or Hub id (default: the small embedded model)",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, or a preset: cpu, single-gpu, tp2")
     parser.add_argument(
@@ -165,8 +167,8 @@ def read_settings(
 
 
 def _refuse_swallowed_model(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
-    if "greedy_flag" in given:
-        flag, value = given["greedy_flag"]
+    flag, value = given.get("greedy_flag", (None, ""))
+    if flag is not None and (os.path.exists(os.path.expanduser(value)) or _LIKE_A_MODEL.fullmatch(value)):
         parser.error(f"{flag} took {value!r} as its last value and no MODEL is left; put MODEL first")
 
 
@@ -176,7 +178,7 @@ def _use_embedded_model(parser: argparse.ArgumentParser, settings: Settings, nee
             if name not in settings.values:
                 settings.values[name], settings.sources[name] = value, "default (embedded model)"
     elif need_model:
-        parser.error("no model: give a Hugging Face folder or a Hub id, as in `quire serve Qwen/Qwen3-0.6B`")
+        parser.error("no model: give a folder, a GGUF file or a Hub id, as in `quire serve Qwen/Qwen3-0.6B`")
 
 
 def serve(arguments: list[str]) -> int:

@@ -61,7 +61,7 @@ def opt(
 class ModelConfig:
     """The model and its tokenizer, and how to read them."""
 
-    model: str = opt("", "Hugging Face folder or Hub id", everyday=True)
+    model: str = opt("", "folder, GGUF file or Hub id", everyday=True)
     tokenizer: str | None = opt(None, "folder or Hub id of the tokenizer (default: the model's)")
     revision: str | None = opt(None, "branch, tag or commit on the Hub", everyday=True)
     download_dir: str | None = opt(None, "folder for files downloaded from the Hub (default: the Hugging Face cache)")

@@ -13,7 +13,7 @@ _TASK = "not needed: what a model can do is read from its files; --pooling lets 
 _POOLER = "set --pooling (normalize and dimensions are fields of a request)"
 _LAYERS = "the whole model runs on one kind of device: set --device cpu or --device cuda"
 _TLS = "quire speaks plain HTTP: put a proxy with TLS in front of it"
-_MODEL = "give the folder or Hub id as MODEL, the first argument"
+_MODEL = "give the folder, GGUF file or Hub id as MODEL, the first argument"
 _LENGTH = "set --max-model-len (prompt and output together)"
 
 FOREIGN_SETTINGS: dict[str, str] = {

@@ -27,6 +27,7 @@ from quire.server.frontends.handle import FrontendHandle
 from quire.server.startup import address_file
 from quire.server.startup.descriptors import BACKLOG, raise_descriptor_limit
 from quire.server.startup.engine_group import EngineGroup
+from quire.server.startup.hints import curl_line
 from quire.server.startup.model_names import served_names
 
 if TYPE_CHECKING:
@@ -156,6 +157,9 @@ class Launcher:
         stopping = asyncio.create_task(self.stop.wait())
         await asyncio.wait({serving, running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
+            if not self.announced:  # processes that load or import notice no request to end, and serve nobody
+                self.engines.kill()
+                self.frontend.kill()
             code = await self._drain()
         else:
             code = await self._fail((running if running.done() else serving).exception())
@@ -165,6 +169,8 @@ class Launcher:
         await self.engines.terminate()
         await self.frontend.end()
         await asyncio.gather(serving, return_exceptions=True)
+        if code == 0:
+            logger.info("shutdown complete")
         return code
 
     # ---- start
@@ -196,7 +202,7 @@ class Launcher:
         self.shown.close()
         logger.info("%s", plan_table(ready.worker))
         self._start_logging(ready.worker.plan.device)
-        self._announce()
+        self._announce(ready)
 
     def _start_logging(self, device: str) -> None:
         """The throughput lines of each engine."""
@@ -207,7 +213,7 @@ class Launcher:
         ]
         self.logging = [asyncio.create_task(log.run()) for log in self.stats_logs]
 
-    def _announce(self) -> None:
+    def _announce(self, ready: Ready) -> None:
         self.announced = True
         where = self.config.server.uds or "http://{}:{}".format(*self.listener.getsockname()[:2])
         curl, base = ("curl --unix-socket " + where, "http://localhost") if self.config.server.uds else ("curl", where)
@@ -219,18 +225,12 @@ class Launcher:
             base,
             base,
         )
-        key = " -H 'Authorization: Bearer KEY'" if self.config.server.api_key else ""
-        logger.info(
-            "try: %s %s/v1/chat/completions -H 'Content-Type: application/json'%s "
-            """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
-            curl,
-            base,
-            key,
-        )
+        with_key = bool(self.config.server.api_key)
+        logger.info("try: %s", curl_line(curl, base, ready.worker.pooling, self.frontend.chats, with_key))
         if self.engines.folder == embedded_model():
             logger.info(
                 "this is the small model included with quire, for trials; to serve another model: quire "
-                "serve Qwen/Qwen3-0.6B (a Hub id or a folder)"
+                "serve Qwen/Qwen3-0.6B (a Hub id, a folder or a GGUF file)"
             )
 
     # ---- life
@@ -253,6 +253,9 @@ class Launcher:
             os._exit(128 + number)
         self.frontend.refuse()
         self.stop.set()
+        if not self.announced:
+            logger.info("%s: stopping before the model is loaded", name)
+            return
         logger.info(
             "%s: draining: %d requests in flight have %g s to finish; send the signal again to exit immediately",
             name,
@@ -262,7 +265,6 @@ class Launcher:
 
     async def _drain(self) -> int:
         await self.frontend.drain()
-        logger.info("shutdown complete")
         return 0
 
     async def _fail(self, error: BaseException | None) -> int:

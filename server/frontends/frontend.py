@@ -73,6 +73,11 @@ class Frontend:
         """HTTP requests being answered, except probes."""
         return self.state.num_in_flight
 
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(self.state.tokenizer and self.state.tokenizer.chat_templates)
+
     # ---- start
 
     async def serve(self) -> None:
@@ -139,10 +144,6 @@ class Frontend:
         self.state.tokenizer, self.state.formats = await load_tokenizer(
             self.config, tokenizer_folder, self.state.images, model_folder
         )
-        if not self.state.tokenizer.chat_templates:
-            logger.warning(
-                "the model has no chat template: /v1/chat/completions will return 400; set one with --chat-template"
-            )
         self.open()
 
     def connect(
@@ -183,6 +184,11 @@ class Frontend:
             from quire.server.metrics.pool import make_metrics
 
             state.model = model_info(self.config, ready.worker, state.tokenizer, self.sampling_defaults)
+            if not self.chats and (state.model.pooling is None or state.model.pooling.generates):
+                logger.warning(
+                    "the model has no chat template: /v1/chat/completions will return 400 and /v1/completions answers; "
+                    "set one with --chat-template"
+                )
             state.images.check_worker(ready.worker.media)
             state.metrics = make_metrics(self.config, state.names[0], ready.worker)
         else:  # a new engine may have chosen another context length

@@ -18,6 +18,10 @@ class FrontendHandle(Protocol):
     def num_in_flight(self) -> int:
         """HTTP requests being answered, except probes."""
 
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template; known once it is loaded."""
+
     async def serve(self) -> None:
         """Accept connections until `end`."""
 

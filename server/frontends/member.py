@@ -127,7 +127,7 @@ class ManagedFrontend:
     async def _load(self, message: Load) -> None:
         try:
             await self.frontend.load_tokenizer(message.model_folder, message.tokenizer_folder)
-            self.channel.send(Loaded())
+            self.channel.send(Loaded(self.frontend.chats))
         except ValueError as error:
             self.channel.send(CannotStart(str(error)))
 

@@ -99,7 +99,9 @@ class End(_Message):
 
 
 class Loaded(_Message):
-    """The tokenizer is loaded."""
+    """The tokenizer is loaded. `chats`: it has a chat template."""
+
+    chats: bool
 
 
 class CannotStart(_Message):

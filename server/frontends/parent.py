@@ -159,6 +159,7 @@ class FrontendGroup:
         self._pool: EnginePool | None = None  # our connections to the engines: they receive status only
         self._explained = [False] * num_engines  # per engine: whether its last death was counted as explained
         self._turns = [Turns() for _ in range(num_engines)]
+        self.chats = False  # whether the model has a chat template; set when a frontend has loaded it
         self._ready: Ready | None = None  # set when all engines are ready for the first time
         self._refusals: asyncio.Queue[str] = asyncio.Queue()  # reasons of frontends that cannot start
         # number of the `Collect` -> frontends that have not answered yet
@@ -258,6 +259,7 @@ class FrontendGroup:
         while (message := await frontend.channel.receive()) is not None:
             match message:
                 case Loaded():
+                    self.chats = message.chats
                     frontend.loaded.set()
                     frontend.is_watched = True
                 case Pong():

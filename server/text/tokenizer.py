@@ -210,7 +210,7 @@ class Tokenizer:
                 f"{', '.join(sorted(templates))}"
             )
         raise ValueError(
-            "this model has no chat template: start the server with --chat-template, or use the completions endpoint"
+            "this model has no chat template: set chat_template (--chat-template), or complete a text instead"
         )
 
     def render_chat(

@@ -95,6 +95,19 @@ def test_a_list_flag_does_not_swallow_the_model(refused):
     assert "--api-key took './model'" in refused("--api-key", "k", "./model")
 
 
+@pytest.mark.parametrize("last", ["org/name", "org/name-GGUF:Q4_K_M", "model.gguf", "~/model", "/a/b", "."])
+def test_a_list_flag_does_not_swallow_what_looks_like_a_model(refused, last):
+    assert f"--served-model-name took '{last}'" in refused("--served-model-name", "k", last)
+
+
+def test_a_list_flag_keeps_its_values_without_a_model(served):
+    """The embedded model is served then."""
+    config, _ = served("--api-key", "a", "b")
+    assert config.server.api_key == ["a", "b"] and config.model.model.endswith("quire-tiny")
+    config, _ = served("--allowed-origins", "https://a.example", "https://b.example")
+    assert config.server.allowed_origins == ["https://a.example", "https://b.example"]
+
+
 def test_precedence_is_flag_environment_file_default(served, tmp_path, monkeypatch):
     file = tmp_path / "settings.yaml"
     file.write_text("model: from-file\nmax-num-seqs: 1\nport: 1111\nmax_model_len: 4k\n")

@@ -105,9 +105,10 @@ class FakeOpenAI:
                         yield self._event({"error": {"message": "the engine failed"}})
                     return
                 word = f" wörd{i}"
-                yield self._event(
-                    {"choices": [{"index": 0, "delta": {"content": word}} if chat else {"index": 0, "text": word}]}
-                )
+                choice = {"index": 0, "delta": {"content": word}} if chat else {"index": 0, "text": word}
+                if i == num_tokens - 1:
+                    choice["finish_reason"] = "length" if body.get("max_tokens") else "stop"
+                yield self._event({"choices": [choice]})
                 yield b": keep-alive\n\n"
             if body.get("stream_options", {}).get("include_usage"):
                 prompt = body.get("prompt") or body["messages"][-1]["content"]

@@ -35,6 +35,13 @@ def type_lines(monkeypatch, *lines: str) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
+def test_a_completion_that_was_cut_is_said_to_be(server, capsys):
+    assert cli.main(["complete", "--url", server.url, "-q", "x", "--max-tokens", "4"]) == 0
+    assert "[stopped at 4 tokens" in capsys.readouterr().err
+    assert cli.main(["complete", "--url", server.url, "-q", "x"]) == 0
+    assert server.requests[-1]["max_tokens"] == console.COMPLETION_TOKENS > 16  # the API's default
+
+
 def test_quick_answers_stream_to_stdout(server, capsys):
     assert (
         cli.main(

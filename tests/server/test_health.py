@@ -36,6 +36,23 @@ def check_of_a_container(**environment: object) -> subprocess.CompletedProcess:
     )
 
 
+def test_an_address_may_be_a_url():
+    """As all other commands take it."""
+    for url in ("127.0.0.1:81", "http://127.0.0.1:81", "http://127.0.0.1:81/v1/"):
+        assert health.address_of(url) == "127.0.0.1:81"
+    assert health.address_of("http://[::1]/v1") == "[::1]:80" and health.address_of("unix:/a/b") == "unix:/a/b"
+    with pytest.raises(health.Unhealthy, match="expected http"):
+        health.address_of("https://example.org")
+
+
+@pytest.mark.parametrize("spelling", [["--url", "http://127.0.0.1:{}/v1"], ["--base-url", "127.0.0.1:{}"], ["{}"]])
+def test_url_names_the_server(spelling, capsys):
+    port = free_port()
+    arguments = [one.format(port if "." in one else f"http://127.0.0.1:{port}") for one in spelling]
+    assert cli.main(["health", *arguments]) == 1
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("where", ["port", "uds", "wildcard"])
 def test_it_follows_the_server(model_folder, tmp_path, where, monkeypatch):
     file = tmp_path / "address"

@@ -205,6 +205,19 @@ def test_a_second_signal_ends_at_once(model_folder, tmp_path):
         poll(lambda: gone(engine), 3)
 
 
+@pytest.mark.parametrize("frontends", [1, 2])
+def test_a_signal_while_loading_ends_at_once(model_folder, tmp_path, frontends):
+    with server_process(model_folder, tmp_path, fake="load_delay=60", api_server_count=frontends) as server:
+        poll(lambda: server.status("/ready") == 503)
+        engine = server.engine()
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait(3) == 0
+        poll(lambda: gone(engine), 3)
+        log = server.log
+        assert "SIGINT: stopping before the model is loaded" in log and "draining" not in log
+        assert log.rstrip().endswith("shutdown complete") and "Traceback" not in log and "ERROR" not in log
+
+
 def test_clients_that_do_not_read_are_not_waited_for_twice(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, shutdown_timeout=2.0) as server:
         server.wait_ready()

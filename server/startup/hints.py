@@ -1,0 +1,30 @@
+"""What the log suggests once the server is ready: a request that the served model answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from quire.engine.messages import PoolingInfo
+
+_CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]})
+_COMPLETION = ("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 64})
+_EMBEDDING = ("/v1/embeddings", {"input": "Hello!"})
+_RERANK = ("/v1/rerank", {"query": "capital of France", "documents": ["Paris", "a cat"]})
+_CLASSIFY = ("/classify", {"input": "Hello!"})
+
+
+def example(pooling: PoolingInfo | None, chats: bool) -> tuple[str, dict[str, Any]]:
+    """(path, body) of a request that the model answers. `chats`: it has a chat template."""
+    if pooling is not None and "classify" in pooling.tasks:
+        return _RERANK if len(pooling.labels) == 1 else _CLASSIFY
+    if pooling is not None and pooling.tasks:
+        return _EMBEDDING
+    return _CHAT if chats else _COMPLETION
+
+
+def curl_line(command: str, base: str, pooling: PoolingInfo | None, chats: bool, with_key: bool) -> str:
+    """The request of `example` for a shell. `command` is curl with its options for the address."""
+    path, body = example(pooling, chats)
+    key = " -H 'Authorization: Bearer KEY'" if with_key else ""
+    return f"{command} {base}{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
