@@ -4,10 +4,13 @@ weights stay in the file, which config.json names.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
+import logging
 import os
 import re
+import shutil
 import struct
 import tempfile
 from collections.abc import Iterable
@@ -18,6 +21,8 @@ from quire.checkpoints.gguf.header import GgufFile, read_gguf
 from quire.checkpoints.gguf.model_config import model_config
 from quire.checkpoints.gguf.modules import write_modules
 from quire.checkpoints.gguf.names import IGNORED
+
+logger = logging.getLogger("quire")
 
 _QUANTIZATION = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w.-]+)")
 _FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)")
@@ -88,9 +93,36 @@ def gguf_folder(path: str) -> str:
     status = os.stat(path)
     state = f"{_VERSION} {path} {status.st_size} {status.st_mtime_ns}"
     folder = cache_folder() / f"{Path(path).stem[:60]}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
-    if not folder.is_dir():
-        write_folder(read_gguf(path), folder)
+    if folder.is_dir():
+        return str(folder)
+    file = read_gguf(path)
+    try:
+        write_folder(file, folder)
+    except OSError as error:
+        return _temporary_folder(file, folder, error)
     return str(folder)
+
+
+def _temporary_folder(file: GgufFile, folder: Path, error: OSError) -> str:
+    """A folder for this run alone, if the cache cannot be written for `error`. Raises ValueError if no folder can."""
+    remedy = "set QUIRE_CACHE to a folder with some MB of space"
+    try:
+        root = tempfile.mkdtemp(prefix="quire-gguf-")
+        atexit.register(shutil.rmtree, root, ignore_errors=True)
+        write_folder(file, Path(root, folder.name))
+    except OSError as other:
+        raise ValueError(
+            f"model: the tokenizer and settings of {file.path} can be written neither to {folder.parent} "
+            f"({error.strerror}) nor to {tempfile.gettempdir()} ({other.strerror}): {remedy}"
+        ) from None
+    logger.warning(
+        "cannot write to the cache %s: %s; using %s until the server ends: %s",
+        folder.parent,
+        error.strerror,
+        root,
+        remedy,
+    )
+    return os.path.join(root, folder.name)
 
 
 def cache_folder() -> Path:
@@ -109,7 +141,7 @@ def write_folder(file: GgufFile, folder: Path) -> None:
     tokenizer, tokenizer_config = gguf_tokenizer(file.metadata)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as draft:
-        tokenizer.save(os.path.join(draft, "tokenizer.json"))
+        Path(draft, "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
         _write_json(draft, "tokenizer_config.json", tokenizer_config)
         _write_json(draft, "config.json", config)
         _write_json(draft, "generation_config.json", {"eos_token_id": _ends(file.metadata)})
