@@ -503,7 +503,7 @@ def offline_config(model: str, settings: dict[str, Any]) -> Config:
         )
     model = model or embedded_model() or ""
     if not model:
-        raise ValueError("model: name a Hugging Face folder or a Hub id; no model comes with this copy of quire")
+        raise ValueError("model: name a folder, a GGUF file or a Hub id; no model comes with this copy of quire")
     # the caller of chat() is trusted
     return config_from({**settings, "model": model, "trust_request_chat_template": True})
 

@@ -261,7 +261,7 @@ def test_unknown_and_wrong_variables_are_named(refused, monkeypatch):
 
 def test_no_model_is_an_error_until_one_comes_with_quire(served, refused, monkeypatch, tmp_path):
     monkeypatch.setattr(sources, "EMBEDDED_MODEL", tmp_path / "quire-tiny")
-    assert "no model: give a Hugging Face folder" in refused()
+    assert "no model: give a folder, a GGUF file" in refused()
     (tmp_path / "quire-tiny").mkdir()
     (tmp_path / "quire-tiny" / "model.safetensors").write_bytes(b"")
     config, origins = served()
