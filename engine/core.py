@@ -221,6 +221,7 @@ class EngineCore:
             ready.groups,
             ready.max_num_batched_tokens,
             bool(ready.media and ready.media.whole),
+            ready.num_states,
         )
         self.scheduler = Scheduler(self.config.scheduler, ready, kv, self.config.parallel.pipeline_parallel_size)
         self.report_progress("warming up", 0.0)

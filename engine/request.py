@@ -41,6 +41,7 @@ class Request:
         "client",
         "first_token_time",
         "group",
+        "junction",
         "key",
         "max_total_tokens",
         "media",
@@ -53,6 +54,7 @@ class Request:
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_published",
+        "passing_checkpoints",
         "pooling",
         "pools_all",
         "queued_time",
@@ -112,6 +114,10 @@ class Request:
         # per cache group: number of blocks at the front that no later token attends to, NULL_BLOCK in block_ids
         self.num_given_back: list[int] = []
         self.block_hashes: list[bytes] = []  # hashes of the full blocks of token_ids computed so far
+        # number of tokens of its known prefix whose blocks were cached, but not the state after them; 0: none
+        self.junction = 0
+        # per state group: the newest checkpoint after the prompt, which the next one replaces, and its hash
+        self.passing_checkpoints: dict[int, tuple[int, bytes]] = {}
         self.num_published = 0  # number of published blocks at the front of block_ids
 
         # Number of delivered prompt logprobs. A resubmitted request with outputs has delivered all of them.

@@ -88,6 +88,8 @@ class Scheduler:
         self.token_budget = ready.max_num_batched_tokens
         # every running request gets at least one token per step
         self.max_running = min(ready.max_num_seqs, ready.max_num_batched_tokens)
+        if any(group.kind == "state" for group in ready.groups):  # each may hold a checkpoint and a page that it writes
+            self.max_running = min(self.max_running, ready.num_states // 2)
         # a request that runs alone always fits
         self.max_model_len = longest_request(
             ready.groups, kv.pool.num_usable, kv.block_size, self.token_budget, ready.max_model_len

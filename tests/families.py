@@ -40,6 +40,13 @@ _LATENT = {
     "v_head_dim": 16,
 }
 
+_DELTA = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
 # name -> (model_type in transformers, settings)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", _H),
@@ -137,6 +144,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 40, "attention_chunk_size": 32}
         | {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "floor_scale": 40, "attn_scale": 0.4},
     ),
+    "lfm2": (
+        "lfm2",
+        _B | {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False, "conv_bias": True},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        _B | _EXPERTS | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "num_experts": 4},
+    ),
     "ministral": ("ministral", _H | _W),
     "ministral3": ("ministral3", _H | {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}}),
     "mistral4": (
@@ -164,6 +179,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _B
         | {"rope_parameters": _LONG | {"partial_rotary_factor": 0.75, "attention_factor": 1.1}}
         | {"original_max_position_embeddings": 1},
+    ),
+    "qwen3_5": ("qwen3_5_text", _H | _DELTA),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        _H | _DELTA | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        _H | _DELTA | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 24},
     ),
     "seed_oss": ("seed_oss", _H),
     "solar_open": ("solar_open", _H | _EXPERTS | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1}),
@@ -210,6 +234,8 @@ def redraw(model: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith(("A_log", "dt_bias")):
+            continue
         if parameter.dim() == 1 or (parameter.dim() == 2 and "norm" in name):
             parameter.data.add_(0.3 * noise)
         elif "embed" in name or "wte" in name or "lm_head" in name:
@@ -217,7 +243,7 @@ def redraw(model: Any) -> None:
         else:
             parameter.data.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
     for name, buffer in model.named_buffers():
-        if name.endswith(("layer_scalar", "e_score_correction_bias")):
+        if name.endswith(("layer_scalar", "e_score_correction_bias", "expert_bias")):
             buffer.add_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 

@@ -46,6 +46,7 @@ class InProcessEngine:
             self.ready.groups,
             self.ready.max_num_batched_tokens,
             bool(self.ready.media and self.ready.media.whole),
+            self.ready.num_states,
         )
         self.scheduler = Scheduler(self.config.scheduler, self.ready, kv, self.config.parallel.pipeline_parallel_size)
 

@@ -75,6 +75,13 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
         ("exaone4_5", "exaone4", {"num_key_value_heads": 2, "depth": 1}),
         ("kimi_k25", "kimi_k2", {}),
         ("llava_next", "phi3", {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}),
+        ("lfm2_vl", "lfm2", {"model_type": "siglip2_vision_model", "num_patches": 16}),
+        ("qwen3_5", "qwen3_5", {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}),
+        (
+            "qwen3_5_moe",
+            "qwen3_5_moe",
+            {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16},
+        ),
         ("mistral3", "ministral3", {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8}),
         ("mistral3", "mistral4", {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8}),
         ("llama4", "llama4", {"image_size": 28, "vision_output_dim": 16, "projector_input_dim": 16} | _PROJECTOR),

@@ -42,9 +42,9 @@ of others (Gemma 3n and 4) are on the last stage. Every tested family is also co
 formats of checkpoints (docs/quantization.md) are those of every family, GGUF files those of all that llama.cpp knows.
 
 """
-_REFUSED = """Refused, with the reason, are models with recurrent or
-convolution layers (Qwen3-Next, Qwen3.5, Nemotron-H, Granite 4 H, Falcon-H1, Jamba, LFM2, Kimi-Linear,
-MiniMax-Text), and models whose attention does not go through transformers' interface (BLOOM, GPT-J).
+_REFUSED = """Refused, with the reason, are other models
+with recurrent or convolution layers (Nemotron-H, Granite 4 H, Falcon-H1, Jamba, Kimi-Linear, MiniMax-Text), and models
+whose attention does not go through transformers' interface (BLOOM, GPT-J).
 """
 
 

@@ -25,11 +25,15 @@ from quire.worker.parallel import Group, split_size
 from quire.worker.platforms.base import Platform
 from quire.worker.platforms.ops import Ops
 from quire.worker.platforms.platform import get_platform
-from quire.worker.transformer.config import LayerSpec, ModelSpec, cache_specs
+from quire.worker.transformer.config import LayerSpec, ModelSpec, cache_specs, state_specs
 from quire.worker.transformer.decoder import stage_layers
 from quire.worker.transformer.moe_spec import MoESpec
 
 Choice = tuple[str, str, str]  # setting, value, reason
+# Each running request may hold two states: a checkpoint that it reads, and the one that it writes. These take at most
+# half of the memory of a model that also attends. Checkpoints of prefixes raise the states' part to a tenth, or further
+# if there is room.
+_STATES_PER_REQUEST, _MOST_PER_REQUEST, _MOST_STATES, _CHECKPOINTS = 2, 10, 0.5, 0.1
 _LARGEST_IMAGE = 16384  # embeddings: Qwen2-VL's largest, 12.8 million pixels
 
 
@@ -73,6 +77,8 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     order = ("cpu_fixed",) if deterministic else platform.attention_order
     specs = attention_specs(config, spec, platform, dtype, kv)
     attention = select_backend(order, specs, config.device.attention_backend)
+    if not specs and config.cache.block_size:  # a block is the distance of possible checkpoints of states
+        attention = replace(attention, block_size=config.cache.block_size)
     if config.device.attention_backend is None:
         choices.append(("attention_backend", attention.backend.name, attention.reason))
     _check_chunks(spec, attention.block_size)
@@ -201,7 +207,7 @@ def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platf
 def cache_plan(config: Config, spec: ModelSpec, limits: Limits) -> CachePlan:
     """The groups of layers that share block tables, the same on every rank."""
     tp, kv = config.parallel.tensor_parallel_size, limits.kv
-    return plan_cache(cache_specs(spec, kv.dtype.itemsize, tp, kv.scale_bytes))
+    return plan_cache(cache_specs(spec, kv.dtype.itemsize, tp, kv.scale_bytes), state_specs(spec, tp))
 
 
 def bytes_per_block(config: Config, spec: ModelSpec, limits: Limits) -> int:
@@ -209,6 +215,13 @@ def bytes_per_block(config: Config, spec: ModelSpec, limits: Limits) -> int:
     plan, num_stages = cache_plan(config, spec, limits), config.parallel.pipeline_parallel_size
     stages = (stage_layers(spec.layers, rank, num_stages) for rank in range(num_stages))
     return max(plan.page_bytes(limits.attention.block_size, layers) for layers in stages)
+
+
+def bytes_per_state(config: Config, spec: ModelSpec, limits: Limits) -> int:
+    """Bytes of the recurrent states of one request on the pipeline stage that needs the most."""
+    plan, num_stages = cache_plan(config, spec, limits), config.parallel.pipeline_parallel_size
+    stages = (stage_layers(spec.layers, rank, num_stages) for rank in range(num_stages))
+    return max(plan.state_bytes(layers) for layers in stages)
 
 
 def plan_memory(
@@ -223,20 +236,25 @@ def plan_memory(
     activations: int,
     graphs: int = 0,
     images: int = 0,
-) -> tuple[MemoryPlan, int, list[Choice]]:
-    """Return (plan, number of KV blocks including the null block, choices) for one rank. `available` is the memory that
+) -> tuple[MemoryPlan, int, int, list[Choice]]:
+    """Return (plan, number of KV blocks including the null block, number of pages for states, choices) for one rank.
+    `available` is the memory that
     the rank may use in total: its weights plus free memory.
 
     Raises ValueError, naming the settings to change, if not even one block fits.
     """
-    block = bytes_per_block(config, spec, limits)
+    block, state = bytes_per_block(config, spec, limits), bytes_per_state(config, spec, limits)
     utilization = config.cache.gpu_memory_utilization
     budget = min(int(total * utilization), available) if device != "cpu" else int(available * utilization)
     others = weights + activations + graphs + images
-    kv_bytes, choices = _kv_cache_bytes(
-        config, limits, cache_plan(config, spec, limits).groups, block, budget - others, available - others
-    )
-    num_blocks = config.cache.num_gpu_blocks_override or kv_bytes // block
+    groups = cache_plan(config, spec, limits).groups
+    per_request = most_blocks(groups, limits.max_model_len, limits.attention.block_size, limits.max_num_batched_tokens)
+    blocks = (limits.max_num_seqs * per_request + 1) * block
+    kv_bytes, choices = _kv_cache_bytes(config, limits, block, state, blocks, budget - others, available - others)
+    num_states, chosen = _num_states(config, limits, state, kv_bytes, blocks)
+    choices += chosen
+    left_for_blocks = kv_bytes if config.cache.num_gpu_blocks_override else kv_bytes - num_states * state
+    num_blocks = config.cache.num_gpu_blocks_override or (left_for_blocks // block if block else 2)
     if num_blocks < 2:
         raise ValueError(
             f"no room for a KV cache: {_size(available)} are available on {device}, of which {utilization:.0%} "
@@ -245,10 +263,39 @@ def plan_memory(
             f"Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) or --max-num-seqs "
             f"({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory"
         )
-    used = num_blocks * block
-    reserve = max(available - others - used, 0)
-    plan = MemoryPlan(device, total, available, weights, activations, used, reserve, block, graphs, images)
-    return plan, num_blocks, choices
+    used, states = num_blocks * block, num_states * state
+    reserve = max(available - others - used - states, 0)
+    plan = MemoryPlan(device, total, available, weights, activations, used, reserve, block, graphs, images, states)
+    return plan, num_blocks, num_states, choices
+
+
+def _num_states(config: Config, limits: Limits, state: int, kv_bytes: int, blocks: int) -> tuple[int, list[Choice]]:
+    """Return (number of pages for states of `state` bytes, choices), out of `kv_bytes` for states and blocks, of which
+    `blocks` bytes would do for the blocks of all requests.
+
+    Raises ValueError, naming the settings to change, if too few fit.
+    """
+    if not state:
+        return 0, []
+    most = int(kv_bytes * _MOST_STATES) if blocks else kv_bytes
+    fitting, wanted = most // state // _STATES_PER_REQUEST, limits.max_num_seqs
+    if fitting < (config.scheduler.max_num_seqs or 1):
+        raise ValueError(
+            f"--max-num-seqs {wanted}: the recurrent states of {wanted} requests need "
+            f"{_size(_STATES_PER_REQUEST * wanted * state)}, but the KV cache's memory has {_size(most)} for them: set "
+            f"--max-num-seqs to at most {fitting}, or raise --gpu-memory-utilization or --kv-cache-memory-bytes"
+            if fitting
+            else f"no room for the recurrent states of a request, {_size(_STATES_PER_REQUEST * state)}: raise "
+            "--gpu-memory-utilization or --kv-cache-memory-bytes, or free memory"
+        )
+    running = min(fitting, wanted)
+    room = max(int(kv_bytes * _CHECKPOINTS), kv_bytes - blocks)
+    num_states = max(_STATES_PER_REQUEST * running, min(_MOST_PER_REQUEST * wanted, room // state))
+    reason = f"{_size(state)} each, two per request and the rest for cached prefixes"
+    choices = [("recurrent states", str(num_states), reason)]
+    if running < wanted:
+        choices.append(("max_num_seqs", str(running), "the recurrent states of so many requests fit"))
+    return num_states, choices
 
 
 def fit_model_len(
@@ -297,7 +344,7 @@ def preview(config: Config) -> WorkerReady:
     )
     limits = resolve_limits(config, spec, platform)
     total, available = platform.memory(num_ranks)
-    plan, num_blocks, choices = plan_memory(
+    plan, num_blocks, num_states, choices = plan_memory(
         config,
         spec,
         limits,
@@ -310,7 +357,15 @@ def preview(config: Config) -> WorkerReady:
         images=estimate_images(spec, limits, platform),
     )
     return report(
-        spec, platform, limits, plan, num_blocks, started + choices, cache_plan(config, spec, limits).groups, pp
+        spec,
+        platform,
+        limits,
+        plan,
+        num_blocks,
+        started + choices,
+        cache_plan(config, spec, limits).groups,
+        pp,
+        num_states,
     )
 
 
@@ -323,6 +378,7 @@ def report(
     choices: list[Choice],
     groups: Sequence[CacheGroup],
     pp: int = 1,
+    num_states: int = 0,
 ) -> WorkerReady:
     """Combine limits, plan and choices into `WorkerReady`, with the context length that fits, for `pp` pipeline stages.
 
@@ -334,7 +390,7 @@ def report(
         num_blocks=num_blocks,
         block_size=limits.attention.block_size,
         max_model_len=max_model_len,
-        max_num_seqs=limits.max_num_seqs,
+        max_num_seqs=min(limits.max_num_seqs, num_states // 2) if num_states else limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         vocab_size=spec.vocab_size,
         default_depth=depth,
@@ -342,6 +398,7 @@ def report(
         choices=[describe.choice(spec), *limits.choices, *fitted, *choices],
         groups=list(groups),
         media=media_info(spec, limits, platform),
+        num_states=num_states,
     )
 
 
@@ -362,6 +419,8 @@ def _check_divisible(spec: ModelSpec, tp: int, stages: int, expert_parallel: boo
             split_size("moe_intermediate_size", layer.moe.intermediate_size, group)
         if layer.moe and layer.moe.shared_size:
             split_size("intermediate_size of the shared expert", layer.moe.shared_size, group)
+        if layer.state:
+            layer.state.check(tp)
     if stages > 1 and spec.is_encoder:
         raise ValueError(f"--pipeline-parallel-size must be 1 for {spec.architecture}, an encoder")
     stage_layers(spec.layers, 0, stages)
@@ -450,14 +509,14 @@ def _whole_prompts(config: Config, model_len: int, num_tokens: int, auto: bool) 
 
 
 def _kv_cache_bytes(
-    config: Config, limits: Limits, groups: Sequence[CacheGroup], block: int, free: int, left: int
+    config: Config, limits: Limits, block: int, state: int, blocks: int, free: int, left: int
 ) -> tuple[int, list[Choice]]:
-    """Return (bytes, choices).
+    """Return (bytes of blocks and states, choices). `blocks` bytes would do for the blocks of all requests.
 
     `free` is the memory that the utilization leaves to the cache, `left` the device's memory minus weights and
     activations.
     """
-    requested = config.cache.kv_cache_memory_bytes
+    requested, states = config.cache.kv_cache_memory_bytes, _MOST_PER_REQUEST * limits.max_num_seqs * state
     if requested is not None:
         if requested > left:
             raise ValueError(
@@ -465,16 +524,17 @@ def _kv_cache_bytes(
                 f"leave: set it to at most {max(left, 0)}"
             )
         if requested < 2 * block and not config.cache.num_gpu_blocks_override:
-            whole = (-(-limits.max_model_len // limits.attention.block_size) + 1) * block
+            context = -(-limits.max_model_len // limits.attention.block_size) * block
+            whole = 2 * _STATES_PER_REQUEST * state + context + block
             raise ValueError(
                 f"--kv-cache-memory-bytes {requested} is too small for two KV blocks of {block} bytes: set it to at "
                 f"least {2 * block}, or to {whole} for a full context of {limits.max_model_len} tokens"
             )
         return requested, []
     if config.cache.num_gpu_blocks_override:
-        return config.cache.num_gpu_blocks_override * block, []
-    per_request = most_blocks(groups, limits.max_model_len, limits.attention.block_size, limits.max_num_batched_tokens)
-    most = (limits.max_num_seqs * per_request + 1) * block
+        override = config.cache.num_gpu_blocks_override * block
+        return override + max(min(states, free - override), 0), []
+    most = blocks + states
     if free > most:
         return most, [
             (
@@ -486,7 +546,7 @@ def _kv_cache_bytes(
     return free, [
         (
             "KV cache",
-            _size(free // block * block),
+            _size(free // block * block if block else free),
             f"gpu_memory_utilization {config.cache.gpu_memory_utilization:g} minus weights and activations",
         )
     ] if free > 0 else []

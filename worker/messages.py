@@ -162,7 +162,7 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     `window` tokens of the output. window: a token at position p attends to p - window + 1 .. p. chunk: it
     attends to the positions from the last multiple of `window` up to p. state: one page per request, which a step reads
     and writes; its block table has two entries, the page that the next step reads (0: start from the initial state) and
-    the page that it writes.
+    the page that it writes. States have pages of their own, whose ids follow those of the blocks.
     """
 
     kind: str = "full"
@@ -194,7 +194,7 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         of at most `chunk` tokens.
         """
         if self.kind == "state":
-            return 2
+            return 0
         total = -(-num_tokens // block_size)
         if self.kind == "full":
             return total
@@ -202,8 +202,8 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
 
 def most_blocks(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, chunk: int) -> int:
-    """Maximum number of blocks of all groups that a request of `num_tokens` tokens holds at once, see
-    `CacheGroup.most_blocks`.
+    """Maximum number of blocks of all groups that a request of `num_tokens` tokens holds at once, pages with states
+    aside, see `CacheGroup.most_blocks`.
     """
     return sum(group.most_blocks(num_tokens, block_size, chunk) for group in groups)
 
@@ -301,6 +301,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     reserve: int
     bytes_per_block: int
     graphs: int = 0  # estimate of what CUDA graphs will need
+    states: int = 0  # recurrent states of running requests and checkpoints of them, beside `kv_cache`
     images: int = 0  # estimate of the embeddings of images that are kept, and of what one encoder batch needs
 
 
@@ -320,3 +321,4 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     groups: list[CacheGroup] = msgspec.field(default_factory=lambda: [CacheGroup()])
     pooling: PoolingInfo | None = None  # None: the model only generates text
     media: MediaInfo | None = None  # None: requests with images are refused
+    num_states: int = 0  # pages for recurrent states, whose ids follow those of the blocks

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from quire.worker.attention.base import AttentionBackend, GroupedMetadata
-from quire.worker.attention.chunked import split_at_chunks
 from quire.worker.attention.output_window import limit_outputs
 from quire.worker.batch.graphs import CudaGraphs, Replay
+from quire.worker.batch.group_metadata import adapt
 from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.split_step import Failed, Output, SplitOutput, halves
@@ -243,11 +243,11 @@ class ModelRunner:
         `record` replaces the CUDA recorder in tests without a GPU.
         """
         self.forward = CudaGraphs(
-            self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record, self._split_at_chunks
+            self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record, self._adapt
         )
 
-    def _split_at_chunks(self, attn: GroupedMetadata) -> GroupedMetadata:
-        return split_at_chunks(attn, self.table.groups, self.table.block_size, self.platform.to_device)
+    def _adapt(self, attn: GroupedMetadata) -> GroupedMetadata:
+        return adapt(attn, self.table.groups, self.table.block_size, self.platform.to_device)
 
     @torch.inference_mode()
     def work_idle(self) -> bool:
@@ -260,7 +260,7 @@ class ModelRunner:
             types = (self.pooling.token_types(batch),) if self.model.spec.num_token_types > 1 else ()
             return self.model(batch.input_ids, batch.positions, batch.attn, None, batch.needed_rows, *types)
         for meta in batch.attn:
-            self.backend.build(meta)
+            meta.backend.build(meta)
         return self.model(
             batch.input_ids,
             batch.positions,

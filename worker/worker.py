@@ -122,7 +122,7 @@ class Worker:
             # other processes on the GPU, and libraries, may have allocated memory meanwhile
             total, available = platform.memory(num_ranks)
         has_graphs = one_call and memory.uses_graphs(config, spec, limits, platform)
-        plan, num_blocks, choices = memory.plan_memory(
+        plan, num_blocks, num_states, choices = memory.plan_memory(
             config,
             spec,
             limits,
@@ -134,12 +134,16 @@ class Worker:
             graphs=memory.estimate_graphs(spec, limits, tp_size) if has_graphs else 0,
             images=memory.estimate_images(spec, limits, platform) if pp().rank == 0 else 0,
         )
-        num_blocks = self._all_reduce_min(num_blocks, platform)
+        num_blocks, num_states = self._all_reduce_min(num_blocks, platform), self._all_reduce_min(num_states, platform)
         kv_bytes = num_blocks * plan.bytes_per_block
         plan = msgspec.structs.replace(plan, kv_cache=kv_bytes, reserve=plan.reserve + plan.kv_cache - kv_bytes)
-        ready = memory.report(spec, platform, limits, plan, num_blocks, threads + choices, cache.groups, pp().size)
+        ready = memory.report(
+            spec, platform, limits, plan, num_blocks, threads + choices, cache.groups, pp().size, num_states
+        )
         check_ranks, max_model_len = config.parallel.debug_check_ranks, ready.max_model_len
-        self.runner = _make_runner(model, spec, platform, limits, cache, num_blocks, max_model_len, stage, check_ranks)
+        self.runner = _make_runner(
+            model, spec, platform, limits, cache, num_blocks, num_states, max_model_len, stage, check_ranks
+        )
         if has_graphs:
             self.runner.use_graphs(max_model_len)
             if config.device.record_graphs == "start":
@@ -152,7 +156,7 @@ class Worker:
                 pooling=pooling_info(pooling, model.pooler, spec),
                 choices=[*ready.choices, ("pooling", "+".join(pooling.methods), pooling.reason)],
             )
-        if platform.device.type == "cpu" and not spec.is_encoder:
+        if platform.device.type == "cpu" and not spec.is_encoder and kv_cache.attention_layers(model):
             self.warmer = _start_warmer(model, weights)
         progress("allocating KV cache", 1.0)
         return ready
@@ -289,6 +293,7 @@ def _make_runner(
     limits: memory.Limits,
     cache: CachePlan,
     num_blocks: int,
+    num_states: int,
     max_model_len: int,
     stage: SingleStage,
     check_ranks: bool = False,
@@ -296,7 +301,10 @@ def _make_runner(
     """Allocate the KV cache and the request table, and build the model runner."""
     block_size = limits.attention.block_size
     kv_cache.allocate(kv_cache.attention_layers(model), cache, num_blocks, block_size, limits.kv, platform.device)
-    table = RequestTable(limits.max_num_seqs, max_model_len, block_size, spec.vocab_size, platform, cache.groups)
+    kv_cache.allocate_states(kv_cache.state_layers(model), cache, num_states, platform.device)
+    table = RequestTable(
+        limits.max_num_seqs, max_model_len, block_size, spec.vocab_size, platform, cache.groups, num_blocks
+    )
     sampler = CheckedSampler(table, platform, tp()) if check_ranks else Sampler(table, platform)
     return ModelRunner(model, table, limits.attention.backend, platform, limits.max_num_batched_tokens, stage, sampler)
 
@@ -331,7 +339,10 @@ def _measure_activations(
             i,
             [0] * length,
             length,
-            [blocks[: -(-length // limits.attention.block_size)]] * len(cache.groups),
+            [
+                [0, len(blocks) + 1] if group.kind == "state" else blocks[: -(-length // limits.attention.block_size)]
+                for group in cache.groups
+            ],
             sampling if i or not samples else scoring,
         )
         for i, length in enumerate(lengths)
@@ -339,15 +350,17 @@ def _measure_activations(
     step = StepInput(0, new, list(range(num_reqs)), [0] * num_reqs, lengths, [[] for _ in new], samples)
     platform.release_memory()
     before, _ = platform.memory_in_use()
-    runner = _make_runner(model, spec, platform, limits, cache, len(blocks) + 1, limits.max_model_len, stage)
+    runner = _make_runner(model, spec, platform, limits, cache, len(blocks) + 1, 1, limits.max_model_len, stage)
     cache_bytes = (len(blocks) + 1) * cache.page_bytes(
         limits.attention.block_size, [layer.layer_index for layer in kv_cache.attention_layers(model)]
-    )
+    ) + 2 * cache.state_bytes([layer.layer_index for layer in kv_cache.state_layers(model)])
     runner.execute(step).result()
     stage.finish(runner.table)
     _, peak = platform.memory_in_use()
     for layer in kv_cache.attention_layers(model):
         layer.k_cache = layer.v_cache = None
+    for layer in kv_cache.state_layers(model):
+        layer.pages = None
     del runner
     platform.release_memory()
     return max(peak - before - cache_bytes, 0)

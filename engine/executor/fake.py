@@ -182,7 +182,8 @@ class FakeExecutor(Executor):
         self._rows: dict[int, _Row] = {}
         # Contents of each slot of each page: the hash of a token's context or, in the first slot of a state page, of
         # all tokens that the state has processed. Entries include the group, because any group may use a page.
-        self._slots: list[tuple[int, int] | None] = [None] * (self.ready.num_blocks * self.ready.block_size)
+        num_pages = self.ready.num_blocks + self.ready.num_states
+        self._slots: list[tuple[int, int] | None] = [None] * (num_pages * self.ready.block_size)
         self._free_at = 0.0
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
@@ -363,7 +364,8 @@ class FakeExecutor(Executor):
         group = self.ready.groups[g]
         ids = row.block_ids[g][group.first_block(start, self.ready.block_size) :]
         if group.kind == "state":
-            correct = len(ids) == 2 and ids[1] and all(0 <= block_id < self.ready.num_blocks for block_id in ids)
+            first, end = self.ready.num_blocks, self.ready.num_blocks + self.ready.num_states
+            correct = len(ids) == 2 and ids[1] and all(not block_id or first <= block_id < end for block_id in ids)
         else:
             correct = len(set(ids)) == len(ids) and all(0 < block_id < self.ready.num_blocks for block_id in ids)
         assert correct, f"block table {row.block_ids[g]}"
@@ -414,4 +416,5 @@ def _sizes(config: Config, groups: list[CacheGroup], media: MediaInfo | None) ->
         [("executor", "fake", "requested")],
         groups=groups,
         media=media,
+        num_states=2 * (config.scheduler.max_num_seqs or 64) + 3,
     )

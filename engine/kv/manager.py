@@ -13,10 +13,12 @@ What a request holds per kind of group, by block index:
     full      0 .. last
     window    the blocks that the next token attends to; older blocks are released and replaced by NULL_BLOCK
     chunk     the same
-    state     two pages: the next step reads one and writes the other. A published page is never written again, so it
-              is a checkpoint: a request can resume from the prefix that ends at its boundary.
+    state     at most two pages: the next step reads one and writes the other, or the same. A published page is never
+              written again, so it is a checkpoint: a request can resume from the prefix that ends at its boundary.
 
-A prefix cache hit is the longest prefix that is cached in every group.
+A prefix cache hit is the longest prefix that is cached in every group. Checkpoints are sparse: chunks of a prompt end
+on block boundaries and leave one each, also at the end of a prefix that another request had (`Request.junction`); of
+those that outputs leave only the newest stays, and one every CHECKPOINT_TOKENS tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ import msgspec
 from quire.engine.kv.pages import NULL_BLOCK, BlockPool
 from quire.engine.request import Request
 from quire.worker.messages import CacheGroup, most_blocks
+
+CHECKPOINT_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,9 @@ class Match:
 class KVCacheManager:
     """The only writer of the block fields of requests.
 
-    `chunk` is the maximum number of tokens of one request that a step computes. With `whole_images`, tokens of an image
-    attend to each other in both directions, so that no prefix hit ends inside one.
+    Besides `num_blocks` blocks there are `num_states` pages for the groups of kind "state", at least two per running
+    request. `chunk` is the maximum number of tokens of one request that a step computes. With `whole_images`, tokens of
+    an image attend to each other in both directions, so that no prefix hit ends inside one.
     """
 
     def __init__(
@@ -63,13 +68,14 @@ class KVCacheManager:
         groups: Sequence[CacheGroup] = (CacheGroup(),),
         chunk: int = 2048,
         whole_images: bool = False,
+        num_states: int = 0,
     ):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = tuple(groups)
         self.chunk = chunk
         self.whole_images = whole_images
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, num_states)
         # a published block is looked up by its group's tag and its hash
         self._tags = [bytes([g]) for g in range(len(self.groups))]
         # state pages that the step being scheduled writes; visible to other requests from the next step on
@@ -82,14 +88,14 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Fraction of blocks that requests hold, 0 to 1."""
-        return 1 - self.pool.num_free / self.pool.num_usable
+        """Fraction of blocks, or of pages with states if more of them, that requests hold, 0 to 1."""
+        return self.pool.usage
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Maximum number of blocks that a request of `num_tokens` tokens holds at once."""
+        """Maximum number of blocks that a request of `num_tokens` tokens holds at once, states aside."""
         return most_blocks(self.groups, num_tokens, self.block_size, self.chunk)
 
     def start_step(self) -> None:
@@ -130,6 +136,7 @@ class KVCacheManager:
             if self.groups[g].kind == "full":
                 hashes = hashes[: len(found[g])]
         num_blocks = self._agreed(request, found, len(hashes))
+        request.junction = len(hashes) * self.block_size if self._has_state and len(hashes) < num_full else 0
         return (
             Match(num_blocks, [self._to_hold(g, found[g], num_blocks) for g in range(len(self.groups))])
             if num_blocks
@@ -186,8 +193,10 @@ class KVCacheManager:
         return [NULL_BLOCK] * first + ids[first:num_blocks]
 
     def num_missing(self, request: Request, match: Match) -> int:
-        """Number of free blocks that a request without blocks would use until all its known tokens are computed."""
-        held = match.held
+        """Number of free blocks that a request without blocks would use until all its known tokens are computed, states
+        aside.
+        """
+        held = [block_id for block_id in match.held if not self.pool.is_state(block_id)]
         return max(self.most_blocks(request.num_tokens) - len(held), 0) + self.pool.num_free_among(held)
 
     def attach(self, request: Request, match: Match) -> None:
@@ -212,13 +221,15 @@ class KVCacheManager:
     # ---- allocation
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
-        """Return where a chunk of tokens [start, end) ends. With a state group, a prompt's chunk stops at its last
-        block boundary, to leave a checkpoint there.
+        """Return where a chunk of tokens [start, end) ends. With a state group, it stops at its last block boundary, to
+        leave a checkpoint there, or at the request's junction.
         """
-        if not self._has_state or not self.enable_prefix_caching or end > request.num_prompt_tokens:
+        if not self._has_state or not self.enable_prefix_caching:
             return end
-        # a hit excludes the last token, so a checkpoint after it would never be found
-        last = end - (end == request.num_prompt_tokens)
+        if start < request.junction < end:
+            return request.junction
+        # a hit excludes the last token, so a checkpoint after it would rarely be found
+        last = end - (end == request.num_tokens)
         boundary = last // self.block_size * self.block_size
         return boundary if boundary > start else end
 
@@ -237,11 +248,12 @@ class KVCacheManager:
         read. Called once per chunk.
 
         Returns the blocks added per group (for a state group its two pages, if they change), [] if nothing changes, or
-        None, without adding any, if too few blocks are free.
+        None, without adding any, if too few are free.
         """
         self._give_back(request)
         counts = [self._num_to_add(g, request, num_tokens) for g in range(len(self.groups))]
-        if sum(counts) > self.pool.num_free:
+        states = sum(count for count, group in zip(counts, self.groups) if group.kind == "state")
+        if sum(counts) - states > self.pool.num_free or states > self.pool.num_free_states:
             return None
         added = [self._extend(g, request, count) for g, count in enumerate(counts)]
         return added if any(added) else []
@@ -253,8 +265,9 @@ class KVCacheManager:
         return max(self.num_blocks(num_tokens) - len(ids), 0)
 
     def _extend(self, g: int, request: Request, count: int) -> list[int]:
-        ids, added = request.block_ids[g], self._take(count)
-        if self.groups[g].kind != "state":
+        is_state = self.groups[g].kind == "state"
+        ids, added = request.block_ids[g], self._take(count, is_state)
+        if not is_state:
             ids += added
             return added
         before, read = list(ids), ids[-1] if ids else NULL_BLOCK  # the page that the last chunk wrote, or a checkpoint
@@ -262,8 +275,8 @@ class KVCacheManager:
         ids[:] = [read, added[0] if added else read]
         return list(ids) if ids != before else []
 
-    def _take(self, count: int) -> list[int]:
-        block_ids = self.pool.take(count)
+    def _take(self, count: int, state: bool) -> list[int]:
+        block_ids = self.pool.take(count, state)
         for block_id in block_ids:
             self._checkpoints.pop(block_id, None)
         return block_ids
@@ -286,21 +299,19 @@ class KVCacheManager:
                 request.num_given_back[g] = first
 
     def num_held(self, request: Request) -> int:
-        """Number of blocks that a request holds, over all groups."""
+        """Number of blocks that a request holds, over all groups, states aside."""
         return sum(self._num_held(g, request) for g in range(len(request.block_ids)))
 
     def _num_held(self, g: int, request: Request) -> int:
-        ids = request.block_ids[g]
-        return len(set(ids) - {NULL_BLOCK}) if self.groups[g].kind == "state" else len(ids) - request.num_given_back[g]
+        return 0 if self.groups[g].kind == "state" else len(request.block_ids[g]) - request.num_given_back[g]
 
     def num_expected(self, request: Request) -> int:
         """Number of blocks that a running request still needs for the rest of its prompt, plus one per group for
-        outputs.
+        outputs. States do not count: there are enough for all running requests.
         """
         expected = 0
         for g, group in enumerate(self.groups):
             if group.kind == "state":
-                expected += 2 - self._num_held(g, request)
                 continue
             missing = max(self.num_blocks(request.num_tokens) - len(request.block_ids[g]), 0)
             if missing and group.releases:
@@ -336,18 +347,19 @@ class KVCacheManager:
         return published
 
     def _publish_state(self, g: int, request: Request, num_full: int) -> list[int]:
-        """Register the page that the last scheduled chunk writes as a checkpoint if the chunk ends on a block boundary
-        of the prompt.
+        """Register the page that the last scheduled chunk writes as a checkpoint if the chunk ends on a block boundary.
+        Of those after the prompt, the one before is dropped unless it is at a multiple of CHECKPOINT_TOKENS.
         """
         ids, end = request.block_ids[g], request.num_computed_tokens
-        if (
-            not self.enable_prefix_caching
-            or len(ids) < 2
-            or end != num_full * self.block_size
-            or end > request.num_prompt_tokens
-        ):
+        if not self.enable_prefix_caching or len(ids) < 2 or end != num_full * self.block_size:
             return []
-        self._checkpoints[ids[1]] = self._tags[g] + request.block_hashes[num_full - 1]
+        tagged_hash = self._tags[g] + request.block_hashes[num_full - 1]
+        self._checkpoints[ids[1]] = tagged_hash
+        if end > request.num_prompt_tokens:
+            if (before := request.passing_checkpoints.pop(g, None)) and self.pool.find(before[1]) == before[0]:
+                self.pool.drop(before[0])
+            if end % CHECKPOINT_TOKENS:
+                request.passing_checkpoints[g] = ids[1], tagged_hash
         return [ids[1]]
 
     def free(self, request: Request, discard: bool = False) -> list[int]:
@@ -369,6 +381,7 @@ class KVCacheManager:
             held = dict.fromkeys(ids) if self.groups[g].kind == "state" else ids
             self._release(list(held))
         request.block_ids, request.num_given_back = [], []
+        request.passing_checkpoints = {}
         request.num_published = 0
         request.num_computed_tokens = 0
 

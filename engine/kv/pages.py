@@ -1,4 +1,7 @@
-"""The pool of KV cache pages: reference counts, the free queue and the map from content hash to page.
+"""The pool of KV cache pages: reference counts, the free queues and the map from content hash to page.
+
+There are two kinds of pages: blocks with the keys and values of some tokens, and pages with a recurrent state. They
+differ in size, so each kind has a free queue; ids and hashes are common to both.
 
 ref_count > 0              held by that many requests
 ref_count = 0, published   free, but still found by its hash until it is reused (least recently used first)
@@ -13,28 +16,45 @@ NULL_BLOCK = 0  # never allocated: padding rows read and write it
 
 
 class BlockPool:
-    """Reference counts, free queue and hash map of blocks 1 .. num_blocks - 1. All operations are O(1) per block."""
+    """Reference counts, free queues and hash map of blocks 1 .. num_blocks - 1 and of the `num_states` pages that
+    follow. All operations are O(1) per block.
+    """
 
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, num_states: int = 0):
         assert num_blocks > 1, "the pool needs at least one block in addition to the null block"
-        self.num_usable = num_blocks - 1
-        self._ref_counts = [0] * num_blocks
-        self._hashes: list[bytes | None] = [None] * num_blocks
+        self.num_usable, self.num_states, self._first_state = num_blocks - 1, num_states, num_blocks
+        self._ref_counts = [0] * (num_blocks + num_states)
+        self._hashes: list[bytes | None] = [None] * (num_blocks + num_states)
         self._by_hash: dict[bytes, int] = {}
         # published blocks that a caller watches; cleared when one of them is unpublished
         self.watched: set[int] = set()
-        # The free queue, next block to allocate first. An OrderedDict is a hash map over a doubly linked list, in C.
+        # The free queues, next block to allocate first. An OrderedDict is a hash map over a doubly linked list, in C.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._free_states: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks, num_blocks + num_states))
 
     @property
     def num_free(self) -> int:
+        """Number of free blocks."""
         return len(self._free)
 
-    def take(self, count: int) -> list[int]:
-        """Allocate `count` free blocks and unpublish them. The caller has checked `num_free`."""
-        block_ids = []
+    @property
+    def num_free_states(self) -> int:
+        """Number of free pages for states."""
+        return len(self._free_states)
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the pages that are held, 0 to 1, of the kind of which more are."""
+        blocks = 1 - len(self._free) / self.num_usable
+        return max(blocks, 1 - len(self._free_states) / self.num_states) if self.num_states else blocks
+
+    def take(self, count: int, state: bool = False) -> list[int]:
+        """Allocate `count` free blocks, or pages for states, and unpublish them. The caller has checked that they are
+        free.
+        """
+        block_ids, free = [], self._free_states if state else self._free
         for _ in range(count):
-            block_id, _ = self._free.popitem(last=False)
+            block_id, _ = free.popitem(last=False)
             self._unpublish(block_id)
             self._ref_counts[block_id] = 1
             block_ids.append(block_id)
@@ -44,7 +64,7 @@ class BlockPool:
         """Add a reference to published blocks, free or not."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                del self._free[block_id]
+                del self._queue(block_id)[block_id]
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: list[int]) -> None:
@@ -57,9 +77,17 @@ class BlockPool:
             self._ref_counts[block_id] -= 1
             assert self._ref_counts[block_id] >= 0, f"block {block_id} released twice"
             if self._ref_counts[block_id] == 0:
-                self._free[block_id] = None
+                free = self._queue(block_id)
+                free[block_id] = None
                 if self._hashes[block_id] is None:
-                    self._free.move_to_end(block_id, last=False)
+                    free.move_to_end(block_id, last=False)
+
+    def _queue(self, block_id: int) -> OrderedDict[int, None]:
+        return self._free if block_id < self._first_state else self._free_states
+
+    def is_state(self, block_id: int) -> bool:
+        """Whether this is a page for states."""
+        return block_id >= self._first_state
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
         """Register a block under its hash. If another block already has this hash, the new one stays private."""
@@ -77,6 +105,12 @@ class BlockPool:
         """Number of these blocks that are free now and would not be once shared."""
         return list(map(self._ref_counts.__getitem__, block_ids)).count(0)
 
+    def drop(self, block_id: int) -> None:
+        """Unpublish a block and, if it is free, reuse it before all others."""
+        self._unpublish(block_id)
+        if self._ref_counts[block_id] == 0:
+            self._queue(block_id).move_to_end(block_id, last=False)
+
     def forget(self, block_ids: list[int]) -> None:
         """Unpublish these blocks, so that no later request finds them."""
         for block_id in block_ids:
@@ -84,7 +118,7 @@ class BlockPool:
 
     def forget_all(self) -> bool:
         """Empty the hash map. Returns False, and does nothing, while any block is held."""
-        if self.num_free < self.num_usable:
+        if self.usage:
             return False
         self._hashes = [None] * len(self._hashes)
         self._by_hash.clear()

@@ -37,7 +37,7 @@ class FaultyDevice(FakeExecutor):
         self.rejected: set[int] = set()  # rows of rejected requests
         self.num_faults = 0
         self.tables: dict[int, SimpleNamespace] = {}
-        num_slots = self.ready.num_blocks * self.ready.block_size
+        num_slots = (self.ready.num_blocks + self.ready.num_states) * self.ready.block_size
         self.slots = [1 + i for i in range(num_slots)]  # initial contents belong to no request
 
     def fault(self) -> bool:

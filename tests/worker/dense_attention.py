@@ -4,12 +4,15 @@ densely under a causal mask.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from quire.worker.cache.scaled import ScaledCache
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.mla import LatentAttention
+from quire.worker.layers.state import RecurrentState, StateSteps
 
 BLOCK_SIZE = 16
 
@@ -81,6 +84,10 @@ class PagedRunner:
                     )
                 if isinstance(layer, LatentAttention):
                     layer.v_cache = layer.k_cache[..., : layer.v_head_dim]
+        self.state_layers = [module for module in model.modules() if isinstance(module, RecurrentState)]
+        for state in self.state_layers:  # the last group; request i has page i + 1
+            state.cache_group = num_groups
+            state.pages = [torch.zeros(num_requests + 1, *shape) for shape in state.shapes]
         layers = {layer.layer_index: layer for layer in model.modules() if isinstance(layer, Attention)}
         for layer in layers.values():
             if layer.kv_from is not None:
@@ -111,6 +118,9 @@ class PagedRunner:
             )
             for table, group in zip(self.block_tables, slots)
         )
+        if self.state_layers:
+            pages = torch.tensor([[row + 1] * 2 for row in rows], dtype=torch.int32)
+            metas = (*metas, replace(metas[0], backend=StateSteps(), block_table=pages))
         for meta in metas:
             meta.backend.build(meta)
         if wanted is None:

@@ -20,7 +20,7 @@ from quire.worker.platforms.cpu import CpuPlatform
 from tests.families import FAMILIES, build_family
 from tests.in_process import InProcessEngine
 
-FULL, WINDOW, STATE = Full(2, 16, 16, 2), Window(2, 16, 16, 2, 24), State(((4, 16, 16), (3, 64)), 4)
+FULL, WINDOW, STATE = Full(2, 16, 16, 2), Window(2, 16, 16, 2, 24), State(((4, 16, 16), (3, 64)))
 
 
 def test_equal_layers_are_one_group():
@@ -43,11 +43,20 @@ def test_groups_are_evened_out(num_full, num_window, size, num_groups):
 
 
 def test_a_page_is_as_large_as_the_largest_kind_needs():
-    latent, state = Latent(576, 64, 2), STATE
-    plan = plan_cache([latent, state])
-    assert [group.kind for group in plan.groups] == ["full", "state"]
-    largest = max(16 * 576 * 2, (4 * 16 * 16 + 3 * 64) * 4)
+    latent = Latent(576, 64, 2)
+    plan = plan_cache([latent, FULL])
+    largest = 16 * 576 * 2
     assert largest <= plan.layer_page_bytes(16) < largest + 576 * 2 and plan.layer_page_bytes(16) % (576 * 2) == 0
+
+
+def test_states_are_one_group_with_pages_of_its_own():
+    plan = plan_cache([FULL, None, None, FULL], [None, STATE, State(((2, 2),)), STATE])
+    assert [group.kind for group in plan.groups] == ["full", "state"] and plan.layers == ((0, 3), (1, 2, 3))
+    one = (4 * 16 * 16 + 3 * 64) * 4
+    assert plan.page_bytes(16) == plan_cache([FULL, FULL]).page_bytes(16) and plan.state_bytes() == 2 * one + 16
+    assert plan.state_bytes([0, 1]) == one and plan.num_slabs([1, 2]) == 0
+    pure = plan_cache([None], [STATE])
+    assert pure.page_bytes(16) == 0 and [group.kind for group in pure.groups] == ["state"]
 
 
 def test_a_stage_of_a_pipeline_needs_memory_for_its_own_layers():
@@ -63,7 +72,7 @@ def test_blocks_that_a_request_holds_at_once():
     chunk = CacheGroup("chunk", 24)
     assert chunk.first_block(23, 8) == 0 and chunk.first_block(24, 8) == chunk.first_block(47, 8) == 3
     assert chunk.most_blocks(1000, 8, 16) == 6
-    assert CacheGroup("full").most_blocks(1000, 8, 16) == 125 and CacheGroup("state").most_blocks(1000, 8, 16) == 2
+    assert CacheGroup("full").most_blocks(1000, 8, 16) == 125 and CacheGroup("state").most_blocks(1000, 8, 16) == 0
     groups = [CacheGroup("full"), window]
     assert longest_request(groups, 100, 8, 16, 10**6) == (100 - 6) * 8
     assert most_blocks(groups, (100 - 6) * 8, 8, 16) == 100 and longest_request([window], 6, 8, 16, 10**6) == 10**6

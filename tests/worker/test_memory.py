@@ -35,7 +35,7 @@ def _plan(folder, *, total=8 * GIB, available=4 * GIB, weights=GIB, activations=
     config = Config.from_flat(model=folder, device="cpu", **settings)
     spec = read_model_spec(folder)
     limits = memory.resolve_limits(config, spec, CpuPlatform())
-    plan, num_blocks, choices = memory.plan_memory(
+    plan, num_blocks, _, choices = memory.plan_memory(
         config, spec, limits, device=device, total=total, available=available, weights=weights, activations=activations
     )
     return memory.report(
@@ -156,8 +156,8 @@ def test_graphs_are_part_of_the_plan(folder):
     graphs = memory.estimate_graphs(spec, replace(limits, max_num_seqs=64), 1)
     assert 64 * spec.hidden_size * 4 < graphs < memory.estimate_graphs(spec, replace(limits, max_num_seqs=512), 1) < GIB
     sizes = dict(device="cuda", total=8 * GIB, available=8 * GIB, weights=GIB, activations=GIB)
-    without, _, _ = memory.plan_memory(config, spec, limits, **sizes)
-    plan, _, _ = memory.plan_memory(config, spec, limits, **sizes, graphs=GIB)
+    without, *_ = memory.plan_memory(config, spec, limits, **sizes)
+    plan, *_ = memory.plan_memory(config, spec, limits, **sizes, graphs=GIB)
     assert plan.graphs == GIB and plan.kv_cache == pytest.approx(without.kv_cache - GIB, abs=plan.bytes_per_block)
     assert plan.weights + plan.activations + plan.graphs + plan.kv_cache + plan.reserve == plan.available
 

@@ -17,7 +17,7 @@ from quire.worker import memory
 from quire.worker.attention.base import AttentionBackend
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
-from quire.worker.layers import mla, moe, views
+from quire.worker.layers import mla, moe, state, views
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
 from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec
@@ -217,6 +217,7 @@ def family_runner(folder: str) -> ModelRunner:
     model.use(QuietOps())
     cache = memory.cache_plan(config, spec, limits)
     kv_cache.allocate(kv_cache.attention_layers(model), cache, 64, 4, limits.kv, platform.device)
+    kv_cache.allocate_states(kv_cache.state_layers(model), cache, 8, platform.device)
     table = RequestTable(4, 40, 4, spec.vocab_size, platform, cache.groups)
     return ModelRunner(model, table, NoAttention(), platform, 64)
 
@@ -237,7 +238,7 @@ def test_no_family_waits(name, monkeypatch, tmp_path):
     monkeypatch.setattr(
         moe, "ListedExperts", lambda hidden, spec, prefix, weights: moe.StackedExperts(hidden, spec, prefix)
     )
-    for module in (views, mla):
+    for module in (views, mla, state):
         monkeypatch.setattr(module, "to_device", allowed(views.to_device))
     config = family_config(name) if name in FAMILIES else config_of(name)
     config.save_pretrained(tmp_path)

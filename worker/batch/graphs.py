@@ -150,7 +150,7 @@ class CudaGraphs:
         def run() -> None:
             adapted = self.adapt(attn)
             for meta in adapted:
-                self.backend.build(meta)
+                meta.backend.build(meta)
             outputs.append(self.forward(buffers.input_ids[:size], buffers.positions[:size], adapted))
 
         replay = self.record(run)

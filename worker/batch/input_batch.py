@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, GroupedMetadata
-from quire.worker.attention.chunked import split_at_chunks
+from quire.worker.batch.group_metadata import adapt
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.messages import StepInput
 from quire.worker.platforms.base import Platform
@@ -133,12 +133,13 @@ def prepare_inputs(
     )
     if updates.block_indices or updates.token_rows:
         table.write(updates, *sent.split(sizes)[5:])
-    tensors = buffers.of_step(num_reqs, num_tokens, -(-max(lengths) // table.block_size))
+    width = max(-(-max(lengths) // table.block_size), 2 if table.has_states else 1)
+    tensors = buffers.of_step(num_reqs, num_tokens, width)
     sampling = platform.ops.fill_inputs(
         sent, sizes, table.token_table, table.block_tables, table.block_size, tensors, buffers.arange
     )
     attn = tensors.metadata(backend, max(scheduled), max(lengths), (starts, lengths))
-    attn = split_at_chunks(attn, table.groups, table.block_size, platform.to_device)
+    attn = adapt(attn, table.groups, table.block_size, platform.to_device)
     return InputBatch(
         step,
         tensors.input_ids,

@@ -56,14 +56,17 @@ class RequestTable:
         vocab_size: int,
         platform: Platform,
         groups: Sequence[CacheGroup] = (CacheGroup(),),
+        num_blocks: int = 1,
     ) -> None:
+        """Ids from `num_blocks` on are pages for states, which the table numbers from 1."""
         self.platform, device = platform, platform.device
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.max_blocks = max(-(-max_model_len // block_size), 2)
-        self.groups = groups
+        self.groups, self._before_states = groups, num_blocks - 1
+        self.has_states = any(group.kind == "state" for group in groups)
         self.token_table = torch.zeros(max_num_reqs, max_model_len, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(len(groups), max_num_reqs, self.max_blocks, dtype=torch.int32, device=device)
         self.num_prompt_tokens = [0] * max_num_reqs
@@ -147,6 +150,8 @@ class RequestTable:
             assert num_blocks[row] <= self.max_blocks, (row, num_blocks[row])
             first = (g * self.max_num_reqs + row) * self.max_blocks + start
             updates.block_indices += range(first, first + len(added))
+            if group.kind == "state":
+                added = [max(block_id - self._before_states, 0) for block_id in added]
             updates.block_ids += added
 
 

@@ -16,6 +16,7 @@ from quire.worker.cache.scaled import SCALE, KVCache, ScaledCache, ScaledLatents
 from quire.worker.cache.spec import CachePlan, CacheSpec, Latent
 from quire.worker.cache.storage import KVStorage
 from quire.worker.layers.attention import Attention
+from quire.worker.layers.state import RecurrentState
 from quire.worker.messages import StepInput
 from quire.worker.platforms import huge_pages
 
@@ -30,6 +31,21 @@ def attention_layers(model: nn.Module) -> list[Attention]:
     return sorted(
         (module for module in model.modules() if isinstance(module, Attention)), key=lambda layer: layer.layer_index
     )
+
+
+def state_layers(model: nn.Module) -> list[RecurrentState]:
+    """The states of the model's layers on this rank."""
+    return [module for module in model.modules() if isinstance(module, RecurrentState)]
+
+
+def allocate_states(layers: list[RecurrentState], plan: CachePlan, num_states: int, device: torch.device) -> None:
+    """Bind `pages` for `num_states` states, and the null page before them, and the cache group to every layer of this
+    rank. On CPU the memory is only reserved.
+    """
+    for layer in layers:
+        assert layer.cache_spec == plan.states[layer.layer_index]
+        layer.cache_group = len(plan.groups) - 1
+        layer.pages = [_zeros(num_states + 1, *shape, dtype=torch.float32, device=device) for shape in layer.shapes]
 
 
 def allocate(
@@ -166,6 +182,7 @@ class Warmer:
         self._tensors = sorted(caches.values(), key=lambda tensor: -tensor.nbytes)
         # of the largest tensor, in bytes, like all sizes below; of smaller ones the same share is resident
         self._size, self._block_size = self._tensors[0].nbytes, self._tensors[0][0].nbytes
+        self._num_blocks = len(self._tensors[0])
         most = IDLE_TOKENS * self._block_size // self._tensors[0].shape[1]
         self._idle_bytes, self._busy_bytes = (
             min(size // len(self._tensors), most) for size in (idle_bytes, busy_bytes)
@@ -180,7 +197,8 @@ class Warmer:
         """Called when a step begins: stay ahead of the blocks that the step adds."""
         self._idle_since = None
         added = (*step.new_blocks, *(new.block_ids for new in step.new))
-        highest = max((block for groups in added for blocks in groups for block in blocks), default=0)
+        blocks = (block for groups in added for blocks in groups for block in blocks)
+        highest = max((block for block in blocks if block < self._num_blocks), default=0)  # others hold states
         self._used = max(self._used, (highest + 1) * self._block_size)
         # otherwise the thread checks again after its timeout
         if self._complete or self._resident < self._used + self._busy_bytes:

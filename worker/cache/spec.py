@@ -2,9 +2,11 @@
 Torch-free.
 
 Layers with equal specs use the same block table: a request has one block list per group of layers. A page holds
-`block_size` tokens of each layer of a group, or one state of each layer. Groups have about equal numbers of layers, so
-that the pages of all groups have one size in bytes. E.g. 5 layers with full attention and 1 with a window form six
-groups of one layer; the last group releases old blocks.
+`block_size` tokens of each layer of a group. Groups have about equal numbers of layers, so that the pages of all groups
+have one size in bytes. E.g. 5 layers with full attention and 1 with a window form six groups of one layer; the last
+group releases old blocks.
+
+All layers with a recurrent state form one more group. Its pages, which hold a state of each layer, are separate.
 """
 
 from __future__ import annotations
@@ -119,40 +121,37 @@ class LatentSizes:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A recurrent state of fixed size per request: tensors of `shapes` with elements of `itemsize` bytes."""
+    """A recurrent state of fixed size per request: tensors of `shapes`, in float32. Sizes are per rank."""
 
     shapes: tuple[tuple[int, ...], ...]
-    itemsize: int
-
-    def page_bytes(self, block_size: int) -> int:
-        return sum(math.prod(shape) for shape in self.shapes) * self.itemsize
 
     @property
-    def row_bytes(self) -> int:
-        return self.itemsize
-
-    @property
-    def group(self) -> CacheGroup:
-        return CacheGroup("state")
+    def num_bytes(self) -> int:
+        return 4 * sum(math.prod(shape) for shape in self.shapes)
 
 
-CacheSpec = Full | Window | Chunk | Latent | State
+CacheSpec = Full | Window | Chunk | Latent
 
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """`layers[g]` are the indices of the layers of `groups[g]`, at most `layers_per_group` of them."""
+    """`layers[g]` are the indices of the layers of `groups[g]`, at most `layers_per_group` of them but for the group of
+    the layers with states, which is the last one.
+    """
 
     groups: tuple[CacheGroup, ...]
     layers: tuple[tuple[int, ...], ...]
     layers_per_group: int
     specs: tuple[CacheSpec | None, ...]  # one per layer, None for a layer without a cache of its own
+    states: tuple[State | None, ...] = ()  # one per layer, None for a layer without a state; () if there are none
 
     def layer_page_bytes(self, block_size: int) -> int:
         """Bytes that one page reserves per layer: the size of the largest layer, rounded up to whole rows of every
         kind.
         """
         kinds = set(self.specs) - {None}
+        if not kinds:
+            return 0
         largest = max(spec.page_bytes(block_size) for spec in kinds)
         if all(spec.page_bytes(block_size) == largest for spec in kinds):
             return largest
@@ -168,11 +167,22 @@ class CachePlan:
         if layers is None:
             return self.layers_per_group
         mine = set(layers)
-        return max(len(mine.intersection(group)) for group in self.layers)
+        return max(
+            (
+                len(mine.intersection(members))
+                for group, members in zip(self.groups, self.layers)
+                if group.kind != "state"
+            ),
+            default=0,
+        )
+
+    def state_bytes(self, layers: Sequence[int] | None = None) -> int:
+        """Bytes of a page with the states of all layers, or on a rank that has `layers`, of these."""
+        return sum(state.num_bytes for i, state in enumerate(self.states) if state and (layers is None or i in layers))
 
 
-def plan_cache(specs: Sequence[CacheSpec | None]) -> CachePlan:
-    """Group layers with equal specs, with equal numbers of layers per group.
+def plan_cache(specs: Sequence[CacheSpec | None], states: Sequence[State | None] = ()) -> CachePlan:
+    """Group layers with equal specs, with equal numbers of layers per group, and those with states.
 
     All ranks of a pipeline plan for all layers, so they get the same groups.
     """
@@ -180,13 +190,16 @@ def plan_cache(specs: Sequence[CacheSpec | None]) -> CachePlan:
     for layer, spec in enumerate(specs):
         if spec is not None:
             kinds.setdefault(spec, []).append(layer)
-    size = _group_size([len(layers) for layers in kinds.values()])
+    size = _group_size([len(layers) for layers in kinds.values()]) if kinds else 0
     groups, members = [], []
     for spec, layers in kinds.items():
         for start in range(0, len(layers), size):
             groups.append(spec.group)
             members.append(tuple(layers[start : start + size]))
-    return CachePlan(tuple(groups), tuple(members), size, tuple(specs))
+    if any(states):
+        groups.append(CacheGroup("state"))
+        members.append(tuple(i for i, state in enumerate(states) if state))
+    return CachePlan(tuple(groups), tuple(members), size, tuple(specs), tuple(states) if any(states) else ())
 
 
 def _group_size(counts: list[int]) -> int:

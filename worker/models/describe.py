@@ -20,13 +20,16 @@ def cache_kind(layer: LayerSpec) -> str:
         return "cache of an earlier layer"
     if layer.mixer == "mla":
         return "latent"
-    if layer.mixer in ("none", "bidirectional"):
+    if not layer.attends:
+        return "state" if layer.state else "none"
+    if layer.mixer == "bidirectional":
         return "none"
     if layer.chunk is not None:
         return f"chunk of {layer.chunk} tokens"
     if layer.output_window:
         return f"full, with a window of {layer.output_window} tokens of the output"
-    return "full" if layer.window is None else f"window of {layer.window} tokens"
+    kind = "full" if layer.window is None else f"window of {layer.window} tokens"
+    return f"{kind} and state" if layer.state else kind
 
 
 def cache_kinds(spec: ModelSpec) -> str:

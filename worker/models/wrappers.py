@@ -41,6 +41,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "KimiK25ForConditionalGeneration": Wrapper(),
     "Kimi_K25ForConditionalGeneration": Wrapper(),
     "Llama4ForConditionalGeneration": Wrapper(),
+    "Lfm2VlForConditionalGeneration": Wrapper(),
     "LlavaForConditionalGeneration": Wrapper("llava:LlavaTower"),
     "LlavaNextForConditionalGeneration": Wrapper(),
     "LlavaOnevisionForConditionalGeneration": Wrapper("llava_onevision:LlavaOnevisionTower"),
@@ -49,6 +50,8 @@ WRAPPERS: dict[str, Wrapper] = {
     "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl:Qwen2_5VLTower", "Qwen2VLForCausalLM"),
     "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl:Qwen3VLTower", "Qwen3VLForCausalLM"),
     "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl:Qwen3VLTower", "Qwen3VLMoeForCausalLM"),
+    "Qwen3_5ForConditionalGeneration": Wrapper(),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper(),
     "SmolVLMForConditionalGeneration": Wrapper("idefics3:Idefics3Tower"),
     "UnlimitedOCRForCausalLM": Wrapper("deepseek_ocr:DeepseekOCRTower", "DeepseekForCausalLM"),
     "UnlimitedOcrForConditionalGeneration": Wrapper("deepseek_ocr:DeepseekOCRTower", "DeepseekForCausalLM"),
@@ -80,6 +83,10 @@ _TEXT = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
 

@@ -14,10 +14,14 @@ import torch
 
 from quire.worker.cache.scaled import KVCache, store
 from quire.worker.layers.activation import silu_and_mul
+from quire.worker.layers.delta_rule import gated_delta_rule
+from quire.worker.layers.linear_attention import linear_attention
 from quire.worker.layers.moe import fused_experts
 from quire.worker.layers.norm import add_rms_norm, rms_norm
 from quire.worker.layers.rotary import apply_rotary
 from quire.worker.layers.routing import route
+from quire.worker.layers.selective_scan import selective_scan
+from quire.worker.layers.short_conv import causal_conv
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,6 +106,13 @@ class Ops:
         store(k_cache, slot_mapping, apply_rotary(k, rows))
         store(v_cache, slot_mapping, v)
         return apply_rotary(q, rows)
+
+    # ---- recurrent states (`layers/state.py`)
+
+    causal_conv = staticmethod(causal_conv)
+    gated_delta_rule = staticmethod(gated_delta_rule)
+    linear_attention = staticmethod(linear_attention)
+    selective_scan = staticmethod(selective_scan)
 
     # ---- matrix products
 

@@ -4,6 +4,7 @@ normalise q and k.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -24,7 +25,7 @@ from quire.worker.layers.linear import (
 )
 from quire.worker.layers.norm import NORMS, rms_norm
 from quire.worker.layers.rotary import Rotation, apply_rotary
-from quire.worker.layers.views import View, chain, columns, rotary_rows
+from quire.worker.layers.views import RowOrder, View, chain, columns, rotary_rows
 from quire.worker.parallel import Exchange, split_size, tp
 from quire.worker.platforms.ops import Ops
 from quire.worker.transformer.config import LayerSpec, ModelSpec
@@ -245,10 +246,50 @@ class SharedCacheAttention(nn.Module):
         return [((num_needed, self.o_proj.out_features), None)]
 
 
+class GatedAttention(SelfAttention):
+    """The sigmoid of a gate, which q_proj holds beside the queries of each head, multiplies the attended values
+    (Qwen3-Next). Normalises each head of q and k.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, layer, prefix, weights)
+        kind, qkv, group = spec.layers[layer], self.qkv_proj, tp()
+        q, k, v = qkv.shards
+        view = QueriesThenGates(kind.head_dim, rope_view(spec, kind))
+        both = replace(q, full=2 * q.full, start=2 * group.rank * q.length, length=2 * q.length, view=view)
+        shards = [both, replace(k, target=k.target + q.length), replace(v, target=v.target + q.length)]
+        method = weights.linear(f"{prefix}.qkv_proj")
+        self.qkv_proj = ColumnParallelLinear(spec.hidden_size, shards, spec.attention_bias, method)
+        self.width = q.length  # of the queries of this rank
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        meta, projected = attn[self.attn.cache_group], self.qkv_proj(x)
+        q, gate, kv = projected.tensor_split([self.width, 2 * self.width], -1)
+        attended = self.attn.attend(self.write_cache(torch.cat([q, kv], -1), rotation, meta), meta)
+        if needed_rows is not None:
+            attended, gate = attended[needed_rows], gate[needed_rows]
+        return self.o_proj(attended * gate.sigmoid())
+
+
+@dataclass(frozen=True, slots=True)
+class QueriesThenGates(RowOrder):
+    """Rows that hold, per head, queries and gates, to all queries, which `of_queries` rearranges, then all gates."""
+
+    head_dim: int
+    of_queries: View | None
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        queries, gates = (half.flatten(0, 1) for half in tensor.unflatten(0, (-1, 2, self.head_dim)).unbind(1))
+        return torch.cat([self.of_queries(queries) if self.of_queries else queries, gates])
+
+
 # by `LayerSpec.qk_norm`
 QK_NORMS: dict[str | None, type[SelfAttention]] = {
     None: SelfAttention,
     "head": SelfAttention,
+    "gated_head": GatedAttention,
     "whole": WholeNormAttention,
     "layer": LayerNormAttention,
     "late": LateNormAttention,

@@ -22,6 +22,8 @@ from quire.worker.parallel import Exchange
 from quire.worker.transformer.attention import self_attention
 from quire.worker.transformer.bidirectional import BidirectionalAttention
 from quire.worker.transformer.config import ModelSpec
+from quire.worker.transformer.mixers.delta import GatedDeltaNet
+from quire.worker.transformer.mixers.short_conv import ShortConv
 from quire.worker.transformer.mla import MLAttention
 from quire.worker.transformer.mlp import MLP, PlainMLP
 from quire.worker.transformer.moe import MoE
@@ -32,7 +34,11 @@ MIXERS: dict[str, MakePart] = {  # by `LayerSpec.mixer`
     "attention": self_attention,
     "mla": MLAttention,
     "bidirectional": BidirectionalAttention,
+    "short_conv": ShortConv,
+    "delta": GatedDeltaNet,
 }
+PLACES = {"short_conv": "conv", "delta": "linear_attn"}  # of the tensors of mixers, self_attn of the others'
+
 MLPS: dict[str, MakePart] = {"gated": MLP, "plain": PlainMLP, "moe": MoE}  # by `LayerSpec.mlp`
 
 Streams = tuple[torch.Tensor, torch.Tensor]  # x and residual
@@ -54,7 +60,8 @@ class DecoderLayer(nn.Module):
         self.residual_scale = spec.residual_scale
         for name in self.norm_names:
             self.add_module(name, NORMS[spec.norm](spec.hidden_size, spec.norm_eps))
-        self.self_attn = self.mixers[kind.mixer](spec, layer, f"{prefix}.self_attn", weights)
+        place = PLACES.get(kind.mixer, "self_attn")
+        self.self_attn = self.mixers[kind.mixer](spec, layer, f"{prefix}.{place}", weights)
         self.mlp = self.mlps[kind.mlp](spec, layer, f"{prefix}.mlp", weights)
 
     def forward(

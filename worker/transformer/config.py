@@ -13,9 +13,10 @@ from typing import Any
 from quire.checkpoints.config_schema import check_config
 from quire.checkpoints.reading import KeptReads, read_json, read_object
 from quire.checkpoints.safetensors import StoredTensor, read_header, stored_files
-from quire.worker.cache.spec import CacheSpec, Chunk, Full, Latent, LatentSizes, Window
+from quire.worker.cache.spec import CacheSpec, Chunk, Full, Latent, LatentSizes, State, Window
 from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.rope import RopeSpec
+from quire.worker.transformer.state_spec import StateSpec
 from quire.worker.transformer.vision_spec import VisionSpec
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -49,6 +50,8 @@ class LayerSpec:
     kv_from: int | None = None  # the layer whose keys and values this one reads; it has none of its own
     clip_qkv: float | None = None  # bound of the entries of q, k and v, after the norms of q and k; "whole" norms only
     moe: MoESpec | None = None  # the experts, which are the MLP ("moe") or stand next to it
+    state: StateSpec | None = None  # of a mixer with a recurrent state, which replaces attention or stands next to it
+    attends: bool = True  # whether the mixer has attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,11 @@ class ModelSpec:
     def is_encoder(self) -> bool:
         """Whether tokens attend to later ones, so that a prompt must be computed in one step."""
         return any(layer.mixer == "bidirectional" for layer in self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a recurrent state."""
+        return any(layer.state for layer in self.layers)
 
     @property
     def has_lm_head(self) -> bool:
@@ -162,7 +170,7 @@ def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1, scale_bytes: int = 
 
 def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1, scale_bytes: int = 0) -> CacheSpec | None:
     """The cache of one layer, see `cache_specs`. KV heads are replicated if there are fewer KV heads than ranks."""
-    if layer.mixer == "none" or layer.kv_from is not None:
+    if not layer.attends or layer.kv_from is not None:
         return None
     if layer.mixer == "bidirectional":
         return Full(1, 1, 1, itemsize)  # nothing is kept: blocks only bound the tokens of requests in flight
@@ -174,6 +182,11 @@ def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1, scale_bytes: int = 
     if layer.window is None:
         return Full(*sizes, scale_bytes=scale_bytes, output_window=layer.output_window)
     return Window(*sizes, layer.window, scale_bytes=scale_bytes)
+
+
+def state_specs(spec: ModelSpec, tp: int = 1) -> list[State | None]:
+    """Return the recurrent state of each layer on each of `tp` ranks, None for a layer that has none."""
+    return [State(layer.state.shapes(tp)) if layer.state else None for layer in spec.layers]
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, tp: int = 1) -> int:

@@ -118,10 +118,10 @@ class Decoder(nn.Module):
         rotations = self.rotary_emb(positions)
         *layers, last = self.layers.values()
         for i, layer in enumerate(layers):
-            x, residual = layer(x, residual, rotations[layer.rope], attn)
+            x, residual = layer(x, residual, rotations.get(layer.rope), attn)
             if deep:
                 images.add_deep(x, i)
-        x, residual = last(x, residual, rotations[last.rope], attn, needed_rows)
+        x, residual = last(x, residual, rotations.get(last.rope), attn, needed_rows)
         if deep and not self.last:
             images.add_deep(x, len(layers))
         return self.norm.add(x, residual)[0] if self.last else x + residual
@@ -132,7 +132,7 @@ class RotaryEmbeddings(nn.Module):
 
     def __init__(self, spec: ModelSpec, max_model_len: int):
         super().__init__()
-        used = {layer.rope: layer for layer in spec.layers}
+        used = {layer.rope: layer for layer in spec.layers if layer.attends}
         self.tables = nn.ModuleDict(
             {
                 name: RotaryEmbedding(

@@ -14,6 +14,7 @@ from quire.worker.transformer.config import LayerSpec, ModelSpec
 from quire.worker.transformer.rope import RopeSpec, read_ropes
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+STATE = "linear_attention"  # layers with a recurrent state
 # errors of arithmetic with values of config.json that are of another kind than expected
 _UNFIT = (TypeError, AttributeError, ArithmeticError, LookupError)
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -86,6 +87,8 @@ class ConfigReader:
     gated_activations: ClassVar[tuple[str, ...]] = GATED_ACTIVATIONS
     # fields of ModelSpec and LayerSpec that are the same for every model of the family, whatever config.json says
     facts: ClassVar[dict[str, Any]] = {}
+    # of a family with recurrent states: names of layer types in config.json, and the kinds that they stand for
+    state_kinds: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
@@ -170,12 +173,16 @@ class ConfigReader:
     ) -> tuple[LayerSpec, ...]:
         """Return one spec per layer."""
         kinds = values["layer_types"] or cls.layer_types(values)
-        check_layer_types(kinds, values)
+        kinds = [cls.state_kinds.get(kind, kind) for kind in kinds]
+        check_layer_types(kinds, values, (FULL, SLIDING, STATE) if cls.state_kinds else (FULL, SLIDING))
         base = base_layer(values)
         windows = {FULL: None, SLIDING: values["sliding_window"]}
         names = {kind: kind if kind in ropes else "default" if "default" in ropes else None for kind in windows}
+        states = replace(base, rope=None, attends=False)
         return tuple(
-            cls.layer(values, i, kind, replace(base, window=windows[kind], rope=names[kind]))
+            cls.layer(
+                values, i, kind, states if kind == STATE else replace(base, window=windows[kind], rope=names[kind])
+            )
             for i, kind in enumerate(kinds)
         )
 
@@ -209,15 +216,15 @@ def shared_layer(kinds: list[str], num_shared: int, index: int) -> int | None:
     return max(i for i in range(first) if kinds[i] == kinds[index])
 
 
-def check_layer_types(kinds: Sequence[str], values: dict[str, Any]) -> None:
-    """Raise ValueError unless `kinds` names full_attention or sliding_attention, with a window, for every layer."""
+def check_layer_types(kinds: Sequence[str], values: dict[str, Any], known: Sequence[str] = (FULL, SLIDING)) -> None:
+    """Raise ValueError unless `kinds` names one of `known`, sliding_attention with a window, for every layer."""
     window, num_layers = values["sliding_window"], values["num_hidden_layers"]
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"sliding_window must be a positive integer or null, not {window!r}")
-    unknown = set(kinds) - {FULL, SLIDING}
+    unknown = set(kinds) - set(known)
     if unknown or len(kinds) != num_layers:
         raise ValueError(
-            f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers, "
+            f"layer_types must name {' or '.join(known)} for each of {num_layers} layers, "
             f"found {len(kinds)}: {sorted(set(kinds))}"
         )
     if SLIDING in kinds and window is None:

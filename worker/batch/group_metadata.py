@@ -1,0 +1,29 @@
+"""What the kinds of cache groups change in the metadata of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from quire.worker.attention.base import GroupedMetadata
+from quire.worker.attention.chunked import split_at_chunks
+from quire.worker.layers.state import StateSteps
+from quire.worker.messages import CacheGroup
+
+
+def adapt(
+    attn: GroupedMetadata,
+    groups: Sequence[CacheGroup],
+    block_size: int,
+    to_device: Callable[[np.ndarray], torch.Tensor],
+) -> GroupedMetadata:
+    """The metadata of a step in which groups of kind "chunk" attend in chunks and groups of kind "state" do not attend,
+    but advance states.
+    """
+    attn = split_at_chunks(attn, groups, block_size, to_device)
+    return tuple(
+        replace(meta, backend=StateSteps()) if group.kind == "state" else meta for meta, group in zip(attn, groups)
+    )

@@ -1,0 +1,52 @@
+"""A causal convolution per channel, whose state is its last inputs: the short convolution of LFM2, and the first part
+of most other mixers with a state.
+
+Shapes: C channels, K the width. A state `[K - 1, C]` holds the inputs before the next one, oldest first.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from quire.worker.layers.state import StateStep
+
+
+def conv_one(
+    weight: torch.Tensor, bias: torch.Tensor | None, states: torch.Tensor, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y[c] = bias[c] + sum_k weight[k, c] * input[k, c] over the last K inputs, the newest of which is x `[R, C]`; with
+    states `[R, K - 1, C]`.
+    """
+    window = torch.cat([states, x[:, None]], 1)
+    y = (window * weight).sum(1)
+    return (y if bias is None else y + bias), window[:, 1:]
+
+
+def conv_many(
+    weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`conv_one` for the n tokens x `[n, C]` of one request, one after another."""
+    n, inputs = len(x), torch.cat([state, x])
+    y = inputs[:n] * weight[0]
+    for k in range(1, len(weight)):
+        y.addcmul_(inputs[k : k + n], weight[k])
+    return (y if bias is None else y.add_(bias)), inputs[n:]
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pages: torch.Tensor,
+    step: StateStep,
+    silu: bool = False,
+) -> torch.Tensor:
+    """Convolve x `[T, C]` over the tokens of each request, and keep its last inputs in `pages` `[P, K - 1, C]`.
+
+    weight is `[K, C]` float32, bias `[C]`; with `silu` that activation follows. Returns float32 `[T, C]`.
+    """
+    y = step.advance(pages, partial(conv_one, weight, bias), partial(conv_many, weight, bias), x.float())
+    return F.silu(y) if silu else y

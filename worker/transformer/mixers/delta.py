@@ -1,0 +1,113 @@
+"""Gated DeltaNet (https://arxiv.org/abs/2412.06464) of Qwen3-Next and Qwen3.5."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from quire.worker.attention.base import GroupedMetadata
+from quire.worker.layers.delta_rule import l2_norm
+from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, Shard, WeightFormat
+from quire.worker.layers.norm import rms_norm
+from quire.worker.layers.rotary import Rotation
+from quire.worker.layers.views import RowOrder
+from quire.worker.parallel import tp
+from quire.worker.transformer.config import ModelSpec
+from quire.worker.transformer.mixers.base import Convolution, StateMixer, float_parameter, shards, split
+from quire.worker.transformer.state_spec import DeltaSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Ungrouped(RowOrder):
+    """Rows that hold parts of `sizes` for each head, one head after another, to all heads' first parts, then all second
+    ones, and so on.
+    """
+
+    sizes: tuple[int, ...]
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        heads = tensor.unflatten(0, (-1, sum(self.sizes)))
+        return torch.cat([part.flatten(0, 1) for part in heads.split(self.sizes, 1)])
+
+
+class GatedDeltaNet(StateMixer):
+    """q, k and v pass a convolution and the gated delta rule; z gates the normalised result."""
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        kind, group = spec.layers[layer].state, tp()
+        super().__init__(spec.hidden_size, layer, kind.shapes(group.size))
+        self.spec, self.eps = kind, spec.norm_eps
+        self.num_k_heads, self.num_v_heads = kind.num_k_heads // group.size, kind.num_v_heads // group.size
+        keys, values = kind.num_k_heads * kind.k_dim, kind.num_v_heads * kind.v_dim
+        rows = split([keys, keys, values], group.rank, group.size)
+        self.in_proj = ColumnParallelLinear(
+            spec.hidden_size, _inputs(kind, prefix), False, weights.linear(f"{prefix}.{_in_name(kind)}")
+        )
+        self.gates_proj = ColumnParallelLinear(
+            spec.hidden_size, _gates(kind, prefix), False, weights.linear(f"{prefix}.{_gates_name(kind)}")
+        )
+        self.conv1d = Convolution(f"{prefix}.conv1d", 2 * keys + values, rows, kind.width, False)
+        heads = group.rank * self.num_v_heads, self.num_v_heads
+        self.A_log = float_parameter(f"{prefix}.A_log", (kind.num_v_heads,), *heads)
+        self.dt_bias = float_parameter(f"{prefix}.dt_bias", (kind.num_v_heads,), *heads)
+        self.norm = float_parameter(f"{prefix}.norm.weight", (kind.v_dim,), 0, kind.v_dim, mean=1.0)
+        self.out_proj = RowParallelLinear(
+            values,
+            spec.hidden_size,
+            False,
+            f"{prefix}.out_proj",
+            "linear_num_value_heads * linear_value_head_dim",
+            weights.linear(f"{prefix}.out_proj"),
+        )
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        step, kind = self.state.step(attn), self.spec
+        conv, states = self.state.pages
+        keys, values = self.num_k_heads * kind.k_dim, self.num_v_heads * kind.v_dim
+        qkv, z = self.in_proj(x).split([2 * keys + values, values], -1)
+        beta, a = self.gates_proj(x).float().chunk(2, -1)
+        q, k, v = self.conv1d(qkv, conv, step).split([keys, keys, values], -1)
+        q, k = (l2_norm(heads.unflatten(-1, (self.num_k_heads, kind.k_dim))) for heads in (q, k))
+        g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
+        beta = beta.sigmoid() * (2.0 if kind.neg_eigval else 1.0)
+        v = v.unflatten(-1, (self.num_v_heads, kind.v_dim))
+        o = self.ops.gated_delta_rule(q * kind.k_dim**-0.5, k, v, g[..., None], beta, states, step)
+        if needed_rows is not None:
+            o, z = o[needed_rows], z[needed_rows]
+        o = rms_norm(o, self.norm, self.eps) * F.silu(z.float()).view_as(o)
+        return self.out_proj(o.flatten(1).to(x.dtype))
+
+
+def _in_name(kind: DeltaSpec) -> str:
+    return "in_proj_qkvz" if kind.grouped else "in_proj_qkv"
+
+
+def _gates_name(kind: DeltaSpec) -> str:
+    return "in_proj_ba" if kind.grouped else "in_proj_b"
+
+
+def _inputs(kind: DeltaSpec, prefix: str) -> list[Shard]:
+    """This rank's rows of q, k, v and z."""
+    group, ratio = tp(), kind.num_v_heads // kind.num_k_heads
+    keys, values = kind.num_k_heads * kind.k_dim, kind.num_v_heads * kind.v_dim
+    if kind.grouped:
+        full, view = 2 * (keys + values), Ungrouped((kind.k_dim, kind.k_dim, ratio * kind.v_dim, ratio * kind.v_dim))
+        mine = full // group.size
+        return [Shard(f"{prefix}.in_proj_qkvz", full, group.rank * mine, mine, view=view)]
+    made = shards(f"{prefix}.in_proj_qkv", 2 * keys + values, split([keys, keys, values], group.rank, group.size))
+    ends = sum(shard.length for shard in made)
+    return made + shards(f"{prefix}.in_proj_z", values, split([values], group.rank, group.size), ends)
+
+
+def _gates(kind: DeltaSpec, prefix: str) -> list[Shard]:
+    """This rank's rows of b and a."""
+    group, heads, ratio = tp(), kind.num_v_heads, kind.num_v_heads // kind.num_k_heads
+    mine = heads // group.size
+    if kind.grouped:
+        view = Ungrouped((ratio, ratio))
+        return [Shard(f"{prefix}.in_proj_ba", 2 * heads, group.rank * 2 * mine, 2 * mine, view=view)]
+    return [Shard(f"{prefix}.in_proj_{name}", heads, group.rank * mine, mine, i * mine) for i, name in enumerate("ba")]

@@ -1,0 +1,44 @@
+"""The gated short convolution of LFM2: out(C * conv(B * x)), where [B, C, x] are projections of the input."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.worker.attention.base import GroupedMetadata
+from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, WeightFormat
+from quire.worker.layers.rotary import Rotation
+from quire.worker.parallel import tp
+from quire.worker.transformer.config import ModelSpec
+from quire.worker.transformer.mixers.base import Convolution, StateMixer, shards, split
+
+
+class ShortConv(StateMixer):
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        kind, group = spec.layers[layer].state, tp()
+        super().__init__(spec.hidden_size, layer, kind.shapes(group.size))
+        channels = kind.channels
+        rows = split([channels] * 3, group.rank, group.size)
+        self.in_proj = ColumnParallelLinear(
+            spec.hidden_size,
+            shards(f"{prefix}.in_proj", 3 * channels, rows),
+            kind.bias,
+            weights.linear(f"{prefix}.in_proj"),
+        )
+        self.conv = Convolution(f"{prefix}.conv", channels, rows[:1], kind.width, kind.bias, silu=False)
+        self.out_proj = RowParallelLinear(
+            channels,
+            spec.hidden_size,
+            kind.bias,
+            f"{prefix}.out_proj",
+            "hidden_size",
+            weights.linear(f"{prefix}.out_proj"),
+        )
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        b, c, x = self.in_proj(x).chunk(3, -1)
+        y = self.conv(b * x, self.state.pages[0], self.state.step(attn)).to(c.dtype)
+        if needed_rows is not None:
+            c, y = c[needed_rows], y[needed_rows]
+        return self.out_proj(c * y)

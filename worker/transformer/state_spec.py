@@ -1,0 +1,141 @@
+"""Sizes of the mixers that keep a recurrent state, as read from config.json. Torch-free.
+
+Sizes are those of the whole model; `shapes(tp)` are the states on each of `tp` ranks, the last inputs of the
+convolution first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def check_split(name: str, size: int, tp: int) -> None:
+    """Raise ValueError, naming the size, unless `tp` divides it."""
+    if size % tp:
+        raise ValueError(f"{name} {size} is not divisible by tensor_parallel_size {tp}")
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """Gated short convolution (LFM2)."""
+
+    width: int
+    channels: int
+    bias: bool = False
+
+    def shapes(self, tp: int) -> Shapes:
+        return ((self.width - 1, self.channels // tp),)
+
+    def check(self, tp: int) -> None:
+        """Raise ValueError, naming the size, unless it can be split over `tp` ranks."""
+        check_split("hidden_size", self.channels, tp)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Gated delta rule: Gated DeltaNet, or Kimi Delta Attention."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    width: int
+    grouped: bool = False  # the checkpoint holds q, k, v and z of each key head together (Qwen3-Next)
+    neg_eigval: bool = False  # beta is doubled
+    lower_bound: float | None = None  # of the gate, which is a sigmoid then (Kimi Delta Attention)
+
+    def shapes(self, tp: int) -> Shapes:
+        channels = 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
+        return (self.width - 1, channels // tp), (self.num_v_heads // tp, self.k_dim, self.v_dim)
+
+    def check(self, tp: int) -> None:
+        """Raise ValueError, naming the size, unless it can be split over `tp` ranks."""
+        if self.num_v_heads % self.num_k_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.num_v_heads} is not a multiple of linear_num_key_heads "
+                f"{self.num_k_heads}"
+            )
+        check_split("linear_num_key_heads", self.num_k_heads, tp)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec:
+    """The mixer of Mamba 2."""
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    width: int
+    conv_bias: bool = True
+    bias: bool = False  # of the projections
+    # bounds of the time step
+    dt_min: float = 0.0
+    dt_max: float = float("inf")
+    norm: str = "gate_first"  # grouped norm of y * silu(z); "norm_first": of y, then * silu(z); "none"
+    norm_groups: int = 1  # groups of the norm
+    eps: float = 1e-5
+
+    @property
+    def inner(self) -> int:
+        return self.num_heads * self.head_dim
+
+    def groups(self, tp: int) -> int:
+        """Number of groups on each rank: with fewer groups than ranks several ranks hold the same one."""
+        return max(1, self.num_groups // tp)
+
+    def shapes(self, tp: int) -> Shapes:
+        channels = self.inner // tp + 2 * self.groups(tp) * self.state_size
+        return (self.width - 1, channels), (self.num_heads // tp, self.state_size, self.head_dim)
+
+    def check(self, tp: int) -> None:
+        """Raise ValueError, naming the size, unless it can be split over `tp` ranks."""
+        if self.num_heads % self.num_groups:
+            raise ValueError(f"{self.num_heads} Mamba heads are not a multiple of the {self.num_groups} groups")
+        check_split("the number of Mamba heads", self.num_heads, tp)
+        if self.num_groups % tp and tp % self.num_groups:
+            raise ValueError(f"{self.num_groups} Mamba groups cannot be split over tensor_parallel_size {tp}")
+        if self.norm != "none" and self.norm_groups % tp and tp > 1 and self.norm_groups > 1:
+            raise ValueError(f"{self.norm_groups} groups of the norm cannot be split over tensor_parallel_size {tp}")
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1Spec:
+    """The mixer of Mamba 1."""
+
+    inner: int
+    state_size: int
+    dt_rank: int
+    width: int
+    conv_bias: bool = True
+    bias: bool = False  # of in_proj and out_proj
+    norms: str = "none"  # of dt, B and C: "none"; "weight", RMS norms with weights; "plain", without
+    eps: float = 1e-6
+
+    def shapes(self, tp: int) -> Shapes:
+        return (self.width - 1, self.inner // tp), (self.inner // tp, self.state_size)
+
+    def check(self, tp: int) -> None:
+        """Raise ValueError, naming the size, unless it can be split over `tp` ranks."""
+        check_split("the inner size of Mamba", self.inner, tp)
+
+
+@dataclass(frozen=True, slots=True)
+class LightningSpec:
+    """Lightning attention: linear attention with a constant decay per head."""
+
+    num_heads: int
+    head_dim: int
+    decay_scale: float  # of the layer; multiplies the heads' decays
+
+    def shapes(self, tp: int) -> Shapes:
+        return ((self.num_heads // tp, self.head_dim, self.head_dim),)
+
+    def check(self, tp: int) -> None:
+        """Raise ValueError, naming the size, unless it can be split over `tp` ranks."""
+        check_split("num_attention_heads", self.num_heads, tp)
+
+
+StateSpec = ShortConvSpec | DeltaSpec | Mamba2Spec | Mamba1Spec | LightningSpec
