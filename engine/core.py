@@ -150,6 +150,7 @@ class EngineCore:
         methods = {
             "reset_prefix_cache": self.scheduler.kv.reset_prefix_cache,
             "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
+            "describe_ops": lambda: self.executor.call("describe_ops"),
             "stats": lambda: msgspec.structs.asdict(self.scheduler.stats()),
         }
         if message.method not in methods:

@@ -7,6 +7,8 @@ example). This script runs before any package is installed: it needs the standar
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import queue
 import re
@@ -23,6 +25,49 @@ LARGE_MB = 20.0  # a download from this size on gets a line
 QUIET_SECONDS = 15.0  # after this long without a line, report what pip is doing
 _DOWNLOAD = re.compile(r"\s*(?:Downloading|Using cached) (?:\S*/)?([^\s/]+) \(([\d.]+) (MB|GB)\)")
 _STEP = re.compile(r"\s*(?:Collecting|Downloading|Building|Preparing|Getting|Installing) ")
+
+
+class KernelBuild:
+    """Compiles the native CPU kernels for this CPU while pip downloads, so that the first answer is fast.
+
+    It changes nothing if they are there, if there is no compiler, or if another process compiles them.
+    """
+
+    def __init__(self) -> None:
+        spec = importlib.util.spec_from_file_location("quire_build_kernels", ROOT / "worker" / "cpu" / "build.py")
+        self.kernels = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.kernels)
+        self.level = self.kernels.cpu_level()
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        if self.level is None or self.kernels.find_library(self.level):
+            return
+        if self.kernels.compiler() is None:
+            say("note: no C++ compiler, so no native CPU kernels: answers take 3 to 20 times as long. Install g++")
+            return
+        self.target = self.kernels.cache_folder() / self.kernels.library_name(self.level, self.kernels.compiler())
+        command = [sys.executable, self.kernels.__file__, "--no-wait", "--level", self.level]
+        self.process = subprocess.Popen(
+            [*command, "--into", self.target.parent], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        say(f"compiling the native CPU kernels ({self.level}) meanwhile")
+
+    def finish(self) -> None:
+        """Wait for the compiler, and report its progress. A failure is no error: plain torch serves."""
+        if self.process is None:
+            return
+        while self.process.poll() is None:
+            say("  the native CPU kernels: {} of {} files compiled".format(*self.kernels.progress(self.target)))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(QUIET_SECONDS)
+        if self.process.returncode not in (0, self.kernels.BUSY):
+            say(f"note: the native CPU kernels cannot be compiled; serving without them\n{self.process.stdout.read()}")
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait()
 
 
 class InstallError(Exception):
@@ -193,14 +238,21 @@ def main(argv: list[str]) -> int:
             "make PYTHON=/path/to/python3 ..."
         )
         return 1
+    extra = argv[1] if len(argv) > 1 else None
+    kernels = KernelBuild()
     try:
-        Installer(Path(os.path.abspath(argv[0])), argv[1] if len(argv) > 1 else None).run()
+        if extra is None:
+            kernels.start()
+        Installer(Path(os.path.abspath(argv[0])), extra).run()
+        kernels.finish()
     except InstallError as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted; the next make continues from here", file=sys.stderr)
         return 130
+    finally:
+        kernels.stop()
     return 0
 
 

@@ -5,6 +5,7 @@ No function here needs weights, so `quire check` calls the same functions with s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,8 @@ from quire.worker.platforms.platform import get_platform
 from quire.worker.transformer.config import LayerSpec, ModelSpec, cache_specs, state_specs
 from quire.worker.transformer.decoder import stage_layers
 from quire.worker.transformer.moe_spec import MoESpec
+
+logger = logging.getLogger(__name__)
 
 Choice = tuple[str, str, str]  # setting, value, reason
 # Each running request may hold two states: a checkpoint that it reads, and the one that it writes. These take at most
@@ -341,7 +344,10 @@ def preview(config: Config) -> WorkerReady:
         config.server.api_server_count,
         config.device.cpu_level,
         config.device.cpu_activation_bits,
+        preview=True,
     )
+    if warning := platform.ops_warning():
+        logger.warning("%s", warning)
     limits = resolve_limits(config, spec, platform)
     total, available = platform.memory(num_ranks)
     plan, num_blocks, num_states, choices = plan_memory(

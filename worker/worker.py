@@ -94,6 +94,8 @@ class Worker:
             config.device.cpu_level,
             config.device.cpu_activation_bits,
         )
+        if self.rank == 0 and (warning := platform.ops_warning()):
+            logger.warning("%s", warning)
         total, available = platform.memory(num_ranks)
         spec = read_model_spec(config.model.model, config.model.model_impl, images=not config.model.language_model_only)
         self._join_ranks(platform)
@@ -236,6 +238,11 @@ class Worker:
         if platform.poll_ops():
             self._change_over()
         return platform.awaits_ops()
+
+    def describe_ops(self) -> dict[str, object]:
+        """The operations in use, what is known of faster ones, and since when those are in use (time.time())."""
+        platform = self.runner.platform
+        return {"name": platform.ops.name, "status": platform.ops_status(), "since": platform.ops_since()}
 
     def shutdown(self) -> None:
         """Free the memory and leave the process groups. Idempotent."""

@@ -196,6 +196,9 @@ class FakeExecutor(Executor):
     def look_for_ops(self) -> bool:
         return False
 
+    def describe_ops(self) -> dict[str, object]:
+        return {"name": "fake", "status": "fake", "since": None}
+
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
 

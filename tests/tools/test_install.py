@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.worker.cpu import build
 from tools import install
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,6 +28,11 @@ echo '  Downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (190.4 MB)'
 echo '  Downloading h11-0.16.0-py3-none-any.whl (0.1 MB)'
 echo 'Installing collected packages: torch, h11'
 echo 'Successfully installed h11-0.16.0 torch-2.13.0'"""
+
+
+@pytest.fixture(autouse=True)
+def _kernels(_kernels_in_the_cache):
+    """So that none are compiled."""
 
 
 @pytest.fixture
@@ -161,3 +167,38 @@ def test_an_unneeded_cuda_build_is_pointed_out(tmp_path, monkeypatch):
     assert "PIP_EXTRA_INDEX_URL" in install.note_on_torch(tmp_path)
     version.write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
     assert install.note_on_torch(tmp_path) == ""
+
+
+COMPILER = """#!/bin/sh
+sleep 0.3
+while [ $# -gt 0 ]; do
+  [ "$1" = -o ] && out="$2"
+  shift
+done
+: > "$out"
+"""
+
+
+@pytest.mark.skipif(build.cpu_level() is None, reason="no native kernels here")
+def test_the_kernels_are_compiled_while_pip_installs(venv, tmp_path, monkeypatch, capsys):
+    (tmp_path / "c++").write_text(COMPILER)
+    (tmp_path / "c++").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(install, "QUIET_SECONDS", 0.5)
+    assert install.main([str(venv(GOOD))]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"compiling the native CPU kernels ({build.cpu_level()}) meanwhile\ninstalling PyTorch")
+    num_files = len(list(build.SOURCES.glob("*.cpp")))
+    assert f"of {num_files} files compiled" in shown
+    assert build.find_library(build.cpu_level()).parent == tmp_path / "cache" / "kernels"
+    assert install.main([str(venv(GOOD))]) == 0 and "compil" not in capsys.readouterr().out
+    assert install.main([str(venv(GOOD)), "dev"]) == 0
+
+
+def test_without_a_compiler_the_installer_says_what_is_missing(venv, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "there-is-no-such-compiler")
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    assert install.main([str(venv(GOOD))]) == 0
+    if build.cpu_level():
+        assert "note: no C++ compiler" in capsys.readouterr().out

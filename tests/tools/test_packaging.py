@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.worker.cpu import build
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
@@ -41,17 +43,33 @@ def run(*command: object, **options) -> str:
     return ended.stdout
 
 
+# "Compiles" every level by copying this CPU's library: compiling takes minutes.
+COMPILER = """#!/bin/sh
+while [ $# -gt 0 ]; do
+  [ "$1" = -shared ] && shared=1
+  [ "$1" = -o ] && out="$2"
+  shift
+done
+if [ -n "$shared" ]; then cp {library} "$out"; else : > "$out"; fi
+"""
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
+def wheel(tmp_path_factory, _kernels_in_the_cache) -> Path:
     """Built without a network, from a copy: setuptools leaves a `build` folder next to the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in FOLDERS:
         ignore = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / name, folder / "src" / name, ignore=ignore, symlinks=True)
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md"):
         shutil.copy(ROOT / name, folder / "src")
+    variables = dict(os.environ)
+    if library := build.find_library(build.cpu_level()):
+        (folder / "c++").write_text(COMPILER.format(library=library))
+        (folder / "c++").chmod(0o755)
+        variables["CXX"] = str(folder / "c++")
     pip = (sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation")
-    run(*pip, "-w", folder, folder / "src")
+    run(*pip, "-w", folder, folder / "src", env=variables)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -103,6 +121,13 @@ def test_the_command_works_next_to_modules_of_the_user(installed, users_folder):
     assert "serve a model" in run(installed / "python", "-m", "quire", "--help", cwd=users_folder, env=environment())
 
 
+@pytest.mark.skipif(build.cpu_level() is None or build.compiler() is None, reason="no native kernels here")
+def test_the_wheel_has_the_kernels_of_every_level_and_says_on_which_systems_they_run(wheel):
+    assert wheel.name.endswith("-py3-none-manylinux_2_28_x86_64.whl")
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if "/prebuilt/" in name]
+    assert sorted(name.split("-")[2] for name in names) == sorted(build.LEVELS)
+
+
 @pytest.mark.parametrize("settings", [{}, {"pipeline_parallel_size": 2}], ids=["one rank", "two ranks"])
 def test_a_script_works_next_to_modules_of_the_user(installed, users_folder, settings):
     settings |= {"device": "cpu", "max_model_len": 64, "kv_cache_memory_bytes": 2**24}
@@ -112,8 +137,13 @@ def test_a_script_works_next_to_modules_of_the_user(installed, users_folder, set
 
 @pytest.mark.parametrize("frontends", [1, 2])
 def test_a_server_works_next_to_modules_of_the_user(installed, users_folder, frontends):
-    """Ready by the probe of the container's health check, which runs a file of the installed package by itself."""
+    """Ready by the probe of the container's health check, which runs a file of the installed package by itself.
+
+    Native from the first request, without a compiler and with an empty cache.
+    """
     variables = environment() | {"QUIRE_ADDRESS_FILE": str(users_folder / "address"), "QUIRE_DEVICE": "cpu"}
+    variables |= {"PATH": str(installed), "QUIRE_CACHE": str(users_folder / "cache")}
+    variables.pop("CXX", None)
     flags = ("--port", "0", "--max-model-len", "64", "--kv-cache-memory-bytes", str(2**24))
     (probe,) = installed.parent.glob("lib/python3.*/site-packages/quire/cli/health.py")
     with open(users_folder / "log", "w+") as log:
@@ -131,6 +161,7 @@ def test_a_server_works_next_to_modules_of_the_user(installed, users_folder, fro
             while subprocess.run(ask, env=variables, cwd=users_folder, capture_output=True, check=False).returncode:
                 assert server.poll() is None and time.monotonic() < deadline, (users_folder / "log").read_text()
                 time.sleep(0.2)
+            started = time.time()
             request = urllib.request.Request(
                 f"http://{(users_folder / 'address').read_text()}/v1/completions",
                 json.dumps({"prompt": "The capital of France is", "max_tokens": 4}).encode(),
@@ -138,6 +169,10 @@ def test_a_server_works_next_to_modules_of_the_user(installed, users_folder, fro
             )
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert json.load(response)["usage"]["completion_tokens"] == 4
+            with urllib.request.urlopen(f"http://{(users_folder / 'address').read_text()}/server_info") as response:
+                kernels = json.load(response)["kernels"]
+            if build.cpu_level() and build.compiler():
+                assert kernels["name"] == "native" and kernels["since"] < started
         finally:
             server.terminate()
             assert server.wait(timeout=60) == 0, (users_folder / "log").read_text()

@@ -5,6 +5,7 @@ without where they cannot be.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import stat
@@ -13,10 +14,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from quire.cli import main as cli
-from quire.worker.cpu import build
+from quire.worker.cpu import background_build, build
 from quire.worker.cpu.native import Kernels
 from tests.server.conftest import poll
 
@@ -84,6 +86,73 @@ def test_the_first_start_goes_on_and_the_kernels_arrive_later(fake_compiler):
     assert not kernels.poll()
     again = Kernels()
     assert again.load() and "native kernels" in again.status  # found in the cache
+
+
+def test_a_builder_that_need_not_wait_ends_at_once(fake_compiler):
+    links = fake_compiler(delay=1)
+    command = [sys.executable, build.__file__, "--level", build.cpu_level(), "--into", str(build.cache_folder())]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    target = build.cache_folder() / build.library_name(build.cpu_level(), os.environ["CXX"])
+    poll(lambda: build.is_being_built(target))
+    others = [subprocess.Popen([*command, "--no-wait"], stderr=subprocess.DEVNULL) for _ in range(3)]
+    assert [other.wait(10) for other in others] == [build.BUSY] * 3 and first.poll() is None
+    assert first.wait(30) == 0 and links() == 1 and not build.is_being_built(target)
+
+
+def test_a_start_starts_no_builder_beside_another_and_takes_over_if_it_dies(fake_compiler):
+    links = fake_compiler(delay=0.3)
+    command = [sys.executable, build.__file__, "--level", build.cpu_level(), "--into", str(build.cache_folder())]
+    other = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"DELAY": "60"}, process_group=0)
+    target = build.cache_folder() / build.library_name(build.cpu_level(), os.environ["CXX"])
+    poll(lambda: build.is_being_built(target))
+    before = set(psutil.Process().children())
+    kernels = Kernels()
+    assert not kernels.load() and kernels.building and set(psutil.Process().children()) == before
+    assert f"0 of {len(list(build.SOURCES.glob('*.cpp')))} files" in kernels.status
+    os.killpg(other.pid, signal.SIGKILL)
+    other.wait()
+    assert _wait(kernels) and kernels.loaded_at is not None and links() == 1
+
+
+def test_the_progress_is_shown(fake_compiler, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(background_build, "REPORT_INTERVAL", 0.2)
+    fake_compiler(delay=0.2)
+    kernels = Kernels()
+    kernels.load()
+    shown = set()
+    while not kernels.poll():
+        shown.add(kernels.status)
+        time.sleep(0.02)
+    assert len(shown) > 2 and any(f"{status}; plain torch serves meanwhile" in caplog.text for status in shown)
+
+
+def test_check_builds_nothing(fake_compiler, tmp_path):
+    fake_compiler(delay=60)
+    command = [sys.executable, "-m", "quire", "check", "--device", "cpu"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "are not built yet: quire serve does it at its start" in shown
+    assert not build.cache_folder().exists()
+
+
+def test_without_a_compiler_check_warns_of_the_factor_and_the_remedy(fake_compiler, monkeypatch):
+    fake_compiler()
+    monkeypatch.setenv("CXX", "there-is-no-such-compiler")
+    command = [sys.executable, "-m", "quire", "check", "--device", "cpu"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    warnings = [line for line in ended.stderr.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == 1 and "20 times slower" in warnings[0] and "install g++" in warnings[0]
+
+
+def test_libraries_need_no_newer_system_than_wheels_may(library):
+    """objdump reads the versions of the symbols."""
+    shown = subprocess.run(["objdump", "-T", library], capture_output=True, text=True, check=True).stdout
+    versions = set(re.findall(r"\(?(GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)\)?", shown))
+    newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}  # manylinux_2_28
+    assert {name for name, _ in versions} >= {"GLIBC", "GLIBCXX"}
+    assert not [(name, v) for name, v in versions if tuple(map(int, v.split("."))) > newest[name]]
+    assert build.newer_symbols(library) == []
+    assert build.newer_symbols(Path(sys.executable).resolve()) != []  # the system's own programs want its own C library
 
 
 def test_two_builders_build_once(fake_compiler):

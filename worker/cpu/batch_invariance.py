@@ -26,6 +26,8 @@ def resolve(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, 
     asked = config.device.deterministic
     if asked is False:
         return False, "as asked: " + _off()
+    if asked and KERNELS.left_to_serve:
+        return True, f"as asked, if the native kernels support this model: {PROMISE}"
     obstacle = _obstacle(config, spec, dtype)
     if obstacle and asked:
         raise ValueError(f"--deterministic {''.join(obstacle)}")

@@ -3,7 +3,7 @@ runs as a script.
 
 A library's name identifies its inputs: `quire-<hash of the sources and flags>-<level>-<compiler>.so`. It is renamed
 into place atomically, and a file lock keeps two processes from building the same library. If a build is killed, the
-next one reuses its object files. The libraries depend on libstdc++ only.
+next one reuses its object files. The libraries depend on libc and libstdc++ only, in versions that `MANYLINUX` has.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,13 @@ _CPU_FLAGS = {
     "amx-bf16": "amx_bf16",
     "amx-int8": "amx_int8",
 }
+
+
+LINK_FLAGS = ["-shared", "-pthread", "-s"]
+# The system whose wheels may hold the libraries, and the newest symbol versions that it has.
+MANYLINUX = "manylinux_2_28"
+_OLDEST_SYSTEM = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
+BUSY = 75  # exit status: another process is building this library
 
 
 class BuildError(Exception):
@@ -123,9 +131,14 @@ def _calibrated(wide: Path, narrow: Path) -> float | None:
     return float(result.read_text().split()[0])
 
 
+def is_supported_machine() -> bool:
+    """Whether there are levels for this kind of machine at all."""
+    return platform.machine() in ("x86_64", "AMD64") and sys.platform == "linux"
+
+
 def cpu_levels() -> list[str]:
     """The levels that this machine's CPU supports, the one with the most instructions first."""
-    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
+    if not is_supported_machine():
         return []
     flags = set(_cpuinfo("flags").split())
     return [
@@ -154,7 +167,7 @@ def compiler() -> str | None:
 
 def library_prefix(level: str) -> str:
     """The common prefix of the names of all libraries built from these sources for `level`, by any compiler."""
-    digest = hashlib.sha256(" ".join(FLAGS + LEVELS[level]).encode())
+    digest = hashlib.sha256(" ".join(FLAGS + LINK_FLAGS + LEVELS[level]).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return f"quire-{digest.hexdigest()[:16]}-{level}-"
@@ -196,25 +209,71 @@ def find_library(level: str) -> Path | None:
     return None
 
 
-def build(level: str, folder: Path) -> Path:
-    """Compile the library for `level` into `folder` unless it exists, and return its path.
+class Busy(Exception):
+    """Another process is building this library."""
+
+
+def build(level: str, folder: Path, wait: bool = True) -> Path:
+    """Compile the library for `level` into `folder` unless it exists, and return its path. `wait` for another process
+    that is building it.
 
     Raises:
         BuildError: there is no compiler, or it failed; the message contains its output.
+        Busy: without `wait`.
     """
     cxx = compiler()
     if cxx is None:
         raise BuildError("no C++ compiler (looked for $CXX, g++, clang++)")
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / library_name(level, cxx)
-    with open(folder / f"{target.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(_lock_of(target), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise Busy(f"another process is building {target.name}") from None
         if not target.exists():
-            work = folder / f".build-{target.name}"
+            work = _work_of(target)
             work.mkdir(exist_ok=True)
             _compile(cxx, level, work, target)
             shutil.rmtree(work)
     return target
+
+
+def is_being_built(target: Path) -> bool:
+    """Whether a process is building the library `target` now."""
+    try:
+        with open(_lock_of(target), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def progress(target: Path) -> tuple[int, int]:
+    """(files compiled, all files) of a running build of `target`."""
+    num_files = len(list(SOURCES.glob("*.cpp")))
+    return (num_files if target.exists() else len(list(_work_of(target).glob("*.o")))), num_files
+
+
+def _lock_of(target: Path) -> Path:
+    return target.with_name(f"{target.name}.lock")
+
+
+def _work_of(target: Path) -> Path:
+    return target.with_name(f".build-{target.name}")
+
+
+def newer_symbols(library: Path) -> list[str]:
+    """The symbol versions that `library` wants and `MANYLINUX` lacks."""
+    versions = set(re.findall(rb"\0(GLIBC|GLIBCXX|CXXABI|GCC)_(\d[\d.]*)(?=\0)", library.read_bytes()))
+    wanted = {(name.decode(), version.decode()) for name, version in versions}
+    return [
+        f"{name}_{version}"
+        for name, version in sorted(wanted)
+        if tuple(map(int, version.split("."))) > _OLDEST_SYSTEM[name]
+    ]
 
 
 def _compile(cxx: str, level: str, work: Path, target: Path) -> None:
@@ -236,22 +295,23 @@ def _compile(cxx: str, level: str, work: Path, target: Path) -> None:
     # One compiler per core: with more, a background build takes most of a small machine despite its low priority.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda out: make(out, *options, "-c", str(objects[out])), objects))
-    make(target, "-shared", "-pthread", *map(str, objects))
+    make(target, *LINK_FLAGS, *map(str, objects))
 
 
-def build_kernels(folder: Path | None = None, levels: list[str] | None = None) -> list[Path]:
+def build_kernels(folder: Path | None = None, levels: list[str] | None = None, wait: bool = True) -> list[Path]:
     """Build the libraries of `levels` (default: all, this CPU's first) into `folder` (default: `prebuilt_folder()`),
     for a wheel or an image. Returns their paths.
 
     Raises:
         BuildError: there is no compiler, or it failed.
+        Busy: without `wait`, another process is building one.
         ValueError: a level is unknown.
     """
     for level in levels or []:
         if level not in LEVELS:
             raise ValueError(f"unknown instruction-set level {level!r}; there are {', '.join(LEVELS)}")
     return [
-        build(level, folder or prebuilt_folder())
+        build(level, folder or prebuilt_folder(), wait)
         for level in levels or sorted(LEVELS, key=lambda level: level != cpu_level())
     ]
 
@@ -262,7 +322,8 @@ def _build_and_calibrate(level: str, folder: Path | None) -> None:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     try:
-        build(level, folder or prebuilt_folder())
+        with contextlib.suppress(Busy):
+            build(level, folder or prebuilt_folder(), wait=False)
         choose_level()
     finally:
         os._exit(0)
@@ -288,18 +349,20 @@ def main(argv: list[str] | None = None) -> int:
     # A level to build in a forked child after the others, so that the caller need not wait for it.
     parser.add_argument("--then", choices=list(LEVELS), help=argparse.SUPPRESS)
     parser.add_argument(
-        "--background", action="store_true", help="at a lower priority, as a server's first start runs it"
+        "--no-wait",
+        action="store_true",
+        help=f"exit with status {BUSY} if another process is building the same library",
     )
     args = parser.parse_args(argv)
-    if args.background:
-        # With 5, a build on two cores that a server keeps busy gets the time of half a core. With 19 it got none for
-        # minutes, during which the torch twins served.
-        os.nice(5)
+    # At the server's own priority: every second of the slow path takes longer than what the build takes from it.
     try:
-        for path in build_kernels(args.into, args.level):
+        for path in build_kernels(args.into, args.level, wait=not args.no_wait):
             print(path, flush=True)
         if args.then and os.fork() == 0:
             _build_and_calibrate(args.then, args.into)
+    except Busy as busy:
+        print(busy, file=sys.stderr)
+        return BUSY
     except (BuildError, OSError) as error:
         print(f"quire build-kernels: error: {error}", file=sys.stderr)
         return 1

@@ -145,16 +145,18 @@ def _narrow(by_default: bool) -> bool:
     return by_default if KERNELS.activation_bits is None else KERNELS.activation_bits == 8
 
 
-def load(background: bool = True, level: str = "auto", activation_bits: str = "auto") -> None:
-    """Load the library or start a background build of it; with background=False build it in this process.
-    `activation_bits` is the setting `cpu_activation_bits`.
+def load(
+    background: bool = True, level: str = "auto", activation_bits: str = "auto", preview: bool = False
+) -> None:
+    """Load the library or start a background build of it; with background=False build it in this process, with
+    `preview` nowhere. `activation_bits` is the setting `cpu_activation_bits`.
 
     Raises:
         ValueError: the build failed, or the CPU does not support the instruction set `level`.
     """
     KERNELS.activation_bits = None if activation_bits == "auto" else int(activation_bits)
     try:
-        KERNELS.load(background, level)
+        KERNELS.load(background, level, preview)
     except BuildError as error:
         raise ValueError(f"the native CPU kernels are needed and cannot be compiled: {error}") from error
 
@@ -189,6 +191,16 @@ def activation_bits() -> tuple[str, str]:
     if KERNELS.activation_bits is None:
         return "auto", "8 for GGUF files and weights of 4 bits, 16 for other quantized weights"
     return str(KERNELS.activation_bits), "as asked, for quantized weights"
+
+
+def warning() -> str:
+    """Why there are no kernels and never will be, with the factor and the remedy, or ""."""
+    return KERNELS.warning
+
+
+def loaded_at() -> float | None:
+    """When the library was loaded, by time.time()."""
+    return KERNELS.loaded_at
 
 
 def status() -> str:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import subprocess
-import sys
+import time
 from ctypes import c_float, c_int, c_long, c_void_p
 
 import torch
 
 from quire.worker.cpu import build
+from quire.worker.cpu.background_build import BackgroundBuild
 
 logger = logging.getLogger(__name__)
 
+SLOWER = "3 to 20 times slower"  # than the kernels, by model and batch
 _P, _L, _I, _F = c_void_p, c_long, c_int, c_float
 
 
@@ -263,7 +264,7 @@ _SIGNATURES = {
 class Kernels:
     """The native library of this process.
 
-    `lib` is None until it is loaded. `status` describes its state for the log and the table of choices.
+    `lib` is None until it is loaded.
     """
 
     def __init__(self) -> None:
@@ -271,12 +272,20 @@ class Kernels:
         self.level: str | None = None
         self.level_reason = "not loaded"
         self.activation_bits: int | None = None  # of products with quantized weights: 8, 16; None: by kind of weight
-        self.status = "not loaded"
-        self._builder: subprocess.Popen | None = None
+        self.warning = ""  # why there are none and never will be, and what to do
+        self.loaded_at: float | None = None  # time.time()
+        self.left_to_serve = False  # a preview: `quire serve` would build them
+        self._status = "not loaded"
+        self._build: BackgroundBuild | None = None
 
-    def load(self, background: bool = True, level: str = "auto") -> bool:
+    @property
+    def status(self) -> str:
+        """The state of the library, for the log and the table of choices."""
+        return self._status if self._build is None else self._build.status
+
+    def load(self, background: bool = True, level: str = "auto", preview: bool = False) -> bool:
         """Load the library of `level` if it exists, else start a build in a separate process (background=False: build
-        in this one). Returns True if the library is loaded.
+        in this one; preview: none). Returns True if the library is loaded.
 
         Raises:
             ValueError: this CPU does not support the level.
@@ -286,35 +295,28 @@ class Kernels:
             return True
         self.level, self.level_reason = build.choose_level(level)
         if self.level is None:
-            self.status = "no native kernels: the CPU lacks AVX2, or is not x86-64 Linux"
+            self._status = "no native kernels: the CPU lacks AVX2, or is not x86-64 Linux"
+            self.warning = f"{self._status}; plain torch serves, {SLOWER}"
             return False
         path = build.find_library(self.level)
         if path is not None:
             return self._open(str(path))
         if build.compiler() is None:
-            self.status = "no native kernels: no C++ compiler to build them ($CXX, g++, clang++) and none prebuilt"
+            self._status = "no native kernels: no C++ compiler to build them ($CXX, g++, clang++) and none prebuilt"
+            self.warning = (
+                f"{self._status}; plain torch serves, {SLOWER}: install g++ (or clang++) and start again, or install "
+                "quire from a wheel that holds the kernels"
+            )
+            return False
+        if preview:
+            self.left_to_serve = True
+            self._status = f"native kernels ({self.level}) are not built yet: quire serve does it at its start"
             return False
         if not background:
             return self._open(str(build.build(self.level, build.cache_folder())))
         # Also build the narrower levels, so that the next start can choose between them.
-        rivals = [f"--then={rival}" for rival in build.rivals(self.level) if level == "auto"]
-        self._builder = subprocess.Popen(
-            [
-                sys.executable,
-                build.__file__,
-                "--background",
-                "--level",
-                self.level,
-                *rivals,
-                "--into",
-                str(build.cache_folder()),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.status = f"building native kernels ({self.level}) in the background"
+        rivals = build.rivals(self.level) if level == "auto" else []
+        self._build = BackgroundBuild(self.level, rivals)
         return False
 
     def serve(self, device: torch.device) -> bool:
@@ -324,39 +326,41 @@ class Kernels:
     @property
     def building(self) -> bool:
         """Whether a background build is running or its end has not been polled yet."""
-        return self._builder is not None
+        return self._build is not None
 
     def give_up(self, reason: str) -> None:
         """Use no native kernels in this process, and report `reason` in `status`. A running build continues, for the
         next start.
         """
-        self.lib, self._builder, self.status = None, None, f"no native kernels: {reason}"
+        self.lib, self._build, self._status = None, None, f"no native kernels: {reason}"
 
     def poll(self) -> bool:
         """Load the library if the background build has succeeded. Returns True exactly once, when it is loaded."""
-        if self._builder is None or self._builder.poll() is None:
+        if self._build is None:
             return False
-        builder, self._builder = self._builder, None
-        output = builder.stdout.read()
-        builder.stdout.close()
-        if builder.returncode:
-            self.status = "no native kernels: the build failed"
-            logger.warning("building the native kernels failed; serving without them:\n%s", output)
+        try:
+            path = self._build.poll()
+        except build.BuildError as error:
+            self._build, self._status = None, "no native kernels: the build failed"
+            logger.warning("building the native kernels failed; plain torch serves, %s:\n%s", SLOWER, error)
             return False
-        return self._open(output.split()[-1])
+        if path is None:
+            return False
+        self._build = None
+        return self._open(str(path))
 
     def _open(self, path: str) -> bool:
         try:
             lib = ctypes.CDLL(path)
         except OSError as error:
-            self.status = f"no native kernels: {error}"
+            self._status = f"no native kernels: {error}"
             logger.warning("cannot load the native kernels: %s", error)
             return False
         for name, (arguments, result) in _SIGNATURES.items():
             function = getattr(lib, name)
             function.argtypes, function.restype = arguments, result
         lib.quire_set_threads(torch.get_num_threads())
-        self.lib, self.status = lib, f"native kernels ({self.level})"
+        self.lib, self._status, self.loaded_at = lib, f"native kernels ({self.level})", time.time()
         return True
 
 

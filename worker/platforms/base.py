@@ -62,13 +62,14 @@ class Platform(ABC):
         num_frontends: int = 1,
         cpu_level: str = "auto",
         cpu_activation_bits: str = "auto",
+        preview: bool = False,
     ) -> list[tuple[str, str, str]]:
         """Initialize the device for this process. Returns (setting, value, reason) of automatic choices.
 
         `world_size` ranks and `num_frontends` frontend processes share the machine. `wait_for_kernels` compiles missing
         native kernels first, instead of in the background. `cpu_level` is their instruction set, `cpu_activation_bits`
-        the precision of activations in their products with quantized weights. Raises ValueError if the compilation
-        fails, or if the CPU lacks the instruction set.
+        the precision of activations in their products with quantized weights. A `preview` compiles nothing. Raises
+        ValueError if the compilation fails, or if the CPU lacks the instruction set.
         """
 
     def batch_invariance(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:
@@ -96,6 +97,14 @@ class Platform(ABC):
 
         A no-op on platforms where all ranks always have the same operations.
         """
+
+    def ops_warning(self) -> str:
+        """Why there are no faster operations and never will be, how much slower that is and what to do, or ""."""
+        return ""
+
+    def ops_since(self) -> float | None:
+        """When the faster operations were loaded, by time.time()."""
+        return None
 
     def ops_status(self) -> str:
         """State of the faster operations, for the log."""

@@ -51,10 +51,11 @@ class CpuPlatform(Platform):
         num_frontends: int = 1,
         cpu_level: str = "auto",
         cpu_activation_bits: str = "auto",
+        preview: bool = False,
     ) -> list[tuple[str, str, str]]:
         threads, reason = _num_threads(num_threads, world_size, num_frontends)
         torch.set_num_threads(threads)
-        native.load(not wait_for_kernels, cpu_level, cpu_activation_bits)
+        native.load(not wait_for_kernels, cpu_level, cpu_activation_bits, preview)
         return [
             ("num_threads", str(threads), reason),
             ("cpu_level", *native.level()),
@@ -81,6 +82,12 @@ class CpuPlatform(Platform):
 
     def ops_status(self) -> str:
         return native.status()
+
+    def ops_warning(self) -> str:
+        return native.warning()
+
+    def ops_since(self) -> float | None:
+        return native.loaded_at()
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)

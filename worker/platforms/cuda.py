@@ -53,6 +53,7 @@ class CudaPlatform(Platform):
         num_frontends: int = 1,
         cpu_level: str = "auto",
         cpu_activation_bits: str = "auto",
+        preview: bool = False,
     ) -> list[tuple[str, str, str]]:
         torch.cuda.set_device(self.device)
         self._blocking = host.num_cores() < _CORES_PER_RANK * world_size + num_frontends

@@ -44,6 +44,7 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     health: Health
     config: dict[str, dict[str, Any]]
     engine: dict[str, Any] | None
+    kernels: Any
     formats: dict[str, Any] | None
     images: dict[str, Any]
     sampling_defaults: dict[str, Any] | None
@@ -92,6 +93,7 @@ async def server_info(request: Request, state: ServerState) -> Response:
             "health": state.health(),
             "config": _shown(state.config),
             "engine": state.ready and _engine(state.ready),
+            "kernels": await _kernels(state),
             "formats": state.formats and state.formats.describe(),
             "images": state.images.describe(),
             "sampling_defaults": state.model and state.model.sampling_defaults,
@@ -99,6 +101,14 @@ async def server_info(request: Request, state: ServerState) -> Response:
             "num_requests_in_flight": state.num_in_flight + state.num_in_flight_elsewhere,
         }
     )
+
+
+async def _kernels(state: ServerState) -> Any:
+    """The kernels in use, the progress of their compilation and since when they are in use; None if no engine says."""
+    try:
+        return await state.client.call("describe_ops", timeout=2.0)
+    except (RuntimeError, TimeoutError):  # not ready, or in a long step
+        return None
 
 
 def _engine(ready: Ready) -> dict[str, Any]:

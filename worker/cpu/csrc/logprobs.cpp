@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "logits_row.h"
+#include "old_glibc.h"
 #include "parallel.h"
 
 namespace {

@@ -15,7 +15,6 @@
 #include <climits>
 #include <cstdint>
 #include <cstdlib>
-#include <mutex>
 #include <thread>
 
 class Pool {
@@ -29,21 +28,21 @@ class Pool {
   static int thread() { return thread_; }  // 1, 2 ... in the pool's own threads, else 0
 
   void set_threads(int n) {
-    std::lock_guard<std::mutex> lock(busy_);
+    while (busy_.exchange(true, std::memory_order_acquire)) std::this_thread::yield();
     threads_ = std::max(1, n);
     for (; started_ < threads_ - 1; started_++)
       std::thread([this, thread = started_ + 1] {
         thread_ = thread;
         work();
       }).detach();
+    busy_.store(false, std::memory_order_release);
   }
 
   // Calls body() in this thread and, concurrently, in every pool thread that joins. body() takes work from a queue
   // until the queue is empty.
   template <typename F>
   void run(F&& body) {
-    std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
-    if (threads_ == 1 || !lock.owns_lock()) return body();  // another thread uses the pool
+    if (threads_ == 1 || busy_.exchange(true, std::memory_order_acquire)) return body();  // another thread uses the pool
     call_ = [](void* p) { (*static_cast<std::remove_reference_t<F>*>(p))(); };
     context_ = &body;
     // state_ packs the region's number (32 bits), whether it is open (1) and how many pool threads are inside (31).
@@ -55,6 +54,7 @@ class Pool {
     body();
     state_.fetch_and(~uint64_t(kOpen), std::memory_order_acq_rel);
     for (const uint64_t start = __rdtsc(); (state_.load(std::memory_order_acquire) & kInside) != 0;) __rdtsc() - start < kPatience ? _mm_pause() : std::this_thread::yield();
+    busy_.store(false, std::memory_order_release);
   }
 
  private:
@@ -93,7 +93,7 @@ class Pool {
   void futex(int operation, int value) { syscall(SYS_futex, &number_, operation, value, nullptr, nullptr, 0); }
 
   inline static thread_local int thread_ = 0;
-  std::mutex busy_;
+  std::atomic<bool> busy_{false};  // no std::mutex: its try_lock wants a newer glibc than everything else here
   int started_ = 0;
   std::atomic<int> threads_{1}, sleepers_{0};
   uint32_t region_ = 0;

@@ -10,6 +10,7 @@
 // Later passes skip the blocks in which every weight is below the threshold, so they read little of a row that has a
 // filter or a clear favourite.
 #include "logits_row.h"
+#include "old_glibc.h"
 #include "parallel.h"
 #include "simd.h"
 

@@ -1,0 +1,68 @@
+"""Compiles the native CPU kernels of every instruction-set level into a wheel, so that installing it needs no compiler.
+
+Everything else is in pyproject.toml. Without a compiler, and on other machines than x86-64 Linux, the wheel holds the
+libraries that `quire build-kernels --into worker/cpu/prebuilt` left in the sources, or none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+from types import ModuleType
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+logger = logging.getLogger(__name__)
+FOLDER = Path("worker", "cpu")
+
+
+def _build_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quire_build_kernels", Path(__file__).parent / FOLDER / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class BuildWithKernels(build_py):
+    """Adds the libraries to the package. An editable installation compiles its own at the first start."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self._add_kernels(Path(self.build_lib, "quire", FOLDER, "prebuilt"))
+
+    def _add_kernels(self, folder: Path) -> None:
+        kernels = _build_script()
+        missing = [level for level in kernels.LEVELS if not list(folder.glob(f"{kernels.library_prefix(level)}*.so"))]
+        if missing and (not kernels.is_supported_machine() or kernels.compiler() is None):
+            logger.warning("no C++ compiler for x86-64 Linux: the wheel has no native CPU kernels (%s)", missing)
+            return
+        for level in missing:
+            logger.info("compiling the native CPU kernels (%s)", level)
+            try:
+                kernels.build(level, folder)
+            except kernels.BuildError as error:  # an older compiler lacks the newest instructions
+                logger.warning("the native CPU kernels (%s) are not in the wheel: %s", level, error)
+        for lock in folder.glob("*.lock"):
+            lock.unlink()
+
+
+class WheelWithKernels(bdist_wheel):
+    """Names the oldest system that the wheel's libraries run on."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        tag = super().get_tag()
+        libraries = list(Path(self.bdist_dir).rglob("prebuilt/*.so")) if self.bdist_dir else []
+        if not libraries:
+            return tag
+        kernels = _build_script()
+        newer = {symbol for library in libraries for symbol in kernels.newer_symbols(library)}
+        if newer:
+            logger.warning("the kernels want %s: the wheel is for this system only", ", ".join(sorted(newer)))
+        return "py3", "none", "linux_x86_64" if newer else f"{kernels.MANYLINUX}_x86_64"
+
+
+setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelWithKernels})
