@@ -54,6 +54,25 @@ SAMPLED = {  # sampling parameters for the largest batch; the other measurements
 RAMP = 64  # requests that arrive one after another at an engine that has just started
 
 
+PART = "GPU_BENCHMARK_PART"  # a variable that all processes of a part inherit
+
+
+def end_leftovers(part: str) -> int:
+    """Kill the processes that `part` left behind, by the variable they inherited: what a server still holds of the card
+    would be missing in the next part. Returns their number.
+    """
+    marker, ended = f"{PART}={part}".encode(), 0
+    for folder in Path("/proc").glob("[0-9]*") if part else ():
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if marker in variables and int(folder.name) not in (os.getpid(), os.getppid()):
+                os.kill(int(folder.name), signal.SIGKILL)
+                ended += 1
+        except OSError:  # it has ended, or is another user's
+            continue
+    return ended
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -81,7 +100,9 @@ def main() -> int:
     )  # out of time: exit normally, which also ends child processes
     if arguments.part == "note":
         name, status, seconds = arguments.rest
-        gpu_report.update(arguments.results, parts={name: {"status": int(status), "seconds": int(seconds)}})
+        ended = end_leftovers(os.environ.get(PART, ""))
+        found = {"status": int(status), "seconds": int(seconds)} | ({"ended": ended} if ended else {})
+        gpu_report.update(arguments.results, parts={name: found})
     elif arguments.part == "table":
         print(gpu_report.table(json.loads(arguments.results.read_text(encoding="utf-8"))))
     elif arguments.part == "ceilings":
@@ -233,8 +254,17 @@ class Measurement:
     def note(self, **found: Any) -> None:
         gpu_report.update(self.results, models={self.name: found})
 
+    def rates(self) -> tuple[float, float]:
+        """Bytes and FLOPs per second, measured here if the part that measures them did not end."""
+        report = json.loads(self.results.read_text(encoding="utf-8"))
+        if "device" not in report:
+            report["device"] = ceilings(self.device)
+            gpu_report.update(self.results, device=report["device"])
+        return report["device"]["copy_rate"], report["device"]["matmul_rate"]
+
     def settings(self) -> dict[str, Any]:
         return {
+            "record_graphs": "start",
             "load_format": "dummy",
             "device": self.device,
             "max_model_len": str(self.max_model_len),
@@ -254,8 +284,7 @@ class Measurement:
         engine = Engine(Config.from_flat(model=str(self.folder), enable_prefix_caching=False, **self.settings()))
         print(f"{self.name}: loaded after {time.perf_counter() - start:.1f} s")
         self.note(plan=msgspec.to_builtins(engine.ready.plan), choices=engine.ready.choices)
-        device = json.loads(self.results.read_text(encoding="utf-8"))["device"]
-        self.copy_rate, self.matmul_rate = device["copy_rate"], device["matmul_rate"]
+        self.copy_rate, self.matmul_rate = self.rates()
         found: dict[str, Any] = {"decode": [], "sampled": [], "prefill": [], "profile": {}}
         with torch.inference_mode():
             self.note(ramp=self.ramp(engine))
@@ -455,9 +484,11 @@ class Measurement:
             str(self.max_model_len),
             "--served-model-name",
             "measured",
+            "--record-graphs",
+            "start",
             *flags,
         ]
-        with ServerProcess(command, port) as server:
+        with ServerProcess(command, port, grace=8) as server:
             ready = await server.wait_for("/health", timeout=280)
             target = Target(server.client, "/v1/completions", "measured", ignore_eos=True, temperature=0.6)
             asked = time.perf_counter() - server.started

@@ -45,10 +45,13 @@ def decode_limit(
     """Seconds that one token for each of `batch` requests takes at best: weights and keys and values read once, or
     multiplied, whichever is slower.
 
-    The embedding table is not read (a few rows are) unless it is the output head, too. Valid for dense models.
+    The embedding table is not read (a few rows are) unless it is the output head, too. Of experts, those are read that
+    some token chose, and each token passes its own.
     """
-    read = _matrix_parameters(spec) * dtype_bytes + batch * context * kv_bytes_per_token(spec, dtype_bytes)
-    return max(read / copy_rate, 2 * _matrix_parameters(spec) * batch / matmul_rate)
+    weights = _matrix_parameters(spec) - _idle_experts(spec, batch)
+    read = weights * dtype_bytes + batch * context * kv_bytes_per_token(spec, dtype_bytes)
+    products = _matrix_parameters(spec) - _idle_experts(spec, 1)
+    return max(read / copy_rate, 2 * products * batch / matmul_rate)
 
 
 def prefill_limit(spec: ModelSpec, length: int, matmul_rate: float) -> float:
@@ -56,10 +59,27 @@ def prefill_limit(spec: ModelSpec, length: int, matmul_rate: float) -> float:
     the triangle of attention.
     """
     head = spec.vocab_size * spec.hidden_size
-    products = 2 * (_matrix_parameters(spec) - head) * length + 2 * head
+    products = 2 * (_matrix_parameters(spec) - _idle_experts(spec, 1) - head) * length + 2 * head
     entries = sum(layer.num_heads * (layer.head_dim + layer.v_head_dim) for layer in spec.layers)
     attention = 2 * entries * length * (length + 1) / 2
     return (products + attention) / matmul_rate
+
+
+def experts_hit(num_experts: int, top_k: int, num_tokens: int) -> float:
+    """The expected number of experts that `num_tokens` tokens pass, each `top_k` of them, if all are as likely."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
+
+
+def _idle_experts(spec: ModelSpec, num_tokens: int) -> float:
+    """Weights of the experts that none of `num_tokens` tokens passes."""
+    layers = [layer.moe for layer in spec.layers if layer.moe]
+    return sum(
+        3
+        * spec.hidden_size
+        * moe.intermediate_size
+        * (moe.routing.num_experts - experts_hit(moe.routing.num_experts, moe.routing.top_k, num_tokens))
+        for moe in layers
+    )
 
 
 def _matrix_parameters(spec: ModelSpec) -> int:

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import os
-from glob import glob
+
+from tests.gpu import has_gpu
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if not glob("/dev/nvidia[0-9]*"):
+if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are decorated, so before any test module imports one
 
 import signal
@@ -42,8 +43,12 @@ def _one_torch_thread():
 
 
 @pytest.fixture(scope="session")
-def _kernels_in_the_cache() -> None:
-    """Compile the kernels once; otherwise, on a fresh machine, every server in the tests would compile them."""
+def _kernels_in_the_cache(request) -> None:
+    """Compile the kernels once; otherwise, on a fresh machine, every server in the tests would compile them. The GPU's
+    tests do not use them.
+    """
+    if request.config.getoption("markexpr") == "gpu":
+        return
     if (level := build.cpu_level()) and build.compiler() and build.find_library(level) is None:
         build.build(level, build.cache_folder())
 

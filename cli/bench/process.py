@@ -26,12 +26,12 @@ def free_port() -> int:
 class ServerProcess:
     """`with ServerProcess(command, port) as server:` runs `command`, in which every "{port}" is replaced.
 
-    `started` is time.perf_counter() at its start.
+    `started` is time.perf_counter() at its start. After `grace` seconds the server is killed.
     """
 
-    def __init__(self, command: Sequence[str], port: int):
+    def __init__(self, command: Sequence[str], port: int, grace: float = 60.0):
         self.command = [part.replace("{port}", str(port)) for part in command]
-        self.port = port
+        self.port, self.grace = port, grace
         self.client = Client(f"http://127.0.0.1:{port}")
 
     def __enter__(self) -> ServerProcess:
@@ -47,7 +47,7 @@ class ServerProcess:
         self.client.close()
         self.process.terminate()
         try:
-            self.process.wait(timeout=60)
+            self.process.wait(timeout=self.grace)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,17 @@ def test_limits_of_a_decode_step(llama):
     tied = parse_model_spec(gpu_models.QWEN3_0_6B)
     # its table is the output head
     assert gpu_report.decode_limit(tied, 1, 0, 2, COPY, MATMUL) == pytest.approx(2 * 596_049_920 / COPY)
+
+
+def test_limits_count_the_experts_that_are_hit():
+    """Qwen3-30B-A3B: 30.5 billion weights, 3.35 of which a token passes (0.62 are the embedding table and the head)."""
+    spec = parse_model_spec(gpu_models.QWEN3_30B_A3B)
+    assert gpu_report.experts_hit(128, 8, 1) == pytest.approx(8) and gpu_report.experts_hit(128, 8, 64) > 125
+    active = 3.35e9 - 151936 * 2048
+    assert gpu_report.decode_limit(spec, 1, 0, 2, COPY, MATMUL) == pytest.approx(2 * active / COPY, rel=0.02)
+    many = gpu_report.decode_limit(spec, 256, 0, 2, COPY, MATMUL)
+    assert many == pytest.approx(2 * (30.53e9 - 151936 * 2048) / COPY, rel=0.01)
+    assert gpu_report.prefill_limit(spec, 512, MATMUL) < 2 * 3.5e9 * 512 / MATMUL
 
 
 def test_limit_of_a_prefill(llama):
@@ -125,6 +138,50 @@ def test_model_folders_are_complete(tmp_path):
     )
 
 
+def test_the_parts_of_a_set_fit_its_time():
+    """The limits of the default models."""
+    text = (ROOT / "benchmarks" / "gpu.sh").read_text()
+    total = int(re.search(r"LIMIT:-(\d+)", text)[1])
+    first, more = text.split('if [ "$set" = first ]')[1].split("\nelse\n")
+    for lines in first, more.split("\nfi\n")[0]:
+        others = [line for line in lines.splitlines() if "for model in $others" in line]
+        once = "\n".join(line for line in lines.splitlines() if line not in others)
+        part = r'(?:part (?:"[^"]+"|\w+)|measure \w+ "\$(?:largest|model)") (\d+)'
+        seconds = sum(map(int, re.findall(part, once))) + 2 * sum(map(int, re.findall(part, " ".join(others))))
+        assert 150 < seconds <= total - 10, seconds
+
+
+def test_what_a_part_left_behind_ends(monkeypatch):
+    environment = os.environ | {gpu.PART: "test-of-leftovers"}
+    left = subprocess.Popen(["sleep", "60"], env=environment, start_new_session=True)
+    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        assert gpu.end_leftovers("test-of-leftovers") == 1 and left.wait(10) == -signal.SIGKILL
+        assert gpu.end_leftovers("test-of-leftovers") == gpu.end_leftovers("") == 0 and other.poll() is None
+    finally:
+        left.kill()
+        other.kill()
+
+
+def test_steps_are_measured_although_the_ceilings_were_not(tmp_path):
+    measurement = gpu.Measurement.__new__(gpu.Measurement)
+    measurement.results, measurement.device = tmp_path / "gpu.json", "cpu"
+    gpu_report.update(measurement.results, parts={"ceilings": {"status": 124, "seconds": 40}})
+    copy, matmul = measurement.rates()
+    assert copy > 0 and matmul > 0 and measurement.rates() == (copy, matmul)
+
+
+def test_the_first_checks_run_on_a_cpu(tmp_path):
+    results = tmp_path / "first.json"
+    command = [sys.executable, "benchmarks/gpu_first.py", "--device", "cpu", "--results", str(results)]
+    stages = ["attention", "families", "layers"]
+    done = subprocess.run([*command, *stages], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(results.read_text())["first"]
+    assert list(found) == stages and all(one["ok"] for stage in found.values() for one in stage.values())
+    assert "cpu_paged 32/8x128 decode" in found["attention"] and "a layer at batch 2" in found["layers"]
+
+
 def test_everything_runs_on_a_cpu(tmp_path):
     environment = os.environ | {
         "PYTHON": sys.executable,
@@ -134,13 +191,13 @@ def test_everything_runs_on_a_cpu(tmp_path):
         "TMPDIR": str(tmp_path),
     }
     (tmp_path / "out").mkdir()
-    done = subprocess.run(
-        ["bash", "benchmarks/gpu.sh", "--smoke"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    for flags in ("--smoke",), ("--more", "--smoke"):
+        command = ["bash", "benchmarks/gpu.sh", *flags]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert {name: part["status"] for name, part in report["parts"].items()} == dict.fromkeys(
-        ["ceilings", "steps tiny", "http tiny", "offline tiny", "products", "files tiny"], 0
+        ["ceilings", "steps tiny", "http tiny", "products", "offline tiny", "files tiny"], 0
     )
     tiny = report["models"]["tiny"]
     assert [row["batch"] for row in tiny["decode"]] == [1, 4] and all(

@@ -1,0 +1,19 @@
+"""Whether there is a GPU, without importing torch."""
+
+from __future__ import annotations
+
+import ctypes
+from glob import glob
+
+
+def has_gpu() -> bool:
+    """By its device file or, where the machine shows none (WSL, some sandboxes), by the driver's library, which torch
+    asks, too.
+    """
+    if glob("/dev/nvidia[0-9]*"):
+        return True
+    try:
+        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+    except OSError:
+        return False
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
