@@ -106,10 +106,11 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # its turn came at the same moment
+            if not turn.cancelled():  # its turn came at the same moment
                 self._give_back(tenant, num_bytes, 0.0)
             else:
-                one.waiting.remove((num_bytes, turn))
+                with contextlib.suppress(ValueError):  # `_next` has passed it
+                    one.waiting.remove((num_bytes, turn))
                 self._next()
             raise
 
@@ -151,6 +152,9 @@ class Turns:
         while waiting := [one for one in self._tenants.values() if one.waiting]:
             one = min(waiting, key=lambda one: one.used)
             num_bytes, turn = one.waiting[0]
+            if turn.cancelled():  # its task does not know yet
+                one.waiting.popleft()
+                continue
             if not self._fits(num_bytes):
                 return
             one.waiting.popleft()

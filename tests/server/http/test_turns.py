@@ -8,6 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.server.errors import Unavailable
 from quire.server.http.turns import Turns, tenant_of
@@ -94,6 +96,48 @@ def test_work_nobody_waits_for_is_dropped_and_its_slot_is_free_again():
         gate.set()
         assert await asyncio.wait_for(later, 5) == "later"
         assert not done and turns._free == 1
+
+    asyncio.run(main())
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.integers(0, 6), st.booleans()), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_slots_come_back_whenever_work_is_cancelled(pieces):
+    """Pieces of three tenants, each cancelled after a number of iterations of the loop, or not."""
+
+    async def main() -> None:
+        turns, pool = Turns(2, max_bytes=8), ThreadPoolExecutor(2)
+
+        async def hold(tenant: str, num_bytes: int, ticks: int) -> None:
+            async with turns.turn(tenant, num_bytes):
+                for _ in range(ticks):
+                    await asyncio.sleep(0)
+
+        tasks = []
+        for tenant, num_bytes, ticks, in_thread in pieces:
+            work = turns.run(pool, tenant, lambda: None, num_bytes) if in_thread else hold(tenant, num_bytes, ticks)
+            tasks.append(asyncio.create_task(work))
+            await asyncio.sleep(0)
+            if ticks % 3 == 0:
+                tasks[len(tasks) // 2].cancel()
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        for _ in range(200):
+            if turns._free == 2:
+                break
+            await asyncio.sleep(0.005)
+        assert (turns._free, turns._num_bytes) == (2, 0)
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_comes_to_a_task_just_cancelled_goes_to_the_next():
+    async def main() -> None:
+        turns = Turns(1)
+        async with turns.turn("a"):
+            first, second = (asyncio.create_task(turns._take("a", 0)) for _ in range(2))
+            await asyncio.sleep(0)
+            first.cancel()  # its future is cancelled now, the task runs later
+        await asyncio.wait_for(second, 5)
 
     asyncio.run(main())
 
