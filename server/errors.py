@@ -8,9 +8,11 @@ ApiError
 +-- NotFound              404  code model_not_found, or none for a route
 +-- PayloadTooLarge       413
 +-- UnsupportedMediaType  415
++-- TooManyRequests       429  a limit of the caller's own; code rate_limit_exceeded; carries Retry-After
 +-- EngineError           500  the engine failed this request
 +-- NotInstalled          501  a package that this route needs is missing
 +-- Unavailable           503  loading, full, draining or dead; carries Retry-After
++-- InsufficientStorage   507  the disk is full; code storage_full
 """
 
 from __future__ import annotations
@@ -80,6 +82,27 @@ class PayloadTooLarge(ApiError):
 class UnsupportedMediaType(ApiError):
     status = 415
     type = "invalid_request_error"
+
+
+class TooManyRequests(ApiError):
+    """`retry_after` is in seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 1):
+        super().__init__(message, param=param, code=code)
+        self.retry_after = retry_after
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(self.retry_after)}
+
+
+class InsufficientStorage(ApiError):
+    status = 507
+    code = "storage_full"
 
 
 class EngineError(ApiError):

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from quire.server.batches.store import Line
+from quire.server.errors import BadRequest
 
 MAX_LINES = 50_000
 MAX_LINE_BYTES = 16 << 20
@@ -19,13 +20,20 @@ MAX_ERRORS = 100  # reported per batch
 
 
 class InputLine(msgspec.Struct):
+    """`body` is not looked into: the endpoint reads it, and refuses it as it would refuse a request."""
+
     custom_id: str
     method: str
     url: str
     body: msgspec.Raw
 
 
+class _Streaming(msgspec.Struct):
+    stream: msgspec.Raw = msgspec.Raw(b"false")
+
+
 _decode = msgspec.json.Decoder(InputLine).decode
+_decode_streaming = msgspec.json.Decoder(_Streaming).decode
 
 
 def read_lines(path: Path, endpoint: str) -> tuple[list[Line], list[dict[str, Any]]]:
@@ -92,7 +100,14 @@ def _check(text: bytes, endpoint: str, seen: set[str]) -> tuple[str | None, str 
 
 
 def read_body(path: Path, line: Line) -> bytes:
-    """The body of a line that `read_lines` accepted."""
+    """The body of a line that `read_lines` accepted. Raises OSError, and BadRequest if it asks for a stream."""
     with open(path, "rb") as file:
         file.seek(line.start)
-        return bytes(_decode(file.read(line.length)).body)
+        body = bytes(_decode(file.read(line.length)).body)
+    try:
+        streams = bytes(_decode_streaming(body).stream) not in (b"false", b"null")
+    except (ValueError, RecursionError):  # no JSON, for the endpoint to say so
+        return body
+    if streams:
+        raise BadRequest("stream is not available in batches.", param="stream")
+    return body

@@ -13,21 +13,25 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import msgspec
 
+from quire.server.batches.disk import is_full
 from quire.server.batches.lines import read_body, read_lines
-from quire.server.batches.store import Batch, Line, Store
-from quire.server.errors import error_body
+from quire.server.batches.store import Batch, File, Line, Store
+from quire.server.error_shapes import body_of, internal_body
+from quire.server.errors import BadRequest
 from quire.server.http import in_process
 from quire.server.http.sse import one_line
+from quire.server.http.threads import LARGE, SMALL
+from quire.server.http.turns import tenant_of
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Scope
 
     from quire.server.state import ServerState
 
@@ -36,7 +40,9 @@ logger = logging.getLogger("quire.batches")
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0  # between looks at batches that other processes add and cancel
-RETRY_SECONDS = 1.0  # after an answer that says that the server is busy
+RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0  # after a failure: doubled with each one
+# of a line that a ready server answers by 503, and of a batch that cannot be read or written: more than five minutes
+MAX_ATTEMPTS = 10
 MAX_RUNNING = 256  # lines at once, whatever the engine could take
 _EXPIRED = b'{"code":"batch_expired","message":"The completion window ended before this request ran."}'
 _CANCELLED = b'{"code":"batch_cancelled","message":"The batch was cancelled before this request ran."}'
@@ -49,17 +55,39 @@ class Batches:
     def __init__(self, folder: str, max_bytes: int, state: ServerState):
         """Raises ValueError for a folder that cannot be used."""
         try:
-            self.store = Store(folder, max_bytes)
+            self.store = Store(folder, max_bytes, several=len(set(state.config.server.api_key)) > 1)
         except (OSError, sqlite3.Error) as error:
             raise ValueError(f"--batch-dir {folder}: {error}") from None
         self.state = state
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._changed = asyncio.Event()
         self.active: dict[str, asyncio.Task[None]] = {}  # by batch id
+        self._failures: dict[str, int] = {}  # in a row, by batch id
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """The result of a function that uses the store, in the store's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    async def add_file(
+        self, content: BinaryIO, scope: Scope, purpose: str, filename: str, seconds: int | None, held: int = 0
+    ) -> File:
+        """Store a file of a request, which expires after `seconds`; `held` bytes are reserved for it already. Raises
+        BadRequest, InsufficientStorage.
+        """
+        owner, size = scope.get("owner", ""), content.seek(0, os.SEEK_END)
+        if not held:
+            await self.run(self.store.hold, size, owner)
+        try:
+            part = await self.state.threads.run(LARGE, lambda: self.store.write(content), tenant_of(scope))
+            return await self.run(self.store.keep, part, owner, purpose, filename, seconds)
+        finally:
+            if not held:
+                self.store.release(size, owner)
+
+    async def run_steps(self, steps: Iterator[None]) -> None:
+        """All `steps` of a change of the store, between which others use it."""
+        while await self.run(next, steps, self) is not self:
+            pass
 
     def notify(self) -> None:
         """A batch was added or cancelled."""
@@ -93,11 +121,27 @@ class Batches:
     async def _run_one(self, app: ASGIApp, batch: Batch) -> None:
         try:
             await _Run(self, app, batch).run()
-        except (OSError, sqlite3.Error):
-            logger.exception("%s could not continue; it is tried again", batch.id)
-            await asyncio.sleep(POLL_SECONDS)
+            self._failures.pop(batch.id, None)
+        except Exception as error:
+            await self._try_later(batch, error)
         finally:
             del self.active[batch.id]
+
+    async def _try_later(self, batch: Batch, error: Exception) -> None:
+        """After an error that is not a line's own: wait, or end the batch after too many of them."""
+        failures = self._failures[batch.id] = self._failures.get(batch.id, 0) + 1
+        logger.error("%s could not continue (attempt %d of %d)", batch.id, failures, MAX_ATTEMPTS, exc_info=error)
+        # results are not given up while there is hope for space
+        if failures >= MAX_ATTEMPTS and (not is_full(error) or batch.expires_at <= time.time()):
+            what = "the server's disk is full" if is_full(error) else "the server failed to read or store its data"
+            problem = {"code": "internal_error", "line": None, "message": f"The batch ended: {what}.", "param": None}
+            try:
+                await self.run_steps(self.store.fail(batch.id, [problem]))
+                del self._failures[batch.id]
+                return
+            except (OSError, sqlite3.Error):  # it cannot be written that it failed, so it stays open
+                logger.exception("%s could not be ended", batch.id)
+        await asyncio.sleep(retry_seconds(failures))
 
     async def wait(self, seconds: float) -> None:
         """Until something changed, at most `seconds`."""
@@ -110,6 +154,10 @@ class Batches:
     async def close(self) -> None:
         await self.run(self.store.close)
         self._thread.shutdown()
+
+
+def retry_seconds(failures: int) -> float:
+    return min(RETRY_SECONDS * 2 ** (failures - 1), MAX_RETRY_SECONDS)
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -128,7 +176,8 @@ class _Run:
     app: ASGIApp
     batch: Batch
     running: set[asyncio.Task[None]] = field(default_factory=set)
-    retries: list[Line] = field(default_factory=list)
+    retries: list[tuple[float, Line]] = field(default_factory=list)  # lines that are run again, and when
+    attempts: dict[int, int] = field(default_factory=dict)  # by the number of a line that was answered by 503
     last: int = 0  # number of the last line that was begun
     no_space: bool = False
 
@@ -150,7 +199,7 @@ class _Run:
             return
         if end == "completed":
             await self._do(self.store.set_status, self.batch.id, "finalizing")
-        await self._do(self.store.finish, self.batch.id, end, unfinished)
+        await self.batches.run_steps(self.store.finish(self.batch.id, end, unfinished))
         batch = await self._do(self.store.batch, self.batch.id)
         logger.info("%s %s: %d of %d requests succeeded", batch.id, batch.status, batch.completed, batch.total)
 
@@ -158,13 +207,24 @@ class _Run:
         return await self.batches.run(function, *arguments)
 
     async def _validate(self) -> None:
-        lines, errors = await asyncio.to_thread(
-            read_lines, self.store.path(self.batch.input_file_id), self.batch.endpoint
-        )
+        path = self.store.path(self.batch.input_file_id)
+        lines, errors = await self._read(LARGE, lambda: read_lines(path, self.batch.endpoint))
+        if not errors:
+            try:
+                await self._do(self.store.reserve, self.batch.id, lines)
+            except BadRequest as error:
+                errors = [{"code": error.code, "line": None, "message": error.message, "param": error.param}]
         if errors:
-            await self._do(lambda: self.store.set_status(self.batch.id, "failed", errors=errors))
+            await self.batches.run_steps(self.store.fail(self.batch.id, errors))
         else:
-            await self._do(self.store.begin, self.batch.id, lines)
+            await self.batches.run_steps(self.store.begin(self.batch.id, lines))
+
+    async def _read(self, size: int, function: Callable[[], T]) -> T:
+        """The result of a function that reads the input, in a turn of the batch's owner."""
+        return await self.batches.state.threads.run(size, function, tenant_of(self._scope()))
+
+    def _scope(self) -> dict[str, Any]:
+        return {"owner": self.batch.owner, "tenant": self.batch.tenant, "background": True}
 
     async def _run_lines(self) -> tuple[str | None, bytes | None]:
         """(the status that the batch ends with, the error of lines that did not run); (None, None) if it goes on when
@@ -196,14 +256,17 @@ class _Run:
         room = max(share, 1) - len(self.running) if ready is not None else 0
         if room <= 0:
             return 1
-        lines, self.retries = self.retries[:room], self.retries[room:]
+        now = time.monotonic()
+        due = [line for at, line in self.retries if at <= now][:room]
+        self.retries = [(at, line) for at, line in self.retries if line not in due]
+        lines = due
         if len(lines) < room:
             lines += await self._do(self.store.missing_lines, self.batch.id, self.last, room - len(lines))
         for line in lines:
             self.last = max(self.last, line.number)
             task = asyncio.create_task(self._run_line(line))
             self.running.add(task)
-        return len(lines)
+        return len(lines) + len(self.retries)
 
     async def _wait_for_one(self) -> None:
         if not self.running:
@@ -214,17 +277,10 @@ class _Run:
             task.result()
 
     async def _run_line(self, line: Line) -> None:
-        body = await asyncio.to_thread(read_body, self.store.path(self.batch.input_file_id), line)
+        """Store the line's result, whatever it is, or run the line again later. Raises sqlite3.Error."""
         number = f"{self.batch.id.removeprefix('batch_')}_{line.number}"
-        scope = {"owner": self.batch.owner, "tenant": self.batch.tenant, "background": True}
-        if b'"stream"' in body and msgspec.json.decode(body).get("stream"):
-            status, request_id = 400, number
-            answer = error_body("stream is not available in batches.", "invalid_request_error", "stream")
-        else:
-            status, request_id, answer = await in_process.call(self.app, self.batch.endpoint, body, scope)
-        if status == 503:  # loading, restarting or draining
-            await asyncio.sleep(RETRY_SECONDS)
-            self.retries.append(line)
+        status, request_id, answer = await self._answer(line, number)
+        if status == 503 and self._may_retry(line):
             return
         result = one_line(
             b'{"id":%b,"custom_id":%b,"response":{"status_code":%d,"request_id":%b,"body":%b},"error":null}'
@@ -238,3 +294,27 @@ class _Run:
         )
         if not await self._do(self.store.add_result, self.batch.id, line.number, result, status == 200):
             self.no_space = True
+
+    async def _answer(self, line: Line, number: str) -> tuple[int, str, bytes]:
+        """(status, request id, body) of the endpoint's answer. Any exception is the line's own error."""
+        try:
+            path = self.store.path(self.batch.input_file_id)
+            body = await self._read(max(line.length, SMALL), lambda: read_body(path, line))
+            return await in_process.call(self.app, self.batch.endpoint, body, self._scope())
+        except BadRequest as error:
+            return error.status, number, body_of(error, self.batch.endpoint)
+        except Exception:
+            logger.exception("line %d of %s failed", line.number, self.batch.id)
+            return 500, number, internal_body(self.batch.endpoint)
+
+    def _may_retry(self, line: Line) -> bool:
+        """After 503. While the engine loads, restarts or drains, a line waits for as long as its batch may; a ready
+        server that is too busy for it has `MAX_ATTEMPTS`.
+        """
+        failures = 1
+        if self.batches.state.status == "ready":
+            failures = self.attempts[line.number] = self.attempts.get(line.number, 0) + 1
+        if failures >= MAX_ATTEMPTS:
+            return False
+        self.retries.append((time.monotonic() + retry_seconds(failures), line))
+        return True

@@ -1,7 +1,11 @@
 """Files and batches on disk: a SQLite database and one file per upload or output, in the folder of `--batch-dir`.
 
-All methods block, so the server calls them in one thread of their own. Every change is one transaction: after a kill -9
-a batch continues with the lines that have no result.
+All methods block, so the server calls them in one thread of their own; those that change many rows return steps, so
+that others get their turn between these. Every change is one transaction: after a kill -9 a batch continues with the
+lines that have no result.
+
+Bytes count before they are written (`Store.reserve`): those of files, of the rows of batches, and of
+the outputs that these will have.
 """
 
 from __future__ import annotations
@@ -10,8 +14,10 @@ import contextlib
 import os
 import shutil
 import sqlite3
+import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +25,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from quire.server.errors import BadRequest, NotFound
+from quire.server.batches.disk import Part, abandoned, or_full, private_database, private_folder
+from quire.server.errors import BadRequest, NotFound, TooManyRequests
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -36,6 +43,13 @@ CREATE TABLE IF NOT EXISTS lines (
     PRIMARY KEY (batch, number)) WITHOUT ROWID;
 """
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+_OPEN = "('validating', 'in_progress', 'finalizing', 'cancelling')"
+MAX_OPEN = 64  # batches of one owner
+ROWS = 1000  # of a transaction
+STEP_BYTES = 2**23  # of results, written in a step
+FILE_BYTES = 1024  # of a file's row, in addition to its content
+BATCH_BYTES = 4096  # of a batch's row, with errors, in addition to its metadata
+LINE_BYTES = 512  # of a line's row, and of the error that its output has if it does not run; its custom_id is extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +90,7 @@ class Batch:
     total: int
     completed: int
     failed: int
-    result_bytes: int
+    result_bytes: int  # reserved: what its rows take, and what its outputs will take
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +104,28 @@ class Line:
 
 
 class Store:
-    """`max_bytes` bounds the files and the results together."""
+    """`max_bytes` bounds what all owners take together. If there are `several` of them, one takes at most half of what
+    the others leave.
+    """
 
-    def __init__(self, folder: str | os.PathLike[str], max_bytes: int):
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int, several: bool = False):
         """Raises OSError if the folder cannot be written, sqlite3.Error for a damaged database."""
-        self.folder, self.max_bytes = Path(folder), max_bytes
-        (self.folder / "files").mkdir(parents=True, exist_ok=True)
+        self.folder, self.max_bytes, self.several = Path(folder), max_bytes, several
+        self._held: Counter[str] = Counter()  # bytes of uploads that are on their way, by owner
+        self._held_lock = threading.Lock()
+        for one in (self.folder, self.folder / "files"):
+            private_folder(one)
+        (self.folder / "files").chmod(0o700)
+        private_database(self.folder / "batches.sqlite")
         # the single thread that uses it is not the one that opens it
         self._db = sqlite3.connect(
             self.folder / "batches.sqlite", isolation_level=None, timeout=30, check_same_thread=False
         )
+        self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new database: deleted rows are given back
         self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute(f"PRAGMA journal_size_limit = {STEP_BYTES}")
         self._db.executescript(_SCHEMA)
+        self._sweep()
 
     def close(self) -> None:
         self._db.close()
@@ -111,10 +135,68 @@ class Store:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield self._db
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # a full disk may have ended it
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
+
+    def _sweep(self) -> None:
+        """Remove what a process left when it was killed: files without a row, lines of batches that have ended."""
+        with self._transaction() as db:  # no file is between its name and its row
+            known = {file_id for (file_id,) in db.execute("SELECT id FROM files")}
+            for path in abandoned(self.folder / "files", known):
+                path.unlink(missing_ok=True)
+        ended = f"SELECT DISTINCT batch FROM lines WHERE batch NOT IN (SELECT id FROM batches WHERE status IN {_OPEN})"
+        for (batch_id,) in self._db.execute(ended).fetchall():
+            for _ in self._forget_lines(batch_id):
+                pass
+
+    # ---- space
+
+    def used_bytes(self, owner: str | None = None) -> int:
+        """Bytes that an owner takes, or all (None), those reserved included."""
+        condition = "TRUE" if owner is None else "owner = ?"
+        given = () if owner is None else (owner,)
+        sums = (("bytes", "files"), ("result_bytes", "batches"))
+        used = [
+            self._db.execute(
+                f"SELECT COALESCE(SUM({column}), 0), COUNT(*) FROM {table} WHERE {condition}", given
+            ).fetchone()
+            for column, table in sums
+        ]
+        held = self._held.total() if owner is None else self._held[owner]
+        return used[0][0] + FILE_BYTES * used[0][1] + used[1][0] + held
+
+    def free_bytes(self, owner: str) -> int:
+        """Bytes that an owner may take in addition."""
+        used, own = self.used_bytes(), self.used_bytes(owner)
+        left = self.max_bytes - (used - own)
+        return max((left // 2 if self.several else left) - own, 0)
+
+    def require_space(self, num_bytes: int, owner: str, what: str, param: str) -> None:
+        """Raises BadRequest if `num_bytes` more of an owner would exceed the limit."""
+        self._delete_expired_files()
+        if num_bytes > (free := self.free_bytes(owner)):
+            raise BadRequest(
+                f"{what} has {num_bytes} bytes, and {free} of the {self.max_bytes} bytes of --batch-disk are free for "
+                "you: delete files that are no longer needed.",
+                param=param,
+                code="storage_full",
+            )
+
+    def hold(self, num_bytes: int, owner: str) -> None:
+        """Reserve space for an upload until `release`, or until it is stored. Raises BadRequest if there is none."""
+        self.require_space(num_bytes + FILE_BYTES, owner, "The file", "file")
+        with self._held_lock:
+            self._held[owner] += num_bytes
+
+    def release(self, num_bytes: int, owner: str) -> None:
+        """May be called in any thread."""
+        with self._held_lock:
+            self._held[owner] -= num_bytes
+            if not self._held[owner]:
+                del self._held[owner]
 
     # ---- files
 
@@ -128,44 +210,47 @@ class Store:
         except FileNotFoundError:
             raise _no_such_file(file_id) from None
 
-    def used_bytes(self) -> int:
-        files, results = (
-            self._db.execute(f"SELECT COALESCE(SUM({column}), 0) FROM {table}").fetchone()[0]
-            for column, table in (("bytes", "files"), ("result_bytes", "batches"))
-        )
-        return files + results
-
-    def require_space(self, num_bytes: int) -> None:
-        """Raises BadRequest if `num_bytes` more would exceed the limit."""
-        self._delete_expired_files()
-        if (used := self.used_bytes()) + num_bytes > self.max_bytes:
-            raise BadRequest(
-                f"The file has {num_bytes} bytes, and {max(self.max_bytes - used, 0)} of the {self.max_bytes} bytes of "
-                "--batch-disk are free: delete files that are no longer needed.",
-                param="file",
-                code="storage_full",
-            )
-
     def add_file(self, content: BinaryIO, owner: str, purpose: str, filename: str, seconds: int | None) -> File:
-        """Store an upload, which expires after `seconds`. Raises BadRequest if there is no space."""
-        size = content.seek(0, os.SEEK_END)
+        """Store a file, which expires after `seconds`. Raises BadRequest if the owner has no space for it,
+        InsufficientStorage if the disk has none.
+        """
+        self.require_space(content.seek(0, os.SEEK_END) + FILE_BYTES, owner, "The file", "file")
+        return self.keep(self.write(content), owner, purpose, filename, seconds)
+
+    def write(self, content: BinaryIO) -> Part:
+        """Write a file that is to be kept; may be called in any thread. Raises InsufficientStorage."""
         content.seek(0)
-        self.require_space(size)
-        file_id = f"file-{uuid.uuid4().hex}"
-        with open(self.path(file_id), "xb") as out:
-            shutil.copyfileobj(content, out, 1 << 20)
-            out.flush()
-            os.fsync(out.fileno())
-        now = int(time.time())
-        file = File(file_id, owner, purpose, filename, size, now, seconds and now + seconds)
-        self._insert_file(file)
+        with or_full():
+            part = Part(self.folder / "files")
+            try:
+                shutil.copyfileobj(content, part.file, 1 << 20)
+                part.close()
+            except BaseException:
+                part.discard()
+                raise
+        return part
+
+    def keep(self, part: Part, owner: str, purpose: str, filename: str, seconds: int | None) -> File:
+        """Store what was written, for which there is space. Raises InsufficientStorage."""
+        now, size = int(time.time()), part.file.tell()
+        file = File(f"file-{uuid.uuid4().hex}", owner, purpose, filename, size, now, seconds and now + seconds)
+        with or_full():
+            try:
+                with self._transaction() as db:
+                    self._insert_file(db, file, part)
+            except BaseException:
+                part.discard()
+                self.path(file.id).unlink(missing_ok=True)
+                raise
         return file
 
-    def _insert_file(self, file: File) -> None:
-        self._db.execute(
+    def _insert_file(self, db: sqlite3.Connection, file: File, part: Part) -> None:
+        """Within a transaction: name and row appear together."""
+        db.execute(
             "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
             (file.id, file.owner, file.purpose, file.filename, file.bytes, file.created_at, file.expires_at),
         )
+        part.finish(self.path(file.id))
 
     def file(self, file_id: str, owner: str) -> File:
         """Raises NotFound, also for a file of another owner."""
@@ -201,9 +286,8 @@ class Store:
     def delete_file(self, file_id: str, owner: str) -> None:
         """Raises NotFound, and BadRequest while a batch reads the file."""
         self.file(file_id, owner)
-        marks = ", ".join("?" * len(OPEN))
         row = self._db.execute(
-            f"SELECT id FROM batches WHERE input_file_id = ? AND status IN ({marks})", (file_id, *OPEN)
+            f"SELECT id FROM batches WHERE input_file_id = ? AND status IN {_OPEN}", (file_id,)
         ).fetchone()
         if row is not None:
             raise BadRequest(f"The file is the input of {row[0]}, which has not ended.", param="file_id")
@@ -214,11 +298,10 @@ class Store:
         self.path(file_id).unlink(missing_ok=True)
 
     def _delete_expired_files(self) -> None:
-        marks = ", ".join("?" * len(OPEN))
         expired = self._db.execute(
             "SELECT id FROM files WHERE expires_at <= ? AND id NOT IN "
-            f"(SELECT input_file_id FROM batches WHERE status IN ({marks}))",
-            (time.time(), *OPEN),
+            f"(SELECT input_file_id FROM batches WHERE status IN {_OPEN})",
+            (time.time(),),
         ).fetchall()
         for (file_id,) in expired:
             self._delete_file(file_id)
@@ -235,28 +318,32 @@ class Store:
         seconds: int,
         metadata: dict[str, str] | None,
     ) -> Batch:
-        """A new batch, to be validated by the runner. Raises NotFound for the file, BadRequest for its purpose."""
+        """A new batch, to be validated by the runner. Raises NotFound for the file, BadRequest for its purpose or if
+        the owner has no space, TooManyRequests, InsufficientStorage.
+        """
         file = self.file(input_file_id, owner)
         if file.purpose != "batch":
             raise BadRequest(
                 f"input_file_id: the file's purpose is '{file.purpose}', not 'batch'.", param="input_file_id"
             )
+        (num_open,) = self._db.execute(
+            f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status IN {_OPEN}", (owner,)
+        ).fetchone()
+        if num_open >= MAX_OPEN:
+            raise TooManyRequests(
+                f"{num_open} of your batches have not ended, and the limit is {MAX_OPEN}: wait for one, or cancel it.",
+                retry_after=60,
+            )
         batch_id, now = f"batch_{uuid.uuid4().hex}", int(time.time())
-        self._db.execute(
-            "INSERT INTO batches (id, owner, tenant, endpoint, input_file_id, completion_window, metadata, status, "
-            "created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?, ?, 'validating', ?, ?)",
-            (
-                batch_id,
-                owner,
-                tenant,
-                endpoint,
-                input_file_id,
-                window,
-                None if metadata is None else msgspec.json.encode(metadata),
-                now,
-                now + seconds,
-            ),
-        )
+        encoded = None if metadata is None else msgspec.json.encode(metadata)
+        size = BATCH_BYTES + len(encoded or b"")
+        self.require_space(size, owner, "The batch", "input_file_id")
+        with or_full():
+            self._db.execute(
+                "INSERT INTO batches (id, owner, tenant, endpoint, input_file_id, completion_window, metadata, status, "
+                "created_at, expires_at, result_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, 'validating', ?, ?, ?)",
+                (batch_id, owner, tenant, endpoint, input_file_id, window, encoded, now, now + seconds, size),
+            )
         return self.batch(batch_id, owner)
 
     def batch(self, batch_id: str, owner: str | None = None) -> Batch:
@@ -281,8 +368,7 @@ class Store:
 
     def open_batches(self) -> list[Batch]:
         """The unfinished ones of all owners, oldest first."""
-        marks = ", ".join("?" * len(OPEN))
-        rows = self._db.execute(f"SELECT * FROM batches WHERE status IN ({marks}) ORDER BY created_at, id", OPEN)
+        rows = self._db.execute(f"SELECT * FROM batches WHERE status IN {_OPEN} ORDER BY created_at, id")
         return [Batch(*row) for row in rows.fetchall()]
 
     def set_status(self, batch_id: str, status: str, *, errors: list[dict[str, Any]] | None = None) -> None:
@@ -305,18 +391,32 @@ class Store:
             )
         return self.batch(batch_id, owner)
 
-    def begin(self, batch_id: str, lines: list[Line]) -> None:
-        """The input is valid: `lines` are to be run."""
-        with self._transaction() as db:
-            db.executemany(
-                "INSERT OR REPLACE INTO lines (batch, number, start, length, custom_id) VALUES (?, ?, ?, ?, ?)",
-                [(batch_id, line.number, line.start, line.length, line.custom_id) for line in lines],
-            )
-            db.execute(
-                "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total = ? "
-                "WHERE id = ? AND status = 'validating'",
-                (int(time.time()), len(lines), batch_id),
-            )
+    def reserve(self, batch_id: str, lines: list[Line]) -> None:
+        """Count the rows of a batch's lines, and the output of those that will not run. Raises BadRequest if its owner
+        has no space for them.
+        """
+        batch = self.batch(batch_id)
+        size = sum(LINE_BYTES + 8 * len(line.custom_id.encode()) for line in lines)
+        self.require_space(size, batch.owner, "With the batch's rows and outputs it", "input_file_id")
+        self._db.execute("UPDATE batches SET result_bytes = ? WHERE id = ?", (_own_bytes(batch) + size, batch_id))
+
+    def begin(self, batch_id: str, lines: list[Line]) -> Iterator[None]:
+        """The input is valid: `lines` are to be run. In steps; may be repeated after a crash in the middle."""
+        for first in range(0, len(lines), ROWS):
+            with self._transaction() as db:
+                db.executemany(
+                    "INSERT OR REPLACE INTO lines (batch, number, start, length, custom_id) VALUES (?, ?, ?, ?, ?)",
+                    [
+                        (batch_id, line.number, line.start, line.length, line.custom_id)
+                        for line in lines[first : first + ROWS]
+                    ],
+                )
+            yield
+        self._db.execute(
+            "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total = ? "
+            "WHERE id = ? AND status = 'validating'",
+            (int(time.time()), len(lines), batch_id),
+        )
 
     def missing_lines(self, batch_id: str, after: int, limit: int) -> list[Line]:
         """At most `limit` lines with a number above `after` that have no result, in order."""
@@ -328,7 +428,13 @@ class Store:
         return [Line(*row) for row in rows.fetchall()]
 
     def add_result(self, batch_id: str, number: int, result: bytes, succeeded: bool) -> bool:
-        """Store the result of a line; one that has a result keeps it. Returns whether there is space for more."""
+        """Store the result of a line; one that has a result keeps it. Returns False without storing it if its owner
+        has no space for it, now and in the output.
+        """
+        batch = self.batch(batch_id)
+        size = 2 * len(result)
+        if size > self.free_bytes(batch.owner):
+            return False
         with self._transaction() as db:
             changed = db.execute(
                 "UPDATE lines SET result = ?, succeeded = ? WHERE batch = ? AND number = ? AND result IS NULL",
@@ -337,54 +443,95 @@ class Store:
             column = "completed" if succeeded else "failed"
             db.execute(
                 f"UPDATE batches SET {column} = {column} + ?, result_bytes = result_bytes + ? WHERE id = ?",
-                (changed, changed * len(result), batch_id),
+                (changed, changed * size, batch_id),
             )
-        return self.used_bytes() < self.max_bytes
+        return True
 
-    def finish(self, batch_id: str, status: str, unfinished: bytes | None) -> None:
+    def finish(self, batch_id: str, status: str, unfinished: bytes | None) -> Iterator[None]:
         """Write the output files and enter `status`. Lines without a result get `unfinished`, JSON of an error object,
-        or are left out (None). May be repeated after a crash in its middle.
+        or are left out (None). In steps; may be repeated after a crash in the middle. Raises OSError, sqlite3.Error.
         """
         batch = self.batch(batch_id)
-        names = {}
-        for succeeded, column in ((1, "output_file_id"), (0, "error_file_id")):
-            file_id = getattr(batch, column) or f"file-{batch_id.removeprefix('batch_')}{column[0]}"
-            size = self._write_results(batch_id, file_id, succeeded, None if succeeded else unfinished)
-            if size:
-                name = f"{batch_id}_{column.split('_')[0]}.jsonl"
-                self._insert_file(File(file_id, batch.owner, "batch_output", name, size, int(time.time()), None))
-                names[column] = file_id
-        with self._transaction() as db:
-            db.execute(
-                f"UPDATE batches SET status = ?, {status}_at = ?, output_file_id = ?, error_file_id = ?, "
-                "result_bytes = 0 WHERE id = ?",
-                (status, int(time.time()), names.get("output_file_id"), names.get("error_file_id"), batch_id),
-            )
-            db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+        parts = {column: Part(self.folder / "files") for column in ("output_file_id", "error_file_id")}
+        files: list[tuple[File, Part]] = []
+        try:
+            yield from self._write_results(batch_id, list(parts.values()), unfinished)
+            names: dict[str, str] = {}
+            for column, part in parts.items():
+                if size := part.close():
+                    names[column] = f"file-{batch_id.removeprefix('batch_')}{column[0]}"
+                    name = f"{batch_id}_{column.split('_')[0]}.jsonl"
+                    now = int(time.time())
+                    files.append((File(names[column], batch.owner, "batch_output", name, size, now, None), part))
+            with self._transaction() as db:
+                for file, part in files:
+                    self._insert_file(db, file, part)
+                db.execute(
+                    f"UPDATE batches SET status = ?, {status}_at = ?, output_file_id = ?, error_file_id = ?, "
+                    "result_bytes = ? WHERE id = ?",
+                    (
+                        status,
+                        int(time.time()),
+                        names.get("output_file_id"),
+                        names.get("error_file_id"),
+                        _own_bytes(batch),
+                        batch_id,
+                    ),
+                )
+        except BaseException:
+            for file, _ in files:
+                self.path(file.id).unlink(missing_ok=True)
+            raise
+        finally:
+            for part in parts.values():
+                part.discard()
+        yield from self._forget_lines(batch_id)
 
-    def _write_results(self, batch_id: str, file_id: str, succeeded: int, unfinished: bytes | None) -> int:
-        """Write the results of one kind, in the order of the input, to a file; returns its size, 0 for none."""
-        rows = self._db.execute(
-            "SELECT number, custom_id, result FROM lines WHERE batch = ? AND "
-            "(succeeded = ? OR (result IS NULL AND ?)) ORDER BY number",
-            (batch_id, succeeded, unfinished is not None),
-        )
-        path = self.path(file_id)
-        with open(path, "wb") as out:
-            for number, custom_id, result in rows:
-                if result is None:
+    def fail(self, batch_id: str, errors: list[dict[str, Any]]) -> Iterator[None]:
+        """End a batch that cannot run. In steps."""
+        batch = self.batch(batch_id)
+        with self._transaction() as db:
+            self.set_status(batch_id, "failed", errors=errors)
+            db.execute("UPDATE batches SET result_bytes = ? WHERE id = ?", (_own_bytes(batch), batch_id))
+        yield from self._forget_lines(batch_id)
+
+    def _forget_lines(self, batch_id: str) -> Iterator[None]:
+        some = "SELECT number FROM lines WHERE batch = ? ORDER BY number LIMIT ?"
+        while self._db.execute(
+            f"DELETE FROM lines WHERE batch = ? AND number IN ({some})", (batch_id, batch_id, ROWS)
+        ).rowcount:
+            self._db.execute("PRAGMA incremental_vacuum").fetchall()
+            yield
+
+    def _write_results(self, batch_id: str, parts: list[Part], unfinished: bytes | None) -> Iterator[None]:
+        """Write the results, in the order of the input, to two files: those that succeeded, and the others."""
+        number, more = 0, True
+        while more:
+            more, size = False, 0
+            rows = self._db.execute(
+                "SELECT number, custom_id, succeeded, result FROM lines WHERE batch = ? AND number > ? "
+                "ORDER BY number LIMIT ?",
+                (batch_id, number, ROWS),
+            )
+            for number, custom_id, succeeded, result in rows:
+                more = True
+                if result is None and unfinished is not None:
                     result = b'{"id":%b,"custom_id":%b,"response":null,"error":%b}' % (
                         msgspec.json.encode(f"batch_req_{batch_id.removeprefix('batch_')}_{number}"),
                         msgspec.json.encode(custom_id),
                         unfinished,
                     )
-                out.write(result + b"\n")
-            out.flush()
-            os.fsync(out.fileno())
-            size = out.tell()
-        if not size:
-            path.unlink()
-        return size
+                if result is not None:
+                    parts[0 if succeeded else 1].file.write(result + b"\n")
+                    size += len(result)
+                    if size > STEP_BYTES:
+                        break
+            yield
+
+
+def _own_bytes(batch: Batch) -> int:
+    """What the row of a batch takes."""
+    return BATCH_BYTES + len(batch.metadata or b"")
 
 
 def _no_such_file(file_id: str) -> NotFound:

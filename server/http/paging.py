@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from quire.server.errors import BadRequest
+from quire.server.http.numbers import bounded_int
 
 
 def owner(request: Request) -> str:
@@ -17,9 +17,7 @@ def owner(request: Request) -> str:
 def page_size(request: Request, largest: int) -> int:
     """The `limit` of a list. Raises BadRequest."""
     given = request.query_params.get("limit", str(min(largest, 20) if largest < 10_000 else largest))
-    if not given.isdecimal() or not 1 <= int(given[:9]) <= largest:
-        raise BadRequest(f"limit must be between 1 and {largest}.", param="limit")
-    return int(given)
+    return bounded_int(given, 1, largest, "limit")
 
 
 def ends(items: list[Any]) -> dict[str, str | None]:

@@ -66,7 +66,7 @@ def _untyped(body: bytes) -> Any:
     """The body's data, or None if it has a number that Python cannot hold as JSON means it (1e999)."""
     try:
         return msgspec.json.decode(body)
-    except msgspec.ValidationError:
+    except (ValueError, RecursionError):  # or bytes that are no UTF-8, which typed decoding skips
         return None
 
 

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from quire.server.errors import ApiError, PayloadTooLarge, UnsupportedMediaType
 from quire.server.http import sse
+from quire.server.http.numbers import bounded_int
 from quire.server.http.parse_body import parse
 from quire.server.http.threads import SMALL, Later
 from quire.server.http.turns import tenant_of
@@ -129,8 +130,7 @@ def max_body_bytes(state: ServerState) -> int:
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body. Raises PayloadTooLarge, and ClientGone if the client disconnects."""
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared[:20]) > limit:
+    if bounded_int(request.headers.get("content-length", "0"), 0, 2**63 - 1, "Content-Length") > limit:
         raise _too_large(limit)
     chunks, size = [], 0
     try:

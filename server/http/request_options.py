@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from quire.server.errors import BadRequest
 from quire.server.generate.generation import GenerationRequest
+from quire.server.http.numbers import bounded_int
 from quire.server.state import ServerState
 
 
@@ -31,13 +32,7 @@ def priority(request: Request, given: int | None) -> int:
     """The body's priority (`given`), else that of the X-Vllm-Priority header, else 0. Raises BadRequest."""
     if given is not None:
         return given
-    try:
-        value = int(request.headers.get("x-vllm-priority", "0"))
-        if not -(2**63) <= value < 2**63:
-            raise ValueError
-        return value
-    except ValueError:
-        raise BadRequest("The X-Vllm-Priority header must be a 64-bit integer.", param="priority") from None
+    return bounded_int(request.headers.get("x-vllm-priority", "0"), -(2**63), 2**63 - 1, "X-Vllm-Priority")
 
 
 def remaining_seconds(request: Request) -> float | None:

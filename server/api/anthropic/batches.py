@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.server.api.anthropic.models import timestamp
 from quire.server.batches.store import OPEN, Batch, Store
-from quire.server.errors import BadRequest, NotFound
+from quire.server.errors import ApiError, BadRequest, NotFound
 from quire.server.http.paging import owner, page_size
 from quire.server.http.read_body import require_deliberate, take
 from quire.server.http.sse import JsonResponse, one_line
@@ -82,13 +82,13 @@ async def create_batch(request: Request, state: ServerState) -> Response:
     batches = state.require_batches()
     who = owner(request)
 
-    def add() -> Batch:
-        file = batches.store.add_file(content, who, "batch", "messages.jsonl", None)
-        return batches.store.add_batch(
-            who, request.scope.get("tenant"), ENDPOINT, file.id, WINDOW, WINDOW_SECONDS, None
-        )
-
-    batch = await batches.run(add)
+    file = await batches.add_file(content, request.scope, "batch", "messages.jsonl", None)
+    try:
+        tenant = request.scope.get("tenant")
+        batch = await batches.run(batches.store.add_batch, who, tenant, ENDPOINT, file.id, WINDOW, WINDOW_SECONDS, None)
+    except ApiError:
+        await batches.run(batches.store.delete_file, file.id, who)
+        raise
     batches.notify()
     return JsonResponse(_shown(batch, request))
 

@@ -11,8 +11,11 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
+from quire.server.batches.disk import or_full
+from quire.server.batches.runner import Batches
 from quire.server.batches.store import File
 from quire.server.errors import BadRequest, NotInstalled, PayloadTooLarge, UnsupportedMediaType
+from quire.server.http.numbers import bounded_int
 from quire.server.http.paging import ends, owner, page_size
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import ClientGone, JsonResponse
@@ -20,6 +23,7 @@ from quire.server.state import ServerState
 
 MAX_FILE_BYTES = 200 << 20
 MAX_FORM_BYTES = 1 << 16  # beside the file
+MAX_BODY_BYTES = MAX_FILE_BYTES + MAX_FORM_BYTES
 MAX_NAME = 256
 BYTES, PART_BYTES = "application/octet-stream", 1 << 18  # of content
 PURPOSES = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
@@ -67,10 +71,36 @@ class FileDeleted(msgspec.Struct, kw_only=True):
 
 
 async def create_file(request: Request, state: ServerState) -> Response:
-    """Store an upload. Raises BadRequest, NotInstalled, PayloadTooLarge, UnsupportedMediaType, ClientGone."""
-    batches = state.require_batches()
+    """Store an upload. Raises BadRequest, NotInstalled, PayloadTooLarge, UnsupportedMediaType, InsufficientStorage,
+    ClientGone.
+    """
+    batches, who = state.require_batches(), owner(request)
     require_deliberate(request)
-    form = await _form(request)
+    if (size := _declared(request)) is None:
+        size = min(await batches.run(batches.store.free_bytes, who), MAX_BODY_BYTES)
+    await batches.run(batches.store.hold, size, who)
+    try:
+        with or_full():  # of the temporary file of the form
+            form = await _form(request, size)
+        return await _store(request, form, batches, size)
+    finally:
+        batches.store.release(size, who)
+
+
+def _declared(request: Request) -> int | None:
+    """The size of the body; None if it comes in chunks. Raises PayloadTooLarge."""
+    if (given := request.headers.get("content-length")) is None:
+        return None
+    if (size := bounded_int(given, 0, 2**63 - 1, "Content-Length")) > MAX_BODY_BYTES:
+        raise _too_large()
+    return size
+
+
+def _too_large() -> PayloadTooLarge:
+    return PayloadTooLarge(f"A file may have at most {MAX_FILE_BYTES} bytes.")
+
+
+async def _store(request: Request, form: FormData, batches: Batches, size: int) -> Response:
     try:
         upload, purpose = form.get("file"), form.get("purpose")
         if not isinstance(upload, UploadFile):
@@ -78,13 +108,13 @@ async def create_file(request: Request, state: ServerState) -> Response:
         if purpose not in PURPOSES:
             raise BadRequest(f"purpose must be one of {', '.join(PURPOSES)}.", param="purpose")
         name = (upload.filename or "file").replace("/", "_")[:MAX_NAME]
-        file = await batches.run(batches.store.add_file, upload.file, owner(request), purpose, name, _life(form))
+        file = await batches.add_file(upload.file, request.scope, purpose, name, _life(form), size)
     finally:
         await form.close()
     return JsonResponse(_shown(file))
 
 
-async def _form(request: Request) -> FormData:
+async def _form(request: Request, max_bytes: int) -> FormData:
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise UnsupportedMediaType("A file must be sent as multipart/form-data, with the fields file and purpose.")
     try:
@@ -94,7 +124,7 @@ async def _form(request: Request) -> FormData:
             "This server cannot read uploads: it lacks the package python-multipart (pip install 'quire[files]')."
         ) from None
     parser = MultiPartParser(
-        request.headers, _counted(request), max_files=1, max_fields=16, max_part_size=MAX_FORM_BYTES
+        request.headers, _counted(request, max_bytes), max_files=1, max_fields=16, max_part_size=MAX_FORM_BYTES
     )
     try:
         return await parser.parse()
@@ -104,13 +134,22 @@ async def _form(request: Request) -> FormData:
         raise BadRequest(f"The form is not valid: {getattr(error, 'message', error)}") from None
 
 
-async def _counted(request: Request) -> AsyncGenerator[bytes, None]:
-    """The body, up to the limit. What was read is on its way to a temporary file, so it counts no more as memory."""
+async def _counted(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
+    """The body, up to the bytes held for it. What was read is on its way to a temporary file, so it counts no more as
+    memory.
+    """
     connection, size = request.scope.get("state", {}).get("connection"), 0
     async for part in request.stream():
         size += len(part)
-        if size > MAX_FILE_BYTES + MAX_FORM_BYTES:
-            raise PayloadTooLarge(f"A file may have at most {MAX_FILE_BYTES} bytes.")
+        if size > max_bytes:
+            if max_bytes == MAX_BODY_BYTES:
+                raise _too_large()
+            raise BadRequest(
+                f"The file has more than the {max_bytes} bytes of --batch-disk that are free for you: delete files "
+                "that are no longer needed.",
+                param="file",
+                code="storage_full",
+            )
         yield part
         if connection is not None:
             connection.forget_body()
@@ -119,13 +158,7 @@ async def _counted(request: Request) -> AsyncGenerator[bytes, None]:
 def _life(form: FormData) -> int | None:
     """Seconds until the file expires; None: never."""
     given = form.get("expires_after[seconds]")
-    if given is None:
-        return None
-    if not str(given).isdecimal() or not MIN_LIFE <= int(str(given)[:12]) <= MAX_LIFE:
-        raise BadRequest(
-            f"expires_after[seconds] must be between {MIN_LIFE} and {MAX_LIFE}.", param="expires_after[seconds]"
-        )
-    return int(str(given))
+    return None if given is None else bounded_int(given, MIN_LIFE, MAX_LIFE, "expires_after[seconds]")
 
 
 async def list_files(request: Request, state: ServerState) -> Response:

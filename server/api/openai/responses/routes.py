@@ -16,6 +16,7 @@ from quire.server.api.openai.responses.service import Responses
 from quire.server.api.openai.responses.store import RUNNING, Stored
 from quire.server.errors import BadRequest, NotFound
 from quire.server.http import sse
+from quire.server.http.numbers import bounded_int
 from quire.server.http.paging import owner, page_size
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.turns import tenant_of
@@ -56,9 +57,7 @@ def _first_event(request: Request) -> int | None:
         return 0 if given in _TRUE else None
     if given in _FALSE:
         raise BadRequest("starting_after needs stream to be true.", param="starting_after")
-    if not after.isdecimal() or len(after) > 15:
-        raise BadRequest("starting_after must be a number of an event.", param="starting_after")
-    return int(after) + 1
+    return bounded_int(after, 0, 2**31, "starting_after") + 1
 
 
 async def _events(request: Request, state: ServerState, stored: Stored, first: int) -> AsyncGenerator[bytes, None]:
