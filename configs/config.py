@@ -392,6 +392,10 @@ class ServerConfig:
     strict_params: bool = opt(
         False, "refuse unknown request fields with 400 instead of answering with a Warning header"
     )
+    additional_properties: bool = opt(
+        False,
+        "objects of structured output may have properties that their schema does not name, unless it says otherwise",
+    )
     log_level: str = opt("info", "how much to log", everyday=True, choices=("debug", "info", "warning", "error"))
     log_stats_interval: float = opt(10.0, "seconds between throughput lines in the log (0: no such lines)", minimum=0)
 

@@ -75,6 +75,7 @@ class StructuredOutputsParams:
     structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    additional_properties: bool = False  # objects may have properties that their schema does not name
 
     def __post_init__(self) -> None:
         self.to_structure()

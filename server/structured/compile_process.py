@@ -27,7 +27,14 @@ from quire.server.structured.structure import BEST_EFFORT, Answer, Structure, de
 MAX_SECONDS = 4.0  # of CPU time for one structure, whatever else the machine does
 MAX_MEMORY = 2 << 30  # bytes of address space
 MAX_ATTEMPTS = 50  # compilations to find the place of an error
-_NOTHING = "Unsatisfiable"  # in the library's errors; as an alternative, such a subschema is no mistake
+# what the library says -> the same in words that its user understands
+_OURS = {
+    "Failed to generate regex for": "minimum, maximum: this range of numbers cannot be enforced",
+    "Value for 'multipleOf'": "multipleOf: it has too many digits",
+    "NoExtensionBias": "$ref: it refers to itself without an end",
+    "fuel exhausted": "it is too complex: what may follow cannot be found within the limits",
+}
+_NOTHING = "no value is valid"  # in the library's errors; as an alternative, such a subschema is no mistake
 
 
 class Vocabulary(msgspec.Struct, array_like=True):
@@ -112,11 +119,13 @@ class Compiler:
             return None
         # without the library's excerpts of the grammar
         reason = re.split(r"\n?<(?:state|grammar|backtrace)>|\n +1 \| %llguidance", matcher.get_error())[0]
-        return " ".join(re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", reason).split())[:500]
+        reason = " ".join(re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", reason).split())[:500]
+        reason = re.sub("Unsatisfiable schema", _NOTHING, reason)
+        return next((ours for theirs, ours in _OURS.items() if theirs in reason), reason)
 
     def _located(self, structure: Structure, error: str) -> str:
         """`error` with the path of the smallest subschema that has it, as far as a few attempts show."""
-        schema = normalize(structure.value)
+        schema = normalize(structure.value, not structure.additional_properties)
         path, definitions, attempts = "#", schema.get("$defs", {}), MAX_ATTEMPTS
         found = True
         while found and attempts > 0:
@@ -125,7 +134,10 @@ class Compiler:
                 if not isinstance(child, dict):
                     continue
                 attempts -= 1
-                inner = self._error(to_lark(_alone(structure, child, definitions), {}, self.vocabulary.eos_ids))
+                try:
+                    inner = self._error(to_lark(_alone(structure, child, definitions), {}, self.vocabulary.eos_ids))
+                except StructureError:  # what the whole schema gives it is missing
+                    continue
                 if inner is not None and (_NOTHING not in inner or _NOTHING in error):
                     path, schema, error, found = f"{path}/{step}", child, inner, True
                     break
@@ -150,7 +162,8 @@ def _resolved(structure: Structure, enforced: Callable[[dict[str, Any]], bool]) 
 
 
 def _alone(structure: Structure, schema: dict[str, Any], definitions: dict[str, Any]) -> Structure:
-    return msgspec.structs.replace(structure, value={**schema, "$defs": definitions}, after=None)
+    value = {**schema, "$defs": definitions}
+    return msgspec.structs.replace(structure, value=value, after=None, additional_properties=True)
 
 
 def main() -> None:

@@ -14,13 +14,18 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
+from quire.server.structured import json_rules
 from quire.server.structured.escaped_pattern import PatternError
 from quire.server.structured.schema import SchemaError, normalize
 from quire.server.structured.structure import Structure
 from quire.server.structured.text_grammar import in_json, lark_of, lark_of_input
 
-# whitespace between JSON tokens: bounded, so that a model cannot fill its answer with it
-WHITESPACE = r"[ \n\r\t]{1,40}"
+# whitespace between JSON tokens, beside none: as llama.cpp's grammars have it, so that a model cannot fill its answer
+WHITESPACE = r"(?: |\n[ \t]{0,20})"
+# A character has one spelling in a JSON string, so that a name or a text cannot be written in another one, which a
+# pattern or another property's name does not match; and no half of a surrogate pair is ever written.
+ESCAPES = 'nrbtf\\"'
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # characters that have a spelling with \u only
 CHOICES_PER_TERMINAL = 200
 # without forcing, a text may be tokenized in any way, as the model prefers
 _HEADER = '%llguidance {"no_forcing": true}'
@@ -37,7 +42,8 @@ class Builder:
 
     specials: Mapping[str, int]
     eos_ids: Sequence[int] = ()
-    whitespace: Mapping[str, Any] = field(default_factory=dict)
+    json_options: Mapping[str, Any] = field(default_factory=dict)  # of llguidance
+    close: bool = True  # objects that a schema describes
     lines: list[str] = field(default_factory=list)
     grammars: list[dict[str, str]] = field(default_factory=list)  # of the user, with names of their own
     _names: int = 0
@@ -45,17 +51,21 @@ class Builder:
 
     def rule(self, body: str, options: str = "") -> str:
         """The name of a new rule."""
-        name = self._name("r")
+        name = self.name("r")
         self.lines.append(f"{name}{options}: {body}")
         return name
 
+    def named(self, name: str, body: str) -> None:
+        """Add a rule under a name that `name` gave."""
+        self.lines.append(f"{name}: {body}")
+
     def terminal(self, body: str) -> str:
         """The name of a new terminal: one regular expression."""
-        name = self._name("T")
+        name = self.name("T")
         self.lines.append(f"{name}: {body}")
         return name
 
-    def _name(self, prefix: str) -> str:
+    def name(self, prefix: str) -> str:
         self._names += 1
         return f"{prefix}{self._names}"
 
@@ -93,25 +103,40 @@ class Builder:
         if (grammar := lark_of(schema)) is not None:
             return self.rule(f'"\\"" {self.text_grammar(grammar, in_json, where)} "\\""')
         try:
-            normal = normalize(schema)
+            normal = normalize(schema, self.close)
         except SchemaError as error:
             raise StructureError(f"{where}{error}") from None
         if normal is False:
             raise StructureError(f"{where}at #: no value is valid")
-        return self.rule("%json " + json.dumps({"x-guidance": self.whitespace, **({} if normal is True else normal)}))
+        options = {**self.json_options, "json_allowed_escapes": _escapes(normal, where)}
+        definitions = normal.get("$defs", {}) if isinstance(normal, dict) else {}
+
+        def library(part: Any) -> str:
+            whole = {} if part is True else part
+            used = {"$defs": definitions} if definitions else {}
+            return self.rule("%json " + json.dumps({"x-guidance": options, **used, **whole}))
+
+        if not json_rules.are_needed(normal):
+            return library(normal)
+        pattern = self.json_options.get("whitespace_pattern")
+        space = f"{self.terminal(f'/{pattern}/')}?" if pattern else ""
+        try:
+            return json_rules.JsonRules(self, definitions, library, space).whole(normal)
+        except json_rules.RulesError as error:
+            raise StructureError(f"{where}{error}") from None
 
     def regex(self, pattern: str) -> str:
         return self.terminal(f"/{regex_to_lark(_without_anchors(pattern), 'd') or '(?:)'}/")
 
     def grammar(self, text: str) -> str:
         """An expression for a grammar of the user."""
-        name = self._name("g")
+        name = self.name("g")
         self.grammars.append({"name": name, "lark_grammar": _grammar_text(text)})
         return self.rule(f"@{name}")
 
     def text_grammar(self, grammar: str, rewrite: Callable[[str], str], where: str = "") -> str:
         """An expression for a tool's text by its own Lark grammar, `rewrite` as the text is written in a call."""
-        name = self._name("g")
+        name = self.name("g")
         try:
             self.grammars.append({"name": name, "lark_grammar": f"{_HEADER}\n{rewrite(grammar)}\n"})
         except PatternError as error:
@@ -137,7 +162,7 @@ def to_lark(structure: Structure, specials: Mapping[str, int], eos_ids: Sequence
     options: dict[str, Any] = {"whitespace_flexible": False}
     if not structure.compact:
         options = {"whitespace_pattern": structure.whitespace or WHITESPACE}
-    builder = Builder(specials, eos_ids, options)
+    builder = Builder(specials, eos_ids, options, not structure.additional_properties)
     if structure.kind == "grammar" and not isinstance(structure.after, str):
         return _grammar_text(structure.value)
     start = _expression(structure, builder)
@@ -163,6 +188,29 @@ def _expression(structure: Structure, builder: Builder) -> str:
             from quire.server.structured.structural_tag import expression
 
             return expression(value, builder)
+
+
+def _escapes(schema: Any, where: str) -> str:
+    """The escapes of JSON strings. Constants and names with rare control characters need `\\u`, which names that are
+    free must not have. Raises StructureError.
+    """
+    pending, needs_u, has_free_names = [schema], False, False
+    while pending:
+        node = pending.pop()
+        if isinstance(node, str):
+            needs_u = needs_u or _CONTROL.search(node) is not None
+        elif isinstance(node, list):
+            pending.extend(node)
+        elif isinstance(node, dict):
+            pending.extend(node)
+            pending.extend(node.values())
+            named = node.get("properties") or node.get("patternProperties")
+            has_free_names = has_free_names or bool(named and node.get("additionalProperties", True) is not False)
+    if needs_u and has_free_names:
+        raise StructureError(
+            f"{where}at #: additionalProperties: it must be false if names or constants have control characters"
+        )
+    return ESCAPES + "u" * needs_u
 
 
 def _up_to(builder: Builder, end: str) -> str:

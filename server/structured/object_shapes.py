@@ -42,10 +42,10 @@ class Shape:
         return all(self._property(name) is not False for name in self.required)
 
 
-def shapes(schema: dict[str, Any], path: str) -> tuple[list[Shape], dict[str, Any]]:
+def shapes(schema: dict[str, Any], path: str, close: bool = True) -> tuple[list[Shape], dict[str, Any]]:
     """The alternatives, and the definitions that their properties refer to. Raises StructureError."""
     try:
-        normal = normalize(schema)
+        normal = normalize(schema, close)
     except SchemaError as error:
         raise StructureError(f"{path} {error}") from None
     definitions = normal.get("$defs", {}) if isinstance(normal, dict) else {}

@@ -7,24 +7,34 @@ is an error, so that every answer that ends by itself is valid. References becom
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
+from quire.server.structured.closing import Closing, closed_alternative, described, has_parts, how_parts, own
+from quire.server.structured.large_numbers import BOUNDS, are_large, is_finite, without_vacuous
 from quire.server.structured.limited_keywords import LIMITED, part_of
 from quire.server.structured.schema_algebra import Derived, Inexpressible, Schema, escaped
 
 MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 20_000
+MAX_DIVISOR = 1_100_000  # of multipleOf, without its decimal point: the library's automaton has as many states
 
 # keyword -> whether its value has the right type, and what it must be
-_NUMBER = (lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number")
+_NUMBER = (
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value),
+    "a number within ±1.797e308",
+)
 _COUNT = (
-    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value),
+    lambda value: _NUMBER[0](value) and value >= 0 and value == int(value),
     "a non-negative integer",
 )
 _STRING = (lambda value: isinstance(value, str), "a string")
 _STRINGS = (lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), "a list of strings")
-_LIST = (lambda value: isinstance(value, list) and bool(value), "a list that is not empty")
+_LIST = (
+    lambda value: isinstance(value, list) and bool(value) and _has_finite_numbers(value),
+    "a list that is not empty, of numbers within ±1.797e308 and other values",
+)
 _TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 _TYPE = (
     lambda value: (
@@ -34,8 +44,26 @@ _TYPE = (
     ),
     f"one of {', '.join(sorted(_TYPES))}, or a list of them",
 )
-_ANY = (lambda value: True, "")
+_ANY = (lambda value: _has_finite_numbers(value), "without numbers beyond ±1.797e308")
 _Check = tuple[Callable[[Any], bool], str]
+
+
+def _has_finite_numbers(value: Any) -> bool:
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, list | dict):
+            pending.extend(one.values() if isinstance(one, dict) else one)
+        elif isinstance(one, int | float) and not is_finite(one):
+            return False
+    return True
+
+
+def _is_short(divisor: float) -> bool:
+    _, digits, exponent = Decimal(str(divisor)).normalize().as_tuple()
+    return exponent >= -9 and int("".join(map(str, digits))) * 10 ** max(exponent, 0) <= MAX_DIVISOR
+
+
 VALUES: dict[str, _Check] = {
     "type": _TYPE,
     "enum": _LIST,
@@ -48,7 +76,10 @@ VALUES: dict[str, _Check] = {
     "maximum": _NUMBER,
     "exclusiveMinimum": _NUMBER,
     "exclusiveMaximum": _NUMBER,
-    "multipleOf": (lambda value: _NUMBER[0](value) and value > 0, "a number above 0"),
+    "multipleOf": (
+        lambda value: _NUMBER[0](value) and value > 0 and _is_short(value),
+        f"a number above 0 that is at most {MAX_DIVISOR:,} times a power of ten down to 1e-9",
+    ),
     "minItems": _COUNT,
     "maxItems": _COUNT,
     "required": _STRINGS,
@@ -77,6 +108,8 @@ FORMATS = frozenset(
 )
 # keywords that validate and cannot be enforced
 REFUSED: dict[str, tuple] = {"unevaluatedItems": (True, {}), "$dynamicRef": (), "$recursiveRef": ()}
+_COMPLEMENTED = ("not", "if", "contains", "propertyNames")  # what is closed has no complement
+_Place = tuple[str, Closing]  # a decoded JSON pointer, and how its schema is normalized
 _APPLICATORS = ("$ref", "anyOf", "oneOf", "allOf", "if", "not", "dependentSchemas", "contains")
 
 
@@ -101,9 +134,11 @@ class SchemaError(ValueError):
         super().__init__(f"at {self.path}: {f'{keyword}: ' if keyword else ''}{reason}")
 
 
-def normalize(schema: Any) -> dict[str, Any] | bool:
-    """The schema in the compiler's subset. Raises SchemaError."""
-    return _Normalizer(schema).run()
+def normalize(schema: Any, close: bool = False) -> dict[str, Any] | bool:
+    """The schema in the compiler's subset. `close`: objects that it describes have no other properties, unless it says
+    what these are. Raises SchemaError.
+    """
+    return _Normalizer(schema).run(Closing.CLOSED if close else Closing.OPEN)
 
 
 def children(schema: Any) -> Iterator[tuple[str, Any]]:
@@ -122,26 +157,40 @@ def children(schema: Any) -> Iterator[tuple[str, Any]]:
 class _Normalizer:
     def __init__(self, root: Any):
         self.root = root
-        self.names: dict[str, str] = {}  # decoded JSON pointer -> its name below $defs
-        self.pending: list[tuple[str, Any]] = []  # (pointer, subschema) of names whose definition is not yet made
+        self.names: dict[_Place, str] = {}  # -> the name below $defs
+        self.pending: list[tuple[_Place, Any]] = []  # with the subschemas, of names whose definition is not yet made
         self.definitions: dict[str, Schema] = {}
         self.defining: set[str] = set()
         self.num_subschemas = 0
         self.anchors = {f"#{name}": path for name, path in _anchors(root, "#")}
 
-    def run(self) -> dict[str, Any] | bool:
-        result = self._schema(self.root, "#", 0)
+    def run(self, closing: Closing) -> dict[str, Any] | bool:
+        result = self._schema(self.root, "#", 0, closing)
         while self.pending:
             self._define(*self.pending.pop())
+        self._refuse_endless(result)
         if self.definitions:
             return {"$defs": self.definitions, **result}  # only an object has references
         return result
 
-    def _define(self, pointer: str, target: Any) -> None:
-        name = self.names[pointer]
+    def _refuse_endless(self, root: Schema) -> None:
+        """References that lead to nothing but themselves."""
+        for path, schema in [("#", root), *((place[0], self.definitions[name]) for place, name in self.names.items())]:
+            seen: set[str] = set()
+            while isinstance(schema, dict) and (schema.keys() == {"$ref"} or _is_wrapped(schema)):
+                if _is_wrapped(schema):
+                    schema = schema["allOf"][0]
+                    continue
+                if schema["$ref"] in seen:
+                    raise SchemaError(path, "$ref", "it refers to itself and to nothing else")
+                seen.add(schema["$ref"])
+                schema = self.definitions[schema["$ref"].removeprefix("#/$defs/")]
+
+    def _define(self, place: _Place, target: Any) -> None:
+        name = self.names[place]
         if name not in self.definitions:
             self.defining.add(name)
-            self.definitions[name] = self._schema(target, pointer, 0)
+            self.definitions[name] = self._schema(target, place[0], 0, place[1])
             self.defining.remove(name)
 
     def _target(self, reference: str) -> Schema:
@@ -149,13 +198,13 @@ class _Normalizer:
         name = reference.removeprefix("#/$defs/")
         if name in self.defining:
             raise Inexpressible("it would need the schema that it is part of")
-        for pointer, target in self.pending:
-            if self.names[pointer] == name:
-                self._define(pointer, target)
+        for place, target in self.pending:
+            if self.names[place] == name:
+                self._define(place, target)
                 break
         return self.definitions[name]
 
-    def _schema(self, schema: Any, path: str, depth: int) -> dict[str, Any] | bool:
+    def _schema(self, schema: Any, path: str, depth: int, closing: Closing) -> dict[str, Any] | bool:
         self.num_subschemas += 1
         if self.num_subschemas > MAX_SUBSCHEMAS:
             raise SchemaError(path, None, f"the schema has more than {MAX_SUBSCHEMAS} subschemas")
@@ -169,9 +218,21 @@ class _Normalizer:
             raise SchemaError(path, "$id", "references within an embedded schema resource are not supported")
         schema = _modern(schema)
         self._refuse(schema, path)
+        try:
+            return self._whole(schema, path, depth, closing, {})
+        except SchemaError as error:
+            if closing is Closing.OPEN or (error.path, error.keyword) != (path, "oneOf"):
+                raise
+            return self._whole(schema, path, depth, closing, {"oneOf": Closing.OPEN})  # as the complement must be
+
+    def _whole(
+        self, schema: dict[str, Any], path: str, depth: int, closing: Closing, of_parts: dict[str, Closing]
+    ) -> dict[str, Any] | bool:
+        """`of_parts`: of the subschemas of a keyword, where it is not that of all parts."""
+        usual = how_parts(schema, closing)
         result: dict[str, Any] = {}
         for keyword, value in schema.items():  # in order: properties are generated in the order of the schema
-            at = f"{path}/{keyword}"
+            at, parts = f"{path}/{keyword}", of_parts.get(keyword, usual)
             if keyword in VALUES:
                 check, expected = VALUES[keyword]
                 if not check(value):
@@ -182,24 +243,63 @@ class _Normalizer:
                 if not isinstance(value, dict):
                     raise SchemaError(path, keyword, "must be an object of schemas")
                 result[keyword] = {
-                    name: self._schema(child, f"{at}/{escaped(name)}", depth + 1) for name, child in value.items()
+                    name: self._schema(child, f"{at}/{escaped(name)}", depth + 1, closing.of_children)
+                    for name, child in value.items()
                 }
             elif keyword in LISTS:
                 if not isinstance(value, list) or not value:
                     raise SchemaError(path, keyword, "must be a list of schemas that is not empty")
-                result[keyword] = [self._schema(child, f"{at}/{i}", depth + 1) for i, child in enumerate(value)]
+                how = closing.of_children if keyword == "prefixItems" else parts
+                result[keyword] = [self._schema(child, f"{at}/{i}", depth + 1, how) for i, child in enumerate(value)]
             elif keyword in SCHEMAS:
-                result[keyword] = self._schema(value, at, depth + 1)
+                result[keyword] = self._schema(value, at, depth + 1, closing.of_children)
             elif keyword == "$ref":
-                result[keyword] = f"#/$defs/{self._definition(value, path)}"
-        parts = self._parts(schema, result, path, depth)
+                result[keyword] = f"#/$defs/{self._definition(value, path, parts)}"
+        self._bound(result, path)
+        closed = []
+        if closing is Closing.CLOSED and (usual is not Closing.CLOSED or Closing.OPEN in of_parts.values()):
+            closed = self._close(schema, result)
+        parts = [*self._parts(schema, result, path, depth, closing), *closed]
         return False if False in parts else Derived(result, parts) if parts else result
 
-    def _parts(self, schema: dict[str, Any], base: dict[str, Any], path: str, depth: int) -> list[Schema]:
+    def _bound(self, result: dict[str, Any], path: str) -> None:
+        """Drop the bounds that exclude nothing."""
+        given = {name: result.pop(name) for name in BOUNDS if name in result}
+        if not given:
+            return
+        kept = without_vacuous(given)
+        if are_large(kept) and "multipleOf" in result:
+            raise SchemaError(path, "multipleOf", "it cannot be enforced together with bounds beyond ±2^53")
+        result.update(kept)
+
+    def _close(self, schema: dict[str, Any], base: dict[str, Any]) -> list[Schema]:
+        """What closes the object that `schema` describes; changes `base` where that is enough."""
+        if not has_parts(schema):
+            known = described([schema], self._place_of)
+            if known.closes():
+                given = base.get("properties", {})
+                base["properties"] = given | {name: True for name in known.unmatched() if name not in given}
+                base["additionalProperties"] = False
+            return []
+        shared = described([own(schema)], self._place_of)
+        if "anyOf" in base and "oneOf" not in base and not shared.is_explicit:
+            branches = [shared | described([branch], self._place_of) for branch in schema["anyOf"]]
+            base["anyOf"] = [closed_alternative(branch, known) for branch, known in zip(base["anyOf"], branches)]
+            return []
+        known = described([schema], self._place_of)
+        return [known.schema()] if known.closes() else []
+
+    def _parts(
+        self, schema: dict[str, Any], base: dict[str, Any], path: str, depth: int, closing: Closing
+    ) -> list[Schema]:
         """What the keywords say that `base` lacks; takes from `base` what they replace."""
 
         def inner(step: str, child: Any) -> Schema:
-            return self._schema(child, f"{path}/{step}", depth + 1)
+            keyword = step.split("/")[0]
+            how = Closing.OPEN if keyword in _COMPLEMENTED else how_parts(schema, closing)
+            if keyword == "unevaluatedProperties":
+                how = closing.of_children
+            return self._schema(child, f"{path}/{step}", depth + 1, how)
 
         for keyword, (check, expected) in CHECKED.items():
             if keyword in schema and not check(schema[keyword]):
@@ -217,19 +317,29 @@ class _Normalizer:
             if keyword in schema and schema[keyword] not in harmless:
                 raise SchemaError(path, keyword, "this keyword cannot be enforced; remove it or express it otherwise")
 
-    def _definition(self, reference: Any, path: str) -> str:
+    def _definition(self, reference: Any, path: str, closing: Closing) -> str:
         """The name below $defs of the schema that `reference` names."""
+        pointer = self._pointer(reference, path)
+        place = pointer, closing
+        if place not in self.names:
+            self.names[place] = f"d{len(self.names)}"
+            self.pending.append((place, self._resolved(pointer, path)))
+        return self.names[place]
+
+    def _pointer(self, reference: Any, path: str) -> str:
         if not isinstance(reference, str):
             raise SchemaError(path, "$ref", "must be a string")
-        if reference in self.anchors:
-            reference = self.anchors[reference]
+        reference = self.anchors.get(reference, reference)
         if reference != "#" and not reference.startswith("#/"):
             raise SchemaError(path, "$ref", f"{reference[:100]!r} is not a reference of the form #/path in this schema")
-        pointer = unquote(reference)
-        if pointer not in self.names:
-            self.names[pointer] = f"d{len(self.names)}"
-            self.pending.append((pointer, self._resolved(pointer, path)))
-        return self.names[pointer]
+        return unquote(reference)
+
+    def _place_of(self, reference: Any) -> Any:
+        """The schema as given that a reference names; None for a mistake, which its keyword reports."""
+        try:
+            return self._resolved(self._pointer(reference, "#"), "#")
+        except SchemaError:
+            return None
 
     def _resolved(self, pointer: str, path: str) -> Any:
         target = self.root
@@ -242,6 +352,10 @@ class _Normalizer:
             else:
                 raise SchemaError(path, "$ref", f"there is nothing at {pointer[:200]!r}")
         return target
+
+
+def _is_wrapped(schema: dict[str, Any]) -> bool:
+    return schema.keys() == {"allOf"} and len(schema["allOf"]) == 1
 
 
 def _modern(schema: dict[str, Any]) -> dict[str, Any]:

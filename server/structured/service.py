@@ -40,6 +40,8 @@ async def constrain(requests: Sequence[GenerationRequest], state: ServerState, t
     """
     for request in requests:
         if (structure := request.structure) is not None:
+            if state.config.server.additional_properties:
+                structure = msgspec.structs.replace(structure, additional_properties=True)
             grammar = await state.structures.grammar(structure, state, tenant)
             after = structure.after if isinstance(structure.after, list) else None
             request.sampling = msgspec.structs.replace(request.sampling, grammar=grammar, grammar_after=after)

@@ -38,6 +38,7 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     value: Any = None
     param: str = "structured_outputs"
+    additional_properties: bool = False  # objects that a schema describes may have others, unless it says otherwise
     compact: bool = False  # no whitespace between JSON tokens
     whitespace: str | None = None  # pattern of the whitespace that is allowed between JSON tokens; None: the default
     after: list[int] | str | None = None

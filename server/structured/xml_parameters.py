@@ -48,7 +48,7 @@ def parameters(schema: Any, style: str, path: str, builder: Builder) -> str:
         if not shape.is_possible():
             raise StructureError(f"{path} at #: no value is valid")
         return _shaped(shape, _definitions(schema), style, path, builder)
-    found, definitions = shapes(schema, path)
+    found, definitions = shapes(schema, path, builder.close)
     return f"({' | '.join(_shaped(shape, definitions, style, path, builder) for shape in found)})"
 
 

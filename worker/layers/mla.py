@@ -198,9 +198,7 @@ class _Chosen:
             self.rows, self.tokens = slice(first, last + 1), slice(starts[first], starts[last + 1])
         else:
             tokens = [token for i in requests for token in range(starts[i], starts[i + 1])]
-            self.rows, self.tokens = (
-                to_device(indices, torch.int64, device) for indices in (requests, tokens)
-            )
+            self.rows, self.tokens = (to_device(indices, torch.int64, device) for indices in (requests, tokens))
 
     def metadata(self, block_table: torch.Tensor) -> AttentionMetadata:
         """The metadata of these requests alone."""

@@ -171,9 +171,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     structural_tag: JsonObject | JsonText | None = None
     disable_any_whitespace: bool | None = None
     whitespace_pattern: Text | None = None
+    additional_properties: bool | None = None  # quire's: objects may have properties that their schema does not name
 
-    harmless: ClassVar = frozenset({"disable_fallback"})
-    unsupported: ClassVar[dict[str, tuple]] = {"disable_additional_properties": (False,)}
+    harmless: ClassVar = frozenset({"disable_fallback", "disable_additional_properties"})
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):

@@ -63,6 +63,7 @@ def from_options(options: StructuredOutputs, param: str) -> Structure:
         kind=_KINDS[name],
         value=_json(value, path) if name in ("json", "structural_tag") else value,
         param=path,
+        additional_properties=bool(options.additional_properties),
         compact=bool(options.disable_any_whitespace),
         whitespace=options.whitespace_pattern,
     )

@@ -38,7 +38,7 @@ def test_texts(kind, value, yes, no):
 
 def test_whitespace():
     spaced, tabbed = '{ "a" :\n 1 }', '{"a":\t1}'
-    check(Structure(kind="json_schema", value=OBJECT), ['{"a":1}', spaced, tabbed], ['{"a":' + " " * 50 + "1}"])
+    check(Structure(kind="json_schema", value=OBJECT), ['{"a":1}', spaced], [tabbed, '{"a":  1}'])
     check(Structure(kind="json_schema", value=OBJECT, compact=True), ['{"a":1}'], [spaced, tabbed])
     check(Structure(kind="json_schema", value=OBJECT, whitespace=r"\t"), ['{"a":1}', tabbed], [spaced])
 

@@ -130,14 +130,14 @@ def test_exactly_the_valid_instances_are_accepted(schema, instances, seed):
     judge = jsonschema.Draft202012Validator(schema)
     try:
         normalize(schema)
-        start = matcher(Structure(kind="json_schema", value=schema))
+        start = matcher(Structure(kind="json_schema", value=schema, additional_properties=True))
     except SchemaError as error:
         assert error.keyword is not None
         assume(False)
     except ValueError as error:
         valid = [instance for instance in instances if judge.is_valid(instance)]
         # nothing is valid, or the library says what it cannot enforce
-        assert not valid or "Unsatisfiable" not in str(error), (schema, valid, error)
+        assert not valid or "no value is valid" not in str(error), (schema, valid, error)
         assume(False)
     for instance in instances:
         accepted = []

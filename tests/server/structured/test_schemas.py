@@ -91,7 +91,7 @@ def test_every_answer_that_ends_by_itself_is_valid(schema, seed, compact):
         text, ended = walk(Structure(kind="json_schema", value=schema, compact=compact), seed)
     except ValueError as error:
         # a union of properties that exclude each other, for example
-        assert "Unsatisfiable" in str(error), error
+        assert "no value is valid" in str(error), error
         return
     if ended:
         jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
@@ -174,7 +174,7 @@ def test_the_place_is_looked_for_beside_subschemas_without_a_value():
         "properties": {"a": False, "b": {"allOf": [{"const": 1}, {"const": 2}]}},
         "required": ["b"],
     }
-    with pytest.raises(ValueError, match="at #/properties/b: Unsatisfiable"):
+    with pytest.raises(ValueError, match="at #/properties/b: no value is valid"):
         accepts(Structure(kind="json_schema", value=schema), "")
 
 

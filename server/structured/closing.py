@@ -1,0 +1,148 @@
+"""Objects are closed unless their schema opens them: a model that may write properties which nobody described invents
+them until it is cut.
+
+An object is closed where its schema describes properties and says nothing of others. What describes it is all that
+applies to the same value (`allOf`, `$ref`, ...), so one subschema of several is not closed alone, and a condition or
+what is complemented is not closed at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from quire.server.structured.schema_algebra import Schema
+
+_OPENS = ("additionalProperties", "unevaluatedProperties")
+_ONE = ("if", "then", "else", "not")  # keywords of one subschema of the same value
+_UNIONS = ("anyOf", "oneOf")
+_APPLICATORS = ("$ref", "allOf", *_UNIONS, *_ONE, "dependentSchemas")
+_NAMING = ("properties", "patternProperties", "required", "dependentRequired", "minProperties", "maxProperties")
+
+
+class Closing(Enum):
+    """How a subschema is normalized: left open with all below it, as a part of what is closed elsewhere, or closed."""
+
+    OPEN = 0
+    PART = 1
+    CLOSED = 2
+
+    @property
+    def of_children(self) -> Closing:
+        return Closing.OPEN if self is Closing.OPEN else Closing.CLOSED
+
+
+@dataclass(slots=True)
+class Described:
+    """What a schema says of the properties of an object."""
+
+    names: dict[str, None] = field(default_factory=dict)
+    patterns: dict[str, None] = field(default_factory=dict)
+    describes: bool = False
+    is_explicit: bool = False  # it says what others may be
+
+    def closes(self) -> bool:
+        return self.describes and not self.is_explicit
+
+    def schema(self) -> dict[str, Any]:
+        """Of objects without other properties."""
+        result: dict[str, Any] = {"properties": dict.fromkeys(self.unmatched(), True)}
+        if self.patterns:
+            result["patternProperties"] = dict.fromkeys(self.patterns, True)
+        return {**result, "additionalProperties": False}
+
+    def unmatched(self) -> list[str]:
+        """The names that no pattern matches."""
+        return [name for name in self.names if not any(_found(pattern, name) for pattern in self.patterns)]
+
+    def __or__(self, other: Described) -> Described:
+        return Described(
+            self.names | other.names,
+            self.patterns | other.patterns,
+            self.describes or other.describes,
+            self.is_explicit or other.is_explicit,
+        )
+
+
+def described(schemas: Iterable[Any], resolve: Callable[[Any], Any]) -> Described:
+    """By schemas as given, which all apply to one value, in their order. `resolve` gives what a `$ref` names."""
+    found = Described()
+    pending, seen = list(schemas)[::-1], set()
+    while pending:
+        schema = pending.pop()
+        if not isinstance(schema, dict) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        found.is_explicit |= any(keyword in schema for keyword in _OPENS)
+        found.describes |= "properties" in schema or "patternProperties" in schema
+        found.names |= dict.fromkeys(_names(schema))
+        found.patterns |= dict.fromkeys(schema["patternProperties"]) if _is_map(schema, "patternProperties") else {}
+        parts = list(_parts(schema))
+        if "$ref" in schema:
+            parts.insert(0, resolve(schema["$ref"]))
+        pending.extend(parts[::-1])
+    return found
+
+
+def own(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without its alternatives."""
+    return {keyword: value for keyword, value in schema.items() if keyword not in _UNIONS}
+
+
+def has_parts(schema: dict[str, Any]) -> bool:
+    return any(keyword in schema for keyword in _APPLICATORS)
+
+
+def how_parts(schema: dict[str, Any], closing: Closing) -> Closing:
+    """How the subschemas that apply to the same value as `schema` are normalized: closed if one of them, whichever it
+    is, describes the whole object.
+    """
+    if closing is not Closing.CLOSED:
+        return closing
+    given = [keyword for keyword in (*_APPLICATORS, *_OPENS, *_NAMING) if keyword in schema]
+    alone = len(given) == 1 and given[0] in ("$ref", "allOf", *_UNIONS)
+    if alone and given[0] == "allOf":
+        alone = isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1
+    return Closing.CLOSED if alone else Closing.PART
+
+
+def closed_alternative(branch: Schema, seen: Described) -> Schema:
+    """A normalized alternative, closed."""
+    if branch is False or not seen.closes():
+        return branch
+    return seen.schema() if branch is True else {"allOf": [seen.schema(), branch]}
+
+
+def _names(schema: dict[str, Any]) -> Iterator[str]:
+    if _is_map(schema, "properties"):
+        yield from schema["properties"]
+    if isinstance(required := schema.get("required"), list):
+        yield from (name for name in required if isinstance(name, str))
+    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        for name, value in schema[keyword].items() if _is_map(schema, keyword) else ():
+            yield name
+            if isinstance(value, list):
+                yield from (other for other in value if isinstance(other, str))
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[Any]:
+    for keyword in ("allOf", *_UNIONS):
+        if isinstance(value := schema.get(keyword), list):
+            yield from value
+    yield from (schema[keyword] for keyword in _ONE if keyword in schema)
+    for keyword in ("dependentSchemas", "dependencies"):
+        yield from schema[keyword].values() if _is_map(schema, keyword) else ()
+
+
+def _is_map(schema: dict[str, Any], keyword: str) -> bool:
+    return isinstance(schema.get(keyword), dict)
+
+
+def _found(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:  # the compiler's syntax differs in rare cases, and says what is wrong
+        return False
