@@ -9,7 +9,7 @@ _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 # a stretch of a JSON string that can be decoded now: characters, whole escapes, whole surrogate pairs
 _STRETCH = re.compile(r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
                       r'|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\["\\/bfnrt])*')  # fmt: skip
-_MAX_OPENING = 64
+_SPACES = re.compile(r"\s+")
 
 
 class CustomInput:
@@ -25,8 +25,10 @@ class CustomInput:
             found = _OPENING.match(self._rest)
             if found:
                 self._state, self._rest = "text", self._rest[found.end() :]
-            elif len(self._rest) > _MAX_OPENING or not _may_open(self._rest):
+            elif not _may_open(self._rest):
                 self._state = "raw"
+            else:
+                self._rest = _SPACES.sub(" ", self._rest)
         if self._state == "text":
             return self._decoded()
         if self._state == "raw":

@@ -123,7 +123,10 @@ def encode_texts(
     for text in texts:
         if not may_truncate and len(text) > state.model.max_model_len * longest:
             raise too_long(len(text) // longest, state.model, param, at_least=True)
-    return state.tokenizer.encode_batch(texts, add_special_tokens)
+    try:
+        return state.tokenizer.encode_batch(texts, add_special_tokens)
+    except ValueError as error:
+        raise BadRequest(f"{param}: {error}.", param=param) from error
 
 
 def _kept_texts(spec: GenerationSpec) -> list[str | None]:

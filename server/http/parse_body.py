@@ -14,6 +14,7 @@ import msgspec
 
 from quire.server.errors import BadRequest
 from quire.server.generate.limits import MAX_TEMPLATE_KWARGS_BYTES
+from quire.server.parsers.model_json import without_halves
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -50,7 +51,7 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
             raise BadRequest("The body must be a JSON object.") from None
         raise bad_request(error, _untyped(body) if len(body) <= _SHOWN_BYTES else None) from None
     except (ValueError, UnicodeError) as error:  # msgspec's errors are ValueErrors
-        raise BadRequest(f"The body is not valid JSON: {error}") from None
+        raise BadRequest(f"The body is not valid JSON: {_why(error, body)}") from None
     if deeper_than(getattr(request, "chat_template_kwargs", None), MAX_NESTING):
         raise BadRequest(
             f"chat_template_kwargs is nested more than {MAX_NESTING} levels deep.", param="chat_template_kwargs"
@@ -68,6 +69,12 @@ def _untyped(body: bytes) -> Any:
         return msgspec.json.decode(body)
     except (ValueError, RecursionError):  # or bytes that are no UTF-8, which typed decoding skips
         return None
+
+
+def _why(error: ValueError, body: bytes) -> str:
+    if without_halves(text := body.decode("latin-1")) != text:
+        return "a string has half of a surrogate pair, which is no Unicode text"
+    return str(error)
 
 
 def _may_have_more_members(body: bytes, limit: int) -> bool:

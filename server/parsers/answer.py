@@ -28,7 +28,7 @@ class AnswerParser:
     ):
         self._reader = Reader()
         if isinstance(tool_format, HarmonyTools) or reasoning is HARMONY:
-            self._reading = read_harmony(self._reader, opened)
+            self._reading = read_harmony(self._reader, opened, may_call=bool(tools))
         else:
             answer = _Answer(self._reader, tool_format if tools else None, reasoning, tools)
             self._reading = answer.read(opened)
@@ -56,10 +56,13 @@ class _Answer:
         self._reasoning = reasoning
         self._tools = tools
         self._first = tool_format.first if tool_format else ()
-        interrupts = reasoning.interrupts if reasoning and tool_format else ()
-        self._ends = Markers((*reasoning.ends, *interrupts) if reasoning else ())
-        thoughts = (*reasoning.begins, *reasoning.dropped) if reasoning else ()
-        self._markers = Markers((*(tool_format.begins if tool_format else ()), *thoughts))
+        self._begins = frozenset(tool_format.begins if tool_format else ())
+        self._interrupts = frozenset(reasoning.interrupts if reasoning and tool_format else ())
+        # markers without their thoughts or calls are neither content nor thoughts
+        strays = frozenset((*(tool_format.strays if tool_format else ()), *(reasoning.strays if reasoning else ())))
+        self._strays = strays
+        self._ends = Markers((*reasoning.ends, *self._interrupts, *strays) if reasoning else ())
+        self._markers = Markers((*self._begins, *strays))
 
     def read(self, opened: bool) -> Wait[None]:
         reader = self._reader
@@ -77,20 +80,31 @@ class _Answer:
         reader = self._reader
         while (marker := (yield from reader.text_until(self._markers, reader.content))) is not None:
             num_spaces = reader.text.index(marker, reader.position) - reader.position
-            if reader.code.inside(reader.text[reader.position : reader.position + num_spaces]):
+            spaces = reader.text[reader.position : reader.position + num_spaces]
+            if reader.code.inside(spaces):
                 reader.content(reader.take(num_spaces + len(marker)))
-            elif self._reasoning and marker in self._reasoning.dropped:
-                reader.take(num_spaces + len(marker))
-                yield from self._end_block()
-                return True
-            elif self._reasoning and marker in self._reasoning.begins:
-                reader.take(num_spaces + len(marker))
+                continue
+            reader.take(num_spaces)
+            if self._reasoning and marker in self._reasoning.begins:
+                reader.take(len(marker))
+                reader.gap(spaces)
                 yield from self._thoughts()
                 return True
-            elif (yield from reader.attempt(self._calls(marker))):
-                yield from self._end_block()
+            if marker in self._begins and (yield from self._finds_calls(marker)):
+                yield from self._end_block(spaces)
                 return True
+            reader.take(len(marker))
+            if marker in self._strays:
+                yield from self._end_block(spaces)
+            else:
+                reader.content(spaces + marker)
         return False
+
+    def _finds_calls(self, marker: str) -> Wait[bool]:
+        """Read calls at `marker`, which is next. False if there is none: the marker is next again."""
+        num_calls = self._reader.num_calls
+        found = yield from self._reader.attempt(self._format.read(self._reader, marker, self._tools))
+        return found or self._reader.num_calls > num_calls
 
     def _thoughts(self) -> Wait[None]:
         """A block of thoughts from after its begin marker to after its end marker."""
@@ -100,18 +114,17 @@ class _Answer:
             marker = yield from reader.text_until(self._ends, reader.reasoning)
             if marker is None:
                 return
+            num_spaces = reader.text.index(marker, reader.position) - reader.position
             if marker in reasoning.ends:
-                yield from reader.skip_space()
-                reader.take(len(marker))
+                reader.take(num_spaces + len(marker))
                 yield from self._end_block()
                 return
-            if (yield from reader.attempt(self._calls(marker), reader.reasoning)):
+            spaces = reader.take(num_spaces)
+            if marker in self._interrupts and (yield from self._finds_calls(marker)):
                 yield from self._end_block()
                 return
-
-    def _calls(self, begin: str) -> Wait[None]:
-        yield from self._reader.skip_space()
-        yield from self._format.read(self._reader, begin, self._tools)
+            reader.take(len(marker))
+            reader.reasoning(spaces)
 
     def _first_calls(self) -> Wait[None]:
         """Calls without a marker of their own, which are calls only where content could begin."""
@@ -126,7 +139,9 @@ class _Answer:
                 return
         raise Malformed
 
-    def _end_block(self) -> Wait[None]:
-        """White space after a block belongs to it, and what follows is on a new line."""
-        yield from self._reader.skip_space()
-        self._reader.code.end_line()
+    def _end_block(self, before: str = "") -> Wait[None]:
+        """White space around a block belongs to it, and what follows is on a new line."""
+        reader = self._reader
+        yield from reader.skip_space()
+        reader.gap(before)
+        reader.code.end_line()

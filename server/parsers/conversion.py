@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from quire.server.parsers.literals import NUMBER, WORDS, json_string, to_json
+from quire.server.parsers.literals import to_json
+from quire.server.parsers.model_json import NUMBER, WORDS, json_string
 
 _MAX_DEPTH = 16  # of references and alternatives in a schema
 _NAMES = {

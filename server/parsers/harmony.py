@@ -32,7 +32,8 @@ from quire.server.parsers.tools.base import (
 
 _CHANNEL, _START, _MESSAGE = "<|channel|>", "<|start|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_BODY_ENDS = Markers((*_ENDS, _START, _CHANNEL))
+_STRAYS = (_MESSAGE, "<|constrain|>")  # within a message
+_MARKERS = Markers((*_ENDS, _START, _CHANNEL, *_STRAYS))
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
@@ -50,7 +51,7 @@ HARMONY = ReasoningFormat(
     recognize=_recognize,
     forced_end="<|end|><|start|>assistant<|channel|>final<|message|>",
     forced_to_calls="<|end|><|start|>assistant<|channel|>commentary",
-    tokens=(_CHANNEL, _START, _MESSAGE, "<|constrain|>", *_ENDS),
+    tokens=(_CHANNEL, _START, *_STRAYS, *_ENDS),
 )
 
 
@@ -93,29 +94,38 @@ def _call(tool: Tool, required: bool) -> Format:
     return sequence(text(header), arguments(tool, required, json_schema))
 
 
-def read_harmony(reader: Reader, opened: bool = False) -> Wait[None]:
-    """Read a whole answer. Text outside of messages is content."""
+def read_harmony(reader: Reader, opened: bool = False, may_call: bool = True) -> Wait[None]:
+    """Read a whole answer. Text outside of messages is content, and so are calls without `may_call`."""
     if opened:
         yield from _read_body(reader, reader.reasoning)
     while (yield from reader.at_least(1)):
-        if not (yield from reader.attempt(_read_message(reader))) and (yield from reader.at_least(1)):
-            reader.content(reader.take(1))
-            yield from reader.text_until(_BODY_ENDS, reader.content, strip=False)
+        if not (yield from reader.attempt(_read_message(reader, may_call))) and (yield from reader.at_least(1)):
+            yield from _read_stray(reader)
 
 
-def _read_message(reader: Reader) -> Wait[None]:
+def _read_stray(reader: Reader) -> Wait[None]:
+    """Text up to the next message; a marker that begins none is dropped."""
+    for marker in HARMONY.markers:
+        if (yield from reader.accept(marker)):
+            return
+    reader.content(reader.take(1))
+    yield from reader.text_until(_MARKERS, reader.content, strip=False)
+
+
+def _read_message(reader: Reader, may_call: bool) -> Wait[None]:
     yield from _expect_header(reader)
     header = yield from reader.name(_MESSAGE)
     reader.hold()
     recipient = _RECIPIENT.search(header)
     channel = _CHANNEL_NAME.search(header)
-    if recipient and recipient[1].startswith("functions."):
+    to_function = recipient is not None and recipient[1].startswith("functions.")
+    if to_function and may_call:
         reader.begin_call(recipient[1].removeprefix("functions."))
         yield from _read_arguments(reader)
-    elif recipient or (channel and channel[1] == "analysis"):  # a built-in tool's calls are the model's own affair
-        yield from _read_body(reader, reader.reasoning)
-    else:
+    elif to_function or not (recipient or (channel and channel[1] == "analysis")):
         yield from _read_body(reader, reader.content)
+    else:  # thoughts, or the call of a built-in tool, which is the model's own affair
+        yield from _read_body(reader, reader.reasoning)
 
 
 def _expect_header(reader: Reader) -> Wait[None]:
@@ -127,19 +137,22 @@ def _expect_header(reader: Reader) -> Wait[None]:
 
 def _read_body(reader: Reader, emit: Callable[[str], None]) -> Wait[None]:
     """Text up to a marker, and the marker if it only ends the message."""
-    marker = yield from reader.text_until(_BODY_ENDS, emit, strip=False)
+    while True:
+        marker = yield from reader.text_until(_MARKERS, emit, strip=False)
+        if marker in _ENDS or marker in _STRAYS:
+            reader.take(len(marker))
+        if marker not in _STRAYS:
+            break
     if marker in _ENDS:
-        reader.take(len(marker))
         yield from reader.skip_space()
 
 
 def _read_arguments(reader: Reader) -> Wait[None]:
+    """Arguments; what is no JSON up to the end of the message is content."""
     yield from reader.skip_space()
-    emit = reader.arguments
-    if (yield from reader.sees("{")):
-        yield from json_text.value(reader, reader.arguments)
-        yield from reader.skip_space()
-        emit = reader.content
-    elif (yield from reader.sees("<|")):
-        reader.arguments("{}")
-    yield from _read_body(reader, emit)
+    if not (yield from reader.sees("<|")):
+        yield from json_text.arguments(reader, _MARKERS)
+    reader.end_call()
+    yield from json_text.closers(reader)
+    yield from reader.skip_space()
+    yield from _read_body(reader, reader.content)

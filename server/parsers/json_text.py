@@ -1,100 +1,128 @@
-"""Reads JSON text as it arrives, without changing it: arguments are handed out exactly as the model wrote them."""
+"""Reads JSON text as it arrives. `JsonWriter` decides what is JSON, and where a value ends."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 
-from quire.server.parsers.reader import Cut, Malformed, Reader, Wait
+from quire.server.parsers.json_writer import JsonWriter
+from quire.server.parsers.markers import Markers
+from quire.server.parsers.model_json import read
+from quire.server.parsers.reader import QUOTED_LIMIT, Cut, Malformed, Reader, Wait
 
 Emit = Callable[[str], None]
 
-_STRING_TEXT = re.compile(r'[^"\\]*')
-_OUTSIDE = re.compile(r"[\s\w.+\-:,]*", re.ASCII)  # of strings and brackets
-_LITERAL = re.compile(r"[\w.+\-]+", re.ASCII)
+_PIECE = 4096
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _UNESCAPED = re.compile(r'[^"\\]+')
-_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|[^u])")
+_CLOSERS = re.compile(r"[}\])]*")
+_TO_QUOTE = {quote: re.compile(rf"(?:[^{quote}\\]+|\\.)*", re.DOTALL) for quote in "\"'"}
+_NO_MARKERS = Markers(())
 
 
-def value(reader: Reader, emit: Emit) -> Wait[None]:
-    """Hand the text of one JSON value to `emit` as it arrives. Raises Malformed at a character that no JSON has there,
-    and at the end of the text.
+def value(reader: Reader, writer: JsonWriter, ends: Markers = _NO_MARKERS) -> Wait[None]:
+    """Give `writer` the text of one value as it arrives. One of `ends` ends a value that is not complete, unless it is
+    text of a string. Raises Malformed at a character that cannot be there, and at the end of the text.
     """
+    while True:
+        ahead = reader.text[reader.position : reader.position + _PIECE]
+        length, marker = ends.find(ahead, 0)
+        if marker is None:
+            length -= ends.num_partial(ahead, 0)
+        taken = writer.push(ahead[:length])
+        reader.take(taken)
+        if writer.done:
+            return
+        if taken < length:
+            raise Malformed
+        if marker is not None:
+            length = (yield from _num_quoted(reader, writer.quote, len(marker))) if writer.in_string else 0
+            if not length:
+                return
+            writer.push(reader.take(length))
+        elif not length and not (yield from reader.wait()):
+            raise Cut
+
+
+def _num_quoted(reader: Reader, quote: str, size: int) -> Wait[int]:
+    """How much of the text from a marker of `size` characters on, which is in a string, is text of the string: none of
+    it if the string does not end as one of a JSON text does.
+    """
+    while True:
+        ahead = reader.text[reader.position : reader.position + QUOTED_LIMIT]
+        end = _TO_QUOTE[quote].match(ahead, size).end()
+        after = ahead[end + 1 :].lstrip()
+        if after and ahead[end] == quote:
+            return end if after[0] in ",:}]" else 0
+        if len(ahead) == QUOTED_LIMIT:
+            return max(end, size)
+        if not (yield from reader.wait()):
+            return 0
+
+
+def arguments(reader: Reader, ends: Markers = _NO_MARKERS) -> Wait[None]:
+    """The arguments of the call that began last: an object; in a string, as some models write it; null for none."""
+    yield from _arguments(reader, reader.call_arguments, ends)
+
+
+def _arguments(reader: Reader, writer: JsonWriter, ends: Markers) -> Wait[None]:
     yield from reader.skip_space()
-    first = yield from reader.peek()
-    if first == '"':
-        yield from _string_text(reader, emit)
-    elif first and first in "{[":
-        yield from _brackets(reader, emit)
-    else:
-        emit((yield from reader.match(_LITERAL)).group())
+    if (yield from reader.sees('"')):
+        yield from string_value(reader, lambda text: _push_all(writer, text), ends)
+    elif not (yield from reader.accept("null")):
+        yield from value(reader, writer, ends)
 
 
-def _brackets(reader: Reader, emit: Emit) -> Wait[None]:
-    depth = 0
-    while True:
-        end = _OUTSIDE.match(reader.text, reader.position).end()
-        character = reader.text[end : end + 1]
-        if character == '"':
-            emit(reader.take(end - reader.position))
-            yield from _string_text(reader, emit)
-        elif character and character in "{}[]":
-            emit(reader.take(end + 1 - reader.position))
-            depth += 1 if character in "{[" else -1
-            if depth == 0:
-                return
-        else:
-            emit(reader.take(end - reader.position))
-            if character:
-                raise Malformed
-            yield from reader.need()
+def _push_all(writer: JsonWriter, text: str) -> None:
+    if text[writer.push(text) :].strip():
+        raise Malformed
 
 
-def _string_text(reader: Reader, emit: Emit) -> Wait[None]:
-    """A string with its quotes and escapes as they are."""
-    end, escaped = reader.position + 1, False
-    while True:
-        text = reader.text
-        while end < len(text):
-            if escaped:
-                end, escaped = end + 1, False
-                continue
-            end = _STRING_TEXT.match(text, end).end()
-            if text[end : end + 1] == '"':
-                emit(reader.take(end + 1 - reader.position))
-                return
-            if end < len(text):
-                end, escaped = end + 1, True
-        emit(reader.take(len(text) - reader.position))
-        yield from reader.need()
-        end = reader.position
+def closers(reader: Reader) -> Wait[None]:
+    """Read closing brackets that close nothing."""
+    while (yield from reader.at_least(1)):
+        reader.take(_CLOSERS.match(reader.text, reader.position).end() - reader.position)
+        if reader.position < len(reader.text):
+            return
+
+
+def close(reader: Reader, marker: str) -> Wait[None]:
+    """Read the end marker of a call, after brackets that close nothing."""
+    yield from reader.skip_space()
+    yield from closers(reader)
+    yield from reader.skip_space()
+    yield from reader.close(marker)
 
 
 def short_string(reader: Reader) -> Wait[str]:
     """The value of a string of at most NAME_LIMIT characters: a name or a key."""
     text = (yield from reader.match(_STRING)).group()
     try:
-        return json.loads(text)
+        return read(text)
     except ValueError:
         raise Malformed from None
 
 
-def string_value(reader: Reader, emit: Emit) -> Wait[None]:
-    """Hand the value of a string, unescaped, to `emit` as it arrives."""
+def string_value(reader: Reader, emit: Emit, ends: Markers) -> Wait[None]:
+    """Hand the value of a string, unescaped, to `emit` as it arrives. One of `ends` ends it as in `value`."""
     yield from reader.expect('"')
     while True:
-        plain = _UNESCAPED.match(reader.text, reader.position)
-        if plain:
-            emit(reader.take(plain.end() - reader.position))
-        character = yield from reader.peek()
-        if character == '"':
+        ahead = reader.text[reader.position : reader.position + _PIECE]
+        length, marker = ends.find(ahead, 0)
+        if marker is None:
+            length -= ends.num_partial(ahead, 0)
+        if length and (plain := _UNESCAPED.match(ahead, 0, length)):
+            emit(reader.take(plain.end()))
+        elif length and ahead[0] == '"':
             reader.take(1)
             return
-        if character == "\\":
+        elif length:
             emit((yield from _escape(reader)))
-        elif not character:
+        elif marker is not None:
+            if not (length := (yield from _num_quoted(reader, '"', len(marker)))):
+                return
+            emit(reader.take(len(marker)))
+        elif not (yield from reader.wait()):
             raise Cut
 
 
@@ -104,7 +132,7 @@ def _escape(reader: Reader) -> Wait[str]:
     if text.startswith("\\u") and text[2:4].lower() in ("d8", "d9", "da", "db") and (yield from reader.sees("\\u")):
         text += yield from _one_escape(reader)
     try:
-        return json.loads(f'"{text}"').encode("utf-8", "replace").decode()
+        return read(f'"{text}"')
     except ValueError:
         return text  # no escape of JSON's
 
@@ -116,13 +144,13 @@ def _one_escape(reader: Reader) -> Wait[str]:
     return reader.take(length)
 
 
-def call(reader: Reader, names: frozenset[str] | None = None) -> Wait[None]:
-    """Read `{"name": ..., "arguments": {...}}`, in either order, and hand out the call.
+def call(reader: Reader, names: frozenset[str] | None = None, ends: Markers = _NO_MARKERS) -> Wait[None]:
+    """Read `{"name": ..., "arguments": {...}}`, in either order, and hand out the call. The last brace may be missing.
 
     With `names`, other names are Malformed: that is for formats in which nothing else distinguishes a call from JSON.
     """
     yield from reader.expect("{")
-    parts = _CallParts(reader, names)
+    parts = _CallParts(reader, names, ends)
     while True:
         yield from reader.skip_space()
         if (yield from reader.accept("}")):
@@ -134,32 +162,34 @@ def call(reader: Reader, names: frozenset[str] | None = None) -> Wait[None]:
         yield from parts.member(key)
         yield from reader.skip_space()
         if not (yield from reader.accept(",")):
-            yield from reader.expect("}")
+            if not (yield from reader.accept("}")) and not (yield from reader.peek()):
+                raise Cut
             break
     parts.finish()
 
 
-def calls(reader: Reader, names: frozenset[str] | None = None) -> Wait[None]:
-    """Read one call, or an array of calls, as `call` reads them."""
+def calls(reader: Reader, names: frozenset[str] | None = None, ends: Markers = _NO_MARKERS) -> Wait[None]:
+    """Read one call, or an array of calls, as `call` reads them, and closing brackets after it."""
     if not (yield from reader.accept("[")):
-        yield from call(reader, names)
-        return
-    while True:
-        yield from reader.skip_space()
-        yield from call(reader, names)
-        yield from reader.skip_space()
-        if not (yield from reader.accept(",")):
-            break
-        reader.hold()
-    yield from reader.close("]")
+        yield from call(reader, names, ends)
+    else:
+        while True:
+            yield from reader.skip_space()
+            yield from call(reader, names, ends)
+            yield from reader.skip_space()
+            if not (yield from reader.accept(",")):
+                break
+            reader.hold()
+    yield from closers(reader)
 
 
 class _CallParts:
     """The members of a call's object."""
 
-    def __init__(self, reader: Reader, names: frozenset[str] | None):
+    def __init__(self, reader: Reader, names: frozenset[str] | None, ends: Markers):
         self._reader = reader
         self._names = names
+        self._ends = ends
         self._name: str | None = None
         self._early: list[str] | None = None  # arguments before the name
         self._has_arguments = False
@@ -172,13 +202,16 @@ class _CallParts:
         elif key in ("arguments", "parameters") and not self._has_arguments:
             self._has_arguments = True
             if self._name is None:
-                self._early = []
-                yield from _arguments(self._reader, self._early.append)
+                early: list[str] = []
+                writer = JsonWriter(early.append, only_objects=True)
+                yield from _arguments(self._reader, writer, self._ends)
+                writer.close()
+                self._early = early
             else:
                 self._reader.begin_call(self._name)
-                yield from _arguments(self._reader, self._reader.arguments)
+                yield from arguments(self._reader, self._ends)
         else:
-            yield from value(self._reader, _ignore)
+            yield from value(self._reader, JsonWriter(_ignore), self._ends)
         if self._name is not None and self._early is not None:
             self._reader.begin_call(self._name)
             self._reader.arguments("".join(self._early))
@@ -189,17 +222,6 @@ class _CallParts:
             raise Malformed
         if not self._has_arguments:
             self._reader.begin_call(self._name)
-            self._reader.arguments("{}")
-
-
-def _arguments(reader: Reader, emit: Emit) -> Wait[None]:
-    """An object; in a string, as some models write it; null for none."""
-    if (yield from reader.sees('"')):
-        yield from string_value(reader, emit)
-    elif (yield from reader.accept("null")):
-        emit("{}")
-    else:
-        yield from value(reader, emit)
 
 
 def _ignore(text: str) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.server.parsers.markers import Markers
+from quire.server.parsers.model_json import atom, escaped, json_string
 from quire.server.parsers.reader import Cut, Malformed, Reader, Wait
 
 Emit = Callable[[str], None]
 
-NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)  # JSON's
-WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 _ATOM = re.compile(r"[\w.+\-]+")
 _BARE_KEY = re.compile(r"[^\s:{}\[\],\"'<]+")
 _OPENING = re.compile(r"[rRbBuUfF]{0,2}(?:\"\"\"|'''|\"|')")
@@ -26,31 +23,24 @@ _CLOSERS = {"[": "]", "(": ")", "{": "}"}
 
 @dataclass(frozen=True)
 class Style:
-    """Python's literals, and with `quote` strings between two of those markers, and keys without quotes."""
+    """Python's literals, and with `quote` strings between two of those markers, and keys without quotes. `ends` are
+    markers that end a string without its own end.
+    """
 
     quote: str = ""
     bare_keys: bool = False
+    ends: tuple[str, ...] = ()
     quotes: Markers = field(init=False, repr=False, compare=False)
+    next_quote: re.Pattern = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "quotes", Markers((self.quote,) if self.quote else ()))
+        object.__setattr__(self, "quotes", Markers((self.quote, *self.ends) if self.quote else ()))
+        quote = re.escape(self.quote)
+        next_quote = rf"{quote}\s*(?:(?P<end>[,:}}\]])|[^\s,:}}\]])"
+        object.__setattr__(self, "next_quote", re.compile(next_quote))
 
 
 PYTHON = Style()
-
-
-def json_string(text: str) -> str:
-    """The JSON text of a string. Lone surrogates are escaped, because they have no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(text)
-    return json.dumps(text, ensure_ascii=False)
-
-
-def escaped(text: str) -> str:
-    """`text` as part of a JSON string."""
-    return json_string(text)[1:-1]
 
 
 def to_json(text: str, style: Style = PYTHON) -> str | None:
@@ -130,7 +120,7 @@ def _scalar(reader: Reader, emit: Emit, style: Style) -> Wait[None]:
         reader.take(len(opening))
         yield from _string(reader, emit, opening.lstrip("rRbBuUfF"), raw="r" in opening.lower())
     else:
-        emit(_atom((yield from reader.match(_ATOM)).group()))
+        emit(atom((yield from reader.match(_ATOM)).group()))
 
 
 def _opening(reader: Reader) -> Wait[str]:
@@ -198,27 +188,9 @@ def _unescaped(text: str) -> str:
 def _quoted(reader: Reader, emit: Emit, style: Style) -> Wait[None]:
     """A string between two markers, without escapes."""
     emit('"')
-    marker = yield from reader.value_until(style.quotes, lambda text: emit(escaped(text)))
+    while (marker := (yield from reader.value_until(style.quotes, lambda text: emit(escaped(text))))) != style.quote:
+        if not (yield from reader.quoted(len(marker), style.next_quote)):
+            raise Malformed
+        emit(escaped(reader.take(len(marker))))
     reader.take(len(marker))
     emit('"')
-
-
-def _atom(text: str) -> str:
-    """JSON text of a word or number; a word of no meaning is a string."""
-    if NUMBER.fullmatch(text):
-        return text
-    word = WORDS.get(text.lower())
-    return word or _number(text) or json_string(text)
-
-
-def _number(text: str) -> str | None:
-    """JSON text of a number in Python's notation: 0x1F, 1_000, .5, 1."""
-    try:
-        return str(int(text, 0))
-    except ValueError:
-        pass
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return repr(number) if math.isfinite(number) else None

@@ -17,12 +17,14 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+from quire.server.parsers.json_writer import JsonWriter
 from quire.server.parsers.markers import CodeSpans, Markers
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]  # a generator that yields while it waits for text, and returns T
 
 NAME_LIMIT = 256  # characters of a function's name, a key or a message header
+QUOTED_LIMIT = 4096  # characters after a marker in a value, in which the value's end shows that the marker is its text
 SPACE_LIMIT = 64  # characters of white space around a marker that belong to the marker
 SPACE = " \t\r\n"
 _SPACES = re.compile(f"[{SPACE}]*")
@@ -47,7 +49,11 @@ class Reader:
         self.code = CodeSpans()
         self._events: list[Event] = []
         self._held: list[str] | None = None
-        self._in_call = False
+        self._call: JsonWriter | None = None  # the arguments of the call that is being read
+        self._head: tuple[str, str | None] | None = None  # its name and id, until its arguments begin
+        self.spaces = ""  # white space just before the position
+        self._gap = ""  # white space around a block of thoughts or calls, if content follows
+        self._has_content = False
 
     def feed(self, text: str) -> None:
         self.text = self.text[self.position :] + text
@@ -69,25 +75,59 @@ class Reader:
     # ---- events
 
     def content(self, text: str) -> None:
+        self.end_call()
         if text:
+            text, self._gap = self._gap + text, ""
+            self._has_content = True
             self.code.push(text)
             self._events.append(Content(text))
 
     def reasoning(self, text: str) -> None:
+        self.end_call()
         if text:
             self._events.append(Reasoning(text))
 
+    def gap(self, before: str = "") -> None:
+        """A block that is no content was read, with this white space before it and `spaces` after it: one of them
+        separates the content around it.
+        """
+        if self._has_content:
+            self._gap = self._gap or before or self.spaces
+
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        """The text held so far was the call's header."""
-        self.release()
-        self._in_call = True
-        self._events.append(ToolCallBegin(self.num_calls, name, call_id))
-        self.num_calls += 1
+        """A call, which is handed out with the beginning of its arguments: only then was the text held so far the
+        call's header.
+        """
+        self.end_call()
+        self._head = name, call_id
+        self._call = JsonWriter(self._emit_arguments, only_objects=True)
 
     def arguments(self, text: str) -> None:
-        """More arguments of the call that began last."""
-        if text:
-            self._events.append(ToolCallArguments(self.num_calls - 1, text))
+        """More arguments of the call that began last. Raises Malformed for what cannot be JSON."""
+        taken = self._call.push(text)
+        if text[taken:].strip(SPACE):
+            raise Malformed
+
+    @property
+    def call_arguments(self) -> JsonWriter:
+        return self._call
+
+    def end_call(self) -> None:
+        """The call that began last is complete: what it left open is closed, and no arguments are an empty object."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.close()
+            if not call.begun:
+                self._emit_arguments("{}")
+
+    def _emit_arguments(self, text: str) -> None:
+        if self._head is not None:
+            name, call_id = self._head
+            self._head = None
+            self.release()
+            self._events.append(ToolCallBegin(self.num_calls, name, call_id))
+            self.num_calls += 1
+        self._events.append(ToolCallArguments(self.num_calls - 1, text))
 
     # ---- reading
 
@@ -95,6 +135,8 @@ class Reader:
         end = self.position + num_chars
         taken = self.text[self.position : end]
         self.position = end
+        if taken:
+            self.spaces = (self.spaces if taken.isspace() else "") + taken[len(taken.rstrip(SPACE)) :]
         if self._held is not None:
             self._held.append(taken)
         return taken
@@ -205,16 +247,19 @@ class Reader:
 
     def value_until(self, markers: Markers, emit: Callable[[str], None]) -> Wait[str]:
         """Like `text_until`, for a value, which a marker must end. Raises Cut; half a marker is none of the value."""
-        marker = yield from self._text_before(markers, emit, strip=False)
+        marker = yield from self._text_before(markers, emit, strip=False, in_value=True)
         if marker is None:
             raise Cut
         return marker
 
-    def _text_before(self, markers: Markers, emit: Callable[[str], None], strip: bool) -> Wait[str | None]:
+    def _text_before(
+        self, markers: Markers, emit: Callable[[str], None], strip: bool, in_value: bool = False
+    ) -> Wait[str | None]:
         while True:
             start, marker = markers.find(self.text, self.position)
-            if marker is None:
-                start -= markers.num_partial(self.text, self.position)
+            partial = len(self.text) - markers.num_partial(self.text, self.position)
+            if marker is None or (partial <= start and (in_value or not self.ended)):  # a longer one may come
+                start, marker = min(start, partial), None
             emit(self.take(start - (self._num_spaces(start) if strip else 0) - self.position))
             if marker is not None or not (yield from self.wait()):
                 return marker
@@ -226,14 +271,20 @@ class Reader:
 
     # ---- trying to read a call
 
-    def hold(self, in_call: bool = False) -> None:
-        """Remember the text read from now on, in case that it is no call, or no part of the call that is being read."""
+    def hold(self) -> None:
+        """Remember the text read from now on, in case that it is no call after all."""
+        self.end_call()
         self._held = []
-        self._in_call = in_call
+
+    def hold_member(self) -> None:
+        """The same for a part of the call that is being read."""
+        if self._head is None:
+            self._held = []
 
     def release(self) -> None:
         """The text held so far was syntax."""
-        self._held = None
+        if self._head is None:
+            self._held = None
 
     def follows(self, offset: int, strings: Sequence[str]) -> Wait[bool]:
         """Whether one of `strings` follows `offset` characters from here, after at most SPACE_LIMIT characters of white
@@ -250,20 +301,39 @@ class Reader:
                 return False
             yield from self.need()
 
-    def attempt(self, reading: Wait[None], emit: Callable[[str], None] | None = None) -> Wait[bool]:
-        """Run `reading`. If it finds no call, the text that it held becomes content (or goes to `emit`), and the answer
-        is False. If the text ends in a call, the unread rest is syntax, and is dropped.
+    def quoted(self, size: int, pattern: re.Pattern) -> Wait[bool]:
+        """Whether the marker of `size` characters that is next is text of a value that goes on: the first match of
+        `pattern` after it has the group `end`, or is far away.
+        """
+        while True:
+            ahead = self.text[self.position + size : self.position + QUOTED_LIMIT]
+            if found := pattern.search(ahead):
+                return found["end"] is not None
+            if len(ahead) == QUOTED_LIMIT - size:
+                return True
+            if not (yield from self.wait()):
+                return False
+
+    def attempt(self, reading: Wait[None]) -> Wait[bool]:
+        """Run `reading`. If it finds no call, or the rest of one cannot be read, the text that it held is unread, and
+        the answer is False. If the text ends in a call, the unread rest is syntax, and is dropped.
         """
         self.hold()
         try:
             yield from reading
         except Malformed as error:
+            cut = isinstance(error, Cut)
+            in_call = self._call is not None and self._head is None
+            if in_call:
+                self._call.close(cut)
+            self._call = self._head = None
             held, self._held = self._held, None
-            if isinstance(error, Cut) and self._in_call:
+            if cut and in_call:
                 self.take(len(self.text) - self.position)
-            else:
-                (emit or self.content)("".join(held or ()))
+            elif held:
+                self.text, self.position = "".join(held) + self.text[self.position :], 0
             return False
+        self.end_call()
         self._held = None
         return True
 

@@ -19,6 +19,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
+from quire.server.parsers import model_json
 from quire.server.text.template_probe import ToolSupport, probe_tools, with_no_content
 from quire.server.text.template_sandbox import MAX_CHARS, Limit, Sandbox
 
@@ -109,6 +110,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._run_limited(variables) if limited else self._run_own(variables)
+        if model_json.has_half(text):
+            raise ValueError("the chat template writes half of a surrogate pair, which is no Unicode text")
         return text if final is None else _cut_at_tag(text, final)
 
     def _run_limited(self, variables: dict[str, Any]) -> str:
@@ -301,8 +304,8 @@ def _parsed(arguments: str) -> Any:
     if not arguments.strip():
         return {}
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        value = model_json.read(arguments)
+    except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments
 

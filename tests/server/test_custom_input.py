@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,14 @@ def test_pieces_add_up_to_the_text(text, ascii_only, sizes):
 def test_anything_else_is_taken(text, sizes):
     custom = CustomInput()
     assert isinstance("".join(custom.push(piece) for piece in cut(text, sizes)), str)
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n" * 3, " " * 100])
+def test_white_space_may_come_before_the_text(space):
+    text = f'{space}{{{space}"input"{space}:{space}"a b"{space}}}'
+    for sizes in ([], [1] * len(text)):
+        custom = CustomInput()
+        assert "".join(custom.push(piece) for piece in cut(text, sizes)) == "a b"
 
 
 def test_what_is_no_such_object_is_given_as_it_is():

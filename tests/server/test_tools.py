@@ -405,7 +405,7 @@ def test_stop_strings_end_calls_too(pair):
     server, script = pair
     script.says(CALL)
     choice = ask(server, tools=TOOLS, stop=["ürich"]).choices[0]
-    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls[0].function.arguments == '{"city": "Z'
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls[0].function.arguments == '{"city": "Z"}'
 
 
 def test_sdk_exception(pair):

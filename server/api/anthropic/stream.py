@@ -13,6 +13,7 @@ from quire.server.errors import ApiError
 from quire.server.generate.generation import Delta
 from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+from quire.server.parsers.model_json import raw_object
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -70,16 +71,8 @@ def blocks(events: list[Event]) -> list[ContentBlock]:
             case ToolCallArguments(_, text):
                 arguments[max(arguments)].append(text)
     for i, texts in arguments.items():
-        out[i].input = _input("".join(texts))
+        out[i].input = raw_object("".join(texts))
     return [block for block in out if block.type != "text" or block.text.strip() or len(out) == 1]
-
-
-def _input(arguments: str) -> Any:
-    """Arguments as JSON; those that were cut off stay text below a key of their own, so that nothing is lost."""
-    try:
-        return msgspec.Raw(arguments.encode()) if isinstance(msgspec.json.decode(arguments), dict) else {}
-    except msgspec.DecodeError:
-        return {"INVALID_JSON": arguments}
 
 
 # ---- streamed

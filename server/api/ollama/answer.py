@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from quire.engine.messages import TokenLogprobs
 from quire.server.generate.generation import Delta, GenerationRequest
 from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+from quire.server.parsers.model_json import raw_object
 from quire.server.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
@@ -112,11 +112,7 @@ class Answer:
         if self.call is None:
             return []
         call, self.call = self.call, None
-        text = "".join(self.arguments)
-        try:
-            arguments = json.loads(text) if text.strip() else {}
-        except ValueError:
-            return [{"content": text}]  # cut off
+        arguments = raw_object("".join(self.arguments))
         function = {"name": call["name"], "arguments": arguments, "index": call["index"]}
         return [{"content": "", "tool_calls": [{"id": call["id"], "function": function}]}]
 

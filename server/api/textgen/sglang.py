@@ -74,7 +74,7 @@ def _structure(given: SamplingParameters) -> Structure | None:
     if kind == "json_schema":
         try:
             value = msgspec.json.decode(value)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRequest(f"{param} is not valid JSON: {error}", param=param) from None
     return Structure(kind=kind, value=value, param=param)
 

@@ -39,6 +39,11 @@ class ReasoningFormat:
         return self.end, *self.other_ends
 
     @property
+    def strays(self) -> tuple[str, ...]:
+        """Markers that reach neither content nor thoughts."""
+        return (*self.begins, *self.ends, *self.dropped, *self.markers)
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Special tokens that detokenized text must show."""
         return self.tokens or (self.begin, self.end)

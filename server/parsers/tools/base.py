@@ -7,8 +7,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from quire.server.parsers.markers import Markers
 from quire.server.parsers.reader import Reader, Wait
 from quire.server.parsers.recognition import HasToken
 
@@ -36,6 +38,16 @@ class ToolFormat(ABC):
     first: tuple[str, ...] = ()  # strings that begin calls only as the first text of an answer, or after a call
 
     covers_reasoning = False  # whether `structure` describes the thoughts, too: then it applies from the first token
+
+    @property
+    def strays(self) -> tuple[str, ...]:
+        """Markers that reach neither content nor thoughts, also where no call can be read."""
+        return self.markers
+
+    @cached_property
+    def boundaries(self) -> Markers:
+        """Markers at which the JSON of a call ends, complete or not."""
+        return Markers(self.markers)
 
     @abstractmethod
     def recognize(self, template: str, has_token: HasToken) -> str | None:

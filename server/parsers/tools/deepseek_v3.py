@@ -58,9 +58,9 @@ class DeepseekV31(ToolFormat):
         if not name:
             raise Malformed
         reader.begin_call(name)
-        yield from json_text.value(reader, reader.arguments)
-        yield from reader.skip_space()
-        yield from reader.close(self.after_arguments.lstrip())
+        yield from json_text.arguments(reader, self.boundaries)
+        yield from json_text.close(reader, self.after_arguments.lstrip())
+        yield from reader.close(_CALL_END)
 
     def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
         if not needs_structure(tools, required, parallel):
@@ -84,6 +84,10 @@ class DeepseekV3(DeepseekV31):
     before_arguments = "\n```json\n"
     after_arguments = f"\n```{_CALL_END}"
     between_calls = "\n"
+
+    @property
+    def strays(self) -> tuple[str, ...]:
+        return (self.after_arguments, *self.markers)  # else its fence opens a block of code in the content
 
     def recognize(self, template: str, has_token: HasToken) -> str | None:
         if _SECTION in template and "```json" in template:

@@ -42,7 +42,7 @@ _CONSTRAINTS = {
 class Gemma4(ToolFormat):
     name = "gemma4"
     markers: tuple[str, ...] = ("<|tool_call>", "<tool_call|>", '<|"|>')
-    style = Style('<|"|>', bare_keys=True)
+    style = Style('<|"|>', bare_keys=True, ends=markers[:2])
 
     def __init__(self) -> None:
         self.begins = (self.markers[0],)
@@ -113,7 +113,7 @@ list ::= "[" (value ("," value)*)? "]"
 class FunctionGemma(Gemma4):
     name = "functiongemma"
     markers = ("<start_function_call>", "<end_function_call>", "<escape>")
-    style = Style("<escape>", bare_keys=True)
+    style = Style("<escape>", bare_keys=True, ends=markers[:2])
 
 
 class Gemma3(Pythonic):
@@ -139,8 +139,7 @@ class Gemma3(Pythonic):
         else:
             yield from super().read(reader, "[", tools)
         if fenced:
-            yield from reader.skip_space()
-            yield from reader.close("```")
+            yield from json_text.close(reader, "```")
 
     def _read_code(self, reader: Reader, tools: Sequence[Tool]) -> Wait[None]:
         """Calls, one per line, each maybe in print()."""

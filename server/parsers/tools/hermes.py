@@ -26,9 +26,8 @@ class Hermes(ToolFormat):
     def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
         yield from reader.expect(begin)
         yield from reader.skip_space()
-        yield from json_text.call(reader)
-        yield from reader.skip_space()
-        yield from reader.close("</tool_call>")
+        yield from json_text.call(reader, ends=self.boundaries)
+        yield from json_text.close(reader, "</tool_call>")
 
     def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
         if not needs_structure(tools, required, parallel):

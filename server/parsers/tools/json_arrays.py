@@ -28,10 +28,9 @@ class JsonArray(ToolFormat):
     def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
         yield from reader.expect(begin)
         yield from reader.skip_space()
-        yield from json_text.calls(reader)
+        yield from json_text.calls(reader, ends=self.boundaries)
         if self.closing:
-            yield from reader.skip_space()
-            yield from reader.close(self.closing)
+            yield from json_text.close(reader, self.closing)
 
     def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
         if not needs_structure(tools, required, parallel):
@@ -89,8 +88,7 @@ class GenericJson(ToolFormat):
             yield from reader.skip_space()
         yield from json_text.calls(reader, frozenset(tool.name for tool in tools))
         if fenced:
-            yield from reader.skip_space()
-            yield from reader.close("```")
+            yield from json_text.close(reader, "```")
 
     def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
         if not needs_structure(tools, required, parallel):

@@ -50,9 +50,8 @@ class KimiK2(ToolFormat):
             if not name:
                 raise Malformed
             reader.begin_call(name, call_id)
-            yield from json_text.value(reader, reader.arguments)
-            yield from reader.skip_space()
-            yield from reader.close(_CALL_END)
+            yield from json_text.arguments(reader, self.boundaries)
+            yield from json_text.close(reader, _CALL_END)
             yield from reader.skip_space()
             if not (yield from reader.sees(_CALL)):
                 break

@@ -37,7 +37,8 @@ class Llama3Json(ToolFormat):
         yield from reader.accept("<|python_tag|>")
         while True:
             yield from reader.skip_space()
-            yield from json_text.call(reader, names)
+            yield from json_text.call(reader, names, self.boundaries)
+            yield from json_text.closers(reader)
             yield from reader.skip_space()
             reader.hold()
             if not (yield from reader.accept(";")):

@@ -52,7 +52,7 @@ class Mistral(ToolFormat):
         yield from reader.expect(_BEGIN)
         yield from reader.skip_space()
         if (yield from reader.peek()) in ("[", "{"):
-            yield from json_text.calls(reader)
+            yield from json_text.calls(reader, ends=self.boundaries)
             return
         yield from self._call(reader)
         while _NAME.match((yield from reader.peek())):  # some templates write the mark only before the first call
@@ -67,7 +67,8 @@ class Mistral(ToolFormat):
         if not (yield from reader.accept(_ARGUMENTS)) and not (yield from reader.sees("{")):
             raise Malformed
         reader.begin_call(name, call_id)
-        yield from json_text.value(reader, reader.arguments)
+        yield from json_text.arguments(reader, self.boundaries)
+        yield from json_text.closers(reader)
 
     def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
         if not needs_structure(tools, required, parallel):

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.server.parsers import json_text, literals
 from quire.server.parsers.conversion import ArgumentTypes
-from quire.server.parsers.literals import json_string
+from quire.server.parsers.model_json import json_string
 from quire.server.parsers.reader import Cut, Malformed, Reader, Wait
 from quire.server.parsers.recognition import HasToken
 from quire.server.parsers.tools.base import (
@@ -98,7 +98,7 @@ class Llama4Pythonic(Pythonic):
         yield from reader.accept("<|python_start|>")
         yield from reader.skip_space()
         if (yield from reader.sees("{")):
-            yield from json_text.call(reader, frozenset(tool.name for tool in tools))
+            yield from json_text.calls(reader, frozenset(tool.name for tool in tools), self.boundaries)
         else:
             yield from super().read(reader, begin, tools)
         yield from reader.skip_space()

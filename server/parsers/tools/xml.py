@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.server.parsers.conversion import ArgumentTypes
-from quire.server.parsers.literals import escaped, json_string
 from quire.server.parsers.markers import Markers
+from quire.server.parsers.model_json import escaped, json_string
 from quire.server.parsers.reader import Cut, Malformed, Reader, Wait
 from quire.server.parsers.tools.base import (
     Format,
@@ -45,8 +46,21 @@ class XmlCalls(ToolFormat):
         if closing:  # a call's end tag ends a value whose own end tag is missing
             self._followers[closing] = (self.section[1], opening)
         ends = list(self._followers)
-        self._value_ends = Markers([*("\n" + end for end in ends if self.newlines), *ends])
+        # tags that cannot be in a value: its own end tag is missing
+        openers = tuple(filter(None, (self.argument[0], opening, self.section[0])))
+        if self.newlines:
+            ends += ["\n" + end for end in ends]
+            openers = tuple("\n" + tag for tag in openers)
+        self._openers = (*openers, *(mark for mark in self.markers if mark not in (*ends, *self.section)))
+        self._value_ends = Markers([*ends, *self._openers, self.section[1], "\n" + self.section[1]])
+        proper = re.escape(self.argument[2]) + r"\s*(?:" + "|".join(map(re.escape, after_argument)) + ")"
+        self._next_tag = re.compile(f"(?P<end>{proper})|" + "|".join(map(re.escape, self._openers)))
         self.begins = (self.section[0],)
+
+    @property
+    def strays(self) -> tuple[str, ...]:
+        tags = (*self.section, self.call[0], self.call[2], self.argument[0], self.argument[2])
+        return (*filter(None, tags), *self.markers)
 
     # ---- reading
 
@@ -79,7 +93,7 @@ class XmlCalls(ToolFormat):
             yield from reader.skip_space()
             if not (yield from reader.sees(self.argument[0])):
                 break
-            reader.hold(in_call=True)
+            reader.hold_member()
             key, is_text = yield from self._key(reader, types)
             reader.release()
             reader.arguments(f"{separator}{json_string(key)}: ")
@@ -96,14 +110,18 @@ class XmlCalls(ToolFormat):
                     reader.arguments(types.begun(key, "".join(pieces)))
                     raise
                 reader.arguments(self._converted("".join(pieces), key, types))
-        yield from self._end(reader)
+        yield from self._end(reader, has_arguments=separator != "{")
         reader.arguments("{}" if separator == "{" else "}")
 
-    def _end(self, reader: Reader) -> Wait[None]:
-        """Read the end tag of a call; anything else ends a call, too. Raises Cut."""
+    def _end(self, reader: Reader, has_arguments: bool) -> Wait[None]:
+        """Read the end tag of a call; anything else ends a call with arguments, too. Raises Malformed."""
         end = self.call[2] or self.section[1]
-        if not (yield from reader.accept(end)) and reader.ends_within(end, self.argument[0]):
+        if (yield from reader.accept(end)):
+            return
+        if reader.ends_within(end, self.argument[0]):
             raise Cut
+        if not has_arguments and not (yield from reader.sees(self.section[1])):
+            raise Cut if reader.ends_within(self.section[1]) else Malformed
 
     def _key(self, reader: Reader, types: ArgumentTypes) -> Wait[tuple[str, bool]]:
         """Read an argument's tag. Its name, and whether its value is handed out as it arrives."""
@@ -121,10 +139,17 @@ class XmlCalls(ToolFormat):
         while True:
             marker = yield from reader.value_until(self._value_ends, emit)
             end = marker.lstrip("\n")
-            if (yield from reader.follows(len(marker), self._followers[end])):
+            if marker in self._openers or (end == self.section[1] and not (yield from self._goes_on(reader, marker))):
+                reader.take(len(marker) - len(end))
+                return
+            if end != self.section[1] and (yield from reader.follows(len(marker), self._followers[end])):
                 reader.take(len(marker) if end == self.argument[2] else len(marker) - len(end))
                 return
             emit(reader.take(len(marker)))
+
+    def _goes_on(self, reader: Reader, marker: str) -> Wait[bool]:
+        """Whether a value goes on after `marker`, the end of a section: its own end tag comes before another tag."""
+        return (yield from reader.quoted(len(marker), self._next_tag))
 
     # ---- enforcing
 

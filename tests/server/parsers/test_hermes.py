@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.server.parsers.answers import Call, parse
@@ -25,7 +27,7 @@ def test_arguments_are_the_models_own_text():
 def test_parallel_calls_and_text_around_them():
     text = f'I will look.\n\n{ONE}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>\nDone.'
     answer = parse(text, "hermes")
-    assert answer.content == "I will look.Done."
+    assert answer.content == "I will look.\n\nDone."
     assert [call.name for call in answer.calls] == ["get_weather", "now"]
     assert answer.calls[1].arguments == "{}"
 
@@ -47,11 +49,6 @@ def test_variants(call, arguments):
 @pytest.mark.parametrize(
     "text",
     [
-        "<tool_call>",
-        "  <tool_call>\n not JSON",
-        '<tool_call>{"name": ',
-        '<tool_call>{"arguments": {"a": 1}}</tool_call>',
-        '<tool_call>{"name": "two\nlines"}',
         "a < b and <tool",
         "```\n" + ONE + "\n```\n",
         "Write `<tool_call>` first.",
@@ -69,7 +66,51 @@ def test_a_call_after_a_quoted_one():
     assert len(answer.calls) == 1
 
 
-def test_broken_arguments_end_the_call():
-    answer = parse('<tool_call>{"name": "now", "arguments": {"a": \'x\'}}\n</tool_call>', "hermes")
-    assert answer.calls == [Call("now", '{"a": ')]
-    assert answer.content == "'x'}}\n</tool_call>"
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<tool_call>", ""),
+        ("  <tool_call>\n not JSON", "not JSON"),
+        ("So <tool_call> is the mark.", "So is the mark."),
+        ('<tool_call>{"name": ', '{"name": '),
+        ('<tool_call>{"name": "now"', '{"name": "now"'),
+        ('<tool_call>{"name": "now", "arguments": {"ci', '{"name": "now", "arguments": {"ci'),
+        ('<tool_call>{"arguments": {"a": 1}}</tool_call>', '{"arguments": {"a": 1}}'),
+        ('<tool_call>{"name": "now", "arguments": [1]}</tool_call>', '{"name": "now", "arguments": [1]}'),
+        ('<tool_call>{"name": "now", "arguments": {"a" 1}}</tool_call>', '{"name": "now", "arguments": {"a" 1}}'),
+        ('<tool_call>{"name": "two\nlines"}', '{"name": "two\nlines"}'),
+    ],
+)
+def test_a_marker_without_a_call_is_dropped(text, content):
+    answer = parse(text, "hermes")
+    assert (answer.content, answer.calls) == (content, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("{'a': 'x \"y\"'}", '{"a": "x \\"y\\""}'),
+        ('{"a": "1\n2\t3"}', '{"a": "1\\n2\\t3"}'),
+        ('{"a": "\\ud83d", "b": "\\ud83d\\ude42 \\ude42"}', '{"a": "\\ufffd", "b": "\\ud83d\\ude42 \\ufffd"}'),
+        ('{"a": "\\d+ \\\'"}', '{"a": "\\\\d+ \'"}'),
+        ('{"a": True, "b": None, c: 0x10,}', '{"a": true, "b": null, "c": 16}'),
+        ('{"a": [1, {"b": 2}', '{"a": [1, {"b": 2}]}'),
+        ('{"a": "Paris}}', '{"a": "Paris}}"}'),
+        ('{"a": 1, "b": }}', '{"a": 1}'),
+        ('"{\\"a\\": \\"1\\n2\\"}"', '{"a": "1\\n2"}'),
+    ],
+)
+def test_arguments_are_json(arguments, expected):
+    for tail in ("}", "", "}}", "}\n]"):
+        text = f'<tool_call>\n{{"name": "now", "arguments": {arguments}{tail}\n</tool_call>'
+        answer = parse(text, "hermes")
+        assert [call.name for call in answer.calls] == ["now"]
+        assert json.loads(answer.calls[0].arguments) == json.loads(expected) or "Paris" in expected
+        assert "tool_call" not in answer.content + answer.calls[0].arguments
+
+
+def test_spaces_around_a_call_separate_words():
+    for before, after, content in ((" ", " ", "a b"), ("", " ", "a b"), ("\n\n", "", "a\n\nb"), ("", "", "ab")):
+        assert parse(f"a{before}{ONE}{after}b", "hermes").content == content
+    assert parse(f" {ONE} b", "hermes").content == "b"
+    assert parse(f"a {ONE} ", "hermes").content == "a"

@@ -37,13 +37,13 @@ def test_cut_thoughts_are_thoughts(reasoning):
 def test_interleaved_blocks(reasoning):
     begin, end = reasoning.begin, reasoning.end
     answer = parse(f"{begin}One.{end}\nA\n{begin}Two.{end}B{CALL}{begin}Three.{end}C", "hermes", reasoning.name)
-    assert (answer.reasoning, answer.content) == ("One.Two.Three.", "ABC")
+    assert (answer.reasoning, answer.content) == ("One.Two.Three.", "A\nBC")
     assert answer.calls == [Call("now", "{}")]
 
 
 def test_calls_in_thoughts_are_thoughts():
     answer = parse(f"<think>I could write {CALL}\n</think>\n{CALL}", "hermes", "think")
-    assert answer.reasoning == f"I could write {CALL}"
+    assert answer.reasoning == 'I could write \n{"name": "now", "arguments": {}}\n'
     assert len(answer.calls) == 1
 
 
@@ -68,7 +68,7 @@ def test_a_call_may_end_thoughts_that_have_no_end(reasoning, tools):
     assert answer.reasoning == "I must know."
     assert [call.name for call in answer.calls] == ["now"]
     broken = parse("I must know.\n<tool_call> is the mark.</think>Yes.", "hermes", "qwen3", opened=True)
-    assert (broken.reasoning, broken.content) == ("I must know.\n<tool_call> is the mark.", "Yes.")
+    assert (broken.reasoning, broken.content) == ("I must know.\n is the mark.", "Yes.")
 
 
 def test_marks_in_code_are_content():
@@ -104,7 +104,7 @@ HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
         (f"{HARMONY} to=functions.now<|channel|>commentary json<|message|><|call|>", "Hm.", "", [Call("now", "{}")]),
         (f"{HARMONY}<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "Hm.1 + 1", "", []),
         ("No channel at all, 1 < 2.", "", "No channel at all, 1 < 2.", []),
-        ("<|channel|>" + "x" * 300 + "<|message|>y", "", "<|channel|>" + "x" * 300 + "<|message|>y", []),
+        ("<|channel|>" + "x" * 300 + "<|message|>y", "", "x" * 300 + "y", []),
     ],
 )
 def test_harmony(text, reasoning, content, calls):
