@@ -223,6 +223,7 @@ def _imported(module: str, function: str, summary: str) -> Callable[[list[str]],
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
+    "run": _imported("quire.cli.run", "main", "chat with a model: start a server, or use the one that serves it"),
     "chat": _imported("quire.cli.chat", "chat", "talk to a running server"),
     "complete": _imported("quire.cli.chat", "complete", "complete a text with a running server"),
     "run-batch": _imported(
@@ -236,6 +237,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         "quire.worker.cpu.build", "main", "compile the native CPU kernels ahead of time, for a wheel or an image"
     ),
     "collect-env": collect_env,
+    "completion": _imported("quire.cli.completion", "main", "print the completion script of a shell: bash, zsh, fish"),
 }
 
 

@@ -94,6 +94,49 @@ def test_chat_remembers_resets_and_changes_the_system_prompt(server, capsys, mon
     assert "unknown command /what" in capsys.readouterr().err
 
 
+def test_set_changes_the_fields_of_requests(server, capsys, monkeypatch):
+    type_lines(
+        monkeypatch,
+        "/set temperature 0.2",
+        "/set parameter num_predict 7",
+        '/set stop ["a", "b"]',
+        "/set reasoning_effort low",
+        "one",
+        "/set temperature",
+        "/set",
+        "/set messages []",
+        "two",
+        "/bye",
+        "three",
+    )
+    assert console.chat(["--url", server.url]) == 0
+    first, second = [{k: v for k, v in one.items() if k not in ("messages", "stream")} for one in server.requests]
+    assert first == {"model": MODEL, "max_tokens": 7, "stop": ["a", "b"], "reasoning_effort": "low", "temperature": 0.2}
+    assert second == {k: v for k, v in first.items() if k != "temperature"}
+    said = capsys.readouterr().err
+    assert "error: /set: messages is set by the conversation itself" in said and said.count("[stopped at 7 tokens") == 2
+
+
+def test_messages_of_several_lines(server, monkeypatch):
+    lines = [
+        '"""first',
+        "",
+        "  second",
+        '"""',
+        "a\\",
+        "b",
+        '"""one"""',
+        "/path/x.py",
+        'is """not""" one',
+        '"""never',
+        "closed",
+    ]
+    type_lines(monkeypatch, *lines)
+    assert console.chat(["--url", server.url]) == 0
+    asked = [message["content"] for message in server.requests[-1]["messages"] if message["role"] == "user"]
+    assert asked == ["first\n\n  second", "a\nb", "one", "/path/x.py", 'is """not""" one', "never\nclosed"]
+
+
 def test_errors_end_quick_calls_and_not_conversations(server, capsys, monkeypatch):
     server.fail = "status"
     assert console.complete(["--url", server.url, "-q", "x"]) == 1

@@ -1,0 +1,70 @@
+"""A small client of OpenAI's API over http.client, for the commands that talk to a server."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+
+class ServerError(Exception):
+    """The server could not be reached or refused the request; the message is for the terminal."""
+
+
+class Server:
+    """The server at a base URL such as http://127.0.0.1:8000/v1."""
+
+    def __init__(self, url: str, api_key: str | None, timeout: float | None = None):
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ServerError(f"--url: expected http://HOST:PORT/v1, got {url!r}")
+        self.url, self.parts, self.timeout = url, parts, timeout  # seconds without data; None: any number
+        self.path = parts.path.rstrip("/") or "/v1"
+        self.headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        )
+
+    @contextlib.contextmanager
+    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
+        """A response with status 200. Closing it before its end aborts the request on the server.
+
+        Raises ServerError.
+        """
+        connect = http.client.HTTPSConnection if self.parts.scheme == "https" else http.client.HTTPConnection
+        connection = connect(self.parts.hostname, self.parts.port, timeout=self.timeout)
+        try:
+            connection.request(method, self.path + path, json.dumps(body) if body is not None else None, self.headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise ServerError(f"HTTP {response.status}: {error_message(response.read())}")
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{self.url}: {error}") from error
+        finally:
+            connection.close()
+
+    def first_model(self) -> str:
+        with self.request("GET", "/models") as response:
+            return json.load(response)["data"][0]["id"]
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The chunks of a streamed answer. Raises ServerError, also for an error event in the stream."""
+        with self.request("POST", path, body | {"stream": True}) as response:
+            for line in response:
+                if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+                    continue
+                chunk = json.loads(line[5:])
+                if "error" in chunk:
+                    raise ServerError(error_message(line[5:]))
+                yield chunk
+
+
+def error_message(body: bytes) -> str:
+    """The message of an OpenAI error body, else the body itself."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:500]

@@ -1,0 +1,168 @@
+"""`quire run [MODEL]`: chat with a model in one command, with the server that has it, or with one that ends with it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import IO, Any
+
+from quire.cli.api_client import Server, ServerError
+from quire.cli.chat import add_chat_flags, add_sampling_flags, converse, default_key, guarded
+from quire.cli.conversation import HELP
+from quire.cli.main import Parser, add_config_flags, read_settings
+from quire.configs.config import Config
+from quire.configs.sources import Settings
+from quire.server.startup.model_names import accepted_names, served_names
+
+FIND_TIMEOUT = 2.0  # seconds for a server to tell its models
+POLL_SECONDS = 0.1
+END_TIMEOUT = 15.0  # seconds for our server to end
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> int:
+    """Run `quire run ARGV...`; returns 1 if the model cannot be served or a server refuses."""
+    parser = Parser(
+        prog="quire run",
+        usage="quire run [MODEL] [flags]",
+        description="Chat with a model, by the server that serves it already, or by one that ends with the chat. "
+        f"Takes the flags of `quire serve` (--help-all). {HELP}.",
+    )
+    group = parser.add_argument_group("Chat")
+    group.add_argument("--url", "--base-url", metavar="URL", help="chat with this server, and start none")
+    add_chat_flags(group)
+    add_sampling_flags(group)
+    add_config_flags(parser, everyday=False)
+    arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGHUP, _end)
+    settings = read_settings(parser, arguments)
+    return guarded(parser, lambda: _run(arguments, settings))
+
+
+def _end(number: int, frame: object) -> None:
+    """Leave by an exception, so that our server ends."""
+    sys.exit(128 + number)
+
+
+def _run(arguments: argparse.Namespace, settings: Settings) -> None:
+    config = settings.config()
+    key = config.server.api_key[0] if config.server.api_key else default_key()
+    if arguments.url:
+        server = Server(arguments.url, key)
+        converse(server, server.first_model(), arguments)
+        return
+    if (found := find_server(config, key, any_model=settings.source("model").startswith("default"))) is not None:
+        print(f"using the server at {found[0].url}", file=sys.stderr)
+        converse(*found, arguments)
+        return
+    with _started(settings) as url:
+        server = Server(url, key)
+        converse(server, server.first_model(), arguments)
+
+
+def find_server(config: Config, key: str | None, any_model: bool) -> tuple[Server, str] | None:
+    """The server at host and port of the settings and its name of the model, if one runs there and has the model.
+    `any_model`: the user named none.
+    """
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.server.host, config.server.host)
+    server = Server(f"http://{host}:{config.server.port}/v1", key, timeout=FIND_TIMEOUT)
+    try:
+        with server.request("GET", "/models") as response:
+            names = [model["id"] for model in json.load(response)["data"]]
+    except (ServerError, ValueError, KeyError, TypeError):
+        return None  # none there, or none for us: start our own
+    wanted = {*served_names(config), *accepted_names(config)}
+    name = next((name for name in names if any_model or name in wanted), None)
+    return None if name is None else (Server(server.url, key), name)
+
+
+@contextlib.contextmanager
+def _started(settings: Settings) -> Iterator[str]:
+    """The URL of a server of our own, which ends with the block. Raises ServerError if it cannot start."""
+    with tempfile.TemporaryDirectory(prefix="quire-run-") as folder, tempfile.TemporaryFile() as log:
+        address_file, file = Path(folder, "address"), Path(folder, "settings.yaml")
+        values: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "uds": None, "address_file": str(address_file)}
+        file.touch(mode=0o600)  # it may have keys
+        file.write_text(json.dumps(settings.values | values))
+        command = [sys.executable, "-m", "quire", "serve", "--config", str(file)]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+        environment |= {name: os.environ[name] for name in ("QUIRE_CACHE", "QUIRE_FAKE") if name in os.environ}
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C stops the answer, not the server
+            preexec_fn=_end_with_parent,
+        )
+        try:
+            address = _wait_ready(process, address_file, log)
+            yield f"http://{address}/v1"
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when `quire run` is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait_ready(process: subprocess.Popen, address_file: Path, log: IO[bytes]) -> str:
+    """HOST:PORT of the server once it is ready, with its progress on a terminal. Raises ServerError if it ends."""
+    shown = ""
+    try:
+        while process.poll() is None:
+            time.sleep(POLL_SECONDS)
+            if not address_file.exists():
+                continue
+            address = address_file.read_text().strip()
+            health = _health(address)
+            if health.get("status") == "ready":
+                return address
+            phase = health.get("phase", "starting")
+            line = f"{phase} {health['percent']} %" if health.get("percent") else phase
+            if line != shown and sys.stderr.isatty():
+                print(f"\r{line:<{len(shown)}}", end="", file=sys.stderr, flush=True)
+                shown = line
+    finally:
+        if shown:
+            print(f"\r{'':<{len(shown)}}\r", end="", file=sys.stderr, flush=True)
+    raise ServerError(_reason(log) or f"the server ended with status {process.returncode}")
+
+
+def _health(address: str) -> dict[str, Any]:
+    host, _, port = address.rpartition(":")
+    connection = HTTPConnection(host.strip("[]"), int(port), timeout=FIND_TIMEOUT)
+    try:
+        connection.request("GET", "/health")
+        return json.load(connection.getresponse())
+    except (OSError, HTTPException, ValueError):
+        return {}  # not up yet
+    finally:
+        connection.close()
+
+
+def _reason(log: IO[bytes]) -> str:
+    """The errors in the log of a server that ended, without time and process."""
+    log.seek(0)
+    lines = log.read().decode(errors="replace").splitlines()
+    return "\n".join(line.partition(" ERROR ")[2].partition(": ")[2] for line in lines if " ERROR " in line)
