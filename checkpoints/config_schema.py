@@ -5,76 +5,23 @@ A key that is not here is checked by what reads it. null is always allowed: it s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-MAX_LAYERS = 2048
+from quire.checkpoints.rules import FLAG, MAX_LAYERS, OBJECT, TEXT, TEXTS, Kind, Number, Rule, Whole, shown
+
 _TEXT_PARTS = ("text_config", "language_config", "llm_config")
 _DEEPEST = 64  # nested objects and lists
 
 
-class Whole(NamedTuple):
-    """A whole number, or a list of them, one per layer, if `per_layer`."""
-
-    low: int
-    high: int
-    per_layer: bool = False
-
-    def fits(self, value: Any) -> bool:
-        if self.per_layer and isinstance(value, list):
-            return len(value) <= MAX_LAYERS and all(entry is None or self._fits(entry) for entry in value)
-        return self._fits(value)
-
-    def _fits(self, value: Any) -> bool:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return whole and self.low <= value <= self.high
-
-    def __str__(self) -> str:
-        return f"a whole number from {self.low} to {self.high}" + (" or a list of them" if self.per_layer else "")
-
-
-class Number(NamedTuple):
-    low: float
-    high: float
-
-    def fits(self, value: Any) -> bool:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and math.isfinite(value) and self.low <= value <= self.high
-
-    def __str__(self) -> str:
-        return f"a number from {self.low:g} to {self.high:g}"
-
-
-class Kind(NamedTuple):
-    """A value of these types, a list only with entries of the types `entries`."""
-
-    name: str
-    types: tuple[type, ...]
-    entries: tuple[type, ...] = ()
-
-    def fits(self, value: Any) -> bool:
-        if (isinstance(value, bool) and bool not in self.types) or not isinstance(value, self.types):
-            return False
-        return not isinstance(value, list) or not self.entries or all(isinstance(e, self.entries) for e in value)
-
-    def __str__(self) -> str:
-        return self.name
-
-
-Rule = Whole | Number | Kind
-_FLAG = Kind("true or false", (bool,))
-_TEXT = Kind("a text", (str,))
-_TEXTS = Kind("a list of texts", (list,), (str,))
-_OBJECT = Kind("an object", (dict,))
 _SIZE, _COUNT, _POSITIONS = Whole(1, 1 << 20), Whole(0, 1 << 16), Whole(1, (1 << 31) - 1)
 _TOKENS = Kind("a token id or a list of them", (int, list), (int,))
 _EPSILON, _FACTOR = Number(0, 1), Number(-1e9, 1e9)
 
 KEYS: dict[str, Rule] = {
-    "architectures": _TEXTS,
-    "model_type": _TEXT,
+    "architectures": TEXTS,
+    "model_type": TEXT,
     "vocab_size": Whole(1, 1 << 24),
     "hidden_size": _SIZE,
     "intermediate_size": Whole(0, 1 << 24, per_layer=True),
@@ -90,23 +37,23 @@ KEYS: dict[str, Rule] = {
     "sliding_window": Whole(0, (1 << 31) - 1),
     "max_window_layers": Whole(0, MAX_LAYERS),
     "layer_types": Kind("a list of texts", (list,), (str,)),
-    "tie_word_embeddings": _FLAG,
-    "hidden_act": _TEXT,
-    "hidden_activation": _TEXT,
-    "dtype": _TEXT,
-    "torch_dtype": _TEXT,
+    "tie_word_embeddings": FLAG,
+    "hidden_act": TEXT,
+    "hidden_activation": TEXT,
+    "dtype": TEXT,
+    "torch_dtype": TEXT,
     "rms_norm_eps": _EPSILON,
     "layer_norm_eps": _EPSILON,
     "norm_eps": _EPSILON,
     "norm_epsilon": _EPSILON,
     "rope_theta": Number(1e-3, 1e15),
     "partial_rotary_factor": Number(0, 1),
-    "rope_scaling": _OBJECT,
-    "rope_parameters": _OBJECT,
-    "quantization_config": _OBJECT,
-    "compression_config": _OBJECT,
-    "vision_config": _OBJECT,
-    "id2label": _OBJECT,
+    "rope_scaling": OBJECT,
+    "rope_parameters": OBJECT,
+    "quantization_config": OBJECT,
+    "compression_config": OBJECT,
+    "vision_config": OBJECT,
+    "id2label": OBJECT,
     "num_labels": Whole(1, 1 << 16),
     "num_experts": _COUNT,
     "num_local_experts": _COUNT,
@@ -144,11 +91,11 @@ def check_config(raw: Mapping[str, Any], path: Path) -> None:
         if not isinstance(values, Mapping):
             if values is None:
                 continue
-            raise ValueError(f"{path}: {part[:-1]} must be an object, not {_shown(values)}")
+            raise ValueError(f"{path}: {part[:-1]} must be an object, not {shown(values)}")
         for key, value in values.items():
             rule = KEYS.get(key)
             if rule is not None and value is not None and not rule.fits(value):
-                raise ValueError(f"{path}: {part}{key} must be {rule}, not {_shown(value)}")
+                raise ValueError(f"{path}: {part}{key} must be {rule}, not {shown(value)}")
 
 
 def _check_depth(raw: Any, path: Path) -> None:
@@ -159,8 +106,3 @@ def _check_depth(raw: Any, path: Path) -> None:
             raise ValueError(f"{path} is nested more than {_DEEPEST} levels deep")
         inner = [value.values() if isinstance(value, dict) else value for value in level]
         level = [entry for values in inner for entry in values if isinstance(entry, dict | list)]
-
-
-def _shown(value: Any) -> str:
-    text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 128 else "a number of many digits"
-    return text if len(text) <= 80 else text[:80] + "..."

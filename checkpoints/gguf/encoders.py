@@ -33,7 +33,7 @@ def modern_bert(m: Metadata) -> Settings:
     settings = _encoder(m) | {
         "hidden_activation": m.get("hidden_activation", "gelu"),
         "local_attention": m.get("attention.sliding_window"),
-        "global_attn_every_n_layers": m.get("attention.sliding_window_pattern", 3),
+        "global_attn_every_n_layers": _period(m),
         "global_rope_theta": m.get("rope.freq_base", 160000.0),
         "local_rope_theta": m.get("rope.freq_base_swa", 10000.0),
         "norm_bias": "output_norm.bias" in m.file.tensors,
@@ -44,8 +44,19 @@ def modern_bert(m: Metadata) -> Settings:
     return settings | _classifier(m, "ModernBert", classifier_pooling=method)
 
 
+def _period(m: Metadata) -> int:
+    """Of the layers with full attention, the first of which is layer 0."""
+    pattern = m.get("attention.sliding_window_pattern", 3)
+    if not isinstance(pattern, list):
+        return pattern
+    period = next((i for i, slides in enumerate(pattern) if i and not slides), len(pattern))
+    if [bool(slides) for slides in pattern] != [i % period > 0 for i in range(len(pattern))]:
+        raise ValueError(f"{m.file.path}: {m.kind}.attention.sliding_window_pattern must repeat itself")
+    return period
+
+
 def gemma(m: Metadata) -> Settings:
-    scalar = m.get("attention.key_length")
+    scalar = m.query_scalar(m.get("attention.key_length"))
     return gemma3(m) | {"use_bidirectional_attention": True, "query_pre_attn_scalar": scalar}
 
 

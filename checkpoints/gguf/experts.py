@@ -88,7 +88,7 @@ def qwen2_moe(m: Metadata) -> Settings:
 
 
 def gpt_oss(m: Metadata) -> Settings:
-    return experts(m, "intermediate_size", sliding_window=m.window())
+    return experts(m, "intermediate_size") | m.listed_windows()
 
 
 def gemma4(m: Metadata) -> Settings:

@@ -17,17 +17,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from quire.checkpoints.gguf.generation import generation_config
 from quire.checkpoints.gguf.header import GgufFile, read_gguf
+from quire.checkpoints.gguf.keys import drop_wrong_ids
 from quire.checkpoints.gguf.model_config import model_config
 from quire.checkpoints.gguf.modules import write_modules
 from quire.checkpoints.gguf.names import IGNORED
+from quire.checkpoints.reading import reading
 
 logger = logging.getLogger("quire")
 
 _QUANTIZATION = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w.-]+)")
 _FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
-_VERSION = 3  # of the folder's contents
+_VERSION = 4  # of the folder's contents
 
 
 def hub_patterns(model: str) -> tuple[str, list[str]] | None:
@@ -137,14 +140,16 @@ def write_folder(file: GgufFile, folder: Path) -> None:
     """Write the model's folder: config.json, the tokenizer, and generation_config.json."""
     from quire.checkpoints.gguf.tokenizer import gguf_tokenizer
 
-    config = model_config(file, _rope_factors(file))
-    tokenizer, tokenizer_config = gguf_tokenizer(file.metadata)
+    with reading(file.path, file.metadata):
+        config = model_config(file, _rope_factors(file))
+        drop_wrong_ids(file.metadata, file.path)
+        tokenizer, tokenizer_config = gguf_tokenizer(file.metadata)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as draft:
         Path(draft, "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
         _write_json(draft, "tokenizer_config.json", tokenizer_config)
         _write_json(draft, "config.json", config)
-        _write_json(draft, "generation_config.json", {"eos_token_id": _ends(file.metadata)})
+        _write_json(draft, "generation_config.json", generation_config(file))
         write_modules(file, Path(draft))
         done = os.path.join(draft, "done")
         os.mkdir(done)
@@ -160,12 +165,6 @@ def write_folder(file: GgufFile, folder: Path) -> None:
 
 def _write_json(folder: str, name: str, content: dict[str, Any]) -> None:
     Path(folder, name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-
-
-def _ends(metadata: dict[str, Any]) -> list[int]:
-    """The tokens that end an answer."""
-    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
 def _rope_factors(file: GgufFile) -> dict[str, list[float]]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.checkpoints.reading import KeptReads
+
 MAGIC = b"GGUF"
 # ggml type -> (name, values per block, bytes per block)
 TYPES = {
@@ -59,7 +61,7 @@ class GgufFile:
     """The header of a file, or of all shards of a sharded file."""
 
     path: Path
-    metadata: dict[str, Any]
+    metadata: KeptReads
     tensors: dict[str, GgufTensor]
 
 
@@ -86,7 +88,11 @@ def read_gguf(path: str | Path) -> GgufFile:
     if missing := [name for name in names if not path.with_name(name).is_file()]:
         raise ValueError(f"{path} is one of {count} shards; missing in its folder: {', '.join(missing)}")
     shards = [_read(path.with_name(name)) for name in names]
-    tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    tensors: dict[str, GgufTensor] = {}
+    for shard in shards:
+        if twice := sorted(tensors.keys() & shard.tensors.keys()):
+            raise ValueError(f"the tensor {twice[0]} is in {shard.path} and in {tensors[twice[0]].path}")
+        tensors |= shard.tensors
     return GgufFile(shards[0].path, shards[0].metadata, tensors)
 
 
@@ -126,7 +132,10 @@ class _Header:
         if not isinstance(alignment, int) or alignment < 1:
             raise struct.error("an alignment that is none")
         begin = -(-self.at // alignment) * alignment
-        return GgufFile(self.path, metadata, {name: self._placed(name, begin, *info) for name, *info in infos})
+        tensors = {name: self._placed(name, begin, *info) for name, *info in infos}
+        if len(tensors) < len(infos):
+            raise ValueError(f"{self.path} has two tensors of one name")
+        return GgufFile(self.path, KeptReads(metadata), tensors)
 
     def entries(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
         """The metadata, and (name, shape, type, offset) of the tensors."""
@@ -140,6 +149,8 @@ class _Header:
         metadata = {}
         for _ in range(num_entries):
             key = self._text()
+            if key in metadata:
+                raise ValueError(f"{self.path} has the key {key} twice")
             metadata[key] = self._value(self._number("I"))
         return metadata, [self._tensor() for _ in range(num_tensors)]
 
@@ -165,6 +176,8 @@ class _Header:
             raise struct.error("unknown type of value")
         kind, count = self._number("I"), self._number("Q")
         if kind not in _SCALARS:
+            if kind != _STRING:
+                raise struct.error("an array of arrays")
             if count > len(self.data):
                 raise struct.error("an array ends after the file")
             return [self._value(kind) for _ in range(count)]

@@ -51,12 +51,22 @@ class Metadata:
     def layer_types(self) -> list[str] | None:
         """The kinds of attention, if the file lists them."""
         pattern = self.find("attention.sliding_window_pattern")
-        return [SLIDING if slides else FULL for slides in pattern] if isinstance(pattern, list) else None
+        if pattern is None:
+            return None
+        if isinstance(pattern, list):
+            return [SLIDING if slides else FULL for slides in pattern]
+        layers = range(self.get("block_count"))  # the last of each period is full; with 0 none is
+        return [FULL if pattern and i % pattern == pattern - 1 else SLIDING for i in layers]
 
     def listed_windows(self) -> Settings:
         """sliding_window and, if the file has them, layer_types."""
         kinds = self.layer_types()
         return {"sliding_window": self.window()} | ({"layer_types": kinds} if kinds else {})
+
+    def query_scalar(self, default: int) -> float:
+        """The number whose inverse square root scales the scores of attention."""
+        scale = self.find("attention.scale")
+        return scale**-2 if scale else default
 
     def rows(self, tensor: str) -> int:
         """The number of rows of a tensor, 0 if the file does not have it."""

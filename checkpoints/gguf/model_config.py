@@ -9,6 +9,7 @@ from typing import Any
 from quire.checkpoints.gguf.architectures import ARCHITECTURES, GgufArchitecture
 from quire.checkpoints.gguf.encoders import pooling_method
 from quire.checkpoints.gguf.header import GgufFile
+from quire.checkpoints.gguf.keys import check_types, refuse_unread
 from quire.checkpoints.gguf.metadata import Metadata
 from quire.checkpoints.gguf.names import LONG_FACTORS, ROPE_FACTORS, row_names, tensor_name
 
@@ -29,6 +30,7 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
     Raises:
         ValueError: the architecture or a setting is not supported, or a key is missing.
     """
+    check_types(file.metadata, file.path)
     kind = file.metadata.get("general.architecture")
     if other := _OTHER_CONTENTS.get(file.metadata.get("general.type")) or _OTHER_CONTENTS.get(kind):
         raise ValueError(f"{file.path} is {other}, not a language model: give the model's own GGUF file")
@@ -51,6 +53,7 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
         for name, tensor in file.tensors.items()
         for part in row_names(tensor_name(name, found.names), found.fused_qkv)
     }
+    refuse_unread(file.metadata, file.metadata.asked, config, file.path)
     config["quantization_config"] = {
         "quant_method": "gguf",
         "file": str(file.path.resolve()),
@@ -105,19 +108,23 @@ def _rope_scaling(m: Metadata, config: dict[str, Any], factors: Factors) -> dict
         scaling = {"rope_type": "longrope", **{key: factors[name] for key, name in LONG_FACTORS.items()}}
         factor = m.find("rope.scaling.attn_factor")
         return scaling | ({"attention_factor": factor} if factor else {})
-    name = m.get("rope.scaling.type", "none")
-    if name == "none":
+    name = m.get("rope.scaling.type", "linear")
+    factor = m.find("rope.scaling.factor") or m.find("rope.scale_linear") or 1.0
+    if name == "none" or (name == "linear" and factor == 1.0):
         return None
     if name not in ("linear", "yarn"):
         raise ValueError(f"{m.kind}.rope.scaling.type {name!r} is not supported; supported: none, linear, yarn")
-    scaling = {"rope_type": name, "factor": m.get("rope.scaling.factor", 1.0)}
+    scaling = {"rope_type": name, "factor": factor}
     if original := m.find("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = original
-    return scaling | (_yarn(m) if name == "yarn" else {})
+    return scaling | (_yarn(m, factor) if name == "yarn" else {})
 
 
-def _yarn(m: Metadata) -> dict[str, Any]:
+def _yarn(m: Metadata, factor: float) -> dict[str, Any]:
     scaling = {}
+    scale = (m.find("rope.scaling.attn_factor") or 1.0) * (m.find("rope.scaling.yarn_attn_factor") or 1.0)
+    if scale != 1.0:  # of what the type itself computes
+        scaling["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
     for key in ("beta_fast", "beta_slow"):
         if (value := m.find(f"rope.scaling.yarn_{key}")) is not None:
             scaling[key] = value

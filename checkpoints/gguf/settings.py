@@ -25,9 +25,9 @@ def mistral(m: Metadata) -> Settings:
 def gemma2(m: Metadata) -> Settings:
     heads, hidden, dim = m.one("attention.head_count"), m.get("embedding_length"), m.get("attention.key_length")
     wide = m.get("block_count") == 46  # 27B, whose scale llama.cpp knows by its number of layers
-    return {
-        "sliding_window": m.get("attention.sliding_window"),
-        "query_pre_attn_scalar": hidden // heads if wide else dim,
+    return m.listed_windows() | {
+        "sliding_window": m.get("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": m.query_scalar(hidden // heads if wide else dim),
         "attn_logit_softcapping": m.find("attn_logit_softcapping"),
         "final_logit_softcapping": m.find("final_logit_softcapping"),
     }
@@ -37,7 +37,7 @@ def gemma3(m: Metadata) -> Settings:
     heads, hidden, dim = m.one("attention.head_count"), m.get("embedding_length"), m.get("attention.key_length")
     wide = m.get("block_count") == 62
     return m.listed_windows() | {
-        "query_pre_attn_scalar": hidden // heads if wide else dim,
+        "query_pre_attn_scalar": m.query_scalar(hidden // heads if wide else dim),
         "rope_local_base_freq": m.get("rope.freq_base_swa", 10000.0),
         "final_logit_softcapping": m.find("final_logit_softcapping"),
     }

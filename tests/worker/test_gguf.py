@@ -118,10 +118,14 @@ def test_shards_are_read_together(tmp_path):
     assert {name: (tensor.shape, tensor.start, tensor.size) for name, tensor in file.tensors.items()} == {
         t.name: (tuple(int(n) for n in t.shape[::-1]), t.data_offset, t.n_bytes) for t in reader.tensors
     }
-    # two shards: the second has the same tensors, which the union holds once
-    for i in (1, 2):
+    (tmp_path / "parts").mkdir()
+    write_gguf(source, tmp_path / "parts" / "part.gguf", {"default": "Q8_0"}, "qwen3", tensors_per_shard=15)
+    parts = sorted((tmp_path / "parts").iterdir())
+    assert len(parts) == 2 and read_gguf(parts[1]).tensors.keys() == file.tensors.keys()
+    for i in (1, 2):  # the second has the tensors of the first
         shutil.copy(tmp_path / "model.gguf", tmp_path / f"part-0000{i}-of-00002.gguf")
-    assert read_gguf(tmp_path / "part-00002-of-00002.gguf").tensors.keys() == file.tensors.keys()
+    with pytest.raises(ValueError, match=r"the tensor blk\.0\.attn_k\.weight is in .*part-00002-of-00002\.gguf and in "):
+        read_gguf(tmp_path / "part-00002-of-00002.gguf")
     (tmp_path / "part-00001-of-00002.gguf").unlink()
     with pytest.raises(ValueError, match=r"is one of 2 shards; missing in its folder: part-00001-of-00002\.gguf"):
         read_gguf(tmp_path / "part-00002-of-00002.gguf")
@@ -212,7 +216,7 @@ def test_the_folder_is_made_once_per_file(tmp_path):
     before = Path(folder, "config.json").stat().st_mtime_ns
     assert gguf_folder(str(tmp_path / "model.gguf")) == folder
     assert Path(folder, "config.json").stat().st_mtime_ns == before
-    assert json.loads(Path(folder, "generation_config.json").read_text()) == {"eos_token_id": [2]}
+    assert json.loads(Path(folder, "generation_config.json").read_text()) == {"eos_token_id": [2, 0]}
 
 
 def test_packed_parts_of_several_types(native_kernels):

@@ -21,6 +21,7 @@ from quire.checkpoints.gguf.architectures import ARCHITECTURES
 from quire.checkpoints.gguf.folder import gguf_folder
 from quire.checkpoints.gguf.header import GgufFile
 from quire.checkpoints.gguf.model_config import model_config
+from quire.checkpoints.reading import KeptReads
 from quire.worker.cpu.experts import NativeExperts
 from quire.worker.parallel import Group, use_groups
 from quire.worker.platforms.cpu import CpuPlatform
@@ -411,7 +412,7 @@ def test_fused_gate_and_up(tmp_path):
     ],
 )
 def test_unsupported_metadata_is_named(tmp_path, arch, change, words):
-    file = GgufFile(tmp_path / "model.gguf", {"general.architecture": arch}, {})
+    file = GgufFile(tmp_path / "model.gguf", KeptReads({"general.architecture": arch}), {})
     config = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
     keys = common(config | {"max_position_embeddings": 512, "rms_norm_eps": 1e-6}) | {"expert_used_count": 2} | change
     file.metadata.update({f"{arch}.{key}": value for key, value in keys.items() if value is not None})
