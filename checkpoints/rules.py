@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-MAX_LAYERS = 2048
+MAX_LAYERS = 1024
 
 
 class Whole(NamedTuple):

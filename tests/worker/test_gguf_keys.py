@@ -53,9 +53,9 @@ def config_of(arch: str, **changes: Any) -> dict[str, Any]:
         ("qwen3moe", {"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 2}, r"expert_gating_func 2 is"),
         ("qwen2moe", {"expert_count": 8, "expert_used_count": 2, "expert_weights_norm": True,
                       "expert_shared_feed_forward_length": 8}, r"expert_weights_norm True is"),
-        ("llama", {"block_count": 10**6}, r"model\.gguf: llama\.block_count must be a whole number from 1 to 2048"),
+        ("llama", {"block_count": 10**6}, r"model\.gguf: llama\.block_count must be a whole number from 1 to 1024"),
         ("llama", {"rope__freq_base": "x"}, r"llama\.rope\.freq_base must be a number from .*, not 'x'"),
-        ("gemma3", {"attention__sliding_window_pattern": [2]}, r"a period from 0 to 2048, or a list of flags"),
+        ("gemma3", {"attention__sliding_window_pattern": [2]}, r"a period from 0 to 1024, or a list of flags"),
     ],
 )  # fmt: skip
 def test_what_is_not_done_is_refused_by_name(arch, changes, words):
