@@ -24,7 +24,7 @@ from quire.checkpoints.weight_summary import weight_summary
 from quire.server.text.tokenizer import Tokenizer
 from quire.worker.models.registry import read_model_spec
 from quire.worker.transformer.pooling import read_pooling
-from quire.worker.weights.loader import Checkpoint
+from quire.worker.weights.checkpoint import Checkpoint
 from tests.checkpoints import build_tokenizer
 from tests.embedders import write_modules
 

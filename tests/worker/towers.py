@@ -9,7 +9,7 @@ import torch
 
 from quire.worker.layers.linear import Linear
 from quire.worker.transformer.vision_tower import VisionTower
-from quire.worker.weights.loader import Checkpoint, Placement
+from quire.worker.weights.checkpoint import Checkpoint, Placement
 
 
 def load_tower(tower_cls: type[VisionTower], folder: str, place: str = "") -> VisionTower:

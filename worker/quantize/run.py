@@ -20,7 +20,8 @@ from quire.worker.quantize.weights import Plain, Weight, find_weights
 from quire.worker.quantize.writer import SHARD_BYTES, ShardWriter
 from quire.worker.transformer.config import ModelSpec, read_config
 from quire.worker.transformer.decoder import CausalLM
-from quire.worker.weights.loader import Checkpoint, placements_of
+from quire.worker.weights.checkpoint import Checkpoint
+from quire.worker.weights.loader import placements_of
 
 logger = logging.getLogger("quire.quantize")
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")

@@ -14,7 +14,8 @@ from quire.worker.layers.moe import ListedExperts
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.moe import RouterLinear
 from quire.worker.transformer.names import TensorNames
-from quire.worker.weights.loader import Checkpoint, placements_of
+from quire.worker.weights.checkpoint import Checkpoint
+from quire.worker.weights.loader import placements_of
 
 
 class Plain(WeightFormat):

@@ -21,6 +21,7 @@ from quire.checkpoints.reading import read_json, reading
 from quire.checkpoints.sentence_settings import TextLimit, is_shortened, read_text_limit
 from quire.worker.messages import PoolingInfo
 from quire.worker.transformer.config import ModelSpec
+from quire.worker.weights.gguf_tensors import read_tensor
 
 METHODS = ("lasttoken", "mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean")
 # switches of older files -> method
@@ -226,8 +227,6 @@ def _updated(method: str, state: torch.Tensor | None, hidden: torch.Tensor, star
 
 
 def _load_dense(dense: DenseSpec, device: torch.device) -> list[nn.Module]:
-    from quire.worker.weights.gguf import read_tensor  # which needs the models
-
     path = dense.folder / "model.safetensors"
     layer = nn.Linear(dense.in_features, dense.out_features, dense.bias, device=device, dtype=torch.float32)
     try:

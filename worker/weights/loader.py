@@ -8,22 +8,15 @@ destination, so a rank reads only its share. A layer that repacks a weight may r
 from __future__ import annotations
 
 import re
-import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from quire.checkpoints.files import damaged_weights
-from quire.checkpoints.safetensors import INDEX, SINGLE, read_index, weight_names
 from quire.configs.config import Config
-from quire.worker.layers.linear import ANY_LENGTH, Linear, Part, narrowed
-from quire.worker.layers.quantization.kv_scales import is_scale
+from quire.worker.layers.linear import Linear, Part
 from quire.worker.layers.views import chain, transposed
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.parallel import Group, use_groups
@@ -31,22 +24,12 @@ from quire.worker.platforms import huge_pages
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.names import TensorNames
+from quire.worker.weights.checkpoint import Checkpoint, Placement
+from quire.worker.weights.gguf import GgufCheckpoint
+from quire.worker.weights.random_weights import DummyWeights
 
 _TRIM_EVERY = 256 << 20  # bytes loaded
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A slice to copy, and the parameter it belongs to."""
-
-    part: Part
-    parameter: torch.nn.Parameter
-
-    @property
-    def target(self) -> torch.Tensor:
-        """The destination inside the parameter."""
-        return narrowed(self.parameter.data, self.part.target)
 
 
 def load_weights(
@@ -103,8 +86,6 @@ def check_model(config: Config, *, files: bool = True) -> None:
 def _open(folder: str, spec: ModelSpec) -> Checkpoint:
     """The weights of the model in `folder`: safetensors, or the GGUF file that its config.json names."""
     if (spec.raw.get("quantization_config") or {}).get("quant_method") == "gguf":
-        from quire.worker.weights.gguf import GgufCheckpoint  # which is a Checkpoint of this module
-
         return GgufCheckpoint(folder, spec.raw)
     return Checkpoint(folder)
 
@@ -229,210 +210,7 @@ class _IncompleteLayers:
                 self._spare[parameter.shape, parameter.dtype].append(parameter.data)
 
 
-class Checkpoint:
-    """The safetensors files of a folder: those listed in model.safetensors.index.json, or model.safetensors.
-
-    A context manager; the files are open inside it.
-    """
-
-    is_mapped: ClassVar[bool] = True  # whether what the files return are views of their mappings, and read only once
-
-    def __init__(self, folder: str):
-        self.folder = folder
-        self._stack = ExitStack()
-        self._file_of: dict[str, safe_open] = {}  # tensor name -> open file
-        self.position: dict[str, int] = {}  # tensor name -> position in the order of the files
-        self._views: set[int] = set()  # addresses of tensors in the mappings of the files
-
-    def __enter__(self) -> Checkpoint:
-        with ExitStack() as opened:
-            found: dict[str, list[tuple[Path, safe_open]]] = {}
-            for path in _weight_files(Path(self.folder)):
-                try:
-                    file = opened.enter_context(safe_open(path, framework="pt"))
-                except (OSError, SafetensorError) as error:
-                    raise ValueError(damaged_weights(path, error)) from error
-                for name in file.offset_keys():
-                    found.setdefault(name, []).append((path, file))
-            for name, places in found.items():
-                self._file_of[name] = self._chosen(name, places)
-                self.position[name] = len(self.position)
-            self._stack = opened.pop_all()
-        return self
-
-    def _chosen(self, name: str, places: list[tuple[Path, safe_open]]) -> safe_open:
-        """The file of a tensor: of several with that name, the one in the index."""
-        if len(places) == 1:
-            return places[0][1]
-        folder = Path(self.folder)
-        declared = (read_index(folder) or {}).get(name)
-        for path, file in places:
-            if declared is not None and path == folder / declared:
-                return file
-        files = ", ".join(path.name for path, _ in places)
-        raise ValueError(f"the tensor {name} is in several files of {self.folder}: {files}; remove all but one")
-
-    def __exit__(self, *exc: object) -> None:
-        self._file_of.clear()
-        self._stack.close()
-
-    def names_of(self, model: CausalLM) -> TensorNames:
-        """The names that the model's tensors have in these files."""
-        return model.tensor_names(self.position)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor `name`: a view of the file's mapping, which is not read yet."""
-        return self._file_of[name].get_tensor(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file_of[name].get_slice(name).get_shape())
-
-    def holds(self, parts: Iterable[Part]) -> bool:
-        """Whether the files have the tensors of `parts`, in their shapes."""
-        return all(part.name in self._file_of and self.shape(part.name) == part.shape for part in parts)
-
-    def check(
-        self, placements: Iterable[Placement], model: CausalLM, spec: ModelSpec, tensor_names: TensorNames
-    ) -> None:
-        """Raise ValueError naming every tensor that is missing, superfluous, or of an unexpected shape or type."""
-        parts = {p.part.name: p.part for p in placements}
-        missing = [name for name in parts if name not in self._file_of]
-        superfluous = [
-            name
-            for name in self._file_of
-            if name not in parts
-            and not tensor_names.is_ignored(name)
-            and not is_scale(name)  # `cache/storage.py` decides whether it is used
-            and not model.has_elsewhere(name, tensor_names)
-            and not model.weight_format.ignores(name, lambda name=name: self._file_of[name].get_tensor(name))
-        ]
-        if spec.tie_word_embeddings:  # the head is a copy of the embedding
-            superfluous = [name for name in superfluous if name != tensor_names.in_file("lm_head.weight")]
-        misshapen = []
-        for name in parts.keys() & self._file_of.keys():
-            found, part = self._file_of[name].get_slice(name), parts[name]
-            if not _same_shape(found.get_shape(), part.shape):
-                misshapen.append(f"{name} is {list(found.get_shape())}, expected {list(part.shape)}")
-            elif found.get_dtype() not in part.types:
-                misshapen.append(f"{name} is of type {found.get_dtype()}, expected one of {', '.join(part.types)}")
-        problems = [
-            f"{what}: {_some(names)}"
-            for what, names in (("missing", missing), ("superfluous", superfluous), ("wrong shape or type", misshapen))
-            if names
-        ]
-        if problems:
-            hint = ". --language-model-only leaves out the encoder of images" if spec.vision and missing else ""
-            raise ValueError(
-                f"the weights in {self.folder} do not fit {spec.architecture}; {'; '.join(problems)}{hint}"
-            )
-
-    def fill(self, placement: Placement, may_lend: bool) -> bool:
-        """Copy one slice and return False or, if a parameter is a whole tensor, let it use the mapping itself and
-        return True.
-        """
-        part, parameter = placement.part, placement.parameter
-        in_file = tensor = self._file_of[part.name].get_tensor(part.name)  # a view of the mapping, not read yet
-        if self.is_mapped:
-            self._views.add(tensor.untyped_storage().data_ptr())
-        if tensor.dtype == torch.float8_e8m0fnu and parameter.dtype == torch.uint8:
-            tensor = tensor.view(torch.uint8)
-        if ANY_LENGTH in part.shape:
-            parameter.data = tensor.to(parameter.device, copy=True)
-            return False
-        tensor = part.of(tensor if tensor.shape == part.shape else tensor.reshape(part.shape))
-        if (
-            lend := may_lend
-            and (tensor.shape, tensor.dtype, tensor.device) == (parameter.shape, parameter.dtype, parameter.device)
-            and tensor.is_contiguous()
-        ):
-            parameter.data = tensor
-        else:
-            placement.target.copy_(tensor)
-            self.release(in_file)
-        return lend
-
-    def release(self, tensor: torch.Tensor) -> None:
-        """Give back the memory of a tensor that was copied, if it is a view of a file's mapping: all its pages that
-        were read stay resident otherwise.
-        """
-        if tensor.untyped_storage().data_ptr() in self._views:
-            huge_pages.drop_mapped(tensor)
-
-
-def _same_shape(found: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether the shapes agree but for dimensions of one entry, which writers of scales add and leave out."""
-    if ANY_LENGTH in wanted:
-        return len(found) == len(wanted)
-    return [n for n in found if n != 1] == [n for n in wanted if n != 1]
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    names = weight_names(folder)
-    if names is not None:
-        return [folder / name for name in names]
-    others = sorted(
-        path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-    )
-    raise ValueError(
-        f"no {SINGLE} or {INDEX} in {folder}" + (f" (found {_some(others)}, which is not supported)" if others else "")
-    )
-
-
 def _keep(tensor: torch.Tensor) -> None:
     """Nothing is lent by random weights, so that nothing is released."""
 
 
-def _some(names: list[str], limit: int = 8) -> str:
-    names = sorted(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-class DummyWeights:
-    """Random weights, generated fast: entry i of a checkpoint tensor is entry `offset(name) + i` of one fixed block of
-    noise, repeated indefinitely.
-
-    The block's length is prime, so that the rows of a matrix start at different positions in it.
-    """
-
-    BLOCK = 1_000_003
-    STD = 0.02
-
-    def __init__(self, seed: int):
-        self.seed = seed
-        self._noise = torch.randn(self.BLOCK, generator=torch.Generator().manual_seed(seed))
-        self._blocks: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
-
-    def fill(self, placement: Placement, may_lend: bool) -> bool:
-        """Fill a slice: matrices and biases are Gaussian around 0, other vectors around 1, unless their parameter has a
-        `dummy_mean`, the mean of the checkpoint's tensor. Returns False, because no memory is lent.
-        """
-        part, target = placement.part, placement.target
-        mean = 1.0 if len(part.shape) == 1 else 0.0
-        mean = 0.0 if part.name.endswith("bias") else getattr(placement.parameter, "dummy_mean", mean)
-        block = self._block(mean, target.dtype, target.device)
-        offset = zlib.crc32(part.name.encode(), self.seed)
-        first_dims = [dim for dim, _, _ in part.source]
-        if part.view is None and first_dims in ([], [0]) and target.is_contiguous():
-            start = part.source[0][1] if part.source else 0
-            _repeat(block, offset + start * (part.shape[1] if len(part.shape) > 1 else 1), target.view(-1))
-        else:
-            whole = torch.empty(part.shape, dtype=target.dtype, device=target.device)
-            _repeat(block, offset, whole.view(-1))
-            target.copy_(part.of(whole))
-        return False
-
-    def _block(self, mean: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        key = mean, dtype, device
-        if key not in self._blocks:
-            self._blocks[key] = (self._noise * self.STD + mean).to(device, dtype)
-        return self._blocks[key]
-
-
-def _repeat(block: torch.Tensor, offset: int, out: torch.Tensor) -> None:
-    """Compute `out[i] = block[(offset + i) % len(block)]` in long copies."""
-    done = 0
-    while done < len(out):
-        start = (offset + done) % len(block)
-        length = min(len(block) - start, len(out) - done)
-        out[done : done + length] = block[start : start + length]
-        done += length
