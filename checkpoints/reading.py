@@ -10,6 +10,8 @@ from typing import Any
 
 from quire.checkpoints.files import unreadable
 
+_LONGEST = 3000  # characters of an error; values from files may be longer
+
 
 class KeptReads(dict):
     """An object that knows which keys were asked for, and which one last."""
@@ -47,7 +49,7 @@ def reading(path: str | Path, content: KeptReads | None = None) -> Iterator[None
     try:
         yield
     except ValueError as error:
-        if "\n" in str(error) or type(error) is not ValueError:
+        if "\n" in (text := str(error)) or len(text) > _LONGEST or type(error) is not ValueError:
             raise ValueError(f"cannot read {path}: {_one_line(error)}") from error
         raise
     except Exception as error:
@@ -56,7 +58,8 @@ def reading(path: str | Path, content: KeptReads | None = None) -> Iterator[None
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]
+    text = " ".join(str(error).split())
+    return text if len(text) <= 500 else f"{text[:400]} ... {text[-90:]}"
 
 
 def read_object(path: Path) -> dict[str, Any]:
