@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from quire.server.structured import json_rules
 from quire.server.structured.escaped_pattern import PatternError
+from quire.server.structured.gbnf import GrammarError, parse
+from quire.server.structured.gbnf_rules import rules_of
 from quire.server.structured.schema import SchemaError, normalize
 from quire.server.structured.structure import Structure
 from quire.server.structured.text_grammar import in_json, lark_of, lark_of_input
@@ -131,7 +132,7 @@ class Builder:
     def grammar(self, text: str) -> str:
         """An expression for a grammar of the user."""
         name = self.name("g")
-        self.grammars.append({"name": name, "lark_grammar": _grammar_text(text)})
+        self.grammars.append({"name": name, "lark_grammar": _grammar_text(text, self.specials, self.eos_ids)})
         return self.rule(f"@{name}")
 
     def text_grammar(self, grammar: str, rewrite: Callable[[str], str], where: str = "") -> str:
@@ -164,7 +165,7 @@ def to_lark(structure: Structure, specials: Mapping[str, int], eos_ids: Sequence
         options = {"whitespace_pattern": structure.whitespace or WHITESPACE}
     builder = Builder(specials, eos_ids, options, not structure.additional_properties)
     if structure.kind == "grammar" and not isinstance(structure.after, str):
-        return _grammar_text(structure.value)
+        return _grammar_text(structure.value, specials, eos_ids)
     start = _expression(structure, builder)
     if isinstance(structure.after, str):
         start = f"{_up_to(builder, structure.after)} {start}"
@@ -224,12 +225,12 @@ def _up_to(builder: Builder, end: str) -> str:
     return builder.rule(f"{free} {builder.literal(end)}")
 
 
-def _grammar_text(text: str) -> str:
+def _grammar_text(text: str, specials: Mapping[str, int], eos_ids: Sequence[int]) -> str:
     """A grammar of the user as Lark; EBNF has `::=`."""
     if "::=" in text:
         try:
-            text = gbnf_to_lark(text)
-        except GbnfToLarkError as error:
+            text = rules_of(parse(text, specials.get), tuple(eos_ids))
+        except GrammarError as error:
             raise StructureError(str(error)) from None
     return f"{_HEADER}\n{text}\n"
 

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
 UV = [sys.executable, "-m", "uv"]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 EXTRAS = constraints.extras()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _reachable_index(tmp_path_factory):
     """Skips the tests if no index answers for a package that has one wheel and no dependencies."""

@@ -145,9 +145,7 @@ def _narrow(by_default: bool) -> bool:
     return by_default if KERNELS.activation_bits is None else KERNELS.activation_bits == 8
 
 
-def load(
-    background: bool = True, level: str = "auto", activation_bits: str = "auto", preview: bool = False
-) -> None:
+def load(background: bool = True, level: str = "auto", activation_bits: str = "auto", preview: bool = False) -> None:
     """Load the library or start a background build of it; with background=False build it in this process, with
     `preview` nowhere. `activation_bits` is the setting `cpu_activation_bits`.
 

@@ -1,0 +1,369 @@
+"""Trees of a GBNF grammar -> rules and terminals of llguidance's Lark.
+
+llguidance reads the longest terminal: after `[a-z]*` no `"b"` can follow, while in GBNF it can. A grammar without
+recursion is one terminal. In others, a terminal is as large as it can be without reading what something else may read:
+one that might is divided, down to single characters, which read nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby, product
+
+from quire.server.structured.derivatives import Language, TooMuchWork, meet
+from quire.server.structured.gbnf import Alt, Chars, GrammarError, Node, Ranges, Ref, Repeat, Seq, Token, references
+
+MAX_WORK = 100_000  # derivatives that are computed to find out which terminals must be divided
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Terminal:
+    """A place of a grammar where a regular part is read as one terminal."""
+
+    node: Node
+
+
+_Place = Terminal | Token
+_Places = dict[_Place, None]
+
+
+def rules_of(grammar: Mapping[str, Node], eos_ids: tuple[int, ...] = ()) -> str:
+    """The text of a Lark grammar whose start is `start`. Raises GrammarError."""
+    used = _reachable(_productive(grammar))
+    plan = _Plan(used)
+    plan.divide()
+    return _Writer(plan, eos_ids).text()
+
+
+def _productive(grammar: Mapping[str, Node]) -> dict[str, Node]:
+    """The rules that match something, without alternatives that do not."""
+    known: set[str] = set()
+
+    def matches(node: Node) -> bool:
+        match node:
+            case Seq():
+                return all(map(matches, node.items))
+            case Alt():
+                return any(map(matches, node.items))
+            case Repeat():
+                return node.least == 0 or matches(node.item)
+            case Ref():
+                return node.name in known
+        return not isinstance(node, Chars) or bool(node.ranges)
+
+    def kept(node: Node) -> Node:
+        match node:
+            case Seq():
+                return Seq(tuple(map(kept, node.items)))
+            case Alt():
+                return Alt(tuple(kept(item) for item in node.items if matches(item)))
+            case Repeat():
+                return Repeat(kept(node.item), node.least, node.most) if matches(node.item) else Seq()
+        return node
+
+    while more := {name for name, node in grammar.items() if name not in known and matches(node)}:
+        known |= more
+    if "root" not in known:
+        raise GrammarError("rule root matches no text")
+    return {name: kept(grammar[name]) for name in grammar if name in known}
+
+
+def _reachable(grammar: Mapping[str, Node]) -> dict[str, Node]:
+    found, pending = {}, ["root"]
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found[name] = grammar[name]
+            pending.extend(references(grammar[name]))
+    return found
+
+
+@dataclass(slots=True)
+class _Ends:
+    """The terminals and tokens that an expression may begin and end with."""
+
+    nullable: bool = False
+    first: _Places = field(default_factory=dict)
+    last: _Places = field(default_factory=dict)
+
+
+class _Plan:
+    """Which parts of the rules are terminals."""
+
+    def __init__(self, grammar: dict[str, Node]):
+        self.grammar = grammar
+        self.regular = _regular_rules(grammar)
+        self.language = Language(grammar, MAX_WORK)
+        self.rules: dict[str, object] = {}  # those that are written: trees with terminals
+        self._add("root")
+
+    def _add(self, name: str) -> None:
+        pending = [name]
+        while pending:
+            name = pending.pop()
+            if name not in self.rules:
+                self.rules[name] = self._planned(self.grammar[name])
+                pending.extend(_refs(self.rules[name]))
+
+    def _planned(self, node: Node) -> object:
+        """The tree with the largest regular parts as terminals."""
+        if self._is_regular(node):
+            return Terminal(node) if node != Seq() else node
+        match node:
+            case Seq():
+                items: list[object] = []
+                for is_regular, group in groupby(node.items, self._is_regular):
+                    parts = tuple(group)
+                    items.extend(
+                        [Terminal(parts[0] if len(parts) == 1 else Seq(parts))]
+                        if is_regular
+                        else map(self._planned, parts)
+                    )
+                return Seq(tuple(items))
+            case Alt():
+                regular = tuple(item for item in node.items if self._is_regular(item))
+                others = [self._planned(item) for item in node.items if not self._is_regular(item)]
+                return Alt((*([Terminal(Alt(regular))] if regular else []), *others))
+            case Repeat():
+                return Repeat(self._planned(node.item), node.least, node.most)
+        return node
+
+    def _is_regular(self, node: Node) -> bool:
+        return not _has_token(node) and all(name in self.regular for name in references(node))
+
+    # ---- what must be divided
+
+    def divide(self) -> None:
+        """Divide terminals until none reads what something else may read."""
+        while conflicting := self._conflicting():
+            for name, tree in list(self.rules.items()):
+                self.rules[name] = self._divided(tree, conflicting)
+            for name in list(self.rules):
+                for other in _refs(self.rules[name]):
+                    self._add(other)
+
+    def _divided(self, tree: object, conflicting: set[Terminal]) -> object:
+        match tree:
+            case Terminal():
+                return self._parts(tree.node) if tree in conflicting else tree
+            case Seq():
+                return Seq(tuple(self._divided(item, conflicting) for item in tree.items))
+            case Alt():
+                return Alt(tuple(self._divided(item, conflicting) for item in tree.items))
+            case Repeat():
+                return Repeat(self._divided(tree.item, conflicting), tree.least, tree.most)
+        return tree
+
+    def _parts(self, node: Node) -> object:
+        match node:
+            case Seq():
+                return Seq(tuple(Terminal(item) for item in node.items))
+            case Alt():
+                return Alt(tuple(Terminal(item) for item in node.items))
+            case Repeat():
+                return Repeat(Terminal(node.item), node.least, node.most)
+            case Ref():
+                return Terminal(self.grammar[node.name])
+        raise AssertionError(node)
+
+    def _conflicting(self) -> set[Terminal]:
+        """The terminals to divide: those that may read what follows another one that is read at the same place."""
+        starts, after = self._following()
+        found: set[Terminal] = set()
+        try:
+            for one, other in self._read_together(starts, after):
+                both = isinstance(one, Terminal) and isinstance(other, Terminal)
+                if both and self._runs_into(one, other, self._first_after(after.get(one, {}))):
+                    found |= {one, other}
+        except TooMuchWork:
+            found = {one for one in (*starts, *after) if isinstance(one, Terminal)}
+        return {one for one in found if not isinstance(one.node, Chars)}
+
+    def _read_together(self, starts: _Places, after: Mapping[_Place, _Places]) -> set[tuple[_Place, _Place]]:
+        """Pairs that may begin at the same place of a text, each with itself as well."""
+        pairs: set[tuple[_Place, _Place]] = set()
+        groups, pending = set(), [frozenset(starts)]
+        while pending:
+            group = pending.pop()
+            if group in groups:
+                continue
+            groups.add(group)
+            for pair in product(group, group):
+                if pair not in pairs:
+                    pairs.add(pair)
+                    if self._share(*pair):
+                        pending.append(frozenset(after.get(pair[0], {})) | frozenset(after.get(pair[1], {})))
+        return pairs
+
+    def _share(self, one: _Place, other: _Place) -> bool:
+        """Whether both may read the same."""
+        if isinstance(one, Token) or isinstance(other, Token):
+            return any(isinstance(place, Token) and place.negated for place in (one, other)) or one == other
+        return one is other or self.language.share(one.node, other.node)
+
+    def _runs_into(self, one: Terminal, other: Terminal, after: Ranges) -> bool:
+        if isinstance(other.node, Chars) or not meet(self.language.first(one.node), self.language.first(other.node)):
+            return False
+        return self.language.runs_into(one.node, other.node, after)
+
+    def _first_after(self, following: _Places) -> Ranges:
+        return tuple(pair for one in following if isinstance(one, Terminal) for pair in self.language.first(one.node))
+
+    def _following(self) -> tuple[_Places, dict[_Place, _Places]]:
+        """The terminals that may come first, and after each one."""
+        ends = {name: _Ends() for name in self.rules}
+        changed = True
+        while changed:
+            changed = False
+            for name, tree in self.rules.items():
+                new = self._ends(tree, ends, None)
+                old = ends[name]
+                if (new.nullable, len(new.first), len(new.last)) != (old.nullable, len(old.first), len(old.last)):
+                    ends[name], changed = new, True
+        after: dict[_Place, _Places] = {}
+        for tree in self.rules.values():
+            self._ends(tree, ends, after)
+        return ends["root"].first, after
+
+    def _ends(self, tree: object, ends: dict[str, _Ends], after: dict | None) -> _Ends:
+        """Of a tree; adds to `after` what follows what within it."""
+
+        def joins(last: dict, first: dict) -> None:
+            if after is not None:
+                for one in last:
+                    after.setdefault(one, {}).update(first)
+
+        match tree:
+            case Terminal():
+                return _Ends(self.language.nullable(tree.node), {tree: None}, {tree: None})
+            case Token():
+                return _Ends(False, {tree: None}, {tree: None})
+            case Ref():
+                return ends[tree.name]
+            case Seq():
+                result = _Ends(True)
+                for item in tree.items:
+                    part = self._ends(item, ends, after)
+                    joins(result.last, part.first)
+                    if result.nullable:
+                        result.first = result.first | part.first
+                    result.last = part.last | result.last if part.nullable else dict(part.last)
+                    result.nullable = result.nullable and part.nullable
+                return result
+            case Alt():
+                parts = [self._ends(item, ends, after) for item in tree.items]
+                result = _Ends(any(part.nullable for part in parts))
+                for part in parts:
+                    result.first, result.last = result.first | part.first, result.last | part.last
+                return result
+            case Repeat():
+                part = self._ends(tree.item, ends, after)
+                if tree.most != 1:
+                    joins(part.last, part.first)
+                return _Ends(part.nullable or tree.least == 0, part.first, part.last)
+        raise AssertionError(tree)
+
+
+def _regular_rules(grammar: Mapping[str, Node]) -> set[str]:
+    """The rules that do not lead to themselves, to one that does, or to a token."""
+    uses = {name: set(references(node)) for name, node in grammar.items()}
+    regular: set[str] = set()
+    while more := {
+        name for name in grammar if name not in regular and uses[name] <= regular and not _has_token(grammar[name])
+    }:
+        regular |= more
+    return regular
+
+
+def _has_token(node: Node) -> bool:
+    match node:
+        case Token():
+            return True
+        case Seq() | Alt():
+            return any(map(_has_token, node.items))
+        case Repeat():
+            return _has_token(node.item)
+    return False
+
+
+def _refs(tree: object) -> Iterator[str]:
+    match tree:
+        case Ref():
+            yield tree.name
+        case Seq() | Alt():
+            for item in tree.items:
+                yield from _refs(item)
+        case Repeat():
+            yield from _refs(tree.item)
+
+
+class _Writer:
+    def __init__(self, plan: _Plan, eos_ids: tuple[int, ...]):
+        self.plan, self.eos_ids = plan, eos_ids
+        self.lines: list[str] = []
+        self.terminals: dict[Node, str] = {}  # regular parts that have a name
+
+    def text(self) -> str:
+        names = {name: "start" if name == "root" else f"r{i}" for i, name in enumerate(self.plan.rules)}
+        for name, tree in self.plan.rules.items():
+            self.lines.append(f"{names[name]}: {self._expression(tree, names.__getitem__, self._terminal)}")
+        return "\n".join(self.lines)
+
+    def _terminal(self, node: Node) -> str:
+        """The name of the terminal for a regular part."""
+        if node not in self.terminals:
+            self.terminals[node] = name = f"T{len(self.terminals)}"
+            body = self._regex(node)
+            if body is None:  # rules within it have names, so that a grammar does not grow when they are used often
+                body = self._expression(node, lambda name: self._terminal(self.plan.grammar[name]), None)
+            else:
+                body = f"/{body or '(?:)'}/"
+            self.lines.append(f"{name}: {body}")
+        return self.terminals[node]
+
+    def _expression(self, tree: object, name_of: Callable[[str], str], terminal: Callable[[Node], str] | None) -> str:
+        def inner(item: object) -> str:
+            return self._expression(item, name_of, terminal)
+
+        match tree:
+            case Terminal():  # one that matches nothing, too, is not skipped by itself
+                return f"{terminal(tree.node)}{'?' if self.plan.language.nullable(tree.node) else ''}"
+            case Ref():
+                return name_of(tree.name)
+            case Token():
+                excluded = ",".join(map(str, sorted({tree.token_id, *self.eos_ids})))
+                return f"<[^{excluded}]>" if tree.negated else f"<[{tree.token_id}]>"
+            case Seq():
+                return f"({' '.join(map(inner, tree.items))})" if tree.items else '""'
+            case Alt():
+                return f"({' | '.join(map(inner, tree.items))})"
+            case Repeat():
+                most = "" if tree.most is None else tree.most
+                return f"({inner(tree.item)}){{{tree.least},{most}}}"
+        return f"/{self._regex(tree)}/"
+
+    def _regex(self, node: Node) -> str | None:
+        """None: it has references."""
+        match node:
+            case Chars():
+                return _class(node.ranges)
+            case Repeat():
+                inner = self._regex(node.item)
+                return inner and f"(?:{inner}){{{node.least},{'' if node.most is None else node.most}}}"
+            case Seq() | Alt():
+                parts = [self._regex(item) for item in node.items]
+                if None in parts:
+                    return None
+                return "".join(parts) if isinstance(node, Seq) else f"(?:{'|'.join(parts)})"
+        return None
+
+
+def _class(ranges: Ranges) -> str:
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return _char(ranges[0][0])
+    return f"[{''.join(_char(low) if low == high else f'{_char(low)}-{_char(high)}' for low, high in ranges)}]"
+
+
+def _char(code: int) -> str:
+    return chr(code) if code < 128 and chr(code).isalnum() else f"\\u{{{code:x}}}"
