@@ -38,15 +38,20 @@ def after_images(
 
 def loading(
     prompt: Conversation | GenerationSpec, state: ServerState, tenant: str | None
-) -> Callable[[], Awaitable[None]] | None:
-    """What loads the images of `prompt`; None if it has none. Raises BadRequest for options that the model has not."""
-    param = "messages"
+) -> Callable[[str], Awaitable[None]] | None:
+    """What loads the images of `prompt`, in turns of the tenant that it is given; None if it has none. Raises
+    BadRequest for options that the model has not.
+    """
+    param, max_tokens = "messages", None
     if isinstance(prompt, GenerationSpec):
+        max_tokens = state.model.max_model_len
         param = prompt.prompt_param
         prompt = prompt.prompts if isinstance(prompt.prompts, Conversation) else prompt
     if (options := prompt.processor_options) is not None:
         state.images.check_options(options)
-    return partial(state.images.load, prompt.images, options, tenant, param) if prompt.images else None
+    if not prompt.images:
+        return None
+    return partial(state.images.load, prompt.images, options, tenant, param, max_tokens)
 
 
 # ---- messages

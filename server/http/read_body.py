@@ -74,7 +74,7 @@ async def in_turns(request: Request, state: ServerState, size: int, work: Callab
     """The result of `work`, or of what it leaves for later, for a part of a body of `size` bytes. Raises as `take`."""
     used = await _run(request, state, size, work)
     while isinstance(used, Later):
-        await sse.unless_disconnected(request, used.awaited())
+        await sse.unless_disconnected(request, used.awaited(tenant_of(request.scope)))
         used = await _run(request, state, size, used.then)
     return used
 

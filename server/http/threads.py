@@ -25,9 +25,9 @@ SWITCH_INTERVAL = 0.001
 
 @dataclass(slots=True)
 class Later(Generic[T]):
-    """Work that cannot begin before `awaited()` has ended, which runs on the loop."""
+    """Work that cannot begin before `awaited(tenant)` has ended, which runs on the loop, in turns of the tenant."""
 
-    awaited: Callable[[], Awaitable[None]]
+    awaited: Callable[[str], Awaitable[None]]
     then: Callable[[], T]
 
 

@@ -5,8 +5,10 @@ Formats are few, because each decoder is code that strangers reach. Sizes are ch
 
 from __future__ import annotations
 
+import contextlib
 import io
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -16,6 +18,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_SCANS = 100
 _SCAN = b"\xff\xda"
 WHITE = (255, 255, 255)
+# of the decoded image, the one in RGB and what is between; Pillow takes 4 for RGB and RGBA
+_BYTES_PER_PIXEL, _OTHER_BYTES = {"RGB": 12, "L": 8, "1": 8}, 20
+_STRIP_PIXELS = 2**16  # of an image of numbers, converted at once
 # of damaged files, for the log of a program that opened them itself; Python would remember each text
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
@@ -26,12 +31,28 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
     Raises ValueError, for the client, if the bytes are no image of `FORMATS`, are damaged, or have more than
     `max_pixels` pixels.
     """
+    with _opened(data, max_pixels) as image:
+        return to_rgb(image)
+
+
+def header(data: bytes, max_pixels: int) -> tuple[int, int, int]:
+    """Width, height (not turned) and an estimate of the bytes that decoding takes, from the header alone. Raises
+    ValueError as `decode` does.
+    """
+    with _opened(data, max_pixels) as image:
+        width, height = image.size
+        mode = "RGBA" if "transparency" in image.info else image.mode
+        return width, height, width * height * _BYTES_PER_PIXEL.get(mode, _OTHER_BYTES)
+
+
+@contextlib.contextmanager
+def _opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
     if data.count(_SCAN) > MAX_SCANS and data[:2] == b"\xff\xd8":
         raise ValueError(f"the JPEG has more than {MAX_SCANS} scans")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image, max_pixels)
-            return to_rgb(image)
+            yield image
     except Image.UnidentifiedImageError:
         raise ValueError(f"it is not an image of a known format ({', '.join(FORMATS)})") from None
     except Image.DecompressionBombError:
@@ -75,6 +96,10 @@ def _from_numbers(image: Image.Image) -> Image.Image:
     low, high = float(values.min()), float(values.max())
     if not (low >= 0 and high <= 65535):
         raise ValueError("its pixels are numbers below 0 or above 65535")
-    if high > 255 or image.mode.startswith("I;16"):
-        values = values / 257
-    return Image.fromarray(np.rint(values).astype(np.uint8), "L").convert("RGB")
+    divisor = 257 if high > 255 or image.mode.startswith("I;16") else 1
+    brightness = np.empty(values.shape, np.uint8)
+    rows = max(1, _STRIP_PIXELS // values.shape[1])
+    for first in range(0, len(values), rows):  # in floats, which take eight times the memory
+        strip = slice(first, first + rows)
+        brightness[strip] = np.rint(values[strip] / divisor)
+    return Image.fromarray(brightness, "L").convert("RGB")

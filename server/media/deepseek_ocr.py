@@ -52,10 +52,25 @@ class DeepseekOCRProcessor:
         for name, side in (("base_size", self.base), ("image_size", self.tile)):
             self.check_side(f"preprocessor: {name}", side)
 
+    def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:
+        base, tile, most = self._view(options, len(sizes))
+        whole = self.num_embeds(base, 1, 1) + 1
+        grids = [self._grid(width, height, tile, most) for width, height in sizes]
+        return [whole + (self.num_embeds(tile, *grid) if grid else 0) for grid in grids]
+
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
-        base, tile, cuts = self._mode(options, len(images))
+        view = self._view(options, len(images))
+        return [self._process(image, *view) for image in images]
+
+    def _view(self, options: dict[str, Any], num_images: int) -> tuple[int, int, int]:
+        """Sides of the view and of the tiles, and the most tiles."""
+        base, tile, cuts = self._mode(options, num_images)
         most = chosen_int(options, "max_crops", self.most_tiles, _MAX_TILES)
-        return [self._process(image, base, tile, most if cuts else 1) for image in images]
+        return base, tile, most if cuts else 1
+
+    def _grid(self, width: int, height: int, tile: int, most: int) -> tuple[int, int] | None:
+        """Columns and rows of the tiles of an image; None if it has none."""
+        return best_grid(width, height, tile, 2, most) if most > 1 and max(width, height) > tile else None
 
     def _mode(self, options: dict[str, Any], num_images: int) -> Mode:
         name = options.get("mode")
@@ -82,8 +97,8 @@ class DeepseekOCRProcessor:
             raise ValueError(f"{name} must be a multiple of {_PATCH} up to {_MAX_SIDE}, not {side}")
 
     def _process(self, image: Image.Image, base: int, tile: int, most: int) -> ProcessedImage:
-        if most > 1 and max(image.size) > tile:
-            columns, rows = best_grid(image.width, image.height, tile, 2, most)
+        if grid := self._grid(*image.size, tile, most):
+            columns, rows = grid
             parts = tiles(image.resize((columns * tile, rows * tile), Image.Resampling.BICUBIC), tile)
             features = {"pixel_values_local": _stacked(parts), "grid": np.array([columns, rows], dtype=np.int64)}
             count = self.num_embeds(tile, columns, rows)

@@ -33,6 +33,10 @@ class Gemma3Processor:
         self.count = config.get("mm_tokens_per_image", 256)
         self.defaults = {name: preprocessor[name] for name in self.options if preprocessor.get(name) is not None}
 
+    def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:
+        options = self.defaults | options
+        return [self.count * (1 + len(self._ranges(width, height, options))) for width, height in sizes]
+
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
         options = self.defaults | options
         return [self._process(image, self._crops(image, options)) for image in images]
@@ -48,20 +52,24 @@ class Gemma3Processor:
 
     def _crops(self, image: Image.Image, options: dict[str, Any]) -> list[Image.Image]:
         """Equal parts of an image that is not nearly square, along its longer side."""
+        wide, short = image.width >= image.height, min(image.size)
+        ranges = self._ranges(*image.size, options)
+        return [image.crop((a, 0, b, short) if wide else (0, a, short, b)) for a, b in ranges]
+
+    def _ranges(self, width: int, height: int, options: dict[str, Any]) -> list[tuple[int, int]]:
+        """Begin and end of each part."""
         if not chosen_bool(options, "do_pan_and_scan", False):
             return []
         least = chosen_int(options, f"{_PAN_AND_SCAN}min_crop_size", 256, 1 << 16)
         most = chosen_int(options, f"{_PAN_AND_SCAN}max_num_crops", 4, _MAX_CROPS)
-        long, short = max(image.size), min(image.size)
+        long, short = max(width, height), min(width, height)
         if long / short < _chosen_ratio(options):
             return []
         number = min(most, max(2, min(long // least, math.floor(long / short + 0.5))))
         step = math.ceil(long / number)
         if min(step, short) < least:
             return []
-        ranges = [(start, min(start + step, long)) for start in range(0, long, step)]
-        wide = image.width >= image.height
-        return [image.crop((a, 0, b, short) if wide else (0, a, short, b)) for a, b in ranges]
+        return [(start, min(start + step, long)) for start in range(0, long, step)]
 
 
 def _chosen_ratio(options: dict[str, Any]) -> float:
@@ -87,13 +95,21 @@ class Gemma4Processor:
         self.pool = preprocessor.get("pooling_kernel_size") or vision.get("pooling_kernel_size", 3)
         self.budget = preprocessor.get("max_soft_tokens") or 280
 
+    def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:
+        unit, budget = self.pool * self.patch, self._budget(options)
+        return [math.prod(fitting_grid(height, width, unit, budget)) for width, height in sizes]
+
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
+        budget = self._budget(options)
+        return [self._process(image, budget) for image in images]
+
+    def _budget(self, options: dict[str, Any]) -> int:
         low = chosen_detail(options) == "low"
         budget = options.get("max_soft_tokens", self.budgets[0] if low else self.budget)
         if budget not in self.budgets:
             known = ", ".join(map(str, self.budgets))
             raise ValueError(f"mm_processor_kwargs.max_soft_tokens must be one of {known}, not {budget!r}")
-        return [self._process(image, budget) for image in images]
+        return budget
 
     def _process(self, image: Image.Image, budget: int) -> ProcessedImage:
         unit, patch = self.pool * self.patch, self.patch

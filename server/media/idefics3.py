@@ -37,11 +37,19 @@ class Idefics3Processor:
         if side != self.side:
             raise ValueError(f"max_image_size.longest_edge {side} must be the encoder's image_size, {self.side}")
 
+    def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:
+        longest, splits = self._chosen(options)
+        parts = [math.prod(cut(*scaled(height, width, longest), self.side)) if splits else 1 for width, height in sizes]
+        return [self.tokens * (num + 1 if num > 1 else 1) for num in parts]
+
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
+        return [self._process(image, *self._chosen(options)) for image in images]
+
+    def _chosen(self, options: dict[str, Any]) -> tuple[int, bool]:
+        """The longest side of an image, and whether it is split."""
         self._check_tile(chosen_edge(options, "max_image_size", self.side, _LONGEST))
         longest = chosen_edge(options, "size", self.longest, _LONGEST)
-        splits = chosen_bool(options, "do_image_splitting", self.splits and chosen_detail(options) != "low")
-        return [self._process(image, longest, splits) for image in images]
+        return longest, chosen_bool(options, "do_image_splitting", self.splits and chosen_detail(options) != "low")
 
     def _process(self, image: Image.Image, longest: int, splits: bool) -> ProcessedImage:
         image = self.reader.resize(image, *scaled(image.height, image.width, longest))

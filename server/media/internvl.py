@@ -30,11 +30,20 @@ class InternVLProcessor:
         self.fewest, self.most = preprocessor.get("min_patches", 1), preprocessor.get("max_patches", 12)
         self.reader = PixelReader(preprocessor)
 
+    def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:
+        fewest, most = self._tiles(options)
+        grids = [best_grid(width, height, self.side, fewest, most) for width, height in sizes]
+        return [self.tokens * (columns * rows + (columns * rows > 1)) for columns, rows in grids]
+
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
+        return [self._process(image, *self._tiles(options)) for image in images]
+
+    def _tiles(self, options: dict[str, Any]) -> tuple[int, int]:
+        """The fewest and the most tiles of an image."""
         most = chosen_int(options, "max_patches", self.most, _MOST_TILES)
         fewest = chosen_int(options, "min_patches", min(self.fewest, most), most)
         cut = chosen_bool(options, "crop_to_patches", chosen_detail(options) != "low") and most > 1
-        return [self._process(image, fewest if cut else 1, most if cut else 1) for image in images]
+        return (fewest, most) if cut else (1, 1)
 
     def _process(self, image: Image.Image, fewest: int, most: int) -> ProcessedImage:
         columns, rows = best_grid(image.width, image.height, self.side, fewest, most)

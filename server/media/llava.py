@@ -32,6 +32,9 @@ class LlavaProcessor:
         self.tokens = (self.side // patch) ** 2 + keeps_class
         self.reader = PixelReader(preprocessor)
 
+    def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:
+        return [self.tokens] * len(sizes)
+
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
         return [
             ProcessedImage(

@@ -35,6 +35,11 @@ class LlavaOnevisionProcessor:
         self.most = most_tiles(config.get("vision_aspect_ratio", "anyres_max_9"))
         self.reader = PixelReader(preprocessor)
 
+    def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:
+        if len(sizes) > 1 or chosen_detail(options) == "low":
+            return [self.patches**2 + 1] * len(sizes)
+        return [self._count(self._layout_of(height, width)) for width, height in sizes]
+
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
         if len(images) == 1 and chosen_detail(options) != "low":
             return [self._in_tiles(images[0])]
@@ -50,10 +55,16 @@ class LlavaOnevisionProcessor:
         size = fitted(image.height, image.width, height, width)
         parts = tiles(padded(self.reader.resize(image, *size), height, width), self.side)
         pixels = self.reader.numbers([self.reader.resize(image, self.side, self.side), *parts])
-        layout = self.layout(image.height, image.width, height // self.side, width // self.side)
-        count = self.patches**2 + layout[4] * (layout[5] + 1)
+        layout = self._layout_of(image.height, image.width)
         features = {"pixel_values": pixels, "layout": np.array(layout, np.int64)}
-        return ProcessedImage(features, self.image_token, [count])
+        return ProcessedImage(features, self.image_token, [self._count(layout)])
+
+    def _layout_of(self, height: int, width: int) -> tuple[int, int, int, int, int, int]:
+        full_height, full_width = best_resolution(height, width, self.resolutions)
+        return self.layout(height, width, full_height // self.side, full_width // self.side)
+
+    def _count(self, layout: tuple[int, int, int, int, int, int]) -> int:
+        return self.patches**2 + layout[4] * (layout[5] + 1)
 
     def layout(self, height: int, width: int, rows: int, columns: int) -> tuple[int, int, int, int, int, int]:
         """How the encoder joins the tiles of an image of `height` x `width` pixels: rows and columns of tiles, rows and

@@ -30,10 +30,16 @@ class PixtralProcessor:
         self.longest = longest_edge(preprocessor.get("size") or {}, 1024)
         self.limit = max(self.longest, vision.get("image_size", 1024))
 
+    def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:
+        grids = [grid(height, width, self._longest(options), self.unit) for width, height in sizes]
+        return [rows * columns for rows, columns in grids]
+
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
+        return [self._process(image, self._longest(options)) for image in images]
+
+    def _longest(self, options: dict[str, Any]) -> int:
         low = chosen_detail(options) == "low"
-        longest = chosen_edge(options, "size", min(self.longest, _LOW) if low else self.longest, self.limit)
-        return [self._process(image, longest) for image in images]
+        return chosen_edge(options, "size", min(self.longest, _LOW) if low else self.longest, self.limit)
 
     def _process(self, image: Image.Image, longest: int) -> ProcessedImage:
         rows, columns = grid(image.height, image.width, longest, self.unit)

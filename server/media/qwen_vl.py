@@ -35,6 +35,11 @@ class QwenVLProcessor:
             for name, edge in _EDGES.items()
         }
 
+    def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:
+        limits, unit = self._limits(options), self.patch * self.merge
+        found = [smart_size(height, width, unit, *limits) for width, height in sizes]
+        return [height * width // unit**2 for height, width in found]
+
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
         limits = self._limits(options)
         return [self._process(image, *limits) for image in images]

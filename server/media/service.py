@@ -12,12 +12,14 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.configs.config import Config
-from quire.server.errors import BadRequest, Unavailable
+from quire.server.errors import BadRequest, ContextLengthExceeded, Unavailable
+from quire.server.http.turns import Turns
 from quire.server.media import sources
 from quire.server.media.inputs import ImageInput, Lease
 from quire.server.media.registry import load_processor, read_config, why_no_images
@@ -31,10 +33,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire.images")
 
+T = TypeVar("T")
+
 MAX_IMAGES = 32  # per prompt, by default
 MAX_WAITING = 256  # prompts whose images wait or are being preprocessed
 MAX_NAMES = 2**14  # uuids that are remembered
 NUM_THREADS = min(4, os.cpu_count() or 1)
+MAX_BYTES = 2**30  # of images while they are decoded and preprocessed, all together
+# of an image while it becomes features: Qwen's 28 x 28 pixels, Gemma's 56 x 56, as bytes and twice as floats
+_BYTES_PER_TOKEN = 56 * 56 * 3 * 9
+_SIDES = (28, 112, 336, 512, 896, 1024, 1536, 2048, 3072, 4096, 8192)  # of images, to find the most tokens of one
+
+
+@dataclass(slots=True)
+class _Group:
+    """Images of a prompt that are preprocessed together."""
+
+    images: list[ImageInput]
+    options: dict[str, Any]
+    enlarges: bool  # whether the request has options of its own
+    content: list[bytes | None] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    done: bool = False  # they have their leases
+    num_hits: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0  # that preprocessing takes
+    seconds: float = 0.0
 
 
 class Images:
@@ -54,7 +78,10 @@ class Images:
         self._store = ImageStore(int((size or 1.0) * 2**30), keeps=size > 0)
         self._threads: ThreadPoolExecutor | None = None
         self._fetcher: Fetcher | None = None
+        self._turns = Turns(NUM_THREADS, max_bytes=MAX_BYTES)
         self._num_waiting = 0
+        self.may_enlarge = False  # whether options of a request may make images larger: offline they are our own
+        self._most: int | None = None  # tokens of an image by the server's settings
         self._mutex = threading.Lock()  # of what follows
         self._contents: OrderedDict[tuple[str | None, str], bytes] = OrderedDict()  # (tenant, uuid) -> digest
         self.num_images = self.num_hits = 0
@@ -105,31 +132,58 @@ class Images:
             self.why_not = f"its image token is {media.image_token_id}, but {self.image_token_id} in its tokenizer"
 
     async def load(
-        self, images: Sequence[ImageInput], options: dict[str, Any] | None, tenant: str | None, param: str
+        self,
+        images: Sequence[ImageInput],
+        options: dict[str, Any] | None,
+        tenant: str | None,
+        param: str,
+        max_tokens: int | None,
+        turn: str,
     ) -> None:
         """Give every image of a prompt its `lease`. `options` are the request's mm_processor_kwargs, checked; `param`
-        is the field that holds the prompt. Images are shared by content; the uuids of different tenants are different.
+        is the field that holds the prompt; `max_tokens` is what its images must have less tokens than. Images are
+        shared by content; the uuids of different tenants are different. `turn` is the tenant whose turns this takes.
 
-        Raises BadRequest naming the image, Unavailable if too much is under way.
+        Sizes and tokens are known from the headers of the images: what is too large is refused before it is decoded.
+        If the caller is cancelled, what has not begun is dropped.
+
+        Raises BadRequest naming the image, ContextLengthExceeded, Unavailable if too much is under way.
         """
         self._check(images, param)
         if self._num_waiting >= MAX_WAITING:
             raise Unavailable("Too many images are being preprocessed.", retry_after=1)
         self._num_waiting += 1
         try:
-            data = await asyncio.gather(*(self._fetch(image) for image in images))
-            options = self._default_options | (options or {})
+            fetched = await _all(self._fetch(image) for image in images)
+            settings = self._default_options | (options or {})
             by_number = getattr(self._processor, "sized_by_number", False)
-            groups = [range(len(images))] if by_number else [range(i, i + 1) for i in range(len(images))]
-            work = [
-                functools.partial(self._prepare, [images[i] for i in group], [data[i] for i in group], options, tenant)
-                for group in groups
-            ]
+            together = [list(images)] if by_number else [[image] for image in images]
+            sources = [fetched] if by_number else [[one] for one in fetched]
+            groups = [_Group(some, dict(settings), bool(options)) for some in together]
             self._threads = self._threads or ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="images")
-            loop = asyncio.get_running_loop()
-            await asyncio.gather(*(loop.run_in_executor(self._threads, one) for one in work))
+            looks = (
+                self._turns.run(self._threads, turn, functools.partial(self._look, group, data, tenant))
+                for group, data in zip(groups, sources, strict=True)
+            )
+            await _all(looks)
+            self._check_tokens(groups, param, max_tokens)
+            await _all(
+                self._turns.run(self._threads, turn, functools.partial(self._process, group), group.num_bytes)
+                for group in groups
+                if not group.done
+            )
         finally:
             self._num_waiting -= 1
+
+    def _check_tokens(self, groups: list[_Group], param: str, max_tokens: int | None) -> None:
+        num_tokens = sum(group.num_tokens for group in groups)
+        if max_tokens is not None and num_tokens >= max_tokens:
+            num_images = sum(len(group.images) for group in groups)
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {max_tokens} tokens. However, your {param} has {num_images} "
+                f"images that take {num_tokens} tokens.",
+                param=param,
+            )
 
     def describe(self) -> dict[str, Any]:
         """For /server_info: whether images are taken or why not, their limits and options, and how many came."""
@@ -194,36 +248,94 @@ class Images:
 
     # ---- in a thread
 
-    def _prepare(
-        self, images: list[ImageInput], fetched: list[bytes | None], options: dict[str, Any], tenant: str | None
-    ) -> None:
-        """Give `images`, which are preprocessed together, their leases."""
+    def _look(self, group: _Group, fetched: list[bytes | None], tenant: str | None) -> None:
+        """Find the images of a group, or what preprocessing them would take."""
         started = time.perf_counter()
-        content = [self._content(image, data) for image, data in zip(images, fetched, strict=True)]
-        digests = [self._digest(image, data, tenant) for image, data in zip(images, content, strict=True)]
-        options = options | self._detail(images)
-        keys = _keys(digests, options)
-        leases = [self._store.lease(key) for key in keys]
-        num_hits = sum(lease is not None for lease in leases)
-        if None in leases:
-            leases = self._process(images, content, keys, options)
-            for lease in leases:
-                lease.found, lease.seconds = False, (time.perf_counter() - started) / len(leases)
-        for image, lease in zip(images, leases, strict=True):
+        images = group.images
+        group.content = [self._content(image, data) for image, data in zip(images, fetched, strict=True)]
+        digests = [self._digest(image, data, tenant) for image, data in zip(images, group.content, strict=True)]
+        group.options |= self._detail(images)
+        group.keys = _keys(digests, group.options)
+        leases = [self._store.lease(key) for key in group.keys]
+        if None not in leases:
+            self._give(group, leases, len(leases))
+        else:
+            group.num_hits = sum(lease is not None for lease in leases)
+            headers = [self._header(image, data) for image, data in zip(images, group.content, strict=True)]
+            sizes = [(width, height) for width, height, _ in headers]
+            group.num_tokens = self._count(group, sizes)
+            group.num_bytes = sum(num_bytes for _, _, num_bytes in headers) + group.num_tokens * _BYTES_PER_TOKEN
+        group.seconds = time.perf_counter() - started
+
+    def _count(self, group: _Group, sizes: list[tuple[int, int]]) -> int:
+        """Image tokens of a group. Raises BadRequest if options of the request make an image larger than the server's
+        settings make any.
+        """
+        turned = [(height, width) for width, height in sizes]  # as EXIF may say, which may come after the pixels
+        try:
+            counts = [self._processor.num_tokens(one, group.options) for one in (sizes, turned)]
+            if group.enlarges and not self.may_enlarge:
+                usual = self._processor.num_tokens(sizes, self._default_options | self._detail(group.images))
+                most = max(*usual, self._most_tokens())
+                if (found := max(counts[0])) > most:
+                    raise BadRequest(
+                        f"mm_processor_kwargs: an image would take {found} tokens, and the server's settings make at "
+                        f"most {most} of one: options of a request may only make images smaller "
+                        "(--mm-processor-kwargs makes them larger).",
+                        param="mm_processor_kwargs",
+                    )
+        except ValueError as error:
+            raise _refused(group.images[0], str(error)) from None
+        return min(sum(one) for one in counts)
+
+    def _most_tokens(self) -> int:
+        """The most tokens of an image by the server's settings: those of the largest of many sizes."""
+        if self._most is None:
+            pairs = [(width, height) for width in _SIDES for height in _SIDES]
+            sizes = [(width, height) for width, height in pairs if max(width, height) <= 100 * min(width, height)]
+            self._most = max(self._processor.num_tokens([size], self._default_options)[0] for size in sizes)
+        return self._most
+
+    def _process(self, group: _Group) -> None:
+        started = time.perf_counter()
+        pictures = [self._decode(image, data) for image, data in zip(group.images, group.content, strict=True)]
+        try:
+            processed = self._processor(pictures, group.options)
+        except ValueError as error:
+            raise _refused(group.images[0], str(error)) from None
+        leases = [self._store.add(key, one) for key, one in zip(group.keys, processed, strict=True)]
+        for lease in leases:
+            lease.found = False
+            lease.seconds = (group.seconds + time.perf_counter() - started) / len(leases)
+        self._give(group, leases, group.num_hits)
+
+    def _give(self, group: _Group, leases: list[Lease], num_hits: int) -> None:
+        group.done, group.content = True, []
+        group.num_tokens = sum(lease.image.num_tokens for lease in leases)
+        for image, lease in zip(group.images, leases, strict=True):
             image.lease = lease
         with self._mutex:
-            self.num_images += len(images)
+            self.num_images += len(leases)
             self.num_hits += num_hits
 
-    def _process(
-        self, images: list[ImageInput], content: list[bytes | None], keys: list[str], options: dict[str, Any]
-    ) -> list[Lease]:
-        pictures = [self._decode(image, data) for image, data in zip(images, content, strict=True)]
+    def _header(self, image: ImageInput, content: bytes | None) -> tuple[int, int, int]:
+        """Width, height, and bytes that decoding takes."""
+        from quire.server.media.decode import header
+
+        if image.picture is not None:
+            width, height = image.picture.size
+            return width, height, 16 * width * height
         try:
-            processed = self._processor(pictures, options)
+            return header(self._present(image, content), self._config.max_image_pixels)
         except ValueError as error:
-            raise _refused(images[0], str(error)) from None
-        return [self._store.add(key, one) for key, one in zip(keys, processed, strict=True)]
+            raise _refused(image, str(error)) from None
+
+    def _present(self, image: ImageInput, content: bytes | None) -> bytes:
+        if content is None:
+            raise _refused(
+                image, f"the image with the uuid '{image.uuid[:100]}' is no longer cached: send it with its data"
+            )
+        return content
 
     def _content(self, image: ImageInput, fetched: bytes | None) -> bytes | None:
         """The encoded image; None for a picture, and for a uuid alone."""
@@ -268,11 +380,7 @@ class Images:
         try:
             if image.picture is not None:
                 return to_rgb(image.picture)
-            if content is None:
-                raise _refused(
-                    image, f"the image with the uuid '{image.uuid[:100]}' is no longer cached: send it with its data"
-                )
-            return decode(content, self._config.max_image_pixels)
+            return decode(self._present(image, content), self._config.max_image_pixels)
         except ValueError as error:
             raise _refused(image, str(error)) from None
 
@@ -284,6 +392,17 @@ class Images:
         if len(given) > 1:
             raise _refused(images[0], "the images of a prompt must have the same detail for this model")
         return {"detail": given.pop()}
+
+
+async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
+    """The results; the first error cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _keys(digests: list[bytes], options: dict[str, Any]) -> list[str]:

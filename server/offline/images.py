@@ -77,6 +77,7 @@ class ImageTurns:
 
     def __init__(self, state: ServerState):
         self._state = state
+        state.images.may_enlarge = True
         self._slots = asyncio.Semaphore(MAX_TURNS)
         self._num_active = 0  # prompts that load their images, or hold them
         self._num_begun = 0  # times that a prompt became active
@@ -95,7 +96,7 @@ class ImageTurns:
                 while True:
                     alone, begun = self._num_active == 1, self._num_begun
                     try:
-                        await load()
+                        await load("")
                         break
                     except Unavailable:
                         if alone and begun == self._num_begun:

@@ -245,8 +245,8 @@ def test_server_info_says_what_is_done_with_images(seeing, server):
 def test_bodies_count_until_their_images_are_loaded(seeing, monkeypatch):
     """Many that wait for images are refused as many that are being received are."""
     images, connections, go = seeing.state.images, seeing.launcher.frontend.connections, threading.Event()
-    prepare = images._prepare
-    monkeypatch.setattr(images, "_prepare", lambda *arguments: (go.wait(10), prepare(*arguments))[1])
+    look = images._look
+    monkeypatch.setattr(images, "_look", lambda *arguments: (go.wait(10), look(*arguments))[1])
     body = asks(image_part("plum"), text_part("word " * 20))
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(seeing.http.post, CHAT, json=body)
