@@ -281,9 +281,10 @@ class ServerConfig:
     enable_auto_tool_choice: bool = opt(
         False, "accepted for compatibility: a request with tools and no tool_choice has auto anyway"
     )
-    generic_tool_prompt: bool = opt(
-        False,
-        "describe tools in a system message, and parse calls as JSON, if the model's chat template knows no tools",
+    generic_tool_prompt: bool | None = opt(
+        None,
+        "describe tools in a system message, and parse calls as JSON (default: if the model's chat template prints "
+        "no tools)",
     )
     exclude_tools_when_tool_choice_none: bool = opt(
         False, "leave the tools out of the prompt of a request with tool_choice none"

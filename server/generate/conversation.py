@@ -110,23 +110,31 @@ def _fit_to(
     if not tools and not has_calls:
         return messages, tools
     support = template.tool_support
-    if state.formats.generic:
+    if state.formats.generic and (tools or not support.calls):
         return with_generic_tools(messages, tools), []
     wants_calls = conversation.tool_choice.mode != "none"
-    unread = conversation.parse and state.formats.tools is None
-    if tools and wants_calls and (not support.tools or unread):
-        why = "knows no tools" if not support.tools else "writes calls in a format that this server does not know"
+    if tools and wants_calls and not support.tools:
         raise BadRequest(
-            f"This model's chat template {why}. The server can describe the tools to it in a prompt of its own "
-            "(--generic-tool-prompt), or be given a --chat-template and a --tool-call-parser.",
+            f"This model's chat template prints no tools. {_without_generic(state)}, or give it a --chat-template that "
+            "prints them.",
             param="tools",
         )
+    if tools and wants_calls and conversation.parse and state.formats.tools is None:
+        raise BadRequest(f"This server reads no calls of tools ({state.formats.tools_reason}).", param="tools")
     if has_calls and not support.calls:
         raise BadRequest(
-            "This model's chat template prints no tool calls and no results of tools (--generic-tool-prompt does).",
+            f"This model's chat template prints no tool calls and no results of tools. {_without_generic(state)}.",
             param="messages",
         )
     return messages, tools
+
+
+def _without_generic(state: ServerState) -> str:
+    server = state.config.server
+    flags = ["--no-generic-tool-prompt"] if server.generic_tool_prompt is False else []
+    flags += [f"--tool-call-parser {server.tool_call_parser}"] if server.tool_call_parser != "auto" else []
+    described = "the server describes tools in a prompt of its own"
+    return f"Without {' and '.join(flags)}, {described}" if flags else f"With --generic-tool-prompt, {described}"
 
 
 # ---- the answer

@@ -12,15 +12,15 @@ from quire.server.parsers.tools.base import ToolFormat
 from quire.server.text.chat_template import compile_template
 from quire.server.text.tokenizer import Tokenizer
 
-GENERIC = "json"  # the parser of --generic-tool-prompt
+GENERIC = "json"  # the parser of the generic tool prompt
 
 logger = logging.getLogger("quire")
 
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """What the model's text is parsed with. `generic`: the template knows no tools, so that they are described in a
-    system message. `visible_ids` are special tokens that the parsers must see in the text.
+    """What the model's text is parsed with. `generic`: tools are described in a system message, because the template
+    prints none, or because a setting says so. `visible_ids` are special tokens that the parsers must see in the text.
     The last are token ids of what begins and ends thoughts, and of the texts that end them when their budget is used:
     before any answer, before one with a structure, and before calls whose structure covers the thoughts.
     """
@@ -49,10 +49,10 @@ def choose_formats(server: ServerConfig, tokenizer: Tokenizer) -> Formats:
     """As the settings say, else by what the chat template and the tokenizer show. Raises ValueError for a setting."""
     template = "\n".join(tokenizer.chat_templates.values())
     tools, why_tools = _tools(server.tool_call_parser, template, tokenizer)
-    reasoning, why_reasoning = _reasoning(server.reasoning_parser, template, tokenizer)
-    generic = server.generic_tool_prompt and tools is None
+    generic, why_generic = _generic(server, tokenizer)
     if generic:
-        tools, why_tools = tool_format(GENERIC), f"--generic-tool-prompt; {why_tools}"
+        tools, why_tools = tool_format(GENERIC), why_generic
+    reasoning, why_reasoning = _reasoning(server.reasoning_parser, template, tokenizer)
     markers = {*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ())}
     ids = {tokenizer.token_to_id(marker) for marker in markers}
     formats = Formats(
@@ -64,13 +64,31 @@ def choose_formats(server: ServerConfig, tokenizer: Tokenizer) -> Formats:
         frozenset(ids & tokenizer.special_ids),
         *(_marker_ids(reasoning, tokenizer) if reasoning else ()),
     )
-    for source in tokenizer.chat_templates.values():
-        _ = compile_template(source).tool_support  # compute now, not during the first request
     if server.enable_auto_tool_choice:
         logger.info("--enable-auto-tool-choice has no effect: a request with tools and no tool_choice has auto anyway")
     for what, chosen, why in (("tool-call", tools, why_tools), ("reasoning", reasoning, why_reasoning)):
         logger.info("%s parser: %s (%s)", what, chosen.name if chosen else "none", why)
     return formats
+
+
+def _generic(server: ServerConfig, tokenizer: Tokenizer) -> tuple[bool, str]:
+    """Whether tools are described in a prompt of the server's own, and why. Raises ValueError for a setting."""
+    # computes what the templates print now, not during the first request
+    supports = [compile_template(source).tool_support for source in tokenizer.chat_templates.values()]
+    if server.generic_tool_prompt:
+        if server.tool_call_parser not in ("auto", GENERIC):
+            raise ValueError(
+                f"--generic-tool-prompt asks for calls that the parser {GENERIC!r} reads: leave out --tool-call-parser "
+                f"{server.tool_call_parser}"
+            )
+        return True, "--generic-tool-prompt"
+    automatic = server.generic_tool_prompt is None and server.tool_call_parser == "auto"
+    if not automatic or not supports or any(support.tools for support in supports):
+        return False, ""
+    return True, (
+        "the chat template prints no tools, so a system message describes them; --no-generic-tool-prompt refuses "
+        "tools instead"
+    )
 
 
 def _has_token(tokenizer: Tokenizer):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quire.server.errors import BadRequest
+
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -38,6 +40,16 @@ class Tool:
         elif self.parameters is not None:
             function["parameters"] = self.parameters
         return {"type": "function", "function": function}
+
+
+def require_object(parameters: dict[str, Any] | None, path: str) -> None:
+    """Raises BadRequest for a schema of arguments that no object fits."""
+    kind = (parameters or {}).get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise BadRequest(
+            f"{path}.type: the arguments of a function are an object, so the type must be 'object', not {kind!r:.100}.",
+            param=f"{path}.type",
+        )
 
 
 @dataclass(slots=True, frozen=True)

@@ -59,7 +59,8 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
     unknown: list[str] = []
     _check_undeclared(members, request, "", unknown)
     if unknown and strict:
-        raise BadRequest(f"Unknown parameter: {', '.join(unknown[:10])}.", param=unknown[0], code="unknown_parameter")
+        param = unknown[0].partition(" (")[0]
+        raise BadRequest(f"Unknown parameter: {', '.join(unknown[:10])}.", param=param, code="unknown_parameter")
     return request, unknown
 
 
@@ -69,6 +70,12 @@ def _untyped(body: bytes) -> Any:
         return msgspec.json.decode(body)
     except (ValueError, RecursionError):  # or bytes that are no UTF-8, which typed decoding skips
         return None
+
+
+def is_left_out(item: Any) -> bool:
+    """Whether `item` is of a type that is ignored like an unknown field (the class's pattern `left_out`)."""
+    pattern = getattr(type(item), "left_out", None)
+    return pattern is not None and pattern.fullmatch(item.type) is not None
 
 
 def _why(error: ValueError, body: bytes) -> str:
@@ -146,7 +153,10 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unk
                 _check_undeclared(_members(raw), child, f"{path}.", unknown)
             elif isinstance(child, list) and any(issubclass(kind, msgspec.Struct) for kind in set(map(type, child))):
                 for i, (item_raw, item) in enumerate(zip(_items(raw), child, strict=True)):
-                    if isinstance(item, msgspec.Struct):  # documents of a rerank may be texts, too
+                    if is_left_out(item):
+                        if len(unknown) < MAX_UNKNOWN:
+                            unknown.append(f"{path}.{i} ({item.type})")
+                    elif isinstance(item, msgspec.Struct):  # documents of a rerank may be texts, too
                         _check_undeclared(_members(item_raw), item, f"{path}.{i}.", unknown)
         elif name in cls.unsupported:
             if not _neutral(raw, cls.unsupported[name]):

@@ -199,7 +199,7 @@ class ChatTemplate:
         def render(messages: list[dict[str, Any]], tools: list[dict] | None) -> str | None:
             return self._attempt([self._fit_content(dict(message)) for message in messages], tools)
 
-        return probe_tools(render)
+        return probe_tools(render, self.source)
 
     @property
     def content_format(self) -> str:

@@ -37,24 +37,28 @@ class ToolSupport:
     """
 
     tools: bool  # prints the tools
-    calls: bool  # prints calls and their results
+    calls: bool  # prints calls and their results, or results only: these templates leave calls out
     arguments_as_object: bool = True  # else as JSON text
     no_content: Literal["missing", "null", "empty"] = "missing"  # of a message that has calls only
     short_ids: bool = False  # ids must have nine letters or digits
 
 
-def probe_tools(render: Render) -> ToolSupport:
+def probe_tools(render: Render, source: str) -> ToolSupport:
+    """A template that fails on a probe tells in its own words what it misses in a real conversation: it counts as one
+    that prints what its `source` names.
+    """
     user = {"role": "user", "content": "qzask"}
     printed = render([user], [TOOL])
-    tools = printed is not None and "qztool" in printed
-    failed_always = True
+    tools = "tools" in source if printed is None else "qztool" in printed
+    failed_always, results_only = True, None
     for support, conversation in _variants(user, tools):
         text = render(conversation, [TOOL])
         failed_always &= text is None
         if text is not None and _prints_call(text, support):
             return support
-    # a template that fails on the probe tells in its own words what it misses in a real conversation
-    return ToolSupport(tools, calls=failed_always)
+        if results_only is None and text is not None and _prints_result(text):
+            results_only = support
+    return (results_only if "tool" in source else None) or ToolSupport(tools, calls=failed_always)
 
 
 def _variants(user: dict[str, Any], tools: bool) -> Iterator[tuple[ToolSupport, list[dict[str, Any]]]]:
@@ -74,6 +78,12 @@ def _variants(user: dict[str, Any], tools: bool) -> Iterator[tuple[ToolSupport, 
 def with_no_content(message: dict[str, Any], form: str) -> dict[str, Any]:
     """`message`, which has no content, with the form of it that a template takes (`ToolSupport.no_content`)."""
     return message if form == "missing" else {**message, "content": None if form == "null" else ""}
+
+
+def _prints_result(text: str) -> bool:
+    """Whether the result is there, and nothing of the call."""
+    call = text[text.rfind("qzask") :]
+    return "qzresult" in call and not any(word in call for word in ("qzvalue", "None", "null"))
 
 
 def _prints_call(text: str, support: ToolSupport) -> bool:

@@ -348,7 +348,9 @@ def test_messages_reach_the_template(server):
     "fields,param",
     [
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
-        ({"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+        ({"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages.1.role"),
+        ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages.1.role"),
+        ({"messages": [*HELLO, {"role": "function", "name": "f", "content": "x"}]}, "messages.1.role"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content.0.type"),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import openai
 import pytest
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from quire.configs.config import ServerConfig
+from quire.server.generate.formats import choose_formats
 from tests.server.conftest import MODEL
 from tests.server.scripted import scripted_server, write_folder
 from tests.server.templates import CHATML, QWEN3_TOOLS
@@ -362,12 +366,95 @@ def test_a_template_that_knows_the_effort(tmp_path):
 # ---- models that know nothing of it, and settings
 
 
-def test_a_template_without_tools(plain):
-    server, script = plain
-    error = refused(server, tools=TOOLS)
-    assert error["param"] == "tools" and "--generic-tool-prompt" in error["message"]
+def test_a_template_without_tools(tmp_path):
+    folder = write_folder(tmp_path, CHATML)
     history = [*ASK, {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "time", "arguments": ""}}]}]
-    assert refused(server, messages=history)["param"] == "messages"
+    for settings, named in (
+        ({"generic_tool_prompt": False}, "--no-generic-tool-prompt"),
+        ({"tool_call_parser": "hermes"}, "--tool-call-parser hermes"),
+    ):
+        with scripted_server(folder, **settings) as (server, _):
+            error = refused(server, tools=TOOLS)
+            assert error["param"] == "tools" and f"Without {named}" in error["message"]
+            error = refused(server, messages=history)
+            assert error["param"] == "messages" and f"Without {named}" in error["message"]
+
+
+def test_the_generic_prompt_of_every_template(tmp_path):
+    """--generic-tool-prompt also where the template prints tools and a parser was found."""
+    folder = write_folder(tmp_path, QWEN3_TOOLS)
+    for parser in ("auto", "json"):
+        with scripted_server(folder, generic_tool_prompt=True, tool_call_parser=parser) as (server, script):
+            script.says('[{"name": "time", "arguments": {}}]')
+            assert ask(server, tools=TOOLS).choices[0].message.tool_calls[0].function.name == "time"
+            assert "JSON array of calls" in prompt(server, script) and "<tools>" not in prompt(server, script)
+
+
+def test_a_generic_prompt_and_the_parser_of_another_format_exclude_each_other():
+    server = ServerConfig(generic_tool_prompt=True, tool_call_parser="hermes")
+    with pytest.raises(ValueError, match="leave out --tool-call-parser hermes"):
+        choose_formats(server, SimpleNamespace(chat_templates={"default": QWEN3_TOOLS}))
+
+
+def test_a_template_that_fails_on_tools_tells_why(tmp_path):
+    template = "{% if tools %}{{ raise_exception('only one tool') }}{% endif %}" + CHATML
+    with scripted_server(write_folder(tmp_path, template)) as (server, _):
+        assert "only one tool" in refused(server, tools=TOOLS)["message"]
+
+
+# like those of Granite 3.3, LFM2 and SmolLM3: results are printed, calls are not
+RESULTS_ONLY = {
+    "granite 3.3": "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
+    "<|start_of_role|>{% if message.role == 'tool' %}tool_response{% else %}{{ message.role }}{% endif %}"
+    "<|end_of_role|>{{ message.content }}<|end_of_text|>\n{% endfor %}<|start_of_role|>assistant<|end_of_role|>",
+    "lfm2": "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{% set content = message.content %}{% if content is not string %}"
+    "{% set content = content | tojson %}{% endif %}{% if message.role == 'tool' %}<|tool_response_start|>{{ content }}"
+    "<|tool_response_end|>{% else %}{{ content }}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
+    "smollm3": "{% for tool in xml_tools or [] %}{{ tool | string }}{% endfor %}{% for message in messages %}"
+    "{% set content = message.content if message.content is string else '' %}{% if message.role == 'user' %}"
+    "<|im_start|>user\n{{ content }}<|im_end|>\n{% elif message.role == 'assistant' %}<|im_start|>assistant\n"
+    "{{ content }}<|im_end|>\n{% elif message.role == 'tool' %}<|im_start|>user\n{{ content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}<|im_start|>assistant\n",
+}
+
+
+@pytest.mark.parametrize("name", RESULTS_ONLY)
+def test_the_second_turn_where_the_template_prints_results_only(tmp_path, name):
+    template = RESULTS_ONLY[name]
+    calls = [{"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rom"}'}}]
+    history = [
+        *ASK,
+        {"role": "assistant", "content": "I look.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "content": "4 °C"},
+    ]
+    with scripted_server(write_folder(tmp_path, template)) as (server, script):
+        script.says("So.")
+        answer = ask(server, messages=history, extra_body={"chat_template_kwargs": {"xml_tools": TOOLS}})
+        assert answer.choices[0].message.content == "So."
+        expected = transformers_rendering(template, history, xml_tools=TOOLS)
+        assert prompt(server, script) == expected
+        if name != "smollm3":  # which takes tools under another name
+            ask(server, messages=history, tools=TOOLS)
+            assert prompt(server, script) == transformers_rendering(template, history, tools=TOOLS)
+
+
+def transformers_rendering(template: str, messages: list, **variables) -> str:
+    compiled = _compile_jinja_template(template)
+    return compiled.render(messages=messages, add_generation_prompt=True, **variables)
+
+
+def test_a_type_that_no_arguments_fit(pair):
+    server, _ = pair
+    for kind in ("string", "array", ["string", "null"]):
+        for strict in (False, True):
+            function = {"name": "f", "parameters": {"type": kind}, "strict": strict}
+            error = refused(server, tools=[{"type": "function", "function": function}])
+            assert error["param"] == "tools.0.function.parameters.type" and "'object'" in error["message"]
+
+
+def test_a_model_without_tools_or_thoughts(plain):
+    server, script = plain
     script.says("Hi (think)")
     answer = ask(server, reasoning_effort="low")  # it keeps to any limit
     assert answer.choices[0].message.content == "Hi (think)"
@@ -378,7 +465,8 @@ def test_server_info_says_what_was_chosen(pair, plain):
     formats = pair[0].http.get("/server_info").json()["formats"]
     assert formats["tool_call_parser"]["name"] == "hermes" and "chat template" in formats["tool_call_parser"]["reason"]
     assert formats["reasoning_parser"]["name"] and formats["reasoning_parser"]["reason"]
-    assert plain[0].http.get("/server_info").json()["formats"]["tool_call_parser"]["name"] is None
+    generic = plain[0].http.get("/server_info").json()["formats"]["tool_call_parser"]
+    assert generic["name"] == "json" and "--no-generic-tool-prompt" in generic["reason"]
 
 
 def test_settings(tmp_path):
@@ -415,7 +503,7 @@ def test_sdk_exception(pair):
 
 def test_a_generic_prompt(tmp_path):
     """For a template that knows no tools."""
-    with scripted_server(write_folder(tmp_path, CHATML), generic_tool_prompt=True) as (server, script):
+    with scripted_server(write_folder(tmp_path, CHATML)) as (server, script):
         script.says('[{"name": "weather", "arguments": {"city": "Rom"}}, {"name": "time", "arguments": {}}]')
         choice = ask(server, tools=TOOLS).choices[0]
         calls = choice.message.tool_calls

@@ -176,6 +176,7 @@ def _tool(tool: Tool, path: str) -> neutral.Tool:
         raise BadRequest(
             f"{path}.input_schema is nested more than {MAX_NESTING} levels deep.", param=f"{path}.input_schema"
         )
+    neutral.require_object(tool.input_schema, f"{path}.input_schema")
     return neutral.Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict))
 
 

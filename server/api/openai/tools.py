@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from quire.server.errors import BadRequest
 from quire.server.generate.limits import Text
-from quire.server.generate.tools import Tool, ToolChoice, custom_arguments
+from quire.server.generate.tools import Tool, ToolChoice, custom_arguments, require_object
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
 
 MAX_TOOLS = 1024
@@ -182,6 +182,7 @@ def function_tool(function: Any, path: str) -> Tool:
         raise BadRequest(
             f"{path}.parameters is nested more than {MAX_NESTING} levels deep.", param=f"{path}.parameters"
         )
+    require_object(function.parameters, f"{path}.parameters")
     return Tool(function.name, function.description, function.parameters, bool(function.strict))
 
 

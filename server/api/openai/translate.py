@@ -146,8 +146,10 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list
 
 def conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
     """The messages and how to render them. Raises BadRequest naming the message at fault."""
+    messages = [template_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
+    _check_results(messages)
     out = Conversation(
-        [template_message(message, f"messages.{i}") for i, message in enumerate(body.messages)],
+        messages,
         body.add_generation_prompt,
         bool(body.continue_final_message),
         body.chat_template,
@@ -163,6 +165,17 @@ def conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
     out.tool_choice = choice_of(body.tool_choice, body.function_call, out.tools, parallel)
     out.reasoning = reasoning_of(body)
     return out
+
+
+def _check_results(messages: list[dict[str, Any]]) -> None:
+    """Raises BadRequest for the result of a tool that no message before it has called."""
+    first_call = next((i for i, message in enumerate(messages) if "tool_calls" in message), len(messages))
+    for i, message in enumerate(messages[:first_call]):
+        if message["role"] == "tool":
+            raise BadRequest(
+                f"messages.{i}: the result of a tool must come after a message of the assistant with tool_calls.",
+                param=f"messages.{i}.role",
+            )
 
 
 def template_message(message: Message, path: str) -> dict[str, Any]:

@@ -311,6 +311,30 @@ def test_custom_tools(pair):
     assert "<tool_response>\nfiles\n</tool_response>" in prompt(server, script)
 
 
+def test_tools_of_agents_are_left_out(pair, tmp_path):
+    """Those that Codex offers to every model."""
+    server, script = pair
+    script.says("Hi.")
+    others = [
+        {"type": "web_search", "external_web_access": False},
+        {"type": "local_shell"},
+        {"type": "namespace", "name": "mcp", "tools": [TOOLS[0]]},
+    ]
+    response = server.http.post("/v1/responses", json={"input": "Hi", "tools": [*TOOLS, *others]})
+    assert response.status_code == 200, response.text
+    for i, tool in enumerate(others, len(TOOLS)):
+        assert f"tools.{i} ({tool['type']})" in response.headers["warning"]
+    assert [tool["type"] for tool in response.json()["tools"]] == [tool["type"] for tool in TOOLS]
+    assert "local_shell" not in prompt(server, script)
+    for choice, status in (("auto", 200), ("required", 400), ({"type": "web_search"}, 400)):
+        body = {"input": "Hi", "tools": others, "tool_choice": choice}
+        assert server.http.post("/v1/responses", json=body).status_code == status
+    with scripted_server(write_folder(tmp_path, QWEN3_TOOLS), strict_params=True) as (strict, _):
+        for tool in others:
+            refused = strict.http.post("/v1/responses", json={"input": "Hi", "tools": [tool]})
+            assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("tools.0")
+
+
 def test_how_an_answer_ends(plain, monkeypatch):
     server, script = plain
     script.says("one two", finish_reason="length")
@@ -412,7 +436,7 @@ def user(*parts):
         ({"metadata": {"a": "b" * 600}}, "metadata", "512"),
         ({"include": ["secrets"]}, "include.0", "secrets"),
         ({"truncation": "some"}, "truncation", "some"),
-        ({"tools": [{"type": "web_search", "user_location": {}}]}, "tools.0.type", "'web_search'"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools.0.type", "'mcp'"),
         ({"tools": [{"type": "file_search", "vector_store_ids": ["a"]}]}, "tools.0.type", "'file_search'"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools.0.type", "'mcp'"),
         ({"tools": [{"type": "function"}]}, "tools.0.name", "Missing"),

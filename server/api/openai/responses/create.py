@@ -40,6 +40,7 @@ from quire.server.generate.images import after_images
 from quire.server.generate.prepare import encode_conversation, prepare
 from quire.server.http import admission, sse
 from quire.server.http.paging import owner
+from quire.server.http.parse_body import is_left_out
 from quire.server.http.read_body import in_turns, take
 from quire.server.http.threads import SMALL, Later
 from quire.server.http.turns import tenant_of
@@ -165,7 +166,7 @@ def _response(body: ResponsesRequest, one: GenerationRequest, state: ServerState
         temperature=one.sampling.temperature,
         text=ResponseText(format=text_format),
         tool_choice=body.tool_choice or "auto",
-        tools=body.tools or [],
+        tools=[tool for tool in body.tools or () if not is_left_out(tool)],
         top_logprobs=body.top_logprobs or 0,
         top_p=one.sampling.top_p,
         truncation=body.truncation or "disabled",

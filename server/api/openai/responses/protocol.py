@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -110,7 +111,11 @@ class ResponseToolFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ResponseTool(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A function or a custom tool."""
+    """A function or a custom tool. Tools of the types `left_out`, which agents offer to every model and can do without,
+    are ignored.
+    """
+
+    left_out: ClassVar = re.compile(r"(web_search(_preview)?|local_shell|namespace)(_\d{4}_\d\d_\d\d)?")
 
     type: Name
     name: ToolName | None = None

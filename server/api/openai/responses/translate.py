@@ -20,6 +20,7 @@ from quire.server.generate.ngrams import of_vllm
 from quire.server.generate.prepare import encode_conversation
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.generate.tools import Reasoning, Tool, ToolChoice
+from quire.server.http.parse_body import is_left_out
 from quire.server.state import ServerState
 from quire.server.structured.structure import Structure
 
@@ -109,7 +110,7 @@ def truncate(prompt: Conversation, body: ResponsePrompt, state: ServerState, num
 
 
 def _tools(given: list[ResponseTool] | None) -> list[Tool]:
-    tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(given or ())]
+    tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(given or ()) if not is_left_out(tool)]
     require_distinct(tools, "tools")
     return tools
 
