@@ -93,8 +93,9 @@ WORKDIR /home/quire
 VOLUME /cache
 EXPOSE 8000
 # /health is 503 until the model is loaded, and when the engine is gone. The check reads the address that the server
-# wrote, so it works with any --port and --uds. It is `quire health` without the imports of the quire command.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --start-interval=2s --retries=3 \
+# wrote, so it works with any --port and --uds; with --read-only it uses QUIRE_HOST and QUIRE_PORT. It is `quire health`
+# without the imports of the quire command. (podman 4 stops at --start-interval.)
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
     CMD ["python", "-I", "-S", "/opt/quire/health.py"]
 ENTRYPOINT ["quire", "serve"]
 

@@ -23,14 +23,16 @@ class Unhealthy(Exception):
 def find_address(environ: Mapping[str, str]) -> str:
     """From the file that QUIRE_ADDRESS_FILE names, else from the variables of `quire serve`.
 
-    Raises Unhealthy if that file does not exist (yet).
+    A server on a read-only file system cannot write that file, so the variables also count if it does not exist.
+    Raises Unhealthy if it does not exist (yet) and no variable is set.
     """
     if path := environ.get("QUIRE_ADDRESS_FILE"):
         try:
             with open(path, encoding="utf-8") as file:
                 return file.read().strip()
         except OSError as error:
-            raise Unhealthy(f"no server has written its address to {path}: {error.strerror}") from None
+            if not any(environ.get(name) for name in ("QUIRE_UDS", "QUIRE_HOST", "QUIRE_PORT")):
+                raise Unhealthy(f"no server has written its address to {path}: {error.strerror}") from None
     if path := environ.get("QUIRE_UDS"):
         return _UNIX + path
     host = environ.get("QUIRE_HOST") or "127.0.0.1"

@@ -77,7 +77,7 @@ def _announce_address(path: str, listener: socket.socket) -> None:
         address_file.write_address(path, listener)
     except OSError as error:
         logger.warning(
-            "--address-file: cannot write %s: %s; `quire health` will not find this server",
+            "--address-file: cannot write %s: %s; `quire health` will use QUIRE_UDS, QUIRE_HOST and QUIRE_PORT",
             path,
             error.strerror or error,
         )

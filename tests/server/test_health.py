@@ -92,6 +92,17 @@ def test_without_a_file_the_variables_of_the_server_count(monkeypatch):
     assert health.find_address({"QUIRE_UDS": "/run/q"}) == "unix:/run/q"
 
 
+def test_a_file_that_could_not_be_written_leaves_the_variables(tmp_path):
+    """As in a container with a read-only file system. With a file, the variables do not count."""
+    missing = {"QUIRE_ADDRESS_FILE": str(tmp_path / "address")}
+    with pytest.raises(health.Unhealthy, match="no server has written its address"):
+        health.find_address(missing)
+    assert health.find_address(missing | {"QUIRE_HOST": "0.0.0.0", "QUIRE_PORT": "9000"}) == "127.0.0.1:9000"
+    assert health.find_address(missing | {"QUIRE_UDS": "/run/q"}) == "unix:/run/q"
+    (tmp_path / "address").write_text("127.0.0.1:7")
+    assert health.find_address(missing | {"QUIRE_PORT": "9000"}) == "127.0.0.1:7"
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:{port}", "unix:/no/such/socket", "nonsense"])
 def test_no_server_is_one_line(address, capsys):
     assert cli.main(["health", address.format(port=free_port())]) == 1
