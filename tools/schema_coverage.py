@@ -2,7 +2,8 @@
 as the table of docs/structured-output.md. SUITE is a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite.
 
 A case's schema is compiled or refused. If it is compiled, each invalid instance must be rejected; a valid one should be
-accepted, written as compact JSON with the properties in the order of the instance. Exits with 1 if an invalid instance
+accepted, written as compact JSON with the properties in the order of the instance. Objects are as open as JSON Schema
+has them (`additional_properties`). Exits with 1 if an invalid instance
 is accepted.
 """
 
@@ -52,7 +53,7 @@ class Judge:
         self.tokens: LLTokenizer = self.compiler.tokens
 
     def count(self, schema: Any, tests: list[dict[str, Any]]) -> Row:
-        grammar = self.compiler.compile(Structure(kind="json_schema", value=schema)).grammar
+        grammar = self.compiler.compile(Structure(kind="json_schema", value=schema, additional_properties=True)).grammar
         if grammar is None:
             return Row(schemas=1, refused=1)
         row, start = Row(schemas=1), LLMatcher(self.tokens, grammar, log_level=0)

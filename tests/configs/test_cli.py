@@ -227,6 +227,7 @@ def test_the_advice_about_other_servers_names_flags_that_exist():
         f"--no-{option.flag[2:]}" for option in all_options().values() if option.type is bool
     }
     assert not set(FOREIGN_SETTINGS) & set(all_options())
+    assert not any("structured output is not" in advice for advice in FOREIGN_SETTINGS.values())
     for advice in FOREIGN_SETTINGS.values():
         assert set(re.findall(r"--[a-z-]+", advice)) <= flags, advice
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image
 
+from quire.server.media.service import _max_images
 from quire.server.offline.llm import LLM, SamplingParams
 from tests.server.media.conftest import FAKE, IMAGE_ID, NUM_TOKENS, data_url, image_part, picture, text_part
 
@@ -135,3 +136,10 @@ def test_refused_parts(llm, part, says):
 def test_embeddings_take_no_images(llm):
     with pytest.raises(ValueError, match="images are not supported"):
         llm.embed({"prompt": "<image>", "multi_modal_data": {"image": pil()}})
+
+
+def test_only_images_may_have_a_limit_above_0():
+    assert _max_images('{"image": 3, "video": 0, "audio": {"count": 0}}') == 3
+    for wrong in ('{"video": 1}', '{"image": 1, "audio": {"count": 2}}', '{"video": {}}'):
+        with pytest.raises(ValueError, match=r"--limit-mm-per-prompt: (video|audio) must be 0"):
+            _max_images(wrong)
