@@ -13,11 +13,11 @@ from quire.server.api.openai import models as openai_models
 from quire.server.api.openai import routes as openai
 from quire.server.api.openai.protocol import ModelCard, ModelList
 from quire.server.api.ops import routes as ops
-from quire.server.api.ops.sagemaker import invocations
 from quire.server.api.pooling import routes as pooling
 from quire.server.api.textgen import routes as textgen
 from quire.server.errors import NotFound
-from quire.server.http.route import EVENTS, Route
+from quire.server.http.by_field import by_field
+from quire.server.http.route import ANY_OBJECT, EVENTS, Route
 from quire.server.http.sse import JsonResponse
 from quire.server.state import ServerState
 
@@ -50,8 +50,12 @@ _BY_FIELD = dict(zip(("messages", "prompt", "input", "inputs"), [*openai.GENERAT
 _INVOCATIONS = Route(
     "POST",
     "/invocations",
-    invocations({field: route.handler for field, route in _BY_FIELD.items()}),
-    {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}},
+    by_field(
+        "invocations",
+        "The endpoint that the body fits.",
+        {field: route.handler for field, route in _BY_FIELD.items()},
+    ),
+    ANY_OBJECT,
     tuple(answer for route in _BY_FIELD.values() for answer in route.answers),
     stream=EVENTS,
 )

@@ -16,6 +16,7 @@ Handler = Callable[[Request, ServerState], Awaitable[Response]]
 Schema = dict[str, Any]
 EVENTS, NDJSON = "text/event-stream", "application/x-ndjson"
 EMPTY = ()
+ANY_OBJECT: Schema = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,41 @@ def test_rerank_sorts(cross_encoder, path):
     assert bare["usage"]["total_tokens"] == sum(map(len, pair_ids(cross_encoder)))
 
 
+def test_rerank_as_tei_has_it(cross_encoder, embedder):
+    logits = torch.tensor(
+        [
+            item["score"]
+            for item in post(cross_encoder, "/v1/score", text_1=QUERY, text_2=DOCUMENTS, use_activation=False)["data"]
+        ]
+    )
+    order = logits.argsort(descending=True).tolist()
+    answer = post(cross_encoder, "/rerank", query=QUERY, texts=DOCUMENTS)
+    assert [rank["index"] for rank in answer] == order and set(answer[0]) == {"index", "score"}
+    for rank in answer:
+        assert rank["score"] == pytest.approx(float(logits.sigmoid()[rank["index"]]), abs=1e-5)
+    raw = post(cross_encoder, "/rerank", query=QUERY, texts=DOCUMENTS, raw_scores=True, return_text=True)
+    assert [rank["text"] for rank in raw] == [DOCUMENTS[i] for i in order]
+    assert raw[0]["score"] == pytest.approx(float(logits.max()), abs=1e-5)
+    cosines = post(embedder, "/rerank", query=QUERY, texts=DOCUMENTS)
+    assert max(rank["score"] for rank in cosines) <= 1.0001
+    for body in ({"query": "a"}, {"query": "a", "texts": []}, {"texts": ["b"]}):
+        assert cross_encoder.http.post("/rerank", json=body).status_code == 400
+
+
+def test_embed_as_tei_has_it(embedder, cross_encoder):
+    vectors = reference_embeddings(folder_of(embedder), DOCUMENTS)
+    found = torch.tensor(post(embedder, "/embed", inputs=DOCUMENTS))
+    torch.testing.assert_close(found, vectors, rtol=1e-5, atol=1e-5)
+    assert post(embedder, "/embed", inputs=DOCUMENTS[0]) == [pytest.approx(vectors[0].tolist(), abs=1e-5)]
+    plain = torch.tensor(post(embedder, "/embed", inputs=DOCUMENTS, normalize=False))
+    torch.testing.assert_close(torch.nn.functional.normalize(plain), vectors, rtol=1e-5, atol=1e-5)
+    long = "word " * 3000
+    assert len(post(embedder, "/embed", inputs=[long, "b"], truncation_direction="Left")) == 2
+    refused = embedder.http.post("/embed", json={"inputs": long, "truncate": False})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "inputs"
+    assert cross_encoder.http.post("/embed", json={"inputs": "a"}).status_code == 400
+
+
 def test_truncation_shortens_the_document(cross_encoder, reranker):
     tokenizer = cross_encoder.state.tokenizer
     (ids,), query = pair_ids(cross_encoder, [TEXTS[2]]), tokenizer.encode(QUERY, False)
