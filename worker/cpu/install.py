@@ -27,7 +27,7 @@ from quire.worker.platforms.ops import Ops
 if TYPE_CHECKING:
     from torch import nn
 
-    from quire.worker.batch.input_batch import StepTensors
+    from quire.worker.batch.step_tensors import StepTensors
     from quire.worker.layers.moe import ListedExperts
     from quire.worker.layers.norm import Norm
     from quire.worker.layers.quantization.blocks import Rows

@@ -29,7 +29,7 @@ from quire.worker.cpu.native import (
 from quire.worker.platforms import huge_pages
 
 if TYPE_CHECKING:
-    from quire.worker.batch.input_batch import StepTensors
+    from quire.worker.batch.step_tensors import StepTensors
     from quire.worker.transformer.moe_spec import RoutingSpec
 
 _CACHE_TYPES = {torch.int8: 1, FP8: 2}

@@ -14,21 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from quire.worker.layers.activation import FUSED, GATED
+from quire.worker.layers.layer_ops import LayerOps
 from quire.worker.layers.views import View
 from quire.worker.parallel import Group, split_size, tp
 from quire.worker.platforms import huge_pages
 from quire.worker.platforms.huge_pages import Workspace
-
-if TYPE_CHECKING:
-    from quire.worker.platforms.ops import Ops
-
 
 Narrow = tuple[int, int, int]  # (dim, start, length)
 ANY_LENGTH = -1  # size of a dimension that only the file knows
@@ -230,7 +226,7 @@ class Linear(nn.Module):
     ):
         super().__init__()
         self.in_features, self.out_features, self.method = in_features, out_features, method
-        self.ops: Ops | None = None  # None means plain torch
+        self.ops: LayerOps | None = None  # None means plain torch
         if weight is None:
             method.create_weights(self)
         else:
@@ -245,7 +241,7 @@ class Linear(nn.Module):
         """Parts of a parameter of shape `[out_features]`."""
         raise NotImplementedError
 
-    def use(self, ops: Ops) -> None:
+    def use(self, ops: LayerOps) -> None:
         """Switch to a platform's operations, from the next `finalize` on."""
         self.ops = ops
 
@@ -334,7 +330,7 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         super().__init__(in_features, size, names, bias, prefix, "intermediate_size", method, one)
         self.activate = GATED[activation]
 
-    def use(self, ops: Ops) -> None:
+    def use(self, ops: LayerOps) -> None:
         super().use(ops)
         if self.gated == "silu":
             self.activate = ops.silu_and_mul

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quire.worker.layers.activation import GATED
+from quire.worker.layers.layer_ops import LayerOps
 from quire.worker.layers.linear import (
     PLAIN,
     LinearMethod,
@@ -36,7 +37,6 @@ from quire.worker.layers.quantization.mxfp4_experts import GROUP, Mxfp4Expert
 from quire.worker.parallel import Group, ep, split_size, tp, use_groups
 
 if TYPE_CHECKING:
-    from quire.worker.platforms.ops import Ops
     from quire.worker.transformer.moe_spec import MoESpec
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -205,10 +205,10 @@ class ListedExperts(nn.Module):
         for i in self.local:
             self.experts[str(i)].also_fused(parts, i)
         self._by_id = {int(i): expert for i, expert in self.experts.items()}
-        self._ops: Ops | None = None
+        self._ops: LayerOps | None = None
         self._native: Callable[..., torch.Tensor] | None = None
 
-    def use(self, ops: Ops) -> None:
+    def use(self, ops: LayerOps) -> None:
         """Switch to a platform's operations."""
         self._ops, self._native = ops, None
 
@@ -275,7 +275,7 @@ class StackedExperts(nn.Module):
         shape, columns = (self._hidden_size, self.moe.intermediate_size), ((1, self.start, self.length),)
         return [Part(f"{self._prefix}.{expert}.down_proj.weight", shape, columns)]
 
-    def use(self, ops: Ops) -> None:
+    def use(self, ops: LayerOps) -> None:
         """Switch to a platform's operations."""
         self.run = ops.fused_experts
 

@@ -6,16 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quire.worker.layers.layer_ops import LayerOps
 from quire.worker.layers.views import View, plus_one
-
-if TYPE_CHECKING:
-    from quire.worker.platforms.ops import Ops
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -58,7 +55,7 @@ class RMSNorm(nn.Module):
         self.weight = norm_weight(size, self.view, wide=self.wide)
         self.rms_norm, self.add_rms_norm = rms_norm, add_rms_norm
 
-    def use(self, ops: Ops) -> None:
+    def use(self, ops: LayerOps) -> None:
         """Switch to a platform's operations."""
         self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
 

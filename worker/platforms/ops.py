@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quire.worker.attention.base import GroupedMetadata
-    from quire.worker.batch.input_batch import StepTensors
+    from quire.worker.batch.step_tensors import StepTensors
     from quire.worker.layers.linear import Linear, LinearMethod
     from quire.worker.layers.moe import ListedExperts
     from quire.worker.layers.norm import Norm
