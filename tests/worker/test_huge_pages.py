@@ -113,59 +113,45 @@ def _step(new: list[int], blocks: list[int]) -> StepInput:
     )
 
 
-def test_blocks_of_a_cache_become_resident_ahead_of_use():
-    layers = [
-        SimpleNamespace(
-            k_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16),
-            v_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16),
-        )
-        for _ in range(2)
-    ]
-    # of 32 MiB, 4 blocks in a page of 2 MiB
-    tensors = [tensor for layer in layers for tensor in (layer.k_cache, layer.v_cache)]
-    if not huge_pages.make_resident(tensors[0].data_ptr(), 1):
+def _cache(num_blocks: int, num_layers: int, heads: int, dim: int) -> tuple[list[SimpleNamespace], torch.Tensor]:
+    """(layers, their memory): in a block, the keys and values of all layers are next to each other."""
+    memory = huge_pages.zeros(num_blocks, 2 * num_layers, heads, 16, dim, dtype=torch.bfloat16)
+    if not huge_pages.make_resident(memory.data_ptr(), 1):
         pytest.skip("this kernel has no MADV_POPULATE_WRITE")
+    parts = [memory[:, i].transpose(1, 2) for i in range(2 * num_layers)]
+    return [SimpleNamespace(k_cache=k, v_cache=v) for k, v in zip(parts[::2], parts[1::2])], memory
+
+
+def test_blocks_of_a_cache_become_resident_ahead_of_use():
+    layers, memory = _cache(64, 2, 8, 2048)  # of 128 MiB, 2 MiB a block
     warmer = Warmer(layers, idle_bytes=32 * MIB, busy_bytes=8 * MIB)
-    _wait_for(tensors, 8 * MIB)
+    _wait_for([memory], 32 * MIB)
     for _ in range(2):
         warmer.follow(_step([1], [11, 10]))
-        _wait_for(tensors, 8 * MIB)  # blocks 0 to 11 take 6 MiB, and 2 MiB
+        _wait_for([memory], 32 * MIB)  # blocks 0 to 11 take 24 MiB, and 8 MiB
     warmer.follow(_step([12, 1], []))
-    _wait_for(tensors, 10 * MIB)
+    _wait_for([memory], 34 * MIB)
     warmer.rest()
-    _wait_for(tensors, 16 * MIB)
+    _wait_for([memory], 58 * MIB)
     warmer.follow(_step([], [60]))
     warmer._thread.join(60)
-    _wait_for(tensors, 32 * MIB)
+    _wait_for([memory], 128 * MIB)
     warmer.follow(_step([63], []))
     warmer.stop()
 
 
 def test_of_a_small_model_no_more_becomes_resident_than_will_be_used():
-    layers = [
-        SimpleNamespace(
-            k_cache=huge_pages.zeros(8192, 16, 1, 128, dtype=torch.bfloat16),
-            v_cache=huge_pages.zeros(8192, 16, 1, 128, dtype=torch.bfloat16),
-        )
-    ]
-    tensors = [layers[0].k_cache, layers[0].v_cache]  # of 32 MiB, 4 KiB a block
-    if not huge_pages.make_resident(tensors[0].data_ptr(), 1):
-        pytest.skip("this kernel has no MADV_POPULATE_WRITE")
+    layers, memory = _cache(8192, 1, 1, 128)  # of 64 MiB, 8 KiB a block
     warmer = Warmer(layers)
-    _wait_for(tensors, 4 * MIB)  # 16384 tokens
+    _wait_for([memory], 2 * MIB)  # 2048 tokens take 1 MiB
     warmer.follow(_step([1], [1024]))
     warmer.rest()
-    _wait_for(tensors, 10 * MIB)  # as far ahead, of those used
+    _wait_for([memory], 10 * MIB)  # as far ahead, of those used
     warmer.stop()
 
 
 def test_a_warmer_stops_while_it_works_and_while_it_waits():
-    layers = [
-        SimpleNamespace(
-            k_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16),
-            v_cache=huge_pages.zeros(64, 16, 8, 2048, dtype=torch.bfloat16),
-        )
-    ]
+    layers, _ = _cache(64, 1, 8, 2048)
     Warmer(layers, 1 << 40, 0).stop()  # more than there is
     warmer = Warmer(layers, 4 * MIB, 0)
     time.sleep(0.1)

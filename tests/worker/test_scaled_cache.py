@@ -248,10 +248,11 @@ def test_all_of_the_memory_is_made_resident(constants):
     """Keys, values and, if tokens have scales, the scales of both."""
     layers = [Attention(4, 2, 64, i) for i in range(2)]
     storage = KVStorage(torch.int8, constants)
-    allocate(layers, plan_cache([layer.cache_spec(1, storage.scale_bytes) for layer in layers]), 8, 16, storage, CPU)
+    plan = plan_cache([layer.cache_spec(1, storage.scale_bytes) for layer in layers])
+    allocate(layers, plan, 8, 16, storage, CPU)
     warmer = Warmer(layers)
     try:
-        assert len(warmer._tensors) == (8 if constants is None else 4)
+        assert warmer._size >= 8 * plan.page_bytes(16)
     finally:
         warmer.stop()
 
@@ -268,8 +269,7 @@ def test_latents_fill_their_pages(constants):
         assert constants is None or layer.k_cache.scales[3, 1, 0].tolist() == pytest.approx(constants[i])
     warmer = Warmer(layers)
     try:
-        assert sum(tensor.nbytes for tensor in warmer._tensors) == 6 * plan.page_bytes(4)
-        assert len(warmer._tensors) == (4 if constants is None else 2)
+        assert warmer._size >= 6 * plan.page_bytes(4)
     finally:
         warmer.stop()
 

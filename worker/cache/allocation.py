@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from math import lcm
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from quire.worker.messages import StepInput
 from quire.worker.platforms import huge_pages
 
 IDLE_BYTES = 4 << 30  # bytes after the highest block used so far that are made resident while no step runs
-IDLE_TOKENS = 16384  # maximum tokens in these bytes: a small model will not use a gigabyte
+IDLE_TOKENS = 2048  # maximum tokens in these bytes: a large step of a small model
 BUSY_BYTES = 512 << 20  # the same while steps run: more than one step can fill
 IDLE_SECONDS = 0.25  # seconds without a step after which the worker counts as idle
 
@@ -55,9 +56,10 @@ def allocate(
     layer of this rank.
 
     The nth layers of all groups share memory: a block belongs to one group at a time. On CPU the memory is only
-    reserved: a page (2 MiB if the system grants huge pages) becomes resident when a block in it is first written. All
-    memory is zero at first: padding reads the null block, and a kernel that loads whole pages multiplies the entries
-    after a request's last token by 0, which would be NaN if reused memory contained NaN.
+    reserved: a page (2 MiB if the system grants huge pages) becomes resident when a block in it is first written. There
+    the entries of all layers in a block are next to each other, so that a small model's first blocks need few pages.
+    All memory is zero at first: padding reads the null block, and a kernel that loads whole pages multiplies the
+    entries after a request's last token by 0, which would be NaN if reused memory contained NaN.
     """
     by_index = {layer.layer_index: layer for layer in layers}
     slabs: list[list[Attention]] = []
@@ -68,10 +70,12 @@ def allocate(
             assert layer.cache_spec(storage.dtype.itemsize, storage.scale_bytes) == plan.specs[layer.layer_index]
             layer.cache_group = g
             slab.append(layer)
-    for sharing in slabs:
-        shapes = {tuple(_parts(plan.specs[layer.layer_index], storage)) for layer in sharing}
-        allocated = _equal_parts if len(shapes) == 1 else _parts_in_pages
-        for layer, tensors in zip(sharing, allocated(sharing, plan, num_blocks, block_size, storage, device)):
+    if device.type == "cpu":
+        tensors_of_slabs = _parts_in_blocks(slabs, plan, num_blocks, block_size, storage)
+    else:
+        tensors_of_slabs = [_parts_on_device(one, plan, num_blocks, block_size, storage, device) for one in slabs]
+    for sharing, parts in zip(slabs, tensors_of_slabs):
+        for layer, tensors in zip(sharing, parts):
             layer.k_cache, layer.v_cache = _caches(tensors, layer, storage)
     for layer in layers:
         if layer.kv_from is not None:
@@ -117,49 +121,69 @@ def _zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     )
 
 
-def _equal_parts(
+_Tensors = list[list[torch.Tensor]]  # per layer, those of its `_parts`
+
+
+def _parts_on_device(
     layers: list[Attention],
     plan: CachePlan,
     num_blocks: int,
     block_size: int,
     storage: KVStorage,
     device: torch.device,
-) -> list[list[torch.Tensor]]:
-    """The same tensors for all layers, whose parts are equal.
-
-    On CPU the entries of one head in a block are contiguous, as they are read: with 4 KiB per head and block the
-    hardware prefetches them.
+) -> _Tensors:
+    """The tensors of layers that share memory: the same for all if their parts are equal, else views of pages as large
+    as the largest layer needs.
     """
-    tensors = []
-    for heads, dim, dtype in _parts(plan.specs[layers[0].layer_index], storage):
-        if device.type == "cpu":
-            tensor = _zeros(num_blocks, heads, block_size, dim, dtype=dtype, device=device).transpose(1, 2)
-        else:
-            tensor = _zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device)
-        tensors.append(tensor)
+    if not _have_equal_parts(layers, plan, storage):
+        pages = torch.zeros(num_blocks, plan.layer_page_bytes(block_size), dtype=torch.uint8, device=device)
+        return [_views(pages, plan.specs[layer.layer_index], block_size, storage) for layer in layers]
+    parts = _parts(plan.specs[layers[0].layer_index], storage)
+    tensors = [
+        torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device) for heads, dim, dtype in parts
+    ]
     return [tensors] * len(layers)
 
 
-def _parts_in_pages(
-    layers: list[Attention],
-    plan: CachePlan,
-    num_blocks: int,
-    block_size: int,
-    storage: KVStorage,
-    device: torch.device,
-) -> list[list[torch.Tensor]]:
-    """Views of pages as large as the largest layer needs; each page holds a layer's parts one after the other."""
-    pages = _zeros(num_blocks, plan.layer_page_bytes(block_size), dtype=torch.uint8, device=device)
-    layers_parts = []
-    for layer in layers:
-        tensors, start = [], 0
-        for heads, dim, dtype in _parts(plan.specs[layer.layer_index], storage):
-            size = heads * block_size * dim * dtype.itemsize
-            entries = pages[:, start : start + size].view(dtype)
-            tensors.append(entries.unflatten(1, (heads, block_size, dim)).transpose(1, 2))
-            start += size
-        layers_parts.append(tensors)
-    return layers_parts
+def _have_equal_parts(layers: list[Attention], plan: CachePlan, storage: KVStorage) -> bool:
+    return len({tuple(_parts(plan.specs[layer.layer_index], storage)) for layer in layers}) == 1
+
+
+def _parts_in_blocks(
+    slabs: list[list[Attention]], plan: CachePlan, num_blocks: int, block_size: int, storage: KVStorage
+) -> list[_Tensors]:
+    """Views of one piece of memory, in which a block holds the entries of all `slabs` of layers."""
+    sizes = [
+        plan.layer_page_bytes(block_size)
+        if not _have_equal_parts(slab, plan, storage)
+        else sum(heads * block_size * dim * dtype.itemsize for heads, dim, dtype in _parts(spec, storage))
+        for slab in slabs
+        for spec in [plan.specs[slab[0].layer_index]]
+    ]
+    # A whole number of rows of each part, so that backends may count in rows.
+    parts = {part for slab in slabs for layer in slab for part in _parts(plan.specs[layer.layer_index], storage)}
+    rows = lcm(*(dim * dtype.itemsize for _, dim, dtype in parts))
+    blocks = huge_pages.zeros(num_blocks, -(-sum(sizes) // rows) * rows, dtype=torch.uint8)
+    start, found = 0, []
+    for slab, size in zip(slabs, sizes):
+        pages, start = blocks[:, start : start + size], start + size
+        found.append([_views(pages, plan.specs[layer.layer_index], block_size, storage) for layer in slab])
+    return found
+
+
+def _views(pages: torch.Tensor, spec: CacheSpec, block_size: int, storage: KVStorage) -> list[torch.Tensor]:
+    """The parts of a layer, one after the other in each of `pages`.
+
+    The entries of one head in a block are contiguous, as they are read: with 4 KiB per head and block the hardware
+    prefetches them.
+    """
+    tensors, start = [], 0
+    for heads, dim, dtype in _parts(spec, storage):
+        size = heads * block_size * dim * dtype.itemsize
+        entries = pages[:, start : start + size].view(dtype)
+        tensors.append(entries.unflatten(1, (heads, block_size, dim)).transpose(1, 2))
+        start += size
+    return tensors
 
 
 class Warmer:
@@ -172,21 +196,16 @@ class Warmer:
     """
 
     def __init__(self, layers: list[Attention], idle_bytes: int = IDLE_BYTES, busy_bytes: int = BUSY_BYTES):
-        # layers of several groups share tensors, and the values of a latent cache are part of its keys
-        caches = {
-            tensor.data_ptr(): tensor
-            for layer in layers
-            for cache in (layer.v_cache, layer.k_cache)
-            for tensor in tensors_of(cache)
-        }
-        self._tensors = sorted(caches.values(), key=lambda tensor: -tensor.nbytes)
-        # of the largest tensor, in bytes, like all sizes below; of smaller ones the same share is resident
-        self._size, self._block_size = self._tensors[0].nbytes, self._tensors[0][0].nbytes
-        self._num_blocks = len(self._tensors[0])
-        most = IDLE_TOKENS * self._block_size // self._tensors[0].shape[1]
-        self._idle_bytes, self._busy_bytes = (
-            min(size // len(self._tensors), most) for size in (idle_bytes, busy_bytes)
-        )
+        caches = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
+        tensors = [tensor for cache in caches for tensor in tensors_of(cache)]
+        # the blocks follow each other in one memory of all layers (`_parts_in_blocks`)
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+        self._address = min(tensor.data_ptr() for tensor in tensors)
+        self._block_size, self._num_blocks = tensors[0].stride(0) * tensors[0].itemsize, len(tensors[0])
+        self._size = self._block_size * self._num_blocks
+        most = IDLE_TOKENS * self._block_size // tensors[0].shape[1]
+        self._idle_bytes, self._busy_bytes = min(idle_bytes, most), min(busy_bytes, most)
+        self._memory = tensors  # keeps it
         self._used = self._resident = 0
         self._idle_since: float | None = 0.0  # time.monotonic(); None during a step
         self._wake, self._stopped, self._complete = threading.Event(), False, False
@@ -213,7 +232,7 @@ class Warmer:
         self._stopped = True
         self._wake.set()
         self._thread.join()
-        self._tensors = []
+        self._memory = []
 
     def _work(self) -> None:
         # not by `nice`: a thread that wakes up would still wait for the rest of this thread's time slice of
@@ -222,11 +241,9 @@ class Warmer:
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
         while self._resident < self._size:
             size = min(huge_pages.PAGE, self._size - self._resident)
-            for tensor in self._tensors:
-                self._wait()
-                start, part = (count * tensor.nbytes // self._size for count in (self._resident, size))
-                if self._stopped or not huge_pages.make_resident(tensor.data_ptr() + start, part):
-                    return
+            self._wait()
+            if self._stopped or not huge_pages.make_resident(self._address + self._resident, size):
+                return
             self._resident += size
 
     def _wait(self) -> None:
