@@ -25,8 +25,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from quire.server.batches.disk import Part, abandoned, or_full, private_database, private_folder
+from quire.server.batches.disk import Part, abandoned, or_full
 from quire.server.errors import BadRequest, NotFound, TooManyRequests
+from quire.server.private_files import private_database, private_folder
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (

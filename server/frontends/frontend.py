@@ -132,7 +132,11 @@ class Frontend:
         """The store of responses. Raises ValueError for a file that cannot be used."""
         from quire.server.api.openai.responses.service import Responses
 
-        return Responses(self.config.server)
+        def observe_evicted(num: int) -> None:
+            if self.state.metrics is not None:
+                self.state.metrics.observe_evicted(num)
+
+        return Responses(self.config.server, observe_evicted)
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
         """Raises ValueError for missing or malformed files."""

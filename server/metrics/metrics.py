@@ -210,6 +210,10 @@ class Metrics(Collector):
         key = (handler, method, f"{status // 100}xx")
         self._http[key] = self._http.get(key, 0) + 1
 
+    def observe_evicted(self, num: int) -> None:
+        """Stored responses and conversations made room for new ones."""
+        self._counters["stored_objects_evicted"] += num
+
     def set_cache_config(self, **fields: Any) -> None:
         """Published as labels of `cache_config_info`: the settings of the KV cache and the resulting sizes
         (`num_gpu_blocks`, `block_size`).
@@ -329,6 +333,7 @@ _COUNTERS = {
     "prompt_tokens": "Prompt tokens processed, found in the cache or computed.",
     "prompt_tokens_cached": "Prompt tokens that were found in the cache.",
     "generation_tokens": "Tokens generated.",
+    "stored_objects_evicted": "Stored responses and conversations that made room for new ones.",
     "prompt_image_tokens": "Prompt tokens that are images, of requests that began.",
     "mm_cache_queries": "Images looked up among the preprocessed ones.",
     "mm_cache_hits": "Images found among the preprocessed ones.",

@@ -33,6 +33,7 @@ class MetricsPool(Collector):
     def __init__(self, engines: list[Metrics]):
         self.engines = engines
         self.observe_http = engines[0].observe_http
+        self.observe_evicted = engines[0].observe_evicted
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)

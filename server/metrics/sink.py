@@ -43,5 +43,7 @@ class MetricsSink(Protocol):
 
     def observe_http(self, handler: str, method: str, status: int) -> None: ...
 
+    def observe_evicted(self, num: int) -> None: ...
+
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -58,6 +58,71 @@ def test_the_least_recently_used_make_room_by_bytes():
     assert not store.put(stored("huge", 20_000)) and len(ids(store)) == 15
 
 
+@pytest.mark.parametrize("by", ["bytes", "count"])
+def test_an_owner_does_not_remove_what_others_keep(by):
+    store = Store(None, 80_000, 10) if by == "count" else Store(None, 80_000)
+    size = 100 if by == "count" else 5_000
+    for key in ("x", "y"):
+        store.put(stored(f"few_{key}", size, "few"))
+    for i in range(100):
+        assert store.put(stored(f"many_{i:02}", size, "many"))
+        sums = "SELECT owner, COUNT(*), SUM(size) FROM objects GROUP BY owner ORDER BY owner"
+        assert store._db.execute("SELECT * FROM owners ORDER BY owner").fetchall() == store._db.execute(sums).fetchall()
+    kept = ids(store)
+    assert kept[:2] == ["resp_few_x", "resp_few_y"] and kept[-1] == "resp_many_99"
+    assert store.num_evicted == 102 - len(kept) > 80
+    for i in range(40):  # an equal share each
+        store.put(stored(f"third_{i:02}", size, "third"))
+    owners = dict(store._db.execute("SELECT owner, count FROM owners").fetchall())
+    assert owners["few"] == 2 and abs(owners["many"] - owners["third"]) <= 1
+
+
+def test_running_ones_of_the_largest_owner_stay():
+    store = Store(None, 1 << 20, max_objects=3)
+    for key in "abc":
+        store.put(stored(key, owner="runs", status="in_progress"))
+    store.put(stored("d", owner="other"))
+    assert ids(store) == ["resp_a", "resp_b", "resp_c"]
+
+
+def test_totals_of_owners_of_an_older_file(tmp_path):
+    path = str(tmp_path / "r.sqlite")
+    store = Store(path, 1 << 20)
+    for key in "abc":
+        store.put(stored(key, owner="one" if key == "a" else "two"))
+    store._db.executescript("DROP TABLE owners; DROP TRIGGER owner_added; DROP TRIGGER owner_removed;")
+    store.close()
+    store = Store(path, 1 << 20)
+    counts = store._db.execute("SELECT owner, count FROM owners ORDER BY owner").fetchall()
+    assert counts == [("one", 1), ("two", 2)]
+    store.delete("resp_a", "one", "response_id")
+    assert store._db.execute("SELECT owner FROM owners").fetchall() == [("two",)]
+    store.close()
+
+
+def test_only_the_user_can_read_the_file(tmp_path):
+    path = tmp_path / "r.sqlite"
+    path.touch(0o644)
+    store = Store(str(path), 1 << 20)
+    store.put(stored("a"))
+    assert {oct(one.stat().st_mode & 0o777) for one in tmp_path.iterdir()} == {"0o600"}
+    store.close()
+
+
+def test_evictions_are_a_metric(model_folder):
+    with running_server(model_folder, responses_store_size=1 << 20) as server:
+        server.wait_ready()
+        for _ in range(12):
+            items = [{"type": "message", "role": "user", "content": "x" * 110_000}]
+            assert server.http.post("/v1/conversations", json={"items": items}).status_code == 200
+        value = next(
+            line.split()[-1]
+            for line in server.http.get("/metrics").text.splitlines()
+            if line.startswith("quire:stored_objects_evicted_total")
+        )
+        assert 2 <= float(value) <= 5
+
+
 def test_owners_and_chains():
     store = Store(None, 1 << 20)
     store.put(stored("a", owner="one"))

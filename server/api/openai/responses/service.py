@@ -24,16 +24,17 @@ POLL_SECONDS = 1.0  # between looks at what other processes want cancelled
 
 
 class Responses:
-    def __init__(self, config: ServerConfig):
-        """Raises ValueError for a file that cannot be used."""
+    def __init__(self, config: ServerConfig, observe_evicted: Callable[[int], None] = lambda num: None):
+        """`observe_evicted` is told how many objects made room. Raises ValueError for a file that cannot be used."""
         path = config.responses_store
         # memory cannot be shared by several processes
         self.kept = path is not None or config.api_server_count == 1
         try:
             self.store = Store(path, config.responses_store_size)
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             raise ValueError(f"--responses-store {path}: {error}") from None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
+        self._observe_evicted, self._num_observed = observe_evicted, 0
         self.runs: dict[str, Run] = {}  # by response id
         self._polling: asyncio.Task[None] | None = None
 
@@ -48,7 +49,11 @@ class Responses:
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """The result of a function that uses the store, in the store's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        result = await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        if (num := self.store.num_evicted) > self._num_observed:
+            self._observe_evicted(num - self._num_observed)
+            self._num_observed = num
+        return result
 
     def start(self, run: Run, on_end: Callable[[], None]) -> None:
         """Run a response in the background."""

@@ -1,5 +1,6 @@
 """Responses and conversations that are kept: a SQLite database, in memory or in the file of `--responses-store`, which
-survives a restart and which several processes may share. The least recently used ones make room for new ones.
+survives a restart and which several processes may share. The least recently used ones of the owner that has most make
+room for new ones, so that no owner can remove what another keeps within an equal share.
 
 All methods block, so the server calls them in one thread of their own.
 """
@@ -11,11 +12,13 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from quire.server.errors import BadRequest, NotFound
+from quire.server.private_files import private_database
 
 MAX_OBJECTS = 10_000
 MAX_CHAIN = 2_000  # responses before one
@@ -33,6 +36,18 @@ CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON objects BEGIN
     UPDATE totals SET count = count - 1, size = size - OLD.size; END;
 CREATE TRIGGER IF NOT EXISTS resized AFTER UPDATE OF size ON objects BEGIN
     UPDATE totals SET size = size - OLD.size + NEW.size; END;
+CREATE INDEX IF NOT EXISTS objects_by_owner ON objects (owner, used, size, status);
+CREATE TABLE IF NOT EXISTS owners (owner TEXT PRIMARY KEY, count INTEGER, size INTEGER) WITHOUT ROWID;
+INSERT INTO owners SELECT owner, COUNT(*), SUM(size) FROM objects WHERE NOT EXISTS (SELECT 1 FROM owners)
+    GROUP BY owner;
+CREATE TRIGGER IF NOT EXISTS owner_added AFTER INSERT ON objects BEGIN
+    INSERT INTO owners SELECT NEW.owner, 0, 0 WHERE NOT EXISTS (SELECT 1 FROM owners WHERE owner = NEW.owner);
+    UPDATE owners SET count = count + 1, size = size + NEW.size WHERE owner = NEW.owner; END;
+CREATE TRIGGER IF NOT EXISTS owner_removed AFTER DELETE ON objects BEGIN
+    UPDATE owners SET count = count - 1, size = size - OLD.size WHERE owner = OLD.owner;
+    DELETE FROM owners WHERE owner = OLD.owner AND count = 0; END;
+CREATE TRIGGER IF NOT EXISTS owner_resized AFTER UPDATE OF size ON objects BEGIN
+    UPDATE owners SET size = size - OLD.size + NEW.size WHERE owner = OLD.owner; END;
 """
 _OVERHEAD = 256  # bytes that an object takes beside its texts
 RUNNING = ("queued", "in_progress", "cancelling")
@@ -63,9 +78,12 @@ class Store:
     """`max_bytes` bounds what is kept."""
 
     def __init__(self, path: str | None, max_bytes: int, max_objects: int = MAX_OBJECTS):
-        """Raises sqlite3.Error for a file that cannot be used."""
+        """Raises OSError, sqlite3.Error for a file that cannot be used."""
         self.max_bytes, self.max_objects = max_bytes, max_objects
         self.max_object_bytes = max_bytes // 8  # one object does not take the place of all others
+        self.num_evicted = 0  # objects that made room
+        if path is not None:
+            private_database(Path(path))
         # the single thread that uses it is not the one that opens it
         self._db = sqlite3.connect(path or ":memory:", isolation_level=None, timeout=30, check_same_thread=False)
         self._db.execute("PRAGMA journal_mode = WAL")
@@ -175,15 +193,22 @@ class Store:
         count, size = db.execute("SELECT count, size FROM totals").fetchone()
         if count <= self.max_objects and size <= self.max_bytes:
             return
-        doomed = []
-        for object_id, its_size in db.execute(
-            f"SELECT id, size FROM objects WHERE status NOT IN {_RUNNING} ORDER BY used"
-        ):
-            if count <= self.max_objects and size <= self.max_bytes:
-                break
-            doomed.append((object_id,))
-            count, size = count - 1, size - its_size
-        db.executemany("DELETE FROM objects WHERE id = ?", doomed)
+        held = {owner: [num, total] for owner, num, total in db.execute("SELECT owner, count, size FROM owners")}
+        while held and (count > self.max_objects or size > self.max_bytes):
+            by = 1 if size > self.max_bytes else 0  # what is short
+            largest = max(held, key=lambda owner: held[owner][by])
+            oldest = db.execute(
+                f"SELECT id, size FROM objects WHERE owner = ? AND status NOT IN {_RUNNING} ORDER BY used LIMIT 1",
+                (largest,),
+            ).fetchone()
+            if oldest is None:  # all that it has is running
+                del held[largest]
+                continue
+            db.execute("DELETE FROM objects WHERE id = ?", oldest[:1])
+            self.num_evicted += 1
+            count, size = count - 1, size - oldest[1]
+            held[largest][0] -= 1
+            held[largest][1] -= oldest[1]
 
     # ---- the history of a response
 
