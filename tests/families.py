@@ -47,6 +47,18 @@ _DELTA = {
     "linear_num_value_heads": 4,
 }
 
+# keys of models without attention
+_PURE = ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id", "bos_token_id", "eos_token_id")
+_MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+    "mamba_proj_bias": True,
+}
+
 # name -> (model_type in transformers, settings)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", _H),
@@ -54,6 +66,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "axk1",
         _B | _EXPERTS | _LATENT | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     ),
+    "bamba": ("bamba", _B | _MAMBA | {"attn_layer_indices": [1, 3]}),
     "cohere": ("cohere", _B | {"use_qk_norm": True, "logit_scale": 0.3}),
     "cohere2": ("cohere2", _H | {"sliding_window": 24, "logit_scale": 0.3}),
     "ernie4_5": ("ernie4_5", _H | {"use_bias": True}),
@@ -62,6 +75,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone_moe": (
         "exaone_moe",
         _H | _EXPERTS | {"num_experts": 8, "n_group": 4, "topk_group": 2, "sliding_window": 24},
+    ),
+    "falcon_h1": (
+        "falcon_h1",
+        _B
+        | _MAMBA
+        | {"mamba_d_ssm": 64, "mamba_rms_norm": True, "lm_head_multiplier": 0.5, "embedding_multiplier": 1.5}
+        | {"mlp_multipliers": [0.8, 1.3], "key_multiplier": 0.7, "attention_out_multiplier": 0.9}
+        | {"attention_in_multiplier": 1.2, "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7], "ssm_in_multiplier": 1.4}
+        | {"ssm_out_multiplier": 0.6},
+    ),
+    "falcon_h1-gate-first": (
+        "falcon_h1",
+        _B | _MAMBA | {"mamba_d_ssm": 64, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "falcon_h1-no-norm": ("falcon_h1", _B | _MAMBA | {"mamba_d_ssm": 64}),
+    "falcon_mamba": (
+        "falcon_mamba",
+        {key: value for key, value in _B.items() if key in _PURE} | {"state_size": 8, "use_bias": True},
     ),
     "gemma": ("gemma", _H),
     "gemma2": ("gemma2", _H | {"query_pre_attn_scalar": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
@@ -120,6 +151,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4, "mamba_n_heads": 8}
         | {"num_local_experts": 4, "shared_intermediate_size": 40, "layer_types": ["attention"] * 4},
     ),
+    "granite4-mamba": (
+        "granitemoehybrid",
+        _B
+        | _MAMBA
+        | {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4}
+        | {"num_local_experts": 0, "shared_intermediate_size": 48, "layer_types": ["mamba", "attention"] * 2},
+    ),
+    "granite4-mamba-experts": (
+        "granitemoehybrid",
+        _B
+        | _MAMBA
+        | {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4}
+        | {"num_local_experts": 4, "shared_intermediate_size": 40, "layer_types": ["mamba", "attention"] * 2},
+    ),
     "granite_moe_shared": (
         "granitemoeshared",
         _B | {"attention_multiplier": 0.4, "num_local_experts": 4, "shared_intermediate_size": 40},
@@ -137,6 +182,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _H | {"rope_parameters": {"rope_type": "dynamic", "alpha": 10.0, "factor": 1.0, "rope_theta": 1e4}},
     ),
     "internlm3": ("internlm3", _H | {"qkv_bias": True, "bias": True}),
+    "jamba": (
+        "jamba",
+        _B
+        | {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+        | {"mamba_d_state": 8, "mamba_proj_bias": True},
+    ),
     "kimi_k2": ("deepseek_v3", _B | _EXPERTS | _LATENT | {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}),
     "llama4": (
         "llama4_text",
@@ -152,6 +203,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2_moe",
         _B | _EXPERTS | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "num_experts": 4},
     ),
+    "mamba": (
+        "mamba",
+        {key: value for key, value in _B.items() if key in _PURE} | {"state_size": 8, "use_bias": True},
+    ),
+    "mamba2": (
+        "mamba2",
+        {key: value for key, value in _B.items() if key in _PURE}
+        | {"state_size": 16, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8, "use_bias": True}
+        | {"time_step_limit": (0.01, 0.5)},
+    ),
     "ministral": ("ministral", _H | _W),
     "ministral3": ("ministral3", _H | {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}}),
     "mistral4": (
@@ -163,6 +224,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.1}},
     ),
     "nemotron": ("nemotron", _B | {"mlp_bias": True, "attention_bias": True}),
+    "nemotron_h": (
+        "nemotron_h",
+        {key: value for key, value in _H.items() if key != "num_hidden_layers"}
+        | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]}
+        | {"ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8}
+        | {"use_bias": True},
+    ),
     "olmo2": ("olmo2", _B),
     "olmo3": ("olmo3", _B | {"sliding_window": 24}),
     "opt": (

@@ -50,7 +50,8 @@ def test_tokens_and_logprobs_equal_transformers(name, prompts, tmp_path):
     first = engine.generate(prompts, sampling)
     again = engine.generate(prompts[::-1], sampling)[::-1]
     engine.close()
-    assert sum(result.num_preemptions for result in first) > 0, "the pool was not small enough"
+    attends = any(layer.attends for layer in read_model_spec(folder).layers)  # else no request runs out of blocks
+    assert (sum(result.num_preemptions for result in first) > 0) is attends, "the pool was not small enough"
     assert sum(result.num_cached_tokens for result in again) > 0, "no prefix was found again"
     reference = load_family(folder)
     for results in (first, again):

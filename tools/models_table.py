@@ -25,8 +25,14 @@ family, the implementation, the caches and the memory of a model.
 | architecture | implementation | caches | MLP | quantization | TP / PP / EP | tested |
 |---|---|---|---|---|---|---|
 """
-# settings of models whose default configuration is refused
-_SERVED = {"GraniteMoeHybridForCausalLM": {"num_hidden_layers": 2, "layer_types": ["attention"] * 2}}
+# settings that show more kinds of layers than the default configuration
+_SERVED = {
+    "BambaForCausalLM": {"attn_layer_indices": [1]},
+    "FalconH1ForCausalLM": {"mamba_d_head": 8},
+    "GraniteMoeHybridForCausalLM": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
+    "Mamba2ForCausalLM": {"head_dim": 64},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*"},
+}
 _TAIL = """
 *Tested* means that a tiny random checkpoint, saved by transformers, gives transformers' tokens and log-probabilities in
 float32 with chunked prefill, preemption and prefix hits (`tests/families.py`, `tests/checkpoints.py`). Encoders are
@@ -42,9 +48,9 @@ of others (Gemma 3n and 4) are on the last stage. Every tested family is also co
 formats of checkpoints (docs/quantization.md) are those of every family, GGUF files those of all that llama.cpp knows.
 
 """
-_REFUSED = """Refused, with the reason, are other models
-with recurrent or convolution layers (Nemotron-H, Granite 4 H, Falcon-H1, Jamba, Kimi-Linear, MiniMax-Text), and models
-whose attention does not go through transformers' interface (BLOOM, GPT-J).
+_REFUSED = """Refused, with the reason, are models
+with recurrent layers that are not above (Kimi-Linear, MiniMax-Text, Zamba 2, Nemotron-H with experts), and models whose
+attention does not go through transformers' interface (BLOOM, GPT-J).
 """
 
 

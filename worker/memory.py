@@ -448,7 +448,7 @@ def attention_specs(
     tp = config.parallel.tensor_parallel_size
     shapes: dict[tuple[int, ...], list[LayerSpec]] = {}
     for layer in spec.layers:
-        if layer.mixer == "attention":
+        if layer.attends and layer.latent is None and layer.mixer != "bidirectional":
             shape = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, False, False
             shapes.setdefault(shape, []).append(layer)
         if layer.latent is not None:  # absorbed and expanded, see layers/mla.py

@@ -16,7 +16,8 @@ from quire.worker.transformer.moe_spec import RoutingSpec
 from tests.worker.test_model_config import compare, kinds, ropes
 
 CONFIGS = json.loads(Path(__file__).with_name("hub_configs.json").read_text(encoding="utf-8"))
-NOT_NUMBERS = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+# of text alone all three axes of positions are the same
+NOT_NUMBERS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 

@@ -64,6 +64,8 @@ def allocate(
     by_index = {layer.layer_index: layer for layer in layers}
     slabs: list[list[Attention]] = []
     for g, members in enumerate(plan.layers):
+        if plan.groups[g].kind == "state":
+            continue
         mine = [by_index[i] for i in members if i in by_index]
         slabs += [[] for _ in range(len(mine) - len(slabs))]
         for slab, layer in zip(slabs, mine):

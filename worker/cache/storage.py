@@ -99,7 +99,7 @@ def _in_8_bits(
     lacking = [
         i
         for i, layer in enumerate(spec.layers)
-        if layer.mixer in ("attention", "mla") and layer.kv_from is None and i not in scales
+        if layer.attends and layer.mixer != "bidirectional" and layer.kv_from is None and i not in scales
     ]
     if not lacking:
         return KVStorage(_TYPES[kind], scales), (*own[1], f"{why}; the checkpoint's scale of each layer")

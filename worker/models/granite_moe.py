@@ -1,5 +1,5 @@
 """Granite 3 and 4 with experts: multipliers of embedding, residual, attention and logits. In some a shared MLP stands
-beside the experts. Granite 4 also has models without experts, and models with Mamba layers, which are refused.
+beside the experts. Granite 4 also has models without experts, and models with Mamba layers.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from typing import Any
 
 from quire.worker.transformer.config import LayerSpec
 from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.mamba_reader import MAMBA2_DEFAULTS, mamba2
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, routing
 from quire.worker.transformer.moe_spec import MoESpec
-from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL
+from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, STATE
 
 
 class GraniteMoe(MoEFamily, CausalLM):
@@ -85,18 +86,18 @@ class GraniteMoeHybrid(GraniteMoeShared):
         "shared_intermediate_size": 1024,
         "position_embedding_type": None,
         "layers_block_type": None,
+        **MAMBA2_DEFAULTS,
     }
+    state_kinds = {STATE: STATE, "mamba": STATE, "attention": FULL}
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
         super().complete(values, raw)
-        kinds = values["layer_types"] or values["layers_block_type"] or ["mamba"] * values["num_hidden_layers"]
-        if others := sorted(set(kinds) - {"attention", FULL}):
-            raise ValueError(
-                f"layers of the types {', '.join(others)} are not implemented: they keep a recurrent state; supported: "
-                "attention"
-            )
-        values["layer_types"] = [FULL] * len(kinds)
+        values["layer_types"] = values["layer_types"] or values["layers_block_type"]
+
+    @classmethod
+    def layer_types(cls, values: dict[str, Any]) -> list[str]:
+        return [STATE] * values["num_hidden_layers"]
 
     @classmethod
     def is_sparse(cls, values: dict[str, Any], index: int) -> bool:
@@ -107,4 +108,6 @@ class GraniteMoeHybrid(GraniteMoeShared):
         layer = super().layer(values, index, kind, layer)
         if layer.moe is None:
             layer = replace(layer, intermediate_size=values["shared_intermediate_size"])
+        if kind == STATE:
+            return replace(layer, mixer="mamba2", state=mamba2(values))
         return layer if values["position_embedding_type"] == "rope" else replace(layer, rope=None)

@@ -23,9 +23,13 @@ from quire.worker.transformer.attention import self_attention
 from quire.worker.transformer.bidirectional import BidirectionalAttention
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.delta import GatedDeltaNet
+from quire.worker.transformer.mixers.lightning import Lightning
+from quire.worker.transformer.mixers.mamba1 import Mamba1
+from quire.worker.transformer.mixers.mamba2 import Mamba2
 from quire.worker.transformer.mixers.short_conv import ShortConv
+from quire.worker.transformer.mixers.side_by_side import AttentionAndMamba2
 from quire.worker.transformer.mla import MLAttention
-from quire.worker.transformer.mlp import MLP, PlainMLP
+from quire.worker.transformer.mlp import MLP, PlainMLP, ScaledMLP
 from quire.worker.transformer.moe import MoE
 
 # Makes a part of a layer from (spec, index of the layer, prefix of its tensors, format of its weights).
@@ -36,10 +40,22 @@ MIXERS: dict[str, MakePart] = {  # by `LayerSpec.mixer`
     "bidirectional": BidirectionalAttention,
     "short_conv": ShortConv,
     "delta": GatedDeltaNet,
+    "mamba1": Mamba1,
+    "mamba2": Mamba2,
+    "attention_mamba2": AttentionAndMamba2,
+    "lightning": Lightning,
 }
-PLACES = {"short_conv": "conv", "delta": "linear_attn"}  # of the tensors of mixers, self_attn of the others'
+# where the tensors of a mixer are in its layer; those of others are in self_attn
+PLACES = {
+    "short_conv": ".conv",
+    "delta": ".linear_attn",
+    "mamba1": ".mamba",
+    "mamba2": ".mamba",
+    "attention_mamba2": "",
+}
 
-MLPS: dict[str, MakePart] = {"gated": MLP, "plain": PlainMLP, "moe": MoE}  # by `LayerSpec.mlp`
+# by `LayerSpec.mlp`
+MLPS: dict[str, MakePart] = {"gated": MLP, "plain": PlainMLP, "scaled": ScaledMLP, "moe": MoE}
 
 Streams = tuple[torch.Tensor, torch.Tensor]  # x and residual
 
@@ -60,8 +76,8 @@ class DecoderLayer(nn.Module):
         self.residual_scale = spec.residual_scale
         for name in self.norm_names:
             self.add_module(name, NORMS[spec.norm](spec.hidden_size, spec.norm_eps))
-        place = PLACES.get(kind.mixer, "self_attn")
-        self.self_attn = self.mixers[kind.mixer](spec, layer, f"{prefix}.{place}", weights)
+        place = PLACES.get(kind.mixer, ".self_attn")
+        self.self_attn = self.mixers[kind.mixer](spec, layer, f"{prefix}{place}", weights)
         self.mlp = self.mlps[kind.mlp](spec, layer, f"{prefix}.mlp", weights)
 
     def forward(
@@ -192,6 +208,32 @@ class ParallelLayer(DecoderLayer):
         return attended + self.mlp(rows(x, needed_rows)), rows(residual, needed_rows)
 
 
+class SingleLayer(DecoderLayer):
+    """A norm before a mixer or an MLP; a layer has one of them (Mamba, Nemotron-H)."""
+
+    norm_names: ClassVar = ("input_layernorm",)
+    mixers: ClassVar = MIXERS | {"none": lambda *_: None}
+    mlps: ClassVar = MLPS | {"none": lambda *_: None}
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> Streams:
+        x, residual = add(self.input_layernorm, x, residual)
+        if self.mlp is None:
+            return self.self_attn(x, rotation, attn, needed_rows), rows(residual, needed_rows)
+        return self.mlp(rows(x, needed_rows)), rows(residual, needed_rows)
+
+    def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
+        if self.mlp is None:
+            return self.self_attn.exchanges(num_tokens, num_needed)
+        return self.mlp.exchanges(num_needed)
+
+
 # by `ModelSpec.form`
 BLOCKS: dict[str, type[DecoderLayer]] = {
     "pre": DecoderLayer,
@@ -200,6 +242,7 @@ BLOCKS: dict[str, type[DecoderLayer]] = {
     "post": PostNormLayer,
     "sum": SumNormLayer,
     "parallel": ParallelLayer,
+    "single": SingleLayer,
 }
 
 

@@ -52,6 +52,7 @@ class LayerSpec:
     moe: MoESpec | None = None  # the experts, which are the MLP ("moe") or stand next to it
     state: StateSpec | None = None  # of a mixer with a recurrent state, which replaces attention or stands next to it
     attends: bool = True  # whether the mixer has attention
+    mixer_scales: tuple[float, ...] = ()  # of attention beside a state, see `mixers/side_by_side.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ class ModelSpec:
     # of layers without rotary embedding, q at position p is multiplied by 1 + a * ln(1 + floor((p + 1) / b)): (a, b)
     still_query_scale: tuple[float, float] | None = None
     residual_scale: float = 1.0  # of the output of attention and of the MLP
+    gate_scale: float = 1.0  # of mlp "scaled": of the gate, before its activation
+    down_scale: float = 1.0  # the same, of its output
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     why_shorter: str = ""  # reason for a `max_model_len` below what the positions allow

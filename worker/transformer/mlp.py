@@ -45,6 +45,19 @@ class MLP(nn.Module):
         return [((num_tokens, self.down_proj.out_features), None)]
 
 
+class ScaledMLP(MLP):
+    """Multiplies the gate, before its activation, and the output by constants (Falcon-H1)."""
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, layer, prefix, weights)
+        self.gate_up_proj.gated = None  # the activation is not that of a fused product
+        self.scales, self.activation = (spec.gate_scale, spec.down_scale), ACTIVATIONS[spec.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj.method.apply(self.gate_up_proj, x).chunk(2, -1)
+        return self.down_proj(self.activation(gate * self.scales[0]) * up) * self.scales[1]
+
+
 class PlainMLP(nn.Module):
     """Maps x `[T, H]` to `[T, H]`: down(activation(up(x)))."""
 

@@ -174,17 +174,13 @@ class ConfigReader:
         """Return one spec per layer."""
         kinds = values["layer_types"] or cls.layer_types(values)
         kinds = [cls.state_kinds.get(kind, kind) for kind in kinds]
-        check_layer_types(kinds, values, (FULL, SLIDING, STATE) if cls.state_kinds else (FULL, SLIDING))
+        check_layer_types(kinds, values, tuple(dict.fromkeys((FULL, SLIDING, *cls.state_kinds.values()))))
         base = base_layer(values)
         windows = {FULL: None, SLIDING: values["sliding_window"]}
         names = {kind: kind if kind in ropes else "default" if "default" in ropes else None for kind in windows}
-        states = replace(base, rope=None, attends=False)
-        return tuple(
-            cls.layer(
-                values, i, kind, states if kind == STATE else replace(base, window=windows[kind], rope=names[kind])
-            )
-            for i, kind in enumerate(kinds)
-        )
+        layers = {kind: replace(base, window=windows[kind], rope=names[kind]) for kind in windows}
+        others = replace(base, rope=None, attends=False)
+        return tuple(cls.layer(values, i, kind, layers.get(kind, others)) for i, kind in enumerate(kinds))
 
 
 def base_layer(values: dict[str, Any]) -> LayerSpec:

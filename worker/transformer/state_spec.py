@@ -77,6 +77,8 @@ class Mamba2Spec:
     norm: str = "gate_first"  # grouped norm of y * silu(z); "norm_first": of y, then * silu(z); "none"
     norm_groups: int = 1  # groups of the norm
     eps: float = 1e-5
+    scales: tuple[float, ...] | None = None  # factors of the projected z, x, B, C and dt
+    out_bias: bool | None = None  # of the last projection, None: as of the first
 
     @property
     def inner(self) -> int:
