@@ -1,4 +1,4 @@
-"""Tools for a model whose chat template knows none: described in a system message, with calls and results as text
+"""Tools for a model whose chat template prints none: described in a system message, with calls and results as text
 (--generic-tool-prompt). Calls have the form of the parser `json`: an array.
 """
 

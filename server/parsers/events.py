@@ -47,7 +47,7 @@ Event = Content | Reasoning | ToolCallBegin | ToolCallArguments
 
 class OutputParser(Protocol):
     """Turns the text of one choice into events. Never raises for any text: what is malformed or cut off becomes
-    content, or the arguments received so far.
+    content, or the arguments received so far, closed. The arguments of a function are always a JSON object.
     """
 
     def push(self, text: str) -> list[Event]: ...
