@@ -257,6 +257,11 @@ class ServerConfig:
     address_file: str | None = opt(
         None, "write the address of the server to this file, for `quire health`", metavar="FILE"
     )
+    root_path: str = opt(
+        "",
+        "path below which a proxy serves this server (/llm), whether it strips it from requests or not",
+        metavar="PATH",
+    )
     served_model_name: list[str] = opt(
         [],
         "model names that the API accepts; responses have the first (default: the name of the file or folder)",

@@ -52,7 +52,6 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "override_generation_config": "set --generation-config to a folder with a generation_config.json",
     "ssl_keyfile": _TLS,
     "ssl_certfile": _TLS,
-    "root_path": "not needed: let the proxy strip the prefix",
     # SGLang and TGI
     "model_path": _MODEL,
     "model_id": _MODEL,

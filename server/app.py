@@ -37,7 +37,10 @@ def create_routes(state: ServerState) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(Exception, _unexpected)
-    app.openapi = cache(lambda: document(app.title, app.version, ROUTES, with_key=bool(state.config.server.api_key)))
+    settings = state.config.server
+    app.openapi = cache(
+        lambda: document(app.title, app.version, ROUTES, bool(settings.api_key), settings.root_path.strip("/"))
+    )
     return app
 
 

@@ -21,8 +21,8 @@ _PARAMETER = re.compile(r"{(\w+)(?::path)?}")
 Json = dict[str, Any]
 
 
-def document(title: str, version: str, routes: list[Route], *, with_key: bool) -> Json:
-    """OpenAPI 3.1. `with_key`: the routes need an API key."""
+def document(title: str, version: str, routes: list[Route], with_key: bool = False, root_path: str = "") -> Json:
+    """OpenAPI 3.1. `with_key`: the routes need an API key. `root_path`: of a proxy, without slashes at its ends."""
     types = {id(cls): cls for route in routes for cls in [*route.types, _error_type(route.path)]}
     described, components = msgspec.json.schema_components(types.values(), ref_template=_REF)
     schemas = dict(zip(types, described, strict=True))
@@ -36,6 +36,8 @@ def document(title: str, version: str, routes: list[Route], *, with_key: bool) -
         "paths": paths,
         "components": {"schemas": components},
     }
+    if root_path:
+        found["servers"] = [{"url": f"/{root_path}"}]
     if with_key:
         found["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
         found["security"] = [{"bearer": []}]

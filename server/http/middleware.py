@@ -55,12 +55,15 @@ class RequestBoundary:
 
     def __init__(self, app: ASGIApp, state: ServerState):
         self.app, self.state = app, state
+        self.root_path = "/" + root if (root := state.config.server.root_path.strip("/")) else ""
         self.keep_alive = b"timeout=%d" % max(state.config.server.timeout_keep_alive, 1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if self.root_path and f"{scope['path']}/".startswith(f"{self.root_path}/"):  # the proxy has not stripped it
+            scope["path"] = scope["path"][len(self.root_path) :] or "/"
         scope["request_id"] = _usable(header(scope, b"x-request-id")) or uuid.uuid4().hex
         probe = scope["path"] in PROBES
         started, status, complete = time.perf_counter(), None, False
