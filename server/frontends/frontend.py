@@ -202,6 +202,8 @@ class Frontend:
         state.ready = ready
         if first:
             self.on_open(ready)
+            if state.model.pooling is None or state.model.pooling.generates:
+                state.structures.warm(state)
 
     # ---- running
 

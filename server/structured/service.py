@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.engine.messages import Vocabulary
-from quire.server.errors import BadRequest, Unavailable
+from quire.server.errors import ApiError, BadRequest, Unavailable
 from quire.server.http.turns import Turns
 from quire.server.structured.process import CompileProcess, ProcessDied
 from quire.server.structured.structure import MAX_BYTES, Structure, encoded
@@ -29,6 +29,8 @@ NUM_PROCESSES = 2
 MAX_WAITING = 256  # structures of one tenant that wait for a process
 CACHE_BYTES = 2**24  # of structures and their grammars
 RETRY_AFTER = 10  # seconds
+WARM_AFTER = 5.0  # seconds from the start of a server, which has other work until then
+_ANY_LETTER = Structure(kind="regex", value="[a-z]", param="")
 
 
 async def constrain(requests: Sequence[GenerationRequest], state: ServerState, tenant: str = "") -> None:
@@ -61,7 +63,7 @@ class _Compilation:
 
 
 class Structures:
-    """Belongs to one event loop. Starts nothing before the first structure."""
+    """Belongs to one event loop. Starts nothing before the first structure, or `warm`."""
 
     def __init__(self) -> None:
         self._grammars: OrderedDict[bytes, str | _Refusal] = OrderedDict()  # by structure, most recently used last
@@ -73,6 +75,21 @@ class Structures:
         self._lock = threading.Lock()
         self._specials: bytes | None = None  # the first frame of a process
         self._preparing: asyncio.Task[None] | None = None
+        self._warming: asyncio.Task[None] | None = None
+
+    def warm(self, state: ServerState) -> None:
+        """Start a process, and let the engines read the vocabulary, a little later: the first structure of a server's
+        life does not wait for them.
+        """
+        if self._warming is None and state.model.eos_token_ids:
+            self._warming = asyncio.ensure_future(self._warm(state))
+
+    async def _warm(self, state: ServerState) -> None:
+        await asyncio.sleep(WARM_AFTER)
+        try:
+            await self.grammar(_ANY_LETTER, state)
+        except ApiError as error:  # the first structure tries again
+            logger.warning("structured output is not ready yet: %s", error.message)
 
     async def grammar(self, structure: Structure, state: ServerState, tenant: str = "") -> str:
         """The grammar of `structure`. Raises BadRequest, Unavailable."""
@@ -87,6 +104,8 @@ class Structures:
 
     def close(self) -> None:
         """End the processes. Idempotent."""
+        if self._warming is not None:
+            self._warming.cancel()
         with self._lock:
             while self._idle:
                 self._idle.pop().end()

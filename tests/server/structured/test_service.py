@@ -55,6 +55,21 @@ def test_grammars_are_compiled_once_and_the_engine_gets_the_vocabulary():
     use(act)
 
 
+def test_a_server_is_warm_before_its_first_structure(monkeypatch):
+    monkeypatch.setattr(service, "WARM_AFTER", 0.01)
+
+    async def act(structures, state):
+        structures.warm(state)
+        structures.warm(state)
+        await structures._warming
+        assert len(state.client.vocabularies) == len(structures._idle) == 1
+        process = structures._idle[0]
+        await structures.grammar(Structure(kind="regex", value="b"), state)
+        assert structures._idle == [process]
+
+    use(act)
+
+
 def test_the_cache_is_bounded_in_bytes(monkeypatch):
     monkeypatch.setattr(service, "CACHE_BYTES", 3000)
 
