@@ -82,7 +82,7 @@ class Store:
         self.max_bytes, self.max_objects = max_bytes, max_objects
         self.max_object_bytes = max_bytes // 8  # one object does not take the place of all others
         self.num_evicted = 0  # objects that made room
-        if path is not None:
+        if path not in (None, ":memory:"):
             private_database(Path(path))
         # the single thread that uses it is not the one that opens it
         self._db = sqlite3.connect(path or ":memory:", isolation_level=None, timeout=30, check_same_thread=False)
