@@ -69,9 +69,8 @@ def plan(config: Config, target: str) -> str:
         chat = "yes"
     elif images.why_not is None:
         chat = "none: a conversation is the contents of its messages, one after another"
-    sampling = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "OpenAI's"
     lines = [plan_table(ready), f"chat template: {chat}", *_about(images, folder)]
-    lines.append(f"default sampling parameters: {sampling}")
+    lines.append(f"default sampling parameters: {defaults.describe()}")
     return "\n".join([_checkpoint(config, folder), *lines] if has_weights else lines)
 
 

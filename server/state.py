@@ -42,6 +42,7 @@ class ModelInfo:
     max_logprobs: int  # -1: no limit
     priorities: bool  # whether the scheduler uses them
     pooling: PoolingInfo | None = None  # None: it makes no embeddings
+    other_defaults: dict[str, Any] = field(default_factory=dict)  # of sampling, where the model's files have none
 
 
 def known_token_ids(token_ids: list[int], vocab_size: int) -> list[int]:

@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Callable
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Progress, Ready
@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # imported late, because these imports are slow
     from quire.server.batches.runner import Batches
     from quire.server.engines.client import EngineClient
     from quire.server.engines.pool import EnginePool
+    from quire.server.generate.sampling import SamplingDefaults
     from quire.server.http.connections import Connections
 
 logger = logging.getLogger("quire")
@@ -62,7 +63,7 @@ class Frontend:
             accepted_names(config),
         )
         self.gate = StartupGate(self.state)
-        self.sampling_defaults: dict[str, Any] = {}
+        self.sampling_defaults: SamplingDefaults | None = None
         self.connections: Connections | None = None  # None until connections can be accepted
         self._http: uvicorn.Server | None = None
         self._pool: EnginePool | None = None  # set if there are several engines
@@ -188,6 +189,8 @@ class Frontend:
             from quire.server.metrics.pool import make_metrics
 
             state.model = model_info(self.config, ready.worker, state.tokenizer, self.sampling_defaults)
+            if state.model.pooling is None or state.model.pooling.generates:
+                logger.info("default sampling parameters: %s", self.sampling_defaults.describe())
             if not self.chats and (state.model.pooling is None or state.model.pooling.generates):
                 logger.warning(
                     "the model has no chat template: /v1/chat/completions will return 400 and /v1/completions answers; "

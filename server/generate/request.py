@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -128,5 +129,7 @@ class GenerationSpec:
     background: bool = False  # yields to every request that is not; no limit of the queue counts it
     prompt_param: str = "prompt"
     max_tokens_param: str = "max_tokens"
+    # of sampling, for what neither the request nor the model's files set; None: the format's, or OpenAI's
+    dialect_defaults: Mapping[str, Any] | None = None
     clip_max_tokens: bool = False  # a max_tokens above the context length is reduced, not refused
     logprobs_param: str = "logprobs"

@@ -1,6 +1,7 @@
 """`GenerationSpec` -> `SamplingParams`: defaults, checks that need the model, and the fit into the context.
 
-A parameter comes from the request, else from the model's generation_config.json, else it is OpenAI's default.
+A parameter comes from the request, else from the model's generation_config.json (or what a GGUF file has in its place),
+else it is the default of the dialect, of llama.cpp for GGUF files, or of OpenAI.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 import json
 import os
 import random
-from typing import Any, Protocol
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from quire.checkpoints.reading import read_object
+from quire.checkpoints.rules import Kind, Number, Rule, Whole, shown
 from quire.configs.config import Config
 from quire.engine.messages import SamplingParams
 from quire.server.errors import BadRequest, ContextLengthExceeded
@@ -20,6 +25,16 @@ from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.state import ModelInfo
 
 OPENAI_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+LLAMACPP_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+_RULES: dict[str, Rule] = {
+    "temperature": Number(0, 100),
+    "top_p": Number(0, 1),
+    "top_k": Whole(-1, (1 << 31) - 1),
+    "min_p": Number(0, 1),
+    "repetition_penalty": Number(1e-3, 100),
+    "max_new_tokens": Whole(0, (1 << 63) - 1),
+    "suppress_tokens": Kind("a list of token ids", (list,), (int,)),
+}
 MAX_BAD_WORD_TOKENS = 8192
 GREEDY_BELOW = 1e-5  # lower temperatures count as 0
 
@@ -30,14 +45,36 @@ class BatchEncoder(Protocol):
     def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]: ...
 
 
-def read_sampling_defaults(config: Config, model_folder: str) -> dict[str, Any]:
-    """Sampling parameters out of generation_config.json, as --generation-config says.
+class SamplingDefaults(NamedTuple):
+    """`declared` by the model's files; `others`, of `source`, for what they leave open."""
 
-    Raises ValueError when the file asked for is missing or not JSON.
+    declared: dict[str, Any]
+    others: dict[str, Any]
+    source: str
+
+    def describe(self) -> str:
+        """One line for people."""
+        rest = {name: value for name, value in self.others.items() if name not in self.declared}
+        parts = [f"{name} {value}" for name, value in self.declared.items()]
+        own = ", ".join(parts) + " (the model's)" if parts else ""
+        open_ = f"{', '.join(f'{name} {value}' for name, value in rest.items())} ({self.source})" if rest else ""
+        return "; ".join(filter(None, (own, open_))) or "OpenAI's"
+
+
+def read_sampling_defaults(config: Config, model_folder: str) -> SamplingDefaults:
+    """What generation_config.json holds, as --generation-config says, and llama.cpp's defaults for a GGUF file.
+
+    Raises ValueError when the file asked for is missing, or not JSON, or a value is out of range.
     """
-    source = config.server.generation_config
-    if source == "vllm":
-        return {}
+    if config.server.generation_config == "vllm":
+        return SamplingDefaults({}, {}, "OpenAI's")
+    settings = read_object(Path(model_folder, "config.json")).get("quantization_config")
+    is_gguf = isinstance(settings, dict) and settings.get("quant_method") == "gguf"
+    others, source = (LLAMACPP_DEFAULTS, "llama.cpp's") if is_gguf else ({}, "OpenAI's")
+    return SamplingDefaults(_declared_defaults(config.server.generation_config, model_folder), dict(others), source)
+
+
+def _declared_defaults(source: str, model_folder: str) -> dict[str, Any]:
     path = os.path.join(model_folder if source == "auto" else source, "generation_config.json")
     if source == "auto" and not os.path.exists(path):
         return {}
@@ -46,9 +83,16 @@ def read_sampling_defaults(config: Config, model_folder: str) -> dict[str, Any]:
             values = json.load(file)
     except (OSError, ValueError) as error:
         raise ValueError(f"generation_config: cannot read {path}: {error}") from error
-    defaults = {name: values[name] for name in OPENAI_DEFAULTS if values.get(name) is not None}
-    if values.get("max_new_tokens") is not None:
-        defaults["max_tokens"] = values["max_new_tokens"]
+    if not isinstance(values, dict):
+        raise ValueError(f"generation_config: {path} must be a JSON object")
+    names = {name: name for name in OPENAI_DEFAULTS} | {"max_new_tokens": "max_tokens", "suppress_tokens": None}
+    defaults = {}
+    for key, name in names.items():
+        if (value := values.get(key)) is None:
+            continue
+        if not (rule := _RULES[key]).fits(value):
+            raise ValueError(f"generation_config: {path}: {key} must be {rule}, not {shown(value)}")
+        defaults[name or key] = value
     return defaults
 
 
@@ -58,7 +102,7 @@ def to_sampling_params(spec: GenerationSpec, model: ModelInfo, tokenizer: BatchE
     With max_tokens 0, for an echo, the engine runs the prompt and samples nothing.
     """
     options = spec.options
-    pick = _Picker(options, model.sampling_defaults)
+    pick = _Picker(options, model, spec.dialect_defaults)
     temperature = pick("temperature")
     temperature = 0.0 if temperature < GREEDY_BELOW else temperature
     if temperature == 0.0 and options.n > 1:
@@ -137,14 +181,16 @@ def too_long(num_prompt_tokens: int, model: ModelInfo, param: str, at_least: boo
 
 
 class _Picker:
-    """A parameter by name: the request's, else the model's, else OpenAI's."""
+    """A parameter by name: the request's, else the model's, else the dialect's, else that of the file's format."""
 
-    def __init__(self, options: GenerationOptions, defaults: dict[str, Any]):
-        self.options, self.defaults = options, defaults
+    def __init__(self, options: GenerationOptions, model: ModelInfo, dialect: Mapping[str, Any] | None):
+        self.options = options
+        others = model.other_defaults if dialect is None else dialect
+        self.defaults = OPENAI_DEFAULTS | others | model.sampling_defaults
 
     def __call__(self, name: str) -> Any:
         value = getattr(self.options, name)
-        return self.defaults.get(name, OPENAI_DEFAULTS[name]) if value is None else value
+        return self.defaults[name] if value is None else value
 
 
 def _max_tokens(spec: GenerationSpec, model: ModelInfo) -> int | None:
@@ -179,6 +225,7 @@ def _logit_bias(options: GenerationOptions, model: ModelInfo) -> dict[int, float
 def _bad_words_ids(options: GenerationOptions, tokenizer: BatchEncoder, model: ModelInfo) -> list[list[int]] | None:
     """Each word as it is tokenized at the start of a text and after a space."""
     texts = [text for word in options.bad_words or () for text in (word, " " + word.lstrip())]
+    suppressed = [i for i in model.sampling_defaults.get("suppress_tokens", ()) if 0 <= i < model.vocab_size]
     sequences = (
         dict.fromkeys(tuple(ids) for ids in tokenizer.encode_batch(texts, add_special_tokens=False) if ids)
         if texts
@@ -191,7 +238,7 @@ def _bad_words_ids(options: GenerationOptions, tokenizer: BatchEncoder, model: M
             param="bad_words",
         )
     _distinct_ids([token_id for ids in sequences for token_id in ids], "bad_words", model)
-    return [list(ids) for ids in sequences] or None
+    return [*map(list, sequences), *([token_id] for token_id in suppressed)] or None
 
 
 def _logprobs(spec: GenerationSpec, model: ModelInfo) -> int | None:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quire.checkpoints import hub
 from quire.checkpoints.files import check_model_folder
@@ -22,6 +22,7 @@ from quire.server.state import ModelInfo, known_token_ids
 if TYPE_CHECKING:  # imported late, because these imports are slow
     from quire.server.engines.client import EngineClient
     from quire.server.generate.formats import Formats
+    from quire.server.generate.sampling import SamplingDefaults
     from quire.server.media.service import Images
     from quire.server.text.tokenizer import Tokenizer
 
@@ -165,15 +166,16 @@ async def load_tokenizer(config: Config, folder: str, images: Images, model_fold
 
 
 def model_info(
-    config: Config, worker: WorkerReady, tokenizer: Tokenizer, sampling_defaults: dict[str, Any]
+    config: Config, worker: WorkerReady, tokenizer: Tokenizer, sampling: SamplingDefaults
 ) -> ModelInfo:
     """The facts about the model that requests are checked against."""
     return ModelInfo(
         worker.max_model_len,
         worker.vocab_size,
         known_token_ids(tokenizer.eos_token_ids, worker.vocab_size),
-        sampling_defaults,
+        sampling.declared,
         config.server.max_logprobs,
         config.scheduler.scheduling_policy == "priority",
         worker.pooling,
+        sampling.others,
     )

@@ -6,13 +6,12 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Progress
 from quire.server.engines.client import EngineClient
 from quire.server.engines.supervisor import EngineFailed, Supervisor
-from quire.server.generate.sampling import read_sampling_defaults
+from quire.server.generate.sampling import SamplingDefaults, read_sampling_defaults
 from quire.server.startup.engine_group import EngineGroup, load_tokenizer, model_info
 from quire.server.startup.model_names import accepted_names, served_names
 from quire.server.startup.plan_table import plan_table
@@ -32,7 +31,7 @@ class Runtime:
         self.config = config
         self.state = ServerState(config, served_names(config), "", "", accepted_names(config))
         self.engines = EngineGroup(config)
-        self._sampling_defaults: dict[str, Any] = {}
+        self._sampling_defaults: SamplingDefaults | None = None
         self._ready = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
 

@@ -10,6 +10,8 @@ import pytest
 
 from quire.configs.config import Config
 from quire.engine.messages import SamplingParams
+from quire.server.api.ollama import protocol as ollama_protocol
+from quire.server.api.ollama import translate as ollama_translate
 from quire.server.api.openai.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.api.openai.translate import chat_spec, completion_spec
 from quire.server.errors import BadRequest, ContextLengthExceeded
@@ -113,7 +115,7 @@ def test_request_then_model_then_openai(tmp_path):
         "min_p": None,
     }
     (tmp_path / "generation_config.json").write_text(json.dumps(file))
-    defaults = read_sampling_defaults(Config(), str(tmp_path))
+    defaults = read_sampling_defaults(Config(), str(tmp_path)).declared
     assert defaults == {"temperature": 0.6, "top_p": 0.9, "top_k": 30, "repetition_penalty": 1.1, "max_tokens": 40}
     model = ModelInfo(100, 512, [2], defaults, 20, False)
     for make in (chat, text):
@@ -135,7 +137,7 @@ def test_where_the_defaults_come_from(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"top_k": 5}')
 
     def read(source: str, folder=tmp_path) -> dict:
-        return read_sampling_defaults(Config.from_flat(generation_config=source), str(folder))
+        return read_sampling_defaults(Config.from_flat(generation_config=source), str(folder)).declared
 
     assert read("auto") == {"top_k": 5} and read("vllm") == {} and read(str(tmp_path / "other")) == {"top_k": 7}
     assert read("auto", tmp_path / "other") == {"top_k": 7} and read("auto", tmp_path / "nowhere") == {}
@@ -290,3 +292,37 @@ def test_end_of_sequence_ids_beyond_the_vocabulary_are_ignored(caplog):
     assert len(caplog.records) == 1 and "ignoring the end-of-sequence ids [32000]" in caplog.text
     caplog.clear()
     assert known_token_ids([2, 7], 32000) == [2, 7] and not caplog.records
+
+
+GGUF = '{"quantization_config": {"quant_method": "gguf"}}'
+
+
+def test_defaults_of_the_format_and_of_the_dialect(tmp_path):
+    """What neither the request nor the model's files set is llama.cpp's for GGUF files, and Ollama's on its routes."""
+    (tmp_path / "config.json").write_text(GGUF)
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0.5, "suppress_tokens": [7, 9999]}')
+    found = read_sampling_defaults(Config(), str(tmp_path))
+    assert found.describe().endswith("temperature 0.8, top_k 40, min_p 0.05 (llama.cpp's)")
+    model = ModelInfo(100, 512, [2], found.declared, 20, False, None, found.others)
+    params = chat(model)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.5, 0.05)
+    assert params.bad_words_ids == [[7]] and chat(model, temperature=0.3).temperature == 0.3
+    body, _ = parse(b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}', ollama_protocol.ChatRequest)
+    spec = ollama_translate.chat_spec(body, request_id="r")
+    params = to_sampling_params(spec, model, Words())
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.5, 0.0)
+    params = to_sampling_params(spec, MODEL, Words())
+    assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (0.8, 40, 0.9, 1.0)
+    (tmp_path / "config.json").write_text("{}")
+    assert read_sampling_defaults(Config(), str(tmp_path)).others == {}
+    (tmp_path / "config.json").write_text(GGUF)
+    assert read_sampling_defaults(Config.from_flat(generation_config="vllm"), str(tmp_path)).others == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("temperature", "hot"), ("top_k", 1.5), ("top_p", 2), ("min_p", []), ("suppress_tokens", ["a"])]
+)
+def test_wrong_values_of_a_file_are_refused_by_name(key, value, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ValueError, match=rf"generation_config\.json: {key} must be "):
+        read_sampling_defaults(Config(), str(tmp_path))

@@ -13,6 +13,10 @@ from quire.server.http.parse_body import MAX_NESTING, deeper_than
 from quire.server.media.inputs import ImageInput
 from quire.server.structured.structure import Structure
 
+# Ollama's. Its repeat_penalty of 1.1 counts the last 64 tokens; one that counts all of a long prompt would change code
+# and tables, so that it stays 1 unless the request sets it.
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+
 
 def chat_spec(body: ChatRequest, **identity: Any) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
@@ -56,6 +60,7 @@ def _spec(
         prompt_param=param,
         max_tokens_param="options.num_predict",
         clip_max_tokens=True,
+        dialect_defaults=DEFAULTS,
         logprobs_param="top_logprobs",
         **identity,
     )

@@ -96,7 +96,7 @@ async def server_info(request: Request, state: ServerState) -> Response:
             "kernels": await _kernels(state),
             "formats": state.formats and state.formats.describe(),
             "images": state.images.describe(),
-            "sampling_defaults": state.model and state.model.sampling_defaults,
+            "sampling_defaults": state.model and state.model.other_defaults | state.model.sampling_defaults,
             "structured_output": structured_output(),
             "num_requests_in_flight": state.num_in_flight + state.num_in_flight_elsewhere,
         }
