@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
 GIT_LFS = b"version https://git-lfs"
 GGUF = b"GGUF"
 _WANTED = "give the folder of a model with its config.json, tokenizer and safetensors files"
+_OTHER_WEIGHTS = re.compile(
+    r"(pytorch_model|model|consolidated|tf_model|flax_model)[\w.-]*\.(bin|pth?|h5|msgpack|onnx)"
+)
 _POINTER = (
     "{} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder, or download the file again"
 )
@@ -45,9 +49,9 @@ def damaged_weights(path: Path, error: Exception) -> str:
     return f"cannot read the weights in {path}: {error}. The file is incomplete or damaged: download it again"
 
 
-def check_model_folder(folder: str) -> None:
-    """Raise ValueError with one line if `folder` is not a readable model: a file cannot be read, or there is no
-    config.json.
+def check_model_folder(folder: str, needs_weights: bool = True) -> None:
+    """Raise ValueError with one line if `folder` is not a readable model: a file cannot be read, there is no
+    config.json or, with `needs_weights`, the weights are in other files than safetensors.
 
     Called before any process is started and any large library is imported.
     """
@@ -58,6 +62,12 @@ def check_model_folder(folder: str) -> None:
     if "config.json" not in names:
         raise ValueError(f"model: {_no_config(folder, names)}")
     check_readable(folder)
+    others = [name for name in names if _OTHER_WEIGHTS.fullmatch(name)]
+    if needs_weights and others and not any(name.endswith(".safetensors") for name in names):
+        raise ValueError(
+            f"model: the weights in {folder} are in {', '.join(others[:3])}, which is not supported; give a model with "
+            "safetensors, or convert it: transformers' save_pretrained writes them"
+        )
 
 
 def check_readable(folder: str, setting: str = "model") -> None:

@@ -40,8 +40,11 @@ def local_folder(model: str) -> str | None:
             return gguf_folder.gguf_folder(path)
         raise ValueError(f"model: {model} is a file; give the folder that has the model's config.json and safetensors")
     _require_reachable(path)
-    if gguf_folder.hub_patterns(model) is None and (model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)):
-        raise ValueError(f"model: there is no {'file' if path.lower().endswith('.gguf') else 'folder'} {model}")
+    if gguf_folder.hub_patterns(model) is None:
+        if path.lower().endswith(".gguf"):
+            raise ValueError(f"model: there is no file {model}; one of the Hub is named ORG/NAME/FILE.gguf")
+        if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+            raise ValueError(f"model: there is no folder {model}")
     return None
 
 

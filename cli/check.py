@@ -48,7 +48,7 @@ def plan(config: Config, target: str) -> str:
     else:
         folder, has_weights = hub.resolve_headers(options.model, target=target, **where)
     config = dataclasses.replace(config, model=dataclasses.replace(options, model=folder))
-    check_model_folder(folder)
+    check_model_folder(folder, needs_weights=has_weights and options.load_format != "dummy")
     # imported by name: torch loads only when this command runs
     importlib.import_module("quire.worker.weights.loader").check_model(config, files=has_weights)
     ready = importlib.import_module("quire.worker.memory").preview(config)

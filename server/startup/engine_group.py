@@ -64,7 +64,7 @@ class EngineGroup:
 
         Raises ValueError if the folder has no model or the system cannot start a process.
         """
-        check_model_folder(folder)
+        check_model_folder(folder, needs_weights=self.config.model.load_format != "dummy")
         self.folder = folder
         config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=folder))
         for index in range(config.parallel.data_parallel_size):

@@ -200,3 +200,23 @@ sys.exit(code)
     )
     assert ended.returncode == 1 and "is empty" in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
     assert ended.stderr.count("is empty") == 1, ended.stderr
+
+
+def test_weights_in_other_files(folder):
+    """They are refused before a process is started, and not if no weights are read."""
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    (folder / "training_args.bin").write_bytes(b"x")
+    check_model_folder(str(folder))
+    (folder / "pytorch_model-00001-of-00002.bin").write_bytes(b"x")
+    assert "the weights in" in (text := refusal(folder)) and "pytorch_model-00001-of-00002.bin" in text
+    check_model_folder(str(folder), needs_weights=False)
+    (folder / "model.safetensors").write_bytes(b"x")
+    check_model_folder(str(folder))
+
+
+@pytest.mark.parametrize("model", ["missing.gguf", "folder/missing.GGUF", "./missing.gguf"])
+def test_a_gguf_file_that_is_missing(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"there is no file .*missing\.(gguf|GGUF)"):
+        hub.local_folder(model)
