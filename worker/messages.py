@@ -137,6 +137,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     truncation_side: str = "right"  # by default: where texts are cut
     matryoshka: bool = False  # whether the first numbers of a vector are a vector of the text, too
     matryoshka_sizes: list[int] = []  # how many there may be, if the model's files list it
+    default_dimensions: int = 0  # how many there are if the request does not say; 0: all
 
     @property
     def reads_all(self) -> bool:

@@ -75,7 +75,8 @@ def embed_params(model: ModelInfo, dimensions: int | None, normalize: bool | Non
     pooling = require_task(model, "embed")
     if dimensions is not None:
         _check_dimensions(dimensions, pooling)
-    return PoolingParams("embed", dimensions or 0, pooling.normalize if normalize is None else normalize)
+    scaled = pooling.normalize if normalize is None else normalize
+    return PoolingParams("embed", dimensions or pooling.default_dimensions, scaled)
 
 
 def _check_dimensions(dimensions: int, pooling: PoolingInfo) -> None:

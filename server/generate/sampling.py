@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from quire.checkpoints.honoured import report_ignored
 from quire.checkpoints.reading import read_object
 from quire.checkpoints.rules import Kind, Number, Rule, Whole, shown
 from quire.configs.config import Config
@@ -86,6 +87,7 @@ def _declared_defaults(source: str, model_folder: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"generation_config: {path} must be a JSON object")
     names = {name: name for name in OPENAI_DEFAULTS} | {"max_new_tokens": "max_tokens", "suppress_tokens": None}
+    report_ignored(values, Path(path))
     defaults = {}
     for key, name in names.items():
         if (value := values.get(key)) is None:

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from quire.checkpoints.files import damaged_weights, unreadable
-from quire.checkpoints.reading import read_json, reading
-from quire.checkpoints.sentence_settings import TextLimit, is_shortened, read_text_limit
+from quire.checkpoints.honoured import refuse
+from quire.checkpoints.reading import read_json, read_object, reading
+from quire.checkpoints.sentence_settings import TextLimit, is_shortened, read_text_limit, transformer_settings
 from quire.worker.messages import PoolingInfo
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.weights.gguf_tensors import read_tensor
@@ -65,6 +66,7 @@ class PoolingSpec:
     limit: TextLimit = TextLimit()
     matryoshka: bool = False  # whether vectors can be cut
     matryoshka_sizes: tuple[int, ...] = ()  # the sizes to which, if the files list them
+    default_dimensions: int = 0  # of vectors, if the files cut them; 0: all
     reason: str = "default of the architecture"
 
 
@@ -101,14 +103,17 @@ def _default_method(spec: ModelSpec) -> str:
 
 def _read_modules(folder: Path, spec: ModelSpec) -> PoolingSpec:
     modules = read_json(folder / "modules.json")
+    pooled: dict[str, Any] = {}
     methods, dense, normalize, score_tokens, limit = None, [], False, (), TextLimit()
     for module in sorted(modules, key=lambda module: module["idx"]):
         kind, path = module["type"].rpartition(".")[2], folder / module["path"]
         match kind:
             case "Transformer":
+                refuse("sentence_bert_config.json", *transformer_settings(path))
                 limit = read_text_limit(folder, path, spec.max_model_len)
             case "Pooling":
-                methods = _methods(read_json(path / "config.json"))
+                pooled = read_object(path / "config.json")
+                methods = _methods(pooled)
             case "Dense":
                 dense.append(_dense(path))
             case "Normalize":
@@ -125,6 +130,8 @@ def _read_modules(folder: Path, spec: ModelSpec) -> PoolingSpec:
     path = folder / "config_sentence_transformers.json"
     config = read_json(path) if path.is_file() else {}
     prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name"), "")
+    if pooled.get("include_prompt") is False and prompt:
+        refuse("1_Pooling/config.json", {"include_prompt": "false"}, folder / "1_Pooling/config.json")
     return PoolingSpec(
         methods or (_default_method(spec) if spec.labels else "lasttoken",),
         tuple(dense),
@@ -133,6 +140,7 @@ def _read_modules(folder: Path, spec: ModelSpec) -> PoolingSpec:
         prompt,
         config.get("activation_fn"),
         limit,
+        default_dimensions=config.get("truncate_dim") or 0,
         reason="modules.json",
     )
 
@@ -162,6 +170,7 @@ def _methods(config: dict[str, Any]) -> tuple[str, ...]:
 
 def _dense(folder: Path) -> DenseSpec:
     config = read_json(folder / "config.json")
+    refuse("2_Dense/config.json", config, folder / "config.json", (None, False, "sentence_embedding"))
     activation = config.get("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
     if activation not in _ACTIVATIONS:
         raise ValueError(
@@ -260,6 +269,7 @@ def pooling_info(pooling: PoolingSpec, pooler: Pooler, spec: ModelSpec) -> Pooli
         pooling.limit.side,
         pooling.matryoshka,
         list(pooling.matryoshka_sizes),
+        pooling.default_dimensions,
     )
 
 

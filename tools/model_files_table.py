@@ -1,0 +1,51 @@
+"""Writes docs/model-files.md: what every key of a model's files does. Run: python -m tools.model_files_table"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.checkpoints.gguf.keys import ARCHITECTURE, GENERAL
+from quire.checkpoints.honoured import FILES
+
+FILE = Path(__file__).parent.parent / "docs" / "model-files.md"
+
+_HEAD = """# Files of models, key by key
+
+Written by `python -m tools.model_files_table` from `checkpoints/honoured.py` and `checkpoints/gguf/keys.py`; a test
+fails when transformers, sentence-transformers or llama.cpp's `gguf` package know a key that has no entry. Keys of
+config.json belong to the families ([models.md](models.md)); their types and ranges are in
+`checkpoints/config_schema.py`.
+
+- **honoured**: it does what it does in the library that wrote it.
+- **refused**: the server does not start, and says which key of which file.
+- **without effect**: it would change nothing, or something that `quire serve` decides.
+"""
+_GGUF = """
+## GGUF
+
+Of a key that begins with the architecture's name, *honoured* means: by every architecture that has it. In a file of
+another architecture it is refused, unless its value changes nothing. Each value must be of the type and in the range
+shown. Keys that are not listed are reported in the log.
+
+| key | value | effect | |
+|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The text of the document."""
+    parts = [_HEAD]
+    for name, entries in FILES.items():
+        rows = [f"| `{key}` | {entry.effect} | {entry.note} |\n" for key, entry in sorted(entries.items())]
+        parts.append(f"\n## {name}\n\n| key | effect | |\n|---|---|---|\n{''.join(rows)}")
+    keys = [(f"*arch*.{key}", entry) for key, entry in ARCHITECTURE.items()] + list(GENERAL.items())
+    rows = [f"| {_code(key)} | {entry.rule} | {entry.effect} | {entry.note} |\n" for key, entry in keys]
+    return "".join([*parts, _GGUF, *rows])
+
+
+def _code(key: str) -> str:
+    return f"*arch*.`{key.removeprefix('*arch*.')}`" if key.startswith("*arch*") else f"`{key}`"
+
+
+if __name__ == "__main__":
+    FILE.write_text(page(), encoding="utf-8")
