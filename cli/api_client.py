@@ -50,6 +50,16 @@ class Server:
         with self.request("GET", "/models") as response:
             return json.load(response)["data"][0]["id"]
 
+    def makes_no_text(self, model: str) -> bool:
+        """Whether the server says so, in Ollama's route; others than quire and Ollama do not."""
+        root = Server(f"{self.parts.scheme}://{self.parts.netloc}/api", None, self.timeout)
+        root.headers = self.headers
+        try:
+            with root.request("POST", "/show", {"model": model}) as response:
+                return "completion" not in json.load(response).get("capabilities", ["completion"])
+        except (ServerError, ValueError):
+            return False
+
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of a streamed answer. Raises ServerError, also for an error event in the stream."""
         with self.request("POST", path, body | {"stream": True}) as response:

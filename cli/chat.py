@@ -87,6 +87,8 @@ def converse(server: Server, model: str, arguments: argparse.Namespace) -> None:
     if arguments.quick is not None:
         conversation.ask(arguments.quick)
         return
+    if server.makes_no_text(model):
+        raise ServerError(f"{model} makes no text: its server answers /v1/embeddings, /v1/rerank or /classify")
     print(f"{model} at {server.url}\n{HELP}", file=sys.stderr)
     for message in read_messages("> "):
         try:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.cli.api_client import Server
+from quire.cli.chat import chat
 from quire.server.generate.scoring import activated
 from quire.server.offline.llm import LLM
 from tests.checkpoints import load_reference
@@ -151,6 +153,13 @@ def test_rerank_as_tei_has_it(cross_encoder, embedder):
     assert max(rank["score"] for rank in cosines) <= 1.0001
     for body in ({"query": "a"}, {"query": "a", "texts": []}, {"texts": ["b"]}):
         assert cross_encoder.http.post("/rerank", json=body).status_code == 400
+
+
+def test_the_terminal_knows_that_a_model_makes_no_text(cross_encoder, server, capsys):
+    for one, expected in ((cross_encoder, True), (server, False)):
+        assert Server(f"{one.url}/v1", None).makes_no_text(MODEL) is expected
+    assert chat(["--url", cross_encoder.url]) == 1
+    assert "makes no text" in capsys.readouterr().err
 
 
 def test_embed_as_tei_has_it(embedder, cross_encoder):

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from quire.server.api.ollama.protocol import ShowRequest
 from quire.server.errors import BadRequest, EngineError
+from quire.server.generate.pooling import text_limit
 from quire.server.http import sse
 from quire.server.http.read_body import take
 from quire.server.startup.model_details import ModelDetails, in_words
@@ -95,8 +96,9 @@ async def show(request: Request, state: ServerState) -> Response:
     state.require_model(served_name(name, state))
     found = await _read(state)
     # clients size their prompts by it: what is served may be less than what the model was trained for
-    served = {f"{found.family}.context_length": model.max_model_len}
-    if model.pooling is not None and "embed" in model.pooling.tasks:
+    embeds = model.pooling is not None and "embed" in model.pooling.tasks
+    served = {f"{found.family}.context_length": text_limit(model) if embeds else model.max_model_len}
+    if embeds:
         served[f"{found.family}.embedding_length"] = model.pooling.num_dimensions
     return sse.JsonResponse(
         {
