@@ -263,6 +263,7 @@ class Scheduler:
         The last request never preempts itself: its blocks stay useful until an earlier request needs them. The first
         request always gets its blocks.
         """
+        self._note_published(request, self.kv.publish_late(request))
         if self.kv.has_room(request, num_tokens):
             return True
         while (block_ids := self.kv.allocate(request, num_tokens)) is None:
@@ -298,6 +299,8 @@ class Scheduler:
                 return
             matched = self.kv.match(request)
             if self.kv.num_missing(request, matched) + reserve > self.kv.pool.num_free:
+                return
+            if self.kv.awaits_checkpoint(request, matched):
                 return
             num_tokens = step.num_tokens
             start, room = matched.num_blocks * self.kv.block_size, self.token_budget - num_tokens
@@ -431,10 +434,13 @@ class Scheduler:
         self.waiting.add(request)
 
     def _free_row_and_blocks(self, request: Request, discard: bool = False) -> None:
-        published = self.kv.free(request, discard)
+        self._note_published(request, self.kv.free(request, discard))
+        self._free_row(request)
+
+    def _note_published(self, request: Request, published: list[int]) -> None:
+        """Steps in flight fill these blocks of the request, which became visible after they were scheduled."""
         if published and self._in_flight:
             self._in_flight[-1].published.setdefault(request, []).extend(published)
-        self._free_row(request)
 
     def _free_row(self, request: Request) -> None:
         self.running.remove(request)

@@ -192,6 +192,17 @@ class KVCacheManager:
         first = self.groups[g].first_block(num_blocks * self.block_size, self.block_size)
         return [NULL_BLOCK] * first + ids[first:num_blocks]
 
+    def awaits_checkpoint(self, request: Request, match: Match) -> bool:
+        """Whether the step being scheduled leaves a checkpoint of a longer prefix of the request than `match`: from the
+        next step on it can resume there instead of computing the same tokens.
+        """
+        if not self._checkpoints or not request.reads_cache:
+            return False
+        pending, longer = set(self._checkpoints.values()), range(match.num_blocks, len(request.block_hashes))
+        tags = [tag for tag, group in zip(self._tags, self.groups) if group.kind == "state"]
+        last = (request.num_tokens - 1) // self.block_size
+        return any(tag + request.block_hashes[i] in pending for tag in tags for i in longer if i < last)
+
     def num_missing(self, request: Request, match: Match) -> int:
         """Number of free blocks that a request without blocks would use until all its known tokens are computed, states
         aside.
@@ -345,6 +356,14 @@ class KVCacheManager:
                     published.append(ids[i])
         request.num_published = num_full
         return published
+
+    def publish_late(self, request: Request) -> list[int]:
+        """Publish what ends at `num_computed_tokens` if its token ids became known since the step was scheduled, before
+        the next step changes the state. Returns the newly published blocks.
+        """
+        end = request.num_computed_tokens
+        is_late = self._has_state and end % self.block_size == 0 and end // self.block_size > request.num_published
+        return self.publish(request) if is_late and end <= request.num_tokens else []
 
     def _publish_state(self, g: int, request: Request, num_full: int) -> list[int]:
         """Register the page that the last scheduled chunk writes as a checkpoint if the chunk ends on a block boundary.

@@ -1,0 +1,93 @@
+"""Prefix caching of a model with recurrent states: what the next turn of a conversation computes, and what it says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from quire.engine.messages import SamplingParams
+from tests.families import VOCAB, build_family
+from tests.in_process import InProcessEngine
+
+BLOCK = 16
+GREEDY = SamplingParams(max_tokens=23, temperature=0.0, ignore_eos=True)
+
+
+def engine_for(folder: str, **settings) -> InProcessEngine:
+    sizes = {"block_size": BLOCK, "max_num_batched_tokens": 128, "max_num_seqs": 4, "max_model_len": "2048"}
+    return InProcessEngine(folder, **sizes | settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return build_family("qwen3_5", tmp_path_factory.mktemp("states"))
+
+
+def words(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("name", "depth", "turns"), [("qwen3_5", 1, 30), ("qwen3_5", 2, 8), ("mamba2", 1, 8)])
+def test_each_turn_of_a_conversation_computes_its_new_text(name, depth, turns, tmp_path):
+    folder = build_family(name, tmp_path)
+    engine = engine_for(folder, steps_in_flight=depth)
+    uncached = engine_for(folder, enable_prefix_caching=False)
+    history, computed = words(0, 70), 0
+    for turn in range(turns):
+        (result,) = engine.generate([history], GREEDY)
+        assert result.num_cached_tokens == computed // BLOCK * BLOCK, f"turn {turn}"
+        if turn % 7 == 0:
+            assert uncached.generate([history], GREEDY)[0].token_ids == result.token_ids
+        history = history + result.token_ids
+        computed = len(history) - 1  # the last token was sampled, not computed
+        history = history + words(turn + 1, 3 + turn)
+    engine.close()
+    uncached.close()
+
+
+def test_an_edited_last_turn_resumes_before_the_edit(folder):
+    engine = engine_for(folder)
+    first = words(1, 100)
+    history = first + engine.generate([first], GREEDY)[0].token_ids
+    end = (len(history) - 1) // BLOCK * BLOCK
+    for edit in range(3):
+        (result,) = engine.generate([history + words(10 + edit, 50)], GREEDY)
+        assert result.num_cached_tokens == end
+    engine.close()
+
+
+def test_a_prefix_of_several_prompts_is_a_checkpoint_from_the_second_on(folder):
+    """A system prompt: the first request passes its end within a chunk, the second stops there."""
+    engine, system = engine_for(folder), words(2, 75)
+    cached = [engine.generate([system + words(20 + i, 30)], GREEDY)[0].num_cached_tokens for i in range(4)]
+    engine.close()
+    assert cached == [0, 0, 64, 64]
+
+
+def test_choices_share_the_state_of_their_prompt(folder):
+    engine, prompt = engine_for(folder), words(3, 90)
+    sampling = SamplingParams(max_tokens=9, temperature=1.0, ignore_eos=True, seed=5)
+    results = engine.generate([prompt], sampling, n=3)
+    alone = [
+        engine.generate([prompt], SamplingParams(max_tokens=9, temperature=1.0, ignore_eos=True, seed=5 + k))[
+            0
+        ].token_ids
+        for k in range(3)
+    ]
+    engine.close()
+    assert [result.token_ids for result in results] == alone
+    assert sorted(result.num_cached_tokens for result in results) == [0, 80, 80]
+
+
+def test_few_pages_for_states_limit_the_requests_that_run_not_the_tokens(folder):
+    prompts = [words(30 + i, 20 + 9 * i) for i in range(8)]
+    many = engine_for(folder, max_num_seqs=8)
+    want = [result.token_ids for result in many.generate(prompts, GREEDY)]
+    many.close()
+    few = engine_for(folder, max_num_seqs=8)
+    few.use(few.ready.__class__(**{f: getattr(few.ready, f) for f in few.ready.__struct_fields__} | {"num_states": 5}))
+    assert few.scheduler.max_running == 2
+    assert [result.token_ids for result in few.generate(prompts, GREEDY)] == want
+    few.close()
