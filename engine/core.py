@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 STATS_INTERVAL = 0.25  # seconds between statistics messages while busy
 EXIT_SIGNAL = signal.SIGUSR1  # the thread that watches stdin sends it to the main thread
+GIVE_BACK_INTERVAL = 5.0  # seconds between looks of an idle engine at the machine's memory
 OPS_POLL_INTERVAL = 0.5  # seconds between polls of an idle engine for kernels that are being compiled
 CONNECT_TIMEOUT = 1.0  # seconds that a failing engine waits for a server to connect
 
@@ -74,8 +75,10 @@ class EngineCore:
         self.early_messages: list[tuple[bytes, ToEngine]] = []  # messages that arrived before the engine was ready
         self.executor: Executor | None = None
         self.in_flight: deque[tuple[Step, Pending]] = deque()
+        self.gives_back = False  # whether the workers can return the memory of an idle KV cache
         self.works_idle = False  # whether the workers have work deferred until no request runs
         self.stats_due = 0.0  # time.monotonic() of the next statistics message; 0 if there are no new statistics
+        self.cache_used_at: float | None = None  # time.monotonic(); None while the KV cache's memory is given back
         self.awaits_ops = False  # whether the workers' kernels are still being compiled
 
     # ---- the loop
@@ -107,13 +110,37 @@ class EngineCore:
         idle = not self.in_flight and not self.scheduler.requests
         if idle:
             self.send_stats()
-            if self.socket.wait(0 if self.works_idle else OPS_POLL_INTERVAL if self.awaits_ops else None):
+            if self.socket.wait(self.idle_wait()):
                 raise RuntimeError("a worker process died")
         messages = self.socket.receive()
         for client, message in messages:
             self.handle(client, message)
         if idle and not messages and self.awaits_ops:
             self.awaits_ops = self.executor.call("look_for_ops")
+        if idle and not messages:
+            self.give_back_memory()
+        elif not idle:
+            self.cache_used_at = time.monotonic()
+
+    def idle_wait(self) -> float | None:
+        """Seconds to sleep without a message."""
+        if self.works_idle:
+            return 0.0
+        if self.awaits_ops:
+            return OPS_POLL_INTERVAL
+        return GIVE_BACK_INTERVAL if self.gives_back and self.cache_used_at is not None else None
+
+    def give_back_memory(self) -> None:
+        """Return the KV cache's memory to the system, and forget cached prefixes, if the workers find that it is time:
+        after a long time without a request, or when the machine is short of memory.
+        """
+        if not self.gives_back or self.cache_used_at is None:
+            return
+        idle = time.monotonic() - self.cache_used_at
+        if self.executor.call("wants_memory_back", idle) and self.scheduler.kv.reset_prefix_cache():
+            self.executor.call("give_back")
+            self.cache_used_at = None
+            logger.info("idle for %.0f s: gave the memory of the KV cache back", idle)
 
     def handle(self, client: bytes, message: ToEngine) -> None:
         match message:
@@ -215,6 +242,7 @@ class EngineCore:
         for fd in self.executor.sentinels():
             self.socket.watch(fd)
         self.depth, self.works_idle = steps_in_flight(self.config, ready), ready.works_idle
+        self.gives_back = ready.gives_back
         kv = KVCacheManager(
             ready.num_blocks,
             ready.block_size,

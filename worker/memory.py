@@ -37,6 +37,8 @@ Choice = tuple[str, str, str]  # setting, value, reason
 # half of the memory of a model that also attends. Checkpoints of prefixes raise the states' part to a tenth, or further
 # if there is room.
 _STATES_PER_REQUEST, _MOST_PER_REQUEST, _MOST_STATES, _CHECKPOINTS = 2, 10, 0.5, 0.1
+# The default KV cache on CPU has room for --max-num-seqs requests of _CPU_TOKENS, and for _CPU_REQUESTS of full length.
+_CPU_TOKENS, _CPU_REQUESTS = 2048, 4
 _LARGEST_IMAGE = 16384  # embeddings: Qwen2-VL's largest, 12.8 million pixels
 
 
@@ -252,8 +254,13 @@ def plan_memory(
     others = weights + activations + graphs + images
     groups = cache_plan(config, spec, limits).groups
     per_request = most_blocks(groups, limits.max_model_len, limits.attention.block_size, limits.max_num_batched_tokens)
-    blocks = (limits.max_num_seqs * per_request + 1) * block
-    kv_bytes, choices = _kv_cache_bytes(config, limits, block, state, blocks, budget - others, available - others)
+    most, need = limits.max_num_seqs * per_request, f"{limits.max_num_seqs} requests of {limits.max_model_len} tokens"
+    if device == "cpu" and limits.max_model_len > _CPU_TOKENS:  # memory that other programs use, too
+        short = most_blocks(groups, _CPU_TOKENS, limits.attention.block_size, limits.max_num_batched_tokens)
+        most = min(most, max(limits.max_num_seqs * short, _CPU_REQUESTS * per_request))
+        need = f"{limits.max_num_seqs} requests of {_CPU_TOKENS} tokens, or {_CPU_REQUESTS} of {limits.max_model_len}"
+    blocks = (most + 1) * block
+    kv_bytes, choices = _kv_cache_bytes(config, limits, block, state, blocks, budget - others, available - others, need)
     num_states, chosen = _num_states(config, limits, state, kv_bytes, blocks)
     choices += chosen
     left_for_blocks = kv_bytes if config.cache.num_gpu_blocks_override else kv_bytes - num_states * state
@@ -515,9 +522,9 @@ def _whole_prompts(config: Config, model_len: int, num_tokens: int, auto: bool) 
 
 
 def _kv_cache_bytes(
-    config: Config, limits: Limits, block: int, state: int, blocks: int, free: int, left: int
+    config: Config, limits: Limits, block: int, state: int, blocks: int, free: int, left: int, need: str
 ) -> tuple[int, list[Choice]]:
-    """Return (bytes of blocks and states, choices). `blocks` bytes would do for the blocks of all requests.
+    """Return (bytes of blocks and states, choices). `blocks` bytes would do for the blocks of `need`.
 
     `free` is the memory that the utilization leaves to the cache, `left` the device's memory minus weights and
     activations.
@@ -546,7 +553,7 @@ def _kv_cache_bytes(
             (
                 "KV cache",
                 _size(most),
-                f"{limits.max_num_seqs} requests of {limits.max_model_len} tokens fill it; more would be unused",
+                f"at most, as it fills: {need}; --kv-cache-memory-bytes sets another size",
             )
         ]
     return free, [

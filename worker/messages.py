@@ -319,6 +319,7 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     plan: MemoryPlan
     choices: list[tuple[str, str, str]] = []  # (setting, value, reason)
     works_idle: bool = False  # whether `Worker.work_idle` has work to do
+    gives_back: bool = False  # whether `Worker.give_back` can return the memory of an idle engine's KV cache
     groups: list[CacheGroup] = msgspec.field(default_factory=lambda: [CacheGroup()])
     pooling: PoolingInfo | None = None  # None: the model only generates text
     media: MediaInfo | None = None  # None: requests with images are refused

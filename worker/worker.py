@@ -65,6 +65,8 @@ class Worker:
         self.local_size = world_size if local_size is None else local_size
         self.runner: ModelRunner | None = None
         self.warmer: kv_cache.Warmer | None = None
+        self.gave_back = False  # whether the KV cache's memory was given back since the last step
+        self.weights = 0  # bytes
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         """Load the model and allocate the KV cache, reporting (phase, fraction).
@@ -139,6 +141,8 @@ class Worker:
         num_blocks, num_states = self._all_reduce_min(num_blocks, platform), self._all_reduce_min(num_states, platform)
         kv_bytes = num_blocks * plan.bytes_per_block
         plan = msgspec.structs.replace(plan, kv_cache=kv_bytes, reserve=plan.reserve + plan.kv_cache - kv_bytes)
+        if config.parallel.data_parallel_size == 1:  # the others were told to share what is available
+            platform.promise_memory(plan.weights + plan.activations + plan.kv_cache + plan.images + plan.states)
         ready = memory.report(
             spec, platform, limits, plan, num_blocks, threads + choices, cache.groups, pp().size, num_states
         )
@@ -159,7 +163,8 @@ class Worker:
                 choices=[*ready.choices, ("pooling", "+".join(pooling.methods), pooling.reason)],
             )
         if platform.device.type == "cpu" and not spec.is_encoder and kv_cache.attention_layers(model):
-            self.warmer = _start_warmer(model, weights)
+            self.weights, self.warmer = weights, _start_warmer(model, weights)
+            ready = msgspec.structs.replace(ready, gives_back=True)
         progress("allocating KV cache", 1.0)
         return ready
 
@@ -211,6 +216,8 @@ class Worker:
         """Launch a step. Another thread may wait for its result."""
         assert self.runner is not None, "initialize first"
         self.look_for_ops()
+        if self.gave_back:
+            self.gave_back, self.warmer = False, _start_warmer(self.runner.model, self.weights)
         if self.warmer is None:
             return self.runner.execute(step)
         self.warmer.follow(step)
@@ -238,6 +245,16 @@ class Worker:
         if platform.poll_ops():
             self._change_over()
         return platform.awaits_ops()
+
+    def wants_memory_back(self, idle: float) -> bool:
+        """Whether the KV cache's memory should be given back, after `idle` seconds without a request."""
+        return self.runner.platform.wants_memory_back(idle)
+
+    def give_back(self) -> None:
+        """Return the KV cache's memory to the system. No block may hold anything that is needed."""
+        if self.warmer is not None:
+            self.warmer.give_back()
+            self.warmer, self.gave_back = None, True
 
     def describe_ops(self) -> dict[str, object]:
         """The operations in use, what is known of faster ones, and since when those are in use (time.time())."""

@@ -123,6 +123,8 @@ class BlockPool:
         self._hashes = [None] * len(self._hashes)
         self._by_hash.clear()
         self.watched.clear()
+        # in order again: memory that was never written stays so as long as possible
+        self._free = OrderedDict.fromkeys(sorted(self._free))
         return True
 
     def _unpublish(self, block_id: int) -> None:

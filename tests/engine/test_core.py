@@ -173,6 +173,28 @@ def test_an_idle_engine_looks_for_kernels_until_they_are_there(monkeypatch):
     assert timeouts == [0.5, 0.5, None, None]
 
 
+def test_an_idle_engine_gives_the_memory_of_its_cache_back_once(monkeypatch):
+    """After a request, when the workers want it; cached prefixes are forgotten first, and blocks are used in order."""
+    calls, wanted = [], iter([False, True])
+    monkeypatch.setattr(FakeExecutor, "wants_memory_back", lambda self, idle: next(wanted), raising=False)
+    monkeypatch.setattr(FakeExecutor, "give_back", lambda self: calls.append("given back"), raising=False)
+    engine, timeouts = Engine(fake_config()), []
+    engine.core.gives_back = True
+    monkeypatch.setattr(engine.socket, "wait", lambda timeout=None: timeouts.append(timeout) or [])
+    engine.core.receive()
+    engine.add("a", [1] * 40, max_tokens=4)
+    while engine.core.scheduler.requests or not timeouts[1:]:
+        engine.core.receive()
+        if engine.core.scheduler.requests:
+            engine.core.step()
+    for _ in range(3):
+        engine.core.receive()
+    assert timeouts == [None, None, 5.0, 5.0, None]
+    assert calls == ["given back"]
+    pool = engine.core.scheduler.kv.pool
+    assert not pool._by_hash and pool.take(3) == [1, 2, 3]
+
+
 def test_a_queued_request_that_fails_unexpectedly_fails_alone(monkeypatch, caplog):
     engine = Engine(fake_config())
     monkeypatch.setattr("quire.engine.scheduler.check_request", lambda *args: 1 / 0)

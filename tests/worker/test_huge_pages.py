@@ -159,6 +159,16 @@ def test_a_warmer_stops_while_it_works_and_while_it_waits():
     assert not warmer._thread.is_alive()
 
 
+def test_a_cache_gives_its_memory_back():
+    layers, memory = _cache(64, 2, 8, 2048)
+    warmer = Warmer(layers, idle_bytes=32 * MIB, busy_bytes=8 * MIB)
+    _wait_for([memory], 32 * MIB)
+    memory[3] = 1
+    warmer.give_back()
+    assert _resident_bytes(memory) == 0 and not warmer._thread.is_alive()
+    assert not memory[3].any()
+
+
 def test_pages_of_a_file_that_were_read_are_given_back(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.arange(1 << 20), "b": torch.ones(3)}, path)

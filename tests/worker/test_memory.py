@@ -47,6 +47,18 @@ def _choices(ready):
     return {name: (value, reason) for name, value, reason in ready.choices}
 
 
+def test_on_cpu_the_default_is_bounded_by_need(folder, monkeypatch):
+    """Room for all requests of some tokens, or for four of the full length, not for all of them at once."""
+    monkeypatch.setattr(memory, "_CPU_TOKENS", 256)
+    for seqs, length, tokens in ((64, 1024, 64 * 256), (8, 1024, 4 * 1024), (2, 2048, 2 * 2048)):
+        settings = {"max_num_seqs": seqs, "max_model_len": str(length), "total": 999 * GIB, "available": 900 * GIB}
+        ready = _plan(folder, **settings)
+        assert (ready.num_blocks - 1) * ready.block_size == tokens
+        assert "at most, as it fills" in _choices(ready)["KV cache"][1]
+        on_gpu = _plan(folder, **settings, device="cuda:0")
+        assert (on_gpu.num_blocks - 1) * on_gpu.block_size == seqs * length
+
+
 def test_the_fraction_is_of_what_is_free_and_holds_everything(folder):
     ready = _plan(folder, gpu_memory_utilization=0.5, max_num_seqs=10**6)
     plan = ready.plan

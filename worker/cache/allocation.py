@@ -229,6 +229,11 @@ class Warmer:
         """Called when a step ends."""
         self._idle_since = time.monotonic()
 
+    def give_back(self) -> None:
+        """Stop, and return the memory of all blocks to the system: they are zero again, and resident when written."""
+        self.stop()
+        huge_pages.discard(self._address, self._size)
+
     def stop(self) -> None:
         """Stop the thread. Returns when it no longer accesses the memory."""
         self._stopped = True

@@ -98,6 +98,14 @@ class Platform(ABC):
         A no-op on platforms where all ranks always have the same operations.
         """
 
+    def promise_memory(self, size: int) -> None:
+        """Let servers that start on this machine know that this process will use `size` bytes in total."""
+        return
+
+    def wants_memory_back(self, idle: float) -> bool:
+        """Whether the KV cache's memory should be given back, after `idle` seconds without a request."""
+        return False
+
     def ops_warning(self) -> str:
         """Why there are no faster operations and never will be, how much slower that is and what to do, or ""."""
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import numpy as np
@@ -13,7 +14,13 @@ from quire.worker.cpu import install as native
 from quire.worker.platforms import host
 from quire.worker.platforms.base import TORCH, Event, Platform
 from quire.worker.platforms.ops import Ops
+from quire.worker.platforms.promises import Promises
 from quire.worker.transformer.config import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+LONG_IDLE = 1800.0  # seconds without a request after which the KV cache's memory is given back
+SCARCE = 0.1  # share of the machine's memory; with less available, an idle engine gives it back at once
 
 
 class CpuPlatform(Platform):
@@ -27,9 +34,23 @@ class CpuPlatform(Platform):
     encoder_budget = 256  # some tenths of a second to some seconds of encoding, for which other requests wait
     measures_memory = False
 
+    def __init__(self) -> None:
+        self._promises = Promises()
+
     def memory(self, world_size: int = 1) -> tuple[int, int]:
         total, available = host.memory()
+        available = max(available - self._promises.unfilled(), 0)
         return total // world_size, available // world_size
+
+    def promise_memory(self, size: int) -> None:
+        try:
+            self._promises.make(size)
+        except OSError as error:
+            logger.warning("servers started beside this one will not know its memory plan: %s", error)
+
+    def wants_memory_back(self, idle: float) -> bool:
+        total, available = host.memory()
+        return idle >= LONG_IDLE or available < SCARCE * total
 
     def default_limits(self, world_size: int) -> tuple[int, int, str]:
         return 128 * world_size, 2048 * world_size, "default on CPU"

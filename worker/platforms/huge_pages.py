@@ -74,6 +74,13 @@ def make_resident(address: int, size: int) -> bool:
     return _madvise()(start, address + size - start, 23) == 0  # MADV_POPULATE_WRITE
 
 
+def discard(address: int, size: int) -> None:
+    """Return the whole pages in `size` bytes at `address` of private memory to the system: they are zero afterwards."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    if (whole := (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - start) > 0:
+        _madvise()(start, whole, mmap.MADV_DONTNEED)
+
+
 def drop_mapped(tensor: torch.Tensor) -> None:
     """Let go of the whole pages of a tensor that is a view of a mapped file and was not written to: they are read again
     from the file when they are needed.
