@@ -27,7 +27,8 @@ class Promises:
         """Note that this process will use `size` bytes in total. Raises OSError if the folder cannot be written."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         if self._file is None:
-            self._file = open(self._folder / str(os.getpid()), "wb", buffering=0)  # noqa: SIM115 - until the process ends
+            # open until the process ends
+            self._file = open(self._folder / str(os.getpid()), "wb", buffering=0)  # noqa: SIM115
             fcntl.flock(self._file, fcntl.LOCK_EX)
         self._file.seek(0)
         self._file.truncate()
