@@ -129,9 +129,10 @@ def test_nothing_imports_the_command_line():
 
 
 def test_no_import_circles():
+    """Imports within functions and for type checkers count: a circle that starts well is a circle all the same."""
     graph: dict[str, set[str]] = {module: set() for module in MODULES}
     for found in IMPORTS:
-        if found.at_start and found.target in MODULES:
+        if found.target in MODULES and found.target != found.module:
             graph[found.module].add(found.target)
     done: set[str] = set()
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 import msgspec
 
@@ -33,7 +33,9 @@ from quire.server.http.turns import tenant_of
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Scope
 
-    from quire.server.state import ServerState
+    from quire.configs.config import Config
+    from quire.engine.messages import Ready
+    from quire.server.http.threads import Threads
 
 logger = logging.getLogger("quire.batches")
 
@@ -49,10 +51,21 @@ _CANCELLED = b'{"code":"batch_cancelled","message":"The batch was cancelled befo
 _FULL = b'{"code":"storage_full","message":"The space for results ran out before this request ran (--batch-disk)."}'
 
 
+class Host(Protocol):
+    """The server that lines of batches are sent through."""
+
+    config: Config
+    threads: Threads
+    draining: bool
+    failure: str | None
+    ready: Ready | None
+    status: str
+
+
 class Batches:
     """The store of a server process, with one thread that uses it, and the runner if this process holds the lock."""
 
-    def __init__(self, folder: str, max_bytes: int, state: ServerState):
+    def __init__(self, folder: str, max_bytes: int, state: Host):
         """Raises ValueError for a folder that cannot be used."""
         try:
             self.store = Store(folder, max_bytes, several=len(set(state.config.server.api_key)) > 1)

@@ -11,17 +11,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
-import quire
 from quire.configs.config import Config
 from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
-ROOT = (
-    Path(quire.__file__).resolve().parent.parent
-)  # added to a child's path, so that it can import quire even if it is not installed
+# the folder of the package quire; added to a child's path, so that it can import quire even if it is not installed
+ROOT = Path(find_spec("quire").origin).resolve().parent.parent
 _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
 
 

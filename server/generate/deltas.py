@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from quire.engine.messages import TokenLogprobs
 from quire.server.errors import BadRequest, EngineError
-from quire.server.generate.generation import Delta, Generation
+from quire.server.generate.delta import Delta
+from quire.server.generate.generation import Generation
 from quire.server.parsers.events import Event
 
 # Transforms the deltas of one request between generation and dialect, e.g. parses reasoning and tool calls out of the

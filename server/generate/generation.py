@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,89 +12,21 @@ from quire.engine.messages import (
     AddRequest,
     Choice,
     EngineOutput,
-    MediaItem,
-    PoolingParams,
-    SamplingParams,
     TokenLogprobs,
 )
 from quire.server.engines.client import OutputStream
 from quire.server.engines.handle import EngineHandle
 from quire.server.errors import BadRequest
+from quire.server.generate.delta import Delta
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.metrics.sink import EngineMetrics, MetricsSink
-from quire.server.parsers.events import Event
-from quire.server.structured.structure import Structure
-from quire.server.text.detokenizer import Detokenizer, StopStrings
+from quire.server.text.detokenizer import Detokenizer
 from quire.server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quire.server.generate.parse import Parsing
-    from quire.server.media.inputs import Lease
+    pass
 
 SLICE = 64  # tokens of a pile that are turned into text before others get their turn
-
-
-@dataclass(slots=True)
-class Attached:
-    """An image of a prompt, and the lease that keeps its features until the last output."""
-
-    item: MediaItem
-    lease: Lease
-
-
-@dataclass(slots=True)
-class GenerationRequest:
-    """n choices of one prompt, checked and ready for the engine.
-
-    `sampling.seed` is the seed of the first choice; choice i has `seed + i`. `prompt_text` is the prompt if it was
-    given as text and not truncated. `structure` must be compiled into `sampling` before the request is sent.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    n: int = 1
-    stop: list[str] | StopStrings = field(default_factory=list)
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    priority: int = 0
-    cache_salt: str | None = None
-    background: bool = False
-    arrival_time: float = field(default_factory=time.time)
-    prompt_text: str | None = None
-    structure: Structure | None = None
-    parsing: Parsing | None = None  # None: the text is the answer
-    visible_ids: frozenset[int] = frozenset()  # special tokens that are shown although special tokens are not
-    pooling: PoolingParams | None = None  # ask for a vector (`pooling.py`) instead of text
-    media: list[Attached] = field(default_factory=list)
-
-    @property
-    def num_image_tokens(self) -> int:
-        """Tokens of the prompt that embeddings of images replace."""
-        return sum(one.item.num_embeds for one in self.media)
-
-
-@dataclass(slots=True)
-class Delta:
-    """News of one choice. `token_ids` and `logprobs` (parallel) are the tokens whose text is complete with this
-    delta's.
-
-    `finish_reason`, on the last: stop (`stop_reason` is the stop string or stop token id, None for an end-of-sequence
-    token), tool_calls (stop, after calls), length, abort, or error.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    prompt_logprobs: list[TokenLogprobs] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    num_cached_tokens: int
-    error: str | None
-    error_kind: str = "engine"  # as in `EngineOutput`
-    events: list[Event] | None = None  # what the text says, if it is parsed (`parse.py`)
-    num_reasoning_tokens: int = 0
 
 
 class Generation:

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from quire.server.generate.custom_input import CustomInput
+from quire.server.generate.delta import Delta
 from quire.server.generate.formats import Formats
-from quire.server.generate.generation import Delta
 from quire.server.parsers.answer import AnswerParser
 from quire.server.parsers.events import Event, Reasoning, ToolCallArguments, ToolCallBegin
 from quire.server.parsers.tools.base import Tool

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from quire.engine.messages import AddRequest, EngineOutput, PoolingInfo, PoolingParams, SamplingParams
 from quire.server.engines.client import OutputStream
 from quire.server.errors import BadRequest, ContextLengthExceeded, EngineError
-from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import MAX_PROMPTS
 from quire.server.generate.prepare import encode_texts
 from quire.server.generate.sampling import fit
-from quire.server.state import ModelInfo, ServerState
+from quire.server.model_info import ModelInfo
+from quire.server.state import ServerState
 from quire.server.text.tokenizer import Tokenizer
 
 PER_TURN = 128  # prompts of one request that are begun before others get their turn

@@ -15,13 +15,14 @@ import msgspec
 from quire.engine.messages import SamplingParams
 from quire.server.errors import BadRequest, ContextLengthExceeded
 from quire.server.generate.conversation import Reading, Rendered, read_answer, render_conversation
-from quire.server.generate.generation import Attached, GenerationRequest
+from quire.server.generate.generation_request import Attached, GenerationRequest
 from quire.server.generate.images import Illustrated
 from quire.server.generate.infill import ending_with, infill_prompts
 from quire.server.generate.limits import MAX_CHOICES, MAX_PROMPTS
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.generate.sampling import check_max_tokens, fit, to_sampling_params, too_long
-from quire.server.state import ModelInfo, ServerState
+from quire.server.model_info import ModelInfo
+from quire.server.state import ServerState
 from quire.server.text.detokenizer import StopStrings
 
 _serial = itertools.count()

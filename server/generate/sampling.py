@@ -23,7 +23,7 @@ from quire.engine.messages import SamplingParams
 from quire.server.errors import BadRequest, ContextLengthExceeded
 from quire.server.generate.ngrams import chosen_ngram
 from quire.server.generate.request import GenerationOptions, GenerationSpec
-from quire.server.state import ModelInfo
+from quire.server.model_info import ModelInfo
 
 OPENAI_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 LLAMACPP_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}

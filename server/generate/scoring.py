@@ -9,7 +9,7 @@ from operator import mul
 
 from quire.engine.messages import PoolingInfo, PoolingParams
 from quire.server.errors import BadRequest
-from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import MAX_PROMPTS
 from quire.server.generate.pooling import (
     PoolingSpec,

@@ -10,7 +10,9 @@ from typing import Any
 from starlette.requests import Request
 
 from quire.server.generate import deltas
-from quire.server.generate.generation import Delta, Generation, GenerationRequest
+from quire.server.generate.delta import Delta
+from quire.server.generate.generation import Generation
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.prepare import check_priority
 from quire.server.http import request_options
 from quire.server.http.sse import unless_disconnected

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from quire.server.errors import BadRequest
-from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.http.numbers import bounded_int
 from quire.server.state import ServerState
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from quire.engine.messages import PoolingParams
 from quire.server.errors import BadRequest, Unavailable
 from quire.server.generate import pooling
-from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import (
     MAX_IDS,
     MAX_PROMPTS,

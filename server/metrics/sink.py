@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from quire.engine.messages import EngineStats, RequestTiming
 
 if TYPE_CHECKING:
-    from quire.server.generate.generation import GenerationRequest
+    from quire.server.generate.generation_request import GenerationRequest
 
 
 class EngineMetrics(Protocol):

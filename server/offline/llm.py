@@ -31,7 +31,8 @@ from quire.server.api.openai.tools import Tools, tools_of
 from quire.server.api.openai.translate import COMPLETION_MAX_TOKENS, template_message
 from quire.server.errors import ApiError, BadRequest
 from quire.server.generate import deltas, pooling
-from quire.server.generate.generation import Generation, GenerationRequest
+from quire.server.generate.generation import Generation
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import ProcessorOptions
 from quire.server.generate.ngrams import NgramArguments, of_vllm
 from quire.server.generate.pooling import Vector

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.messages import PoolingParams
-from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.pooling import PoolingSpec, Vector, embed_params, prepare, require_task
 from quire.server.generate.scoring import Scoring, activated, prepare_scoring
 from quire.server.state import ServerState

@@ -17,7 +17,7 @@ from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Progress, WorkerReady
 from quire.server.engines.process import EngineProcess
 from quire.server.engines.supervisor import Supervisor, in_thread
-from quire.server.state import ModelInfo, known_token_ids
+from quire.server.model_info import ModelInfo, known_token_ids
 
 if TYPE_CHECKING:  # imported late, because these imports are slow
     from quire.server.engines.client import EngineClient

@@ -20,9 +20,10 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.engine.messages import GRAMMAR_LIMITS
-from quire.server.structured.lark import StructureError, to_lark
+from quire.server.structured.lark import StructureError
 from quire.server.structured.schema import children, normalize
 from quire.server.structured.structure import BEST_EFFORT, Answer, Structure, decoded
+from quire.server.structured.to_lark import to_lark
 
 MAX_SECONDS = 4.0  # of CPU time for one structure, whatever else the machine does
 MAX_MEMORY = 2 << 30  # bytes of address space

@@ -18,7 +18,6 @@ from quire.server.structured.escaped_pattern import PatternError
 from quire.server.structured.gbnf import GrammarError, parse
 from quire.server.structured.gbnf_rules import rules_of
 from quire.server.structured.schema import SchemaError, normalize
-from quire.server.structured.structure import Structure
 from quire.server.structured.text_grammar import in_json, lark_of, lark_of_input
 
 # whitespace between JSON tokens, beside none: as llama.cpp's grammars have it, so that a model cannot fill its answer
@@ -132,7 +131,7 @@ class Builder:
     def grammar(self, text: str) -> str:
         """An expression for a grammar of the user."""
         name = self.name("g")
-        self.grammars.append({"name": name, "lark_grammar": _grammar_text(text, self.specials, self.eos_ids)})
+        self.grammars.append({"name": name, "lark_grammar": grammar_text(text, self.specials, self.eos_ids)})
         return self.rule(f"@{name}")
 
     def text_grammar(self, grammar: str, rewrite: Callable[[str], str], where: str = "") -> str:
@@ -153,42 +152,6 @@ class Builder:
         """The grammar whose whole is the expression `start`."""
         lark = "\n".join([_HEADER, f"start: {start}", *self.lines]) + "\n"
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self.grammars]}) if self.grammars else lark
-
-
-def to_lark(structure: Structure, specials: Mapping[str, int], eos_ids: Sequence[int]) -> str:
-    """The grammar. Raises StructureError.
-
-    Regular expressions and Lark texts are checked when the result is compiled.
-    """
-    options: dict[str, Any] = {"whitespace_flexible": False}
-    if not structure.compact:
-        options = {"whitespace_pattern": structure.whitespace or WHITESPACE}
-    builder = Builder(specials, eos_ids, options, not structure.additional_properties)
-    if structure.kind == "grammar" and not isinstance(structure.after, str):
-        return _grammar_text(structure.value, specials, eos_ids)
-    start = _expression(structure, builder)
-    if isinstance(structure.after, str):
-        start = f"{_up_to(builder, structure.after)} {start}"
-    return builder.text(start)
-
-
-def _expression(structure: Structure, builder: Builder) -> str:
-    value = structure.value
-    match structure.kind:
-        case "json_schema":
-            return builder.json(value)
-        case "json_object":
-            return builder.json({"type": "object"})
-        case "regex":
-            return builder.regex(value)
-        case "choice":
-            return builder.choice(value)
-        case "grammar":
-            return builder.grammar(value)
-        case "structural_tag":
-            from quire.server.structured.structural_tag import expression
-
-            return expression(value, builder)
 
 
 def _escapes(schema: Any, where: str) -> str:
@@ -214,18 +177,7 @@ def _escapes(schema: Any, where: str) -> str:
     return ESCAPES + "u" * needs_u
 
 
-def _up_to(builder: Builder, end: str) -> str:
-    """A rule for any text up to and including the first `end`."""
-    pieces = builder.pieces(end)
-    if len(pieces) == 1 and isinstance(pieces[0], str):
-        return builder.rule(ANY_TEXT, f"[suffix={quoted(end)}]")
-    others = builder.other_specials([piece for piece in pieces if isinstance(piece, int)])
-    text = builder.terminal(ANY_TEXT)
-    free = f"({text} {others})* {text}" if others else text
-    return builder.rule(f"{free} {builder.literal(end)}")
-
-
-def _grammar_text(text: str, specials: Mapping[str, int], eos_ids: Sequence[int]) -> str:
+def grammar_text(text: str, specials: Mapping[str, int], eos_ids: Sequence[int]) -> str:
     """A grammar of the user as Lark; EBNF has `::=`."""
     if "::=" in text:
         try:

@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -19,8 +19,10 @@ from quire.server.structured.process import CompileProcess, ProcessDied
 from quire.server.structured.structure import MAX_BYTES, Structure, encoded
 
 if TYPE_CHECKING:
-    from quire.server.generate.generation import GenerationRequest
-    from quire.server.state import ModelInfo, ServerState
+    from quire.configs.config import Config
+    from quire.server.engines.handle import EngineHandle
+    from quire.server.generate.generation_request import GenerationRequest
+    from quire.server.model_info import ModelInfo
     from quire.server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire.structured")
@@ -33,7 +35,17 @@ WARM_AFTER = 5.0  # seconds from the start of a server, which has other work unt
 _ANY_LETTER = Structure(kind="regex", value="[a-z]", param="")
 
 
-async def constrain(requests: Sequence[GenerationRequest], state: ServerState, tenant: str = "") -> None:
+class Served(Protocol):
+    """The parts of the server that structures need."""
+
+    config: Config
+    model: ModelInfo | None
+    tokenizer: Tokenizer | None
+    client: EngineHandle | None
+    structures: Structures
+
+
+async def constrain(requests: Sequence[GenerationRequest], state: Served, tenant: str = "") -> None:
     """Compile the structures of `requests` into their sampling parameters, in the tenant's turn. Call it before they
     are sent. A structure is dropped when nobody waits for it any more.
 
@@ -77,21 +89,21 @@ class Structures:
         self._preparing: asyncio.Task[None] | None = None
         self._warming: asyncio.Task[None] | None = None
 
-    def warm(self, state: ServerState) -> None:
+    def warm(self, state: Served) -> None:
         """Start a process, and let the engines read the vocabulary, a little later: the first structure of a server's
         life does not wait for them.
         """
         if self._warming is None and state.model.eos_token_ids:
             self._warming = asyncio.ensure_future(self._warm(state))
 
-    async def _warm(self, state: ServerState) -> None:
+    async def _warm(self, state: Served) -> None:
         await asyncio.sleep(WARM_AFTER)
         try:
             await self.grammar(_ANY_LETTER, state)
         except ApiError as error:  # the first structure tries again
             logger.warning("structured output is not ready yet: %s", error.message)
 
-    async def grammar(self, structure: Structure, state: ServerState, tenant: str = "") -> str:
+    async def grammar(self, structure: Structure, state: Served, tenant: str = "") -> str:
         """The grammar of `structure`. Raises BadRequest, Unavailable."""
         key = _key(structure)
         if (known := self._grammars.get(key)) is None:
@@ -112,7 +124,7 @@ class Structures:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _wait(self, key: bytes, state: ServerState, tenant: str) -> str | _Refusal:
+    async def _wait(self, key: bytes, state: Served, tenant: str) -> str | _Refusal:
         if (one := self._compiling.get(key)) is None:
             one = self._compiling[key] = _Compilation(asyncio.ensure_future(self._compile(key, state, tenant)))
             one.task.add_done_callback(lambda task: self._ended(key, one))
@@ -131,7 +143,7 @@ class Structures:
         if one.task.done() and not one.task.cancelled():
             one.task.exception()  # every waiter has seen it
 
-    async def _compile(self, key: bytes, state: ServerState, tenant: str) -> str | _Refusal:
+    async def _compile(self, key: bytes, state: Served, tenant: str) -> str | _Refusal:
         await self._prepare(state)
         async with self._turns.turn(tenant):
             result = await self._ask(key)
@@ -179,7 +191,7 @@ class Structures:
 
     # ---- the vocabulary
 
-    async def _prepare(self, state: ServerState) -> None:
+    async def _prepare(self, state: Served) -> None:
         """Once: give the engines the vocabulary; they read it while the first structure is compiled."""
         if self._preparing is None:
             self._preparing = asyncio.ensure_future(self._start(state))
@@ -189,7 +201,7 @@ class Structures:
             self._preparing = None
             raise
 
-    async def _start(self, state: ServerState) -> None:
+    async def _start(self, state: Served) -> None:
         if not state.model.eos_token_ids:
             raise BadRequest("This model has no end-of-sequence token, which structured output needs.")
         self._pool = self._pool or ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="structures")

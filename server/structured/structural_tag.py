@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.server.structured.lark import ANY_TEXT, Builder, StructureError, quoted
 from quire.server.structured.schema import MAX_DEPTH
+from quire.server.structured.xml_parameters import parameters
 
 MAX_REPEAT = 10_000
 
@@ -80,8 +81,6 @@ class _Translation:
             return self.builder.json(node["json_schema"], f"{path}.json_schema ")
         if style not in XML_STYLES:
             raise StructureError(f"{path}.style: {str(style)[:50]!r} is not one of json, {', '.join(XML_STYLES)}")
-        from quire.server.structured.xml_parameters import parameters
-
         return parameters(node["json_schema"], style, f"{path}.json_schema", self.builder)
 
     def qwen_xml_parameter(self, node: dict, path: str, end: str | int | None, depth: int) -> str:

@@ -109,7 +109,7 @@ def test_shape_of_a_stream(server):
 def test_template_of_a_chunk_is_the_types_encoding(server):
     from quire.server.api.openai.completions import CompletionAnswer
     from quire.server.api.openai.protocol import CompletionChoice, CompletionRequest
-    from quire.server.generate.generation import Delta
+    from quire.server.generate.delta import Delta
     from quire.server.http.parse_body import parse
 
     for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):

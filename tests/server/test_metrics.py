@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.messages import EngineStats, RequestTiming, SamplingParams
-from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.metrics.metrics import Counts, Histogram, Metrics
 from quire.server.metrics.stats_log import StatsLog
 

@@ -24,7 +24,7 @@ from quire.server.generate.sampling import (
     to_sampling_params,
 )
 from quire.server.http.parse_body import parse
-from quire.server.state import ModelInfo, known_token_ids
+from quire.server.model_info import ModelInfo, known_token_ids
 
 MODEL = ModelInfo(
     max_model_len=100, vocab_size=512, eos_token_ids=[2, 0], sampling_defaults={}, max_logprobs=20, priorities=False

@@ -9,7 +9,7 @@ from quire.server.api.anthropic import stream as streams
 from quire.server.api.anthropic.protocol import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.api.anthropic.translate import conversation, spec
 from quire.server.generate import deltas
-from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.images import after_images
 from quire.server.generate.prepare import encode_conversation, prepare
 from quire.server.http import admission, sse

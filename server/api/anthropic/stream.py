@@ -10,7 +10,7 @@ import msgspec
 from quire.server.api.anthropic.protocol import ContentBlock, MessageResponse, MessageUsage
 from quire.server.error_shapes import anthropic_body
 from quire.server.errors import ApiError
-from quire.server.generate.generation import Delta
+from quire.server.generate.delta import Delta
 from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 from quire.server.parsers.model_json import raw_object

@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
-from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.delta import Delta
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import Int64, MinP, RepetitionPenalty, Stop, Stops, Temperature, Text, TopP
 from quire.server.generate.prepare import prepare
 from quire.server.generate.request import GenerationOptions, GenerationSpec

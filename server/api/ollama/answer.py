@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from quire.engine.messages import TokenLogprobs
-from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.delta import Delta
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 from quire.server.parsers.model_json import raw_object

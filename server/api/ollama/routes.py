@@ -15,7 +15,8 @@ from quire.server.api.ollama.models import running, served_name, show, shown_nam
 from quire.server.api.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
 from quire.server.api.ollama.translate import chat_spec, generate_spec
 from quire.server.errors import ApiError, NotFound
-from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.delta import Delta
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.images import after_images
 from quire.server.generate.pooling import Vector, embed_params
 from quire.server.generate.prepare import prepare

@@ -15,7 +15,8 @@ from starlette.responses import Response
 from quire.server.api.openai.protocol import GenerationFields, Usage
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
-from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.delta import Delta
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.http import admission, sse
 from quire.server.http.turns import tenant_of
 from quire.server.state import ServerState

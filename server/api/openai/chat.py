@@ -22,7 +22,8 @@ from quire.server.api.openai.protocol import (
 )
 from quire.server.api.openai.translate import chat_spec
 from quire.server.generate import deltas
-from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.delta import Delta
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.images import after_images
 from quire.server.generate.prepare import prepare
 from quire.server.http import sse

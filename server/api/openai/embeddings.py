@@ -10,7 +10,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import Text
 from quire.server.generate.pooling import embed_params
 from quire.server.http import sse

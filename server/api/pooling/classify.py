@@ -16,7 +16,7 @@ from quire.server.api.pooling.protocol import (
     PoolingList,
     PoolingRequest,
 )
-from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.pooling import Vector, embed_params, require_task
 from quire.server.generate.scoring import activated
 from quire.server.http import sse

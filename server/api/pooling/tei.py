@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.api.pooling.protocol import Texts
-from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import Text
 from quire.server.generate.pooling import PoolingSpec, embed_params, prepare
 from quire.server.generate.scoring import Scoring, prepare_scoring

@@ -9,7 +9,7 @@ from quire.server.api.textgen import sglang, tgi
 from quire.server.api.textgen.protocol import GeneratedText, TextOutput, TextRequest
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
-from quire.server.generate.generation import GenerationRequest
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
 from quire.server.http.read_body import take

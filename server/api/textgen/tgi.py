@@ -9,8 +9,9 @@ import msgspec
 
 from quire.server.api.textgen.protocol import Parameters, TextRequest
 from quire.server.errors import ApiError, BadRequest
+from quire.server.generate.delta import Delta
 from quire.server.generate.deltas import Choice
-from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.http import sse
 from quire.server.state import ServerState

@@ -35,7 +35,8 @@ from quire.server.api.openai.responses.store import Stored
 from quire.server.api.openai.responses.translate import conversation, spec, truncate, wants_logprobs
 from quire.server.errors import BadRequest, NotFound
 from quire.server.generate import deltas
-from quire.server.generate.generation import Delta, GenerationRequest
+from quire.server.generate.delta import Delta
+from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.images import after_images
 from quire.server.generate.prepare import encode_conversation, prepare
 from quire.server.http import admission, sse

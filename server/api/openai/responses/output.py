@@ -22,7 +22,7 @@ from quire.server.api.openai.responses.objects import (
     ResponseUsage,
     SummaryText,
 )
-from quire.server.generate.generation import Delta
+from quire.server.generate.delta import Delta
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 ServerEvent = tuple[str, dict[str, Any]]  # its type, and its fields but `sequence_number`

@@ -1,0 +1,40 @@
+"""The served model, as requests are checked against it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.engine.messages import PoolingInfo
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts about the served model that requests are checked against; known once the engine is ready."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    sampling_defaults: dict[str, Any]  # from generation_config.json, under our parameter names
+    max_logprobs: int  # -1: no limit
+    priorities: bool  # whether the scheduler uses them
+    pooling: PoolingInfo | None = None  # None: it makes no embeddings
+    other_defaults: dict[str, Any] = field(default_factory=dict)  # of sampling, where the model's files have none
+
+
+def known_token_ids(token_ids: list[int], vocab_size: int) -> list[int]:
+    """The end-of-sequence ids that the model can sample; others are logged and dropped.
+
+    Some models list ids beyond their vocabulary.
+    """
+    known = [token_id for token_id in token_ids if 0 <= token_id < vocab_size]
+    if len(known) < len(token_ids):
+        logger.warning(
+            "ignoring the end-of-sequence ids %s: the model's vocabulary has %d tokens",
+            sorted(set(token_ids) - set(known)),
+            vocab_size,
+        )
+    return known
