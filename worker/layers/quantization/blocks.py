@@ -1,19 +1,23 @@
 """Weights of GGUF files, multiplied in the file's blocks.
 
-`PlainBlocks` dequantizes them for every product; a platform's native method (`Ops.blocks_method`) multiplies them as
-they are. Weights that a layer fuses may have blocks of several types: each is a `Rows` of its own.
+`PlainBlocks` dequantizes them for every product, or once if the machine has memory to spare; a platform's native method
+(`Ops.blocks_method`) multiplies them as they are. Weights that a layer fuses may have blocks of several types: each is
+a `Rows` of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from quire.worker.layers.linear import Linear, PlainLinear, product
 from quire.worker.layers.quantization.gguf_blocks import dequantize
+from quire.worker.platforms import host
 
 _PIECE = 1 << 22  # weights dequantized at once
+_SPARE = 0.5  # share of the machine's memory that dequantized weights leave available
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class PlainBlocks(PlainLinear):
 
     def __init__(self, layer: Linear, parts: list[Rows], dtype: torch.dtype):
         self.parts, self.dtype = parts, dtype
+        self._weight: torch.Tensor | None = None  # dequantized
+        self._may_keep = True
         for i, part in enumerate(parts):
             layer.register_buffer(f"blocks_{i}", part.blocks, persistent=False)
 
@@ -51,16 +57,36 @@ class PlainBlocks(PlainLinear):
             layer.method = native
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        step = max(1, _PIECE // layer.in_features)
-        pieces = [
-            product(x, part.dequantized(slice(i, i + step)).to(self.dtype))
-            for part in self.parts
-            for i in range(0, len(part.blocks), step)
-        ]
-        whole = torch.cat(pieces, -1)
+        if self._weight is None and self._may_keep:
+            self._keep_weight(layer)
+        if self._weight is not None:
+            whole = product(x, self._weight)
+        else:
+            whole = torch.cat([product(x, piece) for piece in self._pieces(layer)], -1)
         if whole.shape[-1] < layer.out_features:  # rows that pad the vocabulary
             whole = torch.nn.functional.pad(whole, (0, layer.out_features - whole.shape[-1]))
         return whole if layer.bias is None else whole + layer.bias
+
+    def _keep_weight(self, layer: Linear) -> None:
+        """Dequantize once if this is a CPU with memory to spare: it takes most of the time of a step with few rows.
+        The native kernels, which need no such copy, replace this method and free it.
+        """
+        num_rows = sum(len(part.blocks) for part in self.parts)
+        size, (total, available) = num_rows * layer.in_features * self.dtype.itemsize, host.memory()
+        self._may_keep = self.parts[0].blocks.device.type == "cpu" and available - size >= _SPARE * total
+        if self._may_keep:
+            weight, start = torch.empty(num_rows, layer.in_features, dtype=self.dtype), 0
+            for piece in self._pieces(layer):
+                weight[start : start + len(piece)] = piece
+                start += len(piece)
+            self._weight = weight
+
+    def _pieces(self, layer: Linear) -> Iterator[torch.Tensor]:
+        """The weight, dequantized some rows at a time."""
+        step = max(1, _PIECE // layer.in_features)
+        for part in self.parts:
+            for i in range(0, len(part.blocks), step):
+                yield part.dequantized(slice(i, i + step)).to(self.dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` `[T]` of the weight, for an embedding."""
