@@ -22,10 +22,10 @@ from quire.configs.config import Config, ServerConfig
 from quire.configs.sources import embedded_model
 from quire.engine.messages import EngineStats, Ready
 from quire.server.engines.supervisor import EngineFailed
+from quire.server.frontends.descriptors import BACKLOG, raise_descriptor_limit
 from quire.server.frontends.frontend import Frontend, configure_logging
 from quire.server.frontends.handle import FrontendHandle
 from quire.server.startup import address_file
-from quire.server.startup.descriptors import BACKLOG, raise_descriptor_limit
 from quire.server.startup.engine_group import EngineGroup
 from quire.server.startup.hints import curl_line
 from quire.server.startup.model_names import served_names

@@ -22,10 +22,15 @@ from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Progress, Ready
 from quire.server.engines.silence import Silence
 from quire.server.engines.supervisor import in_thread
+from quire.server.frontends.background_log import BackgroundHandler
+from quire.server.frontends.descriptors import (
+    ACCEPTS_PER_TURN,
+    BACKLOG,
+    complain_once_about_descriptors,
+    max_connections,
+)
 from quire.server.http.middleware import RequestBoundary
 from quire.server.http.startup_gate import StartupGate
-from quire.server.startup.background_log import BackgroundHandler
-from quire.server.startup.descriptors import ACCEPTS_PER_TURN, BACKLOG, complain_once_about_descriptors, max_connections
 from quire.server.startup.engine_group import load_tokenizer, model_info
 from quire.server.startup.model_names import accepted_names, served_names, without_paths
 from quire.server.state import ServerState

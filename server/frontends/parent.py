@@ -25,6 +25,7 @@ from quire.server.engines.process import python_environment
 from quire.server.engines.supervisor import DEATH_WINDOW, MAX_DEATHS, START_RETRY, describe_exit, in_thread
 from quire.server.engines.turns import Turns
 from quire.server.frontends.channel import Channel
+from quire.server.frontends.descriptors import BACKLOG
 from quire.server.frontends.frontend import END_TIMEOUT
 from quire.server.frontends.messages import (
     Busy,
@@ -54,7 +55,6 @@ from quire.server.frontends.messages import (
 )
 from quire.server.metrics.metrics import Counts, Metrics
 from quire.server.metrics.pool import MetricsPool, make_metrics
-from quire.server.startup.descriptors import BACKLOG
 from quire.server.startup.model_names import served_names
 
 logger = logging.getLogger("quire")

@@ -42,7 +42,7 @@ from quire.server.generate.tools import Tool, ToolChoice
 from quire.server.http.parse_body import bad_request
 from quire.server.offline import pooled
 from quire.server.offline.images import ImageTurns, has_images, images_of_prompt, take_pictures
-from quire.server.startup.runtime import Runtime
+from quire.server.offline.runtime import Runtime
 from quire.server.structured.service import constrain
 from quire.server.structured.structure import Structure
 from quire.server.text.tokenizer import Tokenizer

@@ -18,8 +18,8 @@ import httpx
 import psutil
 import pytest
 
+from quire.server.frontends.descriptors import complain_once_about_descriptors
 from quire.server.http.connections import Limits
-from quire.server.startup.descriptors import complain_once_about_descriptors
 from tests.server.conftest import RunningServer, poll, running_server
 from tests.server.test_chat import HELLO
 from tests.server.test_launch import CHAT, SCRIPT, gone, server_process

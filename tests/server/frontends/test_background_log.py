@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from quire.server.startup.background_log import BackgroundHandler
+from quire.server.frontends.background_log import BackgroundHandler
 
 
 class Stalled(io.StringIO):
@@ -63,7 +63,7 @@ def test_a_stream_that_fails_stops_nobody():
 def test_the_end_of_the_process_writes_what_is_queued():
     code = """
 import logging, sys
-from quire.server.startup.background_log import BackgroundHandler
+from quire.server.frontends.background_log import BackgroundHandler
 logging.basicConfig(handlers=[BackgroundHandler(sys.stderr)])
 for number in range(500):
     logging.warning("line %d", number)
