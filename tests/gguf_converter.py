@@ -22,8 +22,8 @@ gguf = pytest.importorskip("gguf")
 
 Array = np.ndarray
 ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-SWAPPED = ("llama", "granite", "granite_swa", "granitemoe", "smollm3", "arcee", "mistral3", "deepseek")
-SHIFTED = ("gemma", "gemma-embedding", "gemma2", "gemma3", "nemotron")
+SWAPPED = ("llama", "granite", "granite_swa", "granitemoe", "granitehybrid", "smollm3", "arcee", "mistral3", "deepseek")
+SHIFTED = ("gemma", "gemma-embedding", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")
 ENCODERS = ("bert", "modern-bert", "nomic-bert")
 # architectures that the `gguf` package does not know yet: one that has their names
 _NAMED_LIKE = {"granite_swa": "granite", "hy_v3": "exaone-moe", "deepseek32": "glm-dsa", "deepseek2-ocr": "deepseek"}
@@ -96,14 +96,25 @@ class Converter:
             name = f"model.{name}"
         if name.endswith(_BARE):
             name += ".weight"
+        if name.endswith(".dt_bias"):
+            name = name.replace(".dt_bias", ".dt_proj.bias")
+        if name.endswith((".A_log", ".D")):
+            found = self.names.get_name(name)
+            assert found, name
+            return found
+        if match := re.fullmatch(r"(model\.layers\.\d+)\.feed_forward\.experts\.w([123])\.weight", name):
+            name = f"{match[1]}.mlp.experts.{('gate', 'down', 'up')[int(match[2]) - 1]}_proj.weight"
         if name.endswith(".sinks"):
             return f"blk.{name.split('.')[2]}.attn_sinks.weight"
+        if name.endswith(".expert_bias") and self.arch == "lfm2moe":
+            return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
         if name.endswith(".expert_bias"):  # of Hunyuan 3, which the converter writes without an end
             return f"blk.{name.split('.')[2]}.exp_probs_b"
         name = re.sub(r"e_score_correction_bias$", "e_score_correction.bias", name)
         found = self.names.get_name(name, (".weight", ".bias")) or self.names.get_name(f"{name}.weight", (".weight",))
         assert found, name
-        return found
+        only_shared = self.arch == "granitehybrid" and not self.config["num_local_experts"]
+        return found.replace("_shexp", "") if only_shared else found
 
     def _tensor(self, name: str, value: Array) -> torch.Tensor:
         """Write one tensor; returns what it stands for."""
@@ -115,7 +126,7 @@ class Converter:
             or "gate_inp" in name
             or "norm" in name
             or name.endswith((".bias", ".scale", ".exp_probs_b"))
-            or any(part in name for part in ("position", "token_types", "altup", "laurel"))
+            or any(part in name for part in ("position", "token_types", "altup", "laurel", "conv", "ssm_a", "ssm_d"))
         ):
             kind = "F32"
         if kind in ("F32", "F16"):
@@ -133,11 +144,53 @@ class Converter:
         if self.arch in SWAPPED and re.search(r"attn_[qk]\.", name):
             heads = self.config["num_attention_heads" if "attn_q" in name else "num_key_value_heads"]
             return lambda value: swapped(value, heads), lambda value: unswapped(value, heads)
-        if self.arch in SHIFTED and name.endswith("norm.weight"):
+        if self.arch.startswith("qwen35") and (tiles := self._tiles(name)):
+            return tiles
+        if name.endswith("ssm_a"):
+            return lambda value: -np.exp(value)[:, None], lambda value: np.log(-value[:, 0])
+        if name.endswith("ssm_d"):
+            return lambda value: value[:, None], lambda value: value[:, 0]
+        if name.endswith("shortconv.conv.weight") or name.endswith("ssm_conv1d.weight"):
+            return lambda value: value[:, 0], lambda value: value[:, None]
+        if name.endswith("ssm_norm.weight") and (
+            groups := self.config.get("mamba_n_groups") or self.config.get("n_groups")
+        ):
+            return lambda value: value.reshape(groups, -1), lambda value: value.reshape(-1)
+        if self.arch in SHIFTED and name.endswith("norm.weight") and "ssm" not in name:
             return lambda value: value + 1, lambda value: value - 1
         if self.arch == "gpt2" and re.search(r"(attn_qkv|attn_output|ffn_up|ffn_down)\.weight", name):
             return np.transpose, np.transpose
         return lambda value: value, lambda value: value
+
+    def _tiles(self, name: str) -> tuple[Callable[[Array], Array], Callable[[Array], Array]] | None:
+        """Value heads, one key head's after another's, become all first ones, then all second ones, and so on."""
+        c = self.config
+        keys, ratio = c["linear_num_key_heads"], c["linear_num_value_heads"] // c["linear_num_key_heads"]
+        before, dim = 2 * keys * c["linear_key_head_dim"], c["linear_value_head_dim"]
+
+        def moved(value: Array, first: int, size: int, outer: int, axis: int) -> Array:
+            kept, heads = np.split(np.moveaxis(value, axis, 0), [first])
+            tiled = heads.reshape(outer, -1, size, *heads.shape[1:]).swapaxes(0, 1).reshape(heads.shape)
+            return np.moveaxis(np.concatenate([kept, tiled]), 0, axis)
+
+        sizes = {"attn_qkv": (before, dim), "attn_gate": (0, dim), "ssm_beta": (0, 1), "ssm_alpha": (0, 1),
+                 "ssm_dt": (0, 1), "ssm_a": (0, 1), "ssm_conv1d": (before, dim), "ssm_out": (0, dim)}  # fmt: skip
+        kind = name.split(".")[2] if name.startswith("blk.") else ""
+        if kind not in sizes:
+            return None
+        axis = 1 if kind == "ssm_out" else 0
+
+        def forward(value: Array) -> Array:
+            value = -np.exp(value) if kind == "ssm_a" else value
+            tiled = moved(value, *sizes[kind], keys, axis)
+            return tiled[:, None] if kind == "ssm_a" else tiled[:, 0] if kind == "ssm_conv1d" else tiled
+
+        def back(value: Array) -> Array:
+            value = value[:, 0] if kind == "ssm_a" else value[:, None] if kind == "ssm_conv1d" else value
+            value = moved(value, *sizes[kind], ratio, axis)
+            return np.log(-value) if kind == "ssm_a" else value
+
+        return forward, back
 
     def _special(self, name: str, value: Array) -> bool:
         """Tensors that become several, or that are several."""
@@ -151,7 +204,8 @@ class Converter:
             self.plain[name] = torch.cat(found, 1)
         elif name.endswith("shared_mlp.input_linear.weight"):
             halves = zip(("gate", "up"), np.split(value, 2))
-            self.plain[name] = torch.cat([self._tensor(f"{block}.ffn_{half}_shexp.weight", v) for half, v in halves])
+            shared = "" if self.config["num_local_experts"] == 0 else "_shexp"
+            self.plain[name] = torch.cat([self._tensor(f"{block}.ffn_{half}{shared}.weight", v) for half, v in halves])
         elif self.arch == "gpt-oss" and ".experts." in name:
             self.plain[name] = self._gpt_oss(block, name, value)
         elif self.arch == "llama4" and ".experts." in name:
@@ -234,6 +288,10 @@ class Converter:
 
 def common(c: dict[str, Any]) -> dict[str, Any]:
     """The keys of all architectures, from a config.json."""
+    if c.get("model_type") == "mamba2":
+        sizes = {"block_count": c["num_hidden_layers"], "embedding_length": c["hidden_size"], "context_length": 1 << 20}
+        none = dict.fromkeys(("feed_forward_length", "attention.head_count"), 0)
+        return sizes | none | {"attention.layer_norm_rms_epsilon": c["layer_norm_epsilon"]}
     heads = c.get("num_attention_heads") or c["n_head"]
     hidden = c.get("hidden_size") or c["n_embd"]
     rope = c.get("rope_parameters") or {}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from quire.checkpoints.gguf import encoders as encoder
 from quire.checkpoints.gguf import experts as mixture
 from quire.checkpoints.gguf import settings as dense
+from quire.checkpoints.gguf import states as recurrent
 from quire.checkpoints.gguf.metadata import Metadata, Settings
 from quire.checkpoints.gguf.names import AFTER, MIXED, POST, PRE, SANDWICH
 
@@ -59,12 +60,18 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gpt2": GgufArchitecture("GPT2LMHeadModel", "gpt2", fused_qkv=True),
     "granite": GgufArchitecture("GraniteForCausalLM", "granite", dense.granite, swapped=True),
     "granite_swa": GgufArchitecture("GraniteSWAForCausalLM", "granite_swa", dense.granite_swa, swapped=True),
+    "granitehybrid": GgufArchitecture(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", recurrent.granite_hybrid, recurrent.MAMBA2, swapped=True
+    ),
     "granitemoe": GgufArchitecture("GraniteMoeForCausalLM", "granitemoe", mixture.granite_moe, swapped=True),
     "hunyuan-dense": GgufArchitecture("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", dense.attention_bias),
     "hunyuan-moe": GgufArchitecture("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", mixture.hunyuan_moe),
     "hy_v3": GgufArchitecture("HYV3ForCausalLM", "hy_v3", mixture.hy_v3),
+    "lfm2": GgufArchitecture("Lfm2ForCausalLM", "lfm2", recurrent.lfm2, recurrent.SHORT_CONV),
+    "lfm2moe": GgufArchitecture("Lfm2MoeForCausalLM", "lfm2_moe", recurrent.lfm2_moe, recurrent.SHORT_CONV),
     "llama": GgufArchitecture("LlamaForCausalLM", "llama", mixture.llama, swapped=True),
     "llama4": GgufArchitecture("Llama4ForCausalLM", "llama4_text", mixture.llama4),
+    "mamba2": GgufArchitecture("Mamba2ForCausalLM", "mamba2", recurrent.mamba2, recurrent.MAMBA2),
     "minicpm3": GgufArchitecture(
         "MiniCPM3ForCausalLM", "minicpm3", lambda m: dense.latent(m) | dense.original_length(m)
     ),
@@ -86,6 +93,10 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     # positions of text are the same in all of its parts
     "qwen2vl": GgufArchitecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen35": GgufArchitecture("Qwen3_5ForCausalLM", "qwen3_5_text", recurrent.qwen35, recurrent.DELTA, shifted=True),
+    "qwen35moe": GgufArchitecture(
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", recurrent.qwen35_moe, recurrent.DELTA, shifted=True
+    ),
     "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", mixture.qwen3_moe),
     "qwen3vl": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
     "qwen3vlmoe": GgufArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", mixture.qwen3_moe),

@@ -94,6 +94,14 @@ ARCHITECTURE: dict[str, Key] = {
     "dense_2_feat_out": Key(_SIZE, IDLE, "the tensor's own shape counts"),
     "dense_3_feat_in": Key(_SIZE, IDLE, "the tensor's own shape counts"),
     "dense_3_feat_out": Key(_SIZE, IDLE, "the tensor's own shape counts"),
+    "full_attention_interval": Key(Whole(1, MAX_LAYERS)),
+    "shortconv.l_cache": Key(Whole(2, 64), note="LFM2"),
+    "ssm.conv_kernel": Key(Whole(2, 64)),
+    "ssm.state_size": Key(_SIZE),
+    "ssm.group_count": Key(Whole(1, 1 << 16)),
+    "ssm.time_step_rank": Key(_SIZE),
+    "ssm.inner_size": Key(_SIZE),
+    "ssm.dt_b_c_rms": Key(FLAG),
     "activation_sparsity_scale": Key(_NUMBERS, note="Gemma 3n"),
     "altup.num_inputs": Key(Whole(1, 64), note="Gemma 3n"),
     "altup.active_idx": Key(Whole(0, 63), note="Gemma 3n"),
@@ -204,6 +212,7 @@ FIXED: dict[str, dict[str, Any]] = {
         ("llama", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "deepseek", "deepseek2-ocr", "granitemoe",
          "hunyuan-moe", "ernie4_5-moe"), _SOFTMAX)
     | dict.fromkeys(("glm4moe", "exaone-moe", "minimax-m2", "llama4", "glm-dsa", "deepseek32", "hy_v3"), _SIGMOID)
+    | {"qwen35moe": _SOFTMAX, "granitehybrid": _CHOSEN_SOFTMAX}
     | {"gpt-oss": _CHOSEN_SOFTMAX},
     "expert_weights_norm": dict.fromkeys(
         ("llama", "qwen3moe", "qwen3vlmoe", "hunyuan-moe", "ernie4_5-moe", "minimax-m2", "hy_v3"), True)
@@ -216,7 +225,7 @@ _OF_TENSORS = frozenset(
      "rope.dimension_count")
 )  # fmt: skip
 _ENCODERS = ("bert", "modern-bert", "nomic-bert", "gemma-embedding")
-_STILL_WITHOUT = ("granite", "granitemoe", "granite_swa")
+_STILL_WITHOUT = ("granite", "granitemoe", "granite_swa")  # files of granitehybrid say so
 
 
 def check_types(metadata: Mapping[str, Any], path: Path) -> None:

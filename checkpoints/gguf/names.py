@@ -101,10 +101,12 @@ def tensor_name(name: str, own: Mapping[str, str]) -> str:
     """
     if name.endswith(".exp_probs_b"):  # of Hunyuan 3, written without an end
         name += ".bias"
+    if name.endswith((".ssm_a", ".ssm_d")):
+        name += ".weight"
     match = re.fullmatch(r"blk\.(\d+)\.(.+)\.(\w+)", name)
     if match is None:
         base, _, kind = name.rpartition(".")
-        return f"{_MODEL[base]}.{kind}" if base in _MODEL else name
+        return f"{own.get(base) or _MODEL[base]}.{kind}" if base in _MODEL else name
     layer, base, kind = match.groups()
     if whole := own.get(f"{base}.{kind}") or _WHOLE.get(f"{base}.{kind}"):
         return f"model.layers.{layer}.{whole}"

@@ -252,6 +252,83 @@ CASES |= {
         lambda c: _sigmoid(c) | _groups(c) | {"feed_forward_length": 64},
     ),
 }
+
+
+def _attending(c: dict[str, Any]) -> dict[str, Any]:
+    heads = c["num_key_value_heads"]
+    return {
+        "attention.head_count_kv": [
+            heads if "attention" in kind and "linear" not in kind else 0 for kind in c["layer_types"]
+        ]
+    }
+
+
+def _delta(c: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": c["linear_conv_kernel_dim"],
+        "ssm.state_size": c["linear_key_head_dim"],
+        "ssm.group_count": c["linear_num_key_heads"],
+        "ssm.time_step_rank": c["linear_num_value_heads"],
+        "ssm.inner_size": c["linear_num_value_heads"] * c["linear_value_head_dim"],
+        "full_attention_interval": 4,
+        "rope.dimension_sections": [2, 1, 1, 0],
+    }
+
+
+def _granite_hybrid(c: dict[str, Any]) -> dict[str, Any]:
+    mixture = c["num_local_experts"] > 0
+    shared = c["shared_intermediate_size"]
+    return (
+        _granite(c)
+        | _attending(c)
+        | (experts(c) | {"expert_shared_feed_forward_length": shared} if mixture else {"feed_forward_length": shared})
+        | {
+            "ssm.conv_kernel": c["mamba_d_conv"],
+            "ssm.state_size": c["mamba_d_state"],
+            "ssm.group_count": c["mamba_n_groups"],
+            "ssm.time_step_rank": c["mamba_n_heads"],
+            "ssm.inner_size": c["mamba_n_heads"] * c["mamba_d_head"],
+            "rope.scaling.finetuned": False,
+        }
+    )
+
+
+def _mamba2(c: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": c["conv_kernel"],
+        "ssm.state_size": c["state_size"],
+        "ssm.group_count": c["n_groups"],
+        "ssm.time_step_rank": c["num_heads"],
+        "ssm.inner_size": c["num_heads"] * c["head_dim"],
+    }
+
+
+_MAMBA_SIZES = {"mamba_n_heads": 8, "mamba_proj_bias": False}
+CASES |= {
+    "lfm2": ("lfm2", SIZES | {"conv_bias": False}, lambda c: _attending(c) | {"shortconv.l_cache": c["conv_L_cache"]}),
+    "lfm2_moe": (
+        "lfm2moe",
+        WIDE,
+        lambda c: _sigmoid(c) | _attending(c) | {"shortconv.l_cache": 3, "leading_dense_block_count": 1},
+    ),
+    "qwen3_5": ("qwen35", SIZES | {"linear_value_head_dim": 32, "linear_num_value_heads": 4}, _delta),
+    "qwen3_5_moe": (
+        "qwen35moe",
+        WIDE | {"linear_value_head_dim": 32, "shared_expert_intermediate_size": 32},
+        lambda c: experts(c) | _delta(c),
+    ),
+    "granite4-mamba": ("granitehybrid", SIZES | _MAMBA_SIZES | {"shared_intermediate_size": 96}, _granite_hybrid),
+    "granite4-mamba-experts": (
+        "granitehybrid",
+        SIZES | _MAMBA_SIZES | {"intermediate_size": 64, "shared_intermediate_size": 64},
+        _granite_hybrid,
+    ),
+    "mamba2": (
+        "mamba2",
+        {"hidden_size": 64, "num_heads": 8, "use_bias": False, "time_step_limit": (0.0, 1e9)},
+        _mamba2,
+    ),
+}
 SPLIT_LATENTS = ("deepseek-v3", "deepseek-v32", "glm-5", "mistral4")
 SAME_SCALE = {"deepseek-v3": {"mscale": 0.8}}  # files have one number for mscale and mscale_all_dim
 

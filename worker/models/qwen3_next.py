@@ -33,6 +33,7 @@ class Qwen35(CausalLM):
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
+        "linear_tiled_heads": False,  # of GGUF files
     }
     facts = {"norm": "rms_offset", "qk_norm": "gated_head"}
     state_kinds = {STATE: STATE}
@@ -53,7 +54,8 @@ class Qwen35(CausalLM):
         if kind != STATE:
             return layer
         sizes = [values[f"linear_{name}"] for name in _SIZES]
-        return replace(layer, mixer="delta", state=DeltaSpec(*sizes, grouped=cls.grouped))
+        state = DeltaSpec(*sizes, grouped=cls.grouped, tiled=values["linear_tiled_heads"])
+        return replace(layer, mixer="delta", state=state)
 
 
 class Qwen35Moe(MoEFamily, Qwen35):

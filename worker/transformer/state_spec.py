@@ -44,6 +44,7 @@ class DeltaSpec:
     width: int
     grouped: bool = False  # the checkpoint holds q, k, v and z of each key head together (Qwen3-Next)
     neg_eigval: bool = False  # beta is doubled
+    tiled: bool = False  # value head i is of key head i % num_k_heads (GGUF), not of i // (num_v_heads / num_k_heads)
     lower_bound: float | None = None  # of the gate, which is a sigmoid then (Kimi Delta Attention)
 
     def shapes(self, tp: int) -> Shapes:
@@ -58,6 +59,11 @@ class DeltaSpec:
                 f"{self.num_k_heads}"
             )
         check_split("linear_num_key_heads", self.num_k_heads, tp)
+        if self.tiled and tp > 1 and self.num_v_heads > self.num_k_heads:
+            raise ValueError(
+                f"tensor_parallel_size {tp}: the value heads of GGUF files of this architecture are not in the order "
+                "in which they can be split; give the original model in safetensors"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -58,6 +59,8 @@ class GgufCheckpoint(Checkpoint):
 
     def _rows(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
         """The tensor itself or, if it has the rows of several weights one after another, those of each."""
+        if name.endswith(".mamba.norm.weight"):  # [groups, channels of each]
+            tensor = replace(tensor, shape=(math.prod(tensor.shape),))
         names = row_names(name, self.architecture.fused_qkv)
         rows, *others = tensor.shape
         counts = [rows // len(names)] * len(names)
@@ -76,7 +79,10 @@ class GgufCheckpoint(Checkpoint):
             for projection, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
                 if f".{projection}." in name:
                     return lambda tensor: _unswapped(tensor, self.config[key])
-        return _less_one if self.architecture.shifted and name.endswith("norm.weight") else None
+        if name.endswith(".A_log"):
+            return _log_of_negative
+        shifted = self.architecture.shifted and name.endswith("norm.weight") and ".linear_attn." not in name
+        return _less_one if shifted else None
 
     def _join_latents(self) -> None:
         """Newer files have the keys and the values of `kv_b_proj` in tensors of their own."""
@@ -90,6 +96,11 @@ class GgufCheckpoint(Checkpoint):
 def _unswapped(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows of q or k: pairs (2 i, 2 i + 1) of each head become (i, i + half)."""
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _log_of_negative(tensor: torch.Tensor) -> torch.Tensor:
+    """Files have -exp(A_log)."""
+    return (-tensor.float()).log()
 
 
 def _less_one(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ in front.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -76,9 +77,12 @@ def float_parameter(
 
 def shards(prefix: str, full: int, rows: Sequence[Rows], target: int = 0) -> list[Shard]:
     """This rank's `rows` of the matrix at `prefix`, one after another from row `target` of the fused one."""
-    made = []
+    made: list[Shard] = []
     for start, length in rows:
-        made.append(Shard(prefix, full, start, length, target))
+        if made and made[-1].start + made[-1].length == start:  # as all do on a single rank
+            made[-1] = replace(made[-1], length=made[-1].length + length)
+        else:
+            made.append(Shard(prefix, full, start, length, target))
         target += length
     return made
 

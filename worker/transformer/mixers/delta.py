@@ -75,6 +75,8 @@ class GatedDeltaNet(StateMixer):
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         beta = beta.sigmoid() * (2.0 if kind.neg_eigval else 1.0)
         v = v.unflatten(-1, (self.num_v_heads, kind.v_dim))
+        if kind.tiled:
+            q, k = (heads.repeat(1, self.num_v_heads // self.num_k_heads, 1) for heads in (q, k))
         o = self.ops.gated_delta_rule(q * kind.k_dim**-0.5, k, v, g[..., None], beta, states, step)
         if needed_rows is not None:
             o, z = o[needed_rows], z[needed_rows]
