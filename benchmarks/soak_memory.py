@@ -2,8 +2,9 @@
 
     python -m benchmarks.soak_memory [--kind conversations|images|schemas] [--count 5000] [serve flags]
 
-Each request differs from all others. The first fifth warms up; then a line is fitted through the resident memory of
-each process. Exits with 1 if a process grows by more than --limit MB per 1,000 requests.
+Each request differs from all others. The first fifth warms up, which has to fill the KV cache, so it is small unless
+--kv-cache-memory-bytes sets it; then a line is fitted through the resident memory of each process. Exits with 1 if a
+process grows by more than --limit MB per 1,000 requests.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 import psutil
 
 KINDS = ("conversations", "images", "schemas")
+KV_CACHE = "32M"
 MAX_SAMPLES = 50
 READY_TIMEOUT = 300.0  # seconds
 
@@ -127,6 +129,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--limit", type=float, default=2.0, help="MB per 1,000 requests")
     args, flags = parser.parse_known_args(argv)
+    if "--kv-cache-memory-bytes" not in flags:
+        flags += ["--kv-cache-memory-bytes", KV_CACHE]
     grows = False
     for kind in args.kind or ("conversations", "schemas"):
         with tempfile.TemporaryDirectory() as folder:
