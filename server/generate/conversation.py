@@ -110,7 +110,8 @@ def _fit_to(
     if not tools and not has_calls:
         return messages, tools
     support = template.tool_support
-    if state.formats.generic and (tools or not support.calls):
+    prints_tools = conversation.chat_template is not None and support.tools  # the request's own template
+    if state.formats.generic and not prints_tools and (tools or not support.calls):
         return with_generic_tools(messages, tools), []
     wants_calls = conversation.tool_choice.mode != "none"
     if tools and wants_calls and not support.tools:

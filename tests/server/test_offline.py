@@ -157,8 +157,8 @@ def test_chat_with_tools(llm):
     template = "{{ tools[0].function.name if tools }}: {{ messages[-1].content }}"
     (output,) = llm.chat(hi, GREEDY, use_tqdm=False, chat_template=template, tools=[tool])
     assert output.prompt == "weather: Hi"
-    with pytest.raises(ValueError, match="chat template knows no tools"):
-        llm.chat(hi, GREEDY, tools=[tool])
+    with pytest.raises(ValueError, match="maximum context length is 64 tokens"):  # of the generic tool prompt
+        llm.chat(hi, GREEDY, use_tqdm=False, tools=[tool])
     with pytest.raises(ValueError, match=r"tools.0.function.name"):
         llm.chat(hi, GREEDY, tools=[{"type": "function", "function": {"name": 3}}])
 
@@ -307,10 +307,12 @@ def test_ctrl_c_aborts_the_requests_and_leaves_the_engine(slow_llm):
 
 
 def test_a_new_engine_takes_over_when_one_dies(slow_llm):
-    threading.Timer(0.3, lambda: os.kill(slow_llm._runtime.supervisor.engine.pid, signal.SIGKILL)).start()
+    supervisor = slow_llm._runtime.supervisor
+    first = supervisor.engine.pid
+    threading.Timer(0.3, lambda: os.kill(first, signal.SIGKILL)).start()
     (output,) = slow_llm.generate([[7, 8]], SamplingParams(seed=4, max_tokens=40, ignore_eos=True), use_tqdm=False)
     assert output.outputs[0].token_ids == fake_outputs([7, 8], seed=4, max_tokens=40)
-    assert slow_llm._runtime.supervisor.deaths
+    assert supervisor.engine.pid != first
 
 
 def test_a_mistake_of_who_watches_over_the_engine_is_told(folder, monkeypatch):
