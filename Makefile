@@ -19,9 +19,10 @@ $(SERVE_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 
-# Additional packages for tests and lint: pytest, ray, triton and others, over a gigabyte.
+# Additional packages for tests and lint: pytest, ray, triton and others, over a gigabyte; real models, 440 MB.
 $(DEV_STAMP): $(SERVE_STAMP)
 	@$(PYTHON) tools/install.py $(VENV) dev,clients
+	@$(VENV)/bin/python tools/fetch_models.py
 	@touch $@
 
 serve: $(SERVE_STAMP)

