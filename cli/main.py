@@ -233,6 +233,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "health": _imported("quire.cli.health", "main", "report whether a running server is ready, by the exit status"),
     "check": check,
     "quantize": _imported("quire.cli.quantize", "main", "write a model with fewer bits per weight to a folder"),
+    "hash-key": _imported("quire.cli.hash_key", "main", "print the hash of an API key, for --api-key-file"),
     "build-kernels": _imported(
         "quire.worker.cpu.build", "main", "compile the native CPU kernels ahead of time, for a wheel or an image"
     ),

@@ -269,6 +269,24 @@ class ServerConfig:
         repeat=True,
     )
     api_key: list[str] = opt([], "accepted API keys", everyday=True, repeat=True, secret=True)
+    api_key_file: str | None = opt(
+        None,
+        "YAML file of API keys with names, limits and weights, read again when it changes (docs/operations.md)",
+        everyday=True,
+        metavar="FILE",
+    )
+    admin_api_key: list[str] = opt(
+        [], "API keys that may also use the routes of administrators", repeat=True, secret=True
+    )
+    key_usage_file: str | None = opt(
+        None,
+        "SQLite file in which the use of limited keys is counted, which survives a restart (default: below "
+        "$XDG_STATE_HOME or ~/.local/state, one for each --api-key-file)",
+        metavar="FILE",
+    )
+    audit_log: str | None = opt(
+        None, "append a JSON line to this file for every accepted request: counts and the key's name", metavar="FILE"
+    )
     chat_template: str | None = opt(None, "Jinja template, as a file or text, instead of the model's", everyday=True)
     trust_request_chat_template: bool = opt(False, "accept a chat_template in requests; its memory is not limited")
     tool_call_parser: str = opt(

@@ -14,9 +14,11 @@ from starlette.types import ASGIApp
 
 from quire.server.error_shapes import body_of, internal_body, shaped
 from quire.server.errors import ApiError, BadRequest, EngineError, Unavailable
-from quire.server.http.middleware import ApiKeys, Hosts, is_loopback, note_refusal
+from quire.server.http.api_keys import ApiKeys
+from quire.server.http.middleware import Hosts, is_loopback, note_refusal
 from quire.server.http.route import Handler
 from quire.server.http.sse import ClientGone, JsonResponse
+from quire.server.keys.ledger import LIMIT_HEADERS
 from quire.server.openapi import document
 from quire.server.routes import ROUTES
 from quire.server.state import ServerState
@@ -39,7 +41,7 @@ def create_routes(state: ServerState) -> FastAPI:
     app.add_exception_handler(Exception, _unexpected)
     settings = state.config.server
     app.openapi = cache(
-        lambda: document(app.title, app.version, ROUTES, bool(settings.api_key), settings.root_path.strip("/"))
+        lambda: document(app.title, app.version, ROUTES, state.keys is not None, settings.root_path.strip("/"))
     )
     return app
 
@@ -57,8 +59,9 @@ def protected(app: ASGIApp, state: ServerState) -> ASGIApp:
     """The routes wrapped in the configured middleware. `RequestBoundary` is added around it."""
     layers = app
     server = state.config.server
-    if server.api_key:
-        layers = ApiKeys(layers, server.api_key, server.share_prefix_cache)
+    if state.keys is not None:
+        admin = frozenset(route.path for route in ROUTES if route.admin)
+        layers = ApiKeys(layers, state.keys, admin, server.share_prefix_cache)
     if "*" not in server.allowed_hosts and (server.allowed_hosts or (server.uds is None and is_loopback(server.host))):
         layers = Hosts(layers, [server.host, *server.allowed_hosts])
     if state.config.server.allowed_origins:
@@ -67,7 +70,7 @@ def protected(app: ASGIApp, state: ServerState) -> ASGIApp:
             allow_origins=state.config.server.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "warning"],
+            expose_headers=["x-request-id", "retry-after", "warning", *LIMIT_HEADERS],
         )
     return layers
 

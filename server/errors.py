@@ -4,11 +4,12 @@ ApiError
 +-- BadRequest            400  the client can correct it; `param` names the field by its dotted path
 |   +-- ContextLengthExceeded  code context_length_exceeded
 +-- Unauthorized          401  code invalid_api_key
-+-- Forbidden             403  a Host header that is not allowed
++-- Forbidden             403  a Host header, route or model that is not allowed
 +-- NotFound              404  code model_not_found, or none for a route
 +-- PayloadTooLarge       413
 +-- UnsupportedMediaType  415
-+-- TooManyRequests       429  a limit of the caller's own; code rate_limit_exceeded; carries Retry-After
++-- TooManyRequests       429  a limit of the caller's own; code rate_limit_exceeded, or insufficient_quota for a spent
+|                              budget; carries Retry-After
 +-- EngineError           500  the engine failed this request
 +-- NotInstalled          501  a package that this route needs is missing
 +-- Unavailable           503  loading, full, draining or dead; carries Retry-After
@@ -94,6 +95,7 @@ class TooManyRequests(ApiError):
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 1):
         super().__init__(message, param=param, code=code)
         self.retry_after = retry_after
+        self.limits: dict[str, str] = {}  # headers that tell the caller's limits
 
     @property
     def headers(self) -> dict[str, str]:

@@ -225,7 +225,7 @@ class Launcher:
             base,
             base,
         )
-        with_key = bool(self.config.server.api_key)
+        with_key = bool(self.config.server.api_key or self.config.server.api_key_file)
         logger.info("try: %s", curl_line(curl, base, ready.worker.pooling, self.frontend.chats, with_key))
         if self.engines.folder == embedded_model():
             logger.info(

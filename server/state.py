@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from quire.server.batches.runner import Batches
     from quire.server.engines.handle import EngineHandle
     from quire.server.generate.formats import Formats
+    from quire.server.keys.audit import AuditLog
+    from quire.server.keys.ring import KeyRing
     from quire.server.metrics.sink import MetricsSink
     from quire.server.startup.model_details import LazyDetails
     from quire.server.text.tokenizer import Tokenizer
@@ -64,6 +66,8 @@ class ServerState:
     structures: Structures = field(default_factory=Structures)
     unknown_fields: set[str] = field(default_factory=set)  # already logged
     num_reserved: int = 0  # choices of admitted HTTP requests, until their answers have ended
+    keys: KeyRing | None = None  # if there are API keys; set with the routes
+    audit: AuditLog | None = None  # with --audit-log
     batches: Batches | None = None  # with --batch-dir
     responses: Responses | None = None  # set with the routes
     images: Images = None  # made from the settings

@@ -68,7 +68,7 @@ class Batches:
     def __init__(self, folder: str, max_bytes: int, state: Host):
         """Raises ValueError for a folder that cannot be used."""
         try:
-            self.store = Store(folder, max_bytes, several=len(set(state.config.server.api_key)) > 1)
+            self.store = Store(folder, max_bytes, several=_is_shared(state))
         except (OSError, sqlite3.Error) as error:
             raise ValueError(f"--batch-dir {folder}: {error}") from None
         self.state = state
@@ -167,6 +167,12 @@ class Batches:
     async def close(self) -> None:
         await self.run(self.store.close)
         self._thread.shutdown()
+
+
+def _is_shared(state: ServerState) -> bool:
+    """Whether the requests of several API keys are told apart."""
+    server = state.config.server
+    return len(set(server.api_key)) > 1 or server.api_key_file is not None
 
 
 def retry_seconds(failures: int) -> float:

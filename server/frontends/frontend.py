@@ -114,16 +114,31 @@ class Frontend:
                 await self.state.batches.close()
             if self.state.responses is not None:
                 await self.state.responses.close()
+            for one in (self.state.keys, self.state.audit):
+                if one is not None:
+                    one.close()
             self.state.images.close()
 
     async def _load_routes(self) -> ASGIApp:
         app = await in_thread(lambda: importlib.import_module("quire.server.app"))
+        self._open_keys()
         routes = app.create_routes(self.state)
         self.state.batches = self._open_batches()
         self.state.responses = self._open_responses()
         self.gate.app = app.protected(routes, self.state)
         self.open()
         return routes
+
+    def _open_keys(self) -> None:
+        """The API keys and the audit log. Raises ValueError for a file that cannot be used."""
+        from quire.server.keys.audit import AuditLog
+        from quire.server.keys.ring import KeyRing
+
+        server = self.config.server
+        if server.api_key or server.api_key_file or server.admin_api_key:
+            self.state.keys = KeyRing(server)
+        if server.audit_log:
+            self.state.audit = AuditLog(server.audit_log)
 
     def _open_batches(self) -> Batches | None:
         """The batches of --batch-dir. Raises ValueError for a folder that cannot be used."""

@@ -17,6 +17,8 @@ from quire.server.generate.prepare import check_priority
 from quire.server.http import request_options
 from quire.server.http.sse import unless_disconnected
 from quire.server.http.turns import tenant_of
+from quire.server.keys.access import allowed_priority, check_model
+from quire.server.keys.account import key_of
 from quire.server.state import ServerState
 from quire.server.structured.service import constrain
 
@@ -33,11 +35,15 @@ def admit(
     """Check that the server can take a request now. `model`, `priority` and `request_id` are the body's. Returns what
     identifies the request in its `GenerationSpec`.
 
-    Raises Unavailable, NotFound for the model, BadRequest.
+    Raises Unavailable, NotFound and Forbidden for the model, BadRequest.
     """
     info = state.require_ready()
     state.require_model(model)
     priority = request_options.priority(request, priority)
+    if (key := key_of(request.scope, state)) is not None:
+        check_model(key, model, state)
+        priority = allowed_priority(key, priority, info.priorities)
+    priority = request.scope["priority"] = priority or 0
     check_priority(priority, info)
     background = request.scope.get("background", False)
     if not background:
@@ -67,4 +73,6 @@ async def generate(
         await unless_disconnected(request, constrain(requests, state, tenant_of(request.scope)))
     request_options.reserve_room(request, state, requests, param)
     generations = [Generation(state.client, state.tokenizer, one, state.metrics) for one in requests]
-    return deltas.run(generations, total, predict, requests[0].parsing or deltas.identity)
+    found = deltas.run(generations, total, predict, requests[0].parsing or deltas.identity)
+    account = request.scope.get("account")
+    return found if account is None else account.observed(found)

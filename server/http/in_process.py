@@ -10,6 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message
 
 from quire.server.error_shapes import internal_body
+from quire.server.keys.account import close_account
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,12 @@ async def call(app: ASGIApp, path: str, body: bytes, scope: dict[str, Any]) -> t
         "server": None,
         "request_id": request_id,
     }
+    request |= scope
     try:
-        await app(request | scope, receive, send)
+        await app(request, receive, send)
     except Exception:
         logger.exception("POST %s failed (request %s)", path, request_id)
         return 500, request_id, internal_body(path)
+    finally:
+        close_account(request, status)
     return status, request_id, bytes(answer)

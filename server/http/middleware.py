@@ -1,13 +1,11 @@
 """Plain ASGI layers around the routes, outermost first: `RequestBoundary` (request id, access log, last resort for
-exceptions), CORS, `Hosts`, `ApiKeys`.
+exceptions), CORS, `Hosts`, `ApiKeys` (`api_keys.py`).
 
 Not Starlette's BaseHTTPMiddleware: that passes every chunk of a stream through a queue.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 import logging
 import re
@@ -17,9 +15,9 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.error_shapes import body_of, internal_body
-from quire.server.errors import ApiError, Forbidden, Unauthorized
+from quire.server.errors import ApiError, Forbidden
+from quire.server.keys.account import close_account
 from quire.server.state import ServerState
-from quire.server.web.pages import PAGES
 
 access_logger = logging.getLogger("quire.access")
 logger = logging.getLogger(__name__)
@@ -90,6 +88,7 @@ class RequestBoundary:
             elif not complete:
                 raise  # uvicorn closes the connection; the client sees the truncated answer as an error
         finally:
+            close_account(scope, status)
             if not probe:
                 self.state.leave()
                 self.state.num_reserved -= scope.get("num_reserved", 0)
@@ -172,6 +171,7 @@ def _printable(path: str) -> str:
 
 def _extra_headers(scope: Scope, keep_alive: bytes) -> list[tuple[bytes, bytes]]:
     headers = [(b"x-request-id", scope["request_id"].encode("ascii"))]
+    headers += [(name.encode(), value.encode()) for name, value in scope.get("limits", {}).items()]
     if (connection := scope.get("state", {}).get("connection")) is not None and connection.body_unread:
         headers.append((b"connection", b"close"))
     elif b"close" not in (header(scope, b"connection") or b"").lower():
@@ -181,47 +181,3 @@ def _extra_headers(scope: Scope, keep_alive: bytes) -> list[tuple[bytes, bytes]]
         text = "".join(c if c.isprintable() and c not in '"\\' else "?" for c in names)
         headers.append((b"warning", f'199 quire "unknown parameters ignored: {text}"'.encode("ascii")))
     return headers
-
-
-class ApiKeys:
-    """Requires one of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Everything except the probes and the
-    static pages, unknown routes included, returns 401 without it.
-
-    With several keys, sets "owner" in the scope per key, and "tenant" to the same unless `share_prefix_cache`.
-    """
-
-    def __init__(self, app: ASGIApp, keys: list[str], share_prefix_cache: bool = False):
-        self.app = app
-        self.several, self.share_prefix_cache = len(set(keys)) > 1, share_prefix_cache
-        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PROBES and not _is_page(scope):
-            key = _presented_key(scope)
-            if key is None or not self._known(key):
-                what = (
-                    "Incorrect API key provided."
-                    if key
-                    else "No API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
-                )
-                await send_error(scope, send, Unauthorized(what))
-                return
-            if self.several:
-                scope["owner"] = hashlib.sha256(b"prefix cache of " + key).hexdigest()[:32]
-                if not self.share_prefix_cache:
-                    scope["tenant"] = scope["owner"]
-        await self.app(scope, receive, send)
-
-    def _known(self, key: bytes) -> bool:
-        """Compares in constant time."""
-        digest = hashlib.sha256(key).digest()
-        return sum(hmac.compare_digest(digest, known) for known in self.digests) > 0
-
-
-def _is_page(scope: Scope) -> bool:
-    return scope["path"] in PAGES and scope["method"] in ("GET", "HEAD")
-
-
-def _presented_key(scope: Scope) -> bytes | None:
-    scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
-    return token.strip() if scheme.lower() == b"bearer" else header(scope, b"x-api-key")

@@ -1,4 +1,6 @@
-"""Reads id, priority and deadline of a generation request from HTTP headers, and reserves its room in the queue."""
+"""Reads id, priority and deadline of a generation request from HTTP headers, and reserves its room in the queue and in
+the limits of its key.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from starlette.requests import Request
 from quire.server.errors import BadRequest
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.http.numbers import bounded_int
+from quire.server.keys.account import open_account
 from quire.server.state import ServerState
 
 
@@ -18,21 +21,23 @@ def reserve_room(request: Request, state: ServerState, requests: Sequence[Genera
     """Reserve room in the queue; the outermost middleware releases it after the answer. A background request needs
     none: who runs it bounds the number of them.
 
-    Raises Unavailable if the queue is full.
+    Raises Unavailable if the queue is full, TooManyRequests if a limit of the caller's key is reached.
     """
     if request.scope.get("background"):
+        open_account(request.scope, state, requests)
         return
     num_choices = sum(one.n for one in requests)
     state.require_room(num_choices, sum(one.n * len(one.prompt_token_ids) for one in requests), param)
     state.num_reserved += num_choices
     request.scope["num_reserved"] = num_choices
+    open_account(request.scope, state, requests)
 
 
-def priority(request: Request, given: int | None) -> int:
-    """The body's priority (`given`), else that of the X-Vllm-Priority header, else 0. Raises BadRequest."""
-    if given is not None:
+def priority(request: Request, given: int | None) -> int | None:
+    """The body's priority (`given`), else that of the X-Vllm-Priority header, else None. Raises BadRequest."""
+    if given is not None or (header := request.headers.get("x-vllm-priority")) is None:
         return given
-    return bounded_int(request.headers.get("x-vllm-priority", "0"), -(2**63), 2**63 - 1, "X-Vllm-Priority")
+    return bounded_int(header, -(2**63), 2**63 - 1, "X-Vllm-Priority")
 
 
 def remaining_seconds(request: Request) -> float | None:

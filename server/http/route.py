@@ -24,7 +24,7 @@ class Route:
     """`body`: the type of a JSON body, or an OpenAPI request body. `answer`: one or several types of a JSON answer, the
     media type of another, EMPTY for one without a body, or None if there are only errors. `stream`: the media type of
     the streamed answer. `query`: parameters and their schemas. `others`: types of answers with other status codes than
-    200 that are no errors of the dialect.
+    200 that are no errors of the dialect. `admin`: needs the API key of an administrator, if there are API keys.
     """
 
     method: str
@@ -35,6 +35,7 @@ class Route:
     stream: str | None = None
     query: Mapping[str, Schema] = field(default_factory=dict)
     others: Mapping[str, type] = field(default_factory=dict)
+    admin: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.body, type):

@@ -74,7 +74,7 @@ def to_spec(request: Request, body: VectorFields, request_id: str, param: str) -
         add_special_tokens=body.add_special_tokens is not False,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
-        priority=request_options.priority(request, body.priority),
+        priority=request.scope["priority"],
         cache_salt=body.cache_salt,
         tenant=request.scope.get("tenant"),
         background=request.scope.get("background", False),

@@ -96,6 +96,7 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
     finished: dict[str, int]
     http: list[tuple[tuple[str, str, str], int]]
     histograms: dict[str, tuple[list[int], float]]  # counts per bucket, total
+    keys: list[tuple[tuple[str, str, str], int]] = []  # by (metric, name of an API key, code of a refusal)
 
 
 class Metrics(Collector):
@@ -114,6 +115,7 @@ class Metrics(Collector):
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
         token_buckets = _token_buckets(max_model_len)
         self._http: dict[tuple[str, str, str], int] = {}
+        self._keys: dict[tuple[str, str, str], int] = {}
         self._histograms = {
             name: Histogram(token_buckets if bounds is None else bounds) for name, (bounds, _) in _HISTOGRAMS.items()
         }
@@ -210,6 +212,19 @@ class Metrics(Collector):
         key = (handler, method, f"{status // 100}xx")
         self._http[key] = self._http.get(key, 0) + 1
 
+    def observe_key(self, name: str, num_prompt: int, num_cached: int, num_output: int) -> None:
+        """A request of an API key ended, which used so many tokens."""
+        used = {"key_requests": 1, "key_prompt_tokens": num_prompt, "key_prompt_tokens_cached": num_cached}
+        for metric, count in (used | {"key_generation_tokens": num_output}).items():
+            self._count_key(metric, name, count)
+
+    def observe_key_refusal(self, name: str, code: str) -> None:
+        """A request was refused because a limit of its API key was reached."""
+        self._count_key("key_requests_refused", name, 1, code)
+
+    def _count_key(self, metric: str, name: str, count: int, code: str = "") -> None:
+        self._keys[metric, name, code] = self._keys.get((metric, name, code), 0) + count
+
     def observe_evicted(self, num: int) -> None:
         """Stored responses and conversations made room for new ones."""
         self._counters["stored_objects_evicted"] += num
@@ -229,6 +244,7 @@ class Metrics(Collector):
             dict(self._finished),
             list(self._http.items()),
             {name: (list(histogram.counts), histogram.total) for name, histogram in self._histograms.items()},
+            list(self._keys.items()),
         )
 
     def add(self, counts: Counts) -> None:
@@ -239,6 +255,8 @@ class Metrics(Collector):
             self._finished[reason] += count
         for key, count in counts.http:
             self._http[key] = self._http.get(key, 0) + count
+        for key, count in counts.keys:
+            self._count_key(key[0], key[1], count, key[2])
         for name, (buckets, total) in counts.histograms.items():
             self._histograms[name].add(buckets, total)
 
@@ -264,6 +282,7 @@ class Metrics(Collector):
         for key, count in self._http.items():
             http.add_metric(key, count)
         yield http
+        yield from self._of_keys()
         for prefix in self._prefixes:
             yield from self._gauges(prefix)
             for name, value in self._counters.items():
@@ -278,6 +297,17 @@ class Metrics(Collector):
                 family = HistogramMetricFamily(prefix + name, _HISTOGRAMS[name][1], labels=list(self._labels))
                 family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.total)
                 yield family
+
+    def _of_keys(self) -> Iterator[Any]:
+        for metric, documentation in _OF_KEYS.items():
+            samples = [(name, code, count) for (one, name, code), count in self._keys.items() if one == metric]
+            if not samples:
+                continue
+            labels = ["key", "code"] if metric == "key_requests_refused" else ["key"]
+            family = CounterMetricFamily(f"quire:{metric}", documentation, labels=labels)
+            for name, code, count in samples:
+                family.add_metric([name, code][: len(labels)], count)
+            yield family
 
     def _gauges(self, prefix: str) -> Iterator[Any]:
         stats = self._stats
@@ -338,6 +368,13 @@ _COUNTERS = {
     "mm_cache_queries": "Images looked up among the preprocessed ones.",
     "mm_cache_hits": "Images found among the preprocessed ones.",
     "encoder_embeddings": "Embeddings of images that the encoder computed.",
+}
+_OF_KEYS = {
+    "key_requests": "Requests accepted, by API key.",
+    "key_prompt_tokens": "Prompt tokens of accepted requests, by API key.",
+    "key_prompt_tokens_cached": "Prompt tokens that were found in the cache, by API key.",
+    "key_generation_tokens": "Tokens generated, by API key.",
+    "key_requests_refused": "Requests refused because a limit of their API key was reached, by key and error code.",
 }
 _HISTOGRAMS = {  # name: (bounds, or None for token counts up to the context length; help text)
     "time_to_first_token_seconds": (_FIRST_TOKEN, "From a request's arrival to its first token."),

@@ -34,6 +34,7 @@ class MetricsPool(Collector):
         self.engines = engines
         self.observe_http = engines[0].observe_http
         self.observe_evicted = engines[0].observe_evicted
+        self.observe_key, self.observe_key_refusal = engines[0].observe_key, engines[0].observe_key_refusal
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)

@@ -45,5 +45,9 @@ class MetricsSink(Protocol):
 
     def observe_evicted(self, num: int) -> None: ...
 
+    def observe_key(self, name: str, num_prompt: int, num_cached: int, num_output: int) -> None: ...
+
+    def observe_key_refusal(self, name: str, code: str) -> None: ...
+
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -13,8 +13,8 @@ ROUTES = [
     Route("GET", "/health", status.ready, answer=status.Health, others=_UNREADY),
     Route("GET", "/version", status.version, answer=status.Version),
     Route("GET", "/metrics", status.metrics, answer="text/plain"),
-    Route("GET", "/server_info", status.server_info, answer=status.ServerInfo),
-    Route("POST", "/reset_prefix_cache", status.reset_prefix_cache, answer=status.CacheReset),
+    Route("GET", "/server_info", status.server_info, answer=status.ServerInfo, admin=True),
+    Route("POST", "/reset_prefix_cache", status.reset_prefix_cache, answer=status.CacheReset, admin=True),
     Route("GET", "/tokenizer_info", tokenizer_info, answer=TokenizerInfo),
     Route("GET", "/ping", sagemaker.ping, answer=EMPTY),
 ]

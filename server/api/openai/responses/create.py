@@ -263,9 +263,12 @@ async def _in_background(
         raise BadRequest("The response could not be stored, which background needs.", param="background")
     run = Run(owner(request), answer, generation, keep, bool(body.stream))
     num_reserved = request.scope.pop("num_reserved", 0)  # until the run has ended
+    account = request.scope.pop("account", None)
 
     def on_end() -> None:
         state.num_reserved -= num_reserved
+        if account is not None:
+            account.close(200)
         state.leave()
 
     state.enter()

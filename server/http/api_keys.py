@@ -1,0 +1,63 @@
+"""The ASGI layer that requires API keys."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.server.errors import ApiError, Forbidden, Unauthorized
+from quire.server.http.middleware import PROBES, header, send_error
+from quire.server.keys.ring import KeyRing
+from quire.server.web.pages import PAGES
+
+
+class ApiKeys:
+    """Requires a key of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Everything except the probes and
+    the static pages, unknown routes included, returns 401 without it. The paths `admin` need an administrator's key,
+    and others get 403; they need it even if no other route needs a key.
+
+    Sets "key" in the scope; with several keys "owner" per key, and "tenant" to the same unless `share_prefix_cache`.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, admin: frozenset[str], share_prefix_cache: bool = False):
+        self.app, self.keys, self.admin = app, keys, admin
+        self.share_prefix_cache = share_prefix_cache
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or scope["path"] in PROBES or _is_page(scope)
+        if not is_open and (error := self._refusal(scope)) is not None:
+            await send_error(scope, send, error)
+            return
+        await self.app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Why the request has no access; otherwise notes in the scope whose it is."""
+        presented, for_admins = _presented_key(scope), scope["path"] in self.admin
+        holder = None if presented is None else self.keys.find(presented)
+        if holder is None:
+            if not for_admins and not self.keys.is_required:
+                return None
+            return Unauthorized(
+                "Incorrect API key provided."
+                if presented
+                else "No API key provided: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+            )
+        if for_admins and not holder.key.admin:
+            return Forbidden(
+                f"{scope['path']} needs the API key of an administrator: one of --admin-api-key, or of --api-key-file "
+                "with `admin: true`."
+            )
+        scope["key"] = holder.key
+        if holder.owner is not None:
+            scope["owner"] = holder.owner
+            if not self.share_prefix_cache:
+                scope["tenant"] = holder.owner
+        return None
+
+
+def _is_page(scope: Scope) -> bool:
+    return scope["path"] in PAGES and scope["method"] in ("GET", "HEAD")
+
+
+def _presented_key(scope: Scope) -> bytes | None:
+    scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else header(scope, b"x-api-key")

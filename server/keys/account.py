@@ -1,0 +1,115 @@
+"""The account of one accepted request: what it used, and whom it is charged to."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.types import Scope
+
+from quire.server.errors import TooManyRequests
+from quire.server.keys.audit import AuditLog
+from quire.server.keys.key import Key
+
+if TYPE_CHECKING:
+    from quire.server.generate.generation import Delta, GenerationRequest
+    from quire.server.state import ServerState
+
+logger = logging.getLogger("quire.keys")
+
+
+@dataclass(slots=True)
+class Account:
+    """Opened when a request is admitted, closed when its answer has ended."""
+
+    state: ServerState
+    scope: Scope
+    key: Key | None
+    background: bool
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reasons: set[str] = field(default_factory=set)
+    opened: float = field(default_factory=time.time)
+
+    async def observed(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+        """`deltas`, counted."""
+        cached: dict[int, int] = {}
+        try:
+            async for delta in deltas:
+                self.num_output_tokens += len(delta.token_ids)
+                cached[delta.index] = max(cached.get(delta.index, 0), delta.num_cached_tokens)
+                if delta.finish_reason is not None:
+                    self.finish_reasons.add(delta.finish_reason)
+                yield delta
+        finally:
+            self.num_cached_tokens = sum(cached.values())
+            await deltas.aclose()
+
+    def close(self, status: int | None) -> None:
+        """`status` is the answer's; None if there was none, because the client left."""
+        state, key = self.state, self.key
+        if key is not None and key.is_limited:
+            try:
+                state.keys.ledger.end(key, self.num_output_tokens, self.background)
+            except sqlite3.Error as error:
+                logger.error("the use of key '%s' could not be counted: %s", key.name, error)
+        if key is not None and state.metrics is not None:
+            state.metrics.observe_key(key.name, self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens)
+        if (log := state.audit) is not None:
+            log.write(self._row(status))
+
+    def _row(self, status: int | None) -> dict[str, object]:
+        """Counts, never content."""
+        scope = self.scope
+        return {
+            "time": AuditLog.timestamp(self.opened),
+            "request_id": scope.get("request_id"),
+            "key": self.key and self.key.name,
+            "route": getattr(scope.get("route"), "path", scope["path"][:200]),
+            "model": self.state.names[0],
+            "background": self.background,
+            "status": status,
+            "finish_reasons": sorted(self.finish_reasons),
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "seconds": round(time.time() - self.opened, 6),
+        }
+
+
+def key_of(scope: Scope, state: ServerState) -> Key | None:
+    """Whose request it is: of a line of a batch, who began the batch."""
+    if scope.get("background") and state.keys is not None and scope.get("owner"):
+        return state.keys.of_owner(scope["owner"])
+    return scope.get("key")
+
+
+def open_account(scope: Scope, state: ServerState, requests: Sequence[GenerationRequest]) -> None:
+    """Charge a request, whose answer gets the headers of its limits. Raises TooManyRequests, Unavailable."""
+    key, background = key_of(scope, state), bool(scope.get("background"))
+    if key is None and state.audit is None:
+        return
+    num_tokens = sum(len(one.prompt_token_ids) for one in requests)
+    if key is not None and key.is_limited:
+        try:
+            if background:
+                state.keys.ledger.begin_in_background(key, num_tokens)
+            else:
+                scope["limits"] = state.keys.ledger.begin(key, num_tokens)
+        except TooManyRequests as error:
+            scope["limits"] = error.limits
+            if state.metrics is not None:
+                state.metrics.observe_key_refusal(key.name, error.code)
+            raise
+    scope["account"] = Account(state, scope, key, background, num_tokens)
+
+
+def close_account(scope: Scope, status: int | None) -> None:
+    """Settle the request's account, if it has one that nobody has taken over."""
+    if (account := scope.pop("account", None)) is not None:
+        account.close(status)
