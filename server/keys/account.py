@@ -16,7 +16,8 @@ from quire.server.keys.audit import AuditLog
 from quire.server.keys.key import Key
 
 if TYPE_CHECKING:
-    from quire.server.generate.generation import Delta, GenerationRequest
+    from quire.server.generate.delta import Delta
+    from quire.server.generate.generation_request import GenerationRequest
     from quire.server.state import ServerState
 
 logger = logging.getLogger("quire.keys")
