@@ -7,7 +7,7 @@ import sqlite3
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.types import Scope
 
@@ -18,16 +18,26 @@ from quire.server.keys.key import Key
 if TYPE_CHECKING:
     from quire.server.generate.delta import Delta
     from quire.server.generate.generation_request import GenerationRequest
-    from quire.server.state import ServerState
+    from quire.server.keys.ring import KeyRing
+    from quire.server.metrics.sink import MetricsSink
 
 logger = logging.getLogger("quire.keys")
+
+
+class Host(Protocol):
+    """The server whose requests are counted."""
+
+    names: list[str]
+    keys: KeyRing | None
+    audit: AuditLog | None
+    metrics: MetricsSink | None
 
 
 @dataclass(slots=True)
 class Account:
     """Opened when a request is admitted, closed when its answer has ended."""
 
-    state: ServerState
+    state: Host
     scope: Scope
     key: Key | None
     background: bool
@@ -83,14 +93,14 @@ class Account:
         }
 
 
-def key_of(scope: Scope, state: ServerState) -> Key | None:
+def key_of(scope: Scope, state: Host) -> Key | None:
     """Whose request it is: of a line of a batch, who began the batch."""
     if scope.get("background") and state.keys is not None and scope.get("owner"):
         return state.keys.of_owner(scope["owner"])
     return scope.get("key")
 
 
-def open_account(scope: Scope, state: ServerState, requests: Sequence[GenerationRequest]) -> None:
+def open_account(scope: Scope, state: Host, requests: Sequence[GenerationRequest]) -> None:
     """Charge a request, whose answer gets the headers of its limits. Raises TooManyRequests, Unavailable."""
     key, background = key_of(scope, state), bool(scope.get("background"))
     if key is None and state.audit is None:
