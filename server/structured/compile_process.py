@@ -121,6 +121,7 @@ class Compiler:
         # without the library's excerpts of the grammar
         reason = re.split(r"\n?<(?:state|grammar|backtrace)>|\n +1 \| %llguidance", matcher.get_error())[0]
         reason = " ".join(re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", reason).split())[:500]
+        reason = re.sub(r"regex parse error: .*\^ error: ", "invalid regex: ", reason)  # without its drawing
         reason = re.sub("Unsatisfiable schema", _NOTHING, reason)
         return next((ours for theirs, ours in _OURS.items() if theirs in reason), reason)
 
@@ -142,7 +143,22 @@ class Compiler:
                 if inner is not None and (_NOTHING not in inner or _NOTHING in error):
                     path, schema, error, found = f"{path}/{step}", child, inner, True
                     break
-        return f"at {path}: {error}"
+        keyword = self._keyword(structure, schema, definitions, error)
+        return f"at {path}: {keyword}{error}"
+
+    def _keyword(self, structure: Structure, schema: Any, definitions: dict[str, Any], error: str) -> str:
+        """The keyword without which `schema` has no such error, before a colon; empty if no single one is the cause."""
+        if _NOTHING in error or error in _OURS.values() or not isinstance(schema, dict):
+            return ""
+        for keyword in [name for name in schema if name not in ("$defs", "type")]:
+            rest = {name: value for name, value in schema.items() if name != keyword}
+            try:
+                inner = self._error(to_lark(_alone(structure, rest, definitions), {}, self.vocabulary.eos_ids))
+            except StructureError:
+                continue
+            if inner is None:
+                return f"{keyword}: "
+        return ""
 
 
 def _resolved(structure: Structure, enforced: Callable[[dict[str, Any]], bool]) -> Structure:

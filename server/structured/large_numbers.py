@@ -128,22 +128,28 @@ def _digits(low: int, high: int | None) -> str | None:
 
 
 def _between(first: str, last: str) -> str:
-    """The pattern of the texts of as many digits from `first` to `last`."""
+    """The pattern of as many digits as both have, from `first` to `last`. It halves them, so that groups are nested
+    only as deep as the logarithm of their length: the library takes some 250 levels, and a double has 309 digits.
+    """
+    size = len(first)
     if first == last:
         return first
-    if first[0] == last[0]:
-        return f"{first[0]}({_between(first[1:], last[1:])})"
-    rest = len(first) - 1
-    if rest == 0:
+    if size == 1:
         return f"[{first}-{last}]"
-    low, high = int(first[0]), int(last[0])
+    if not first.strip("0") and not last.strip("9"):
+        return f"[0-9]{{{size}}}"
+    cut = size // 2
+    rest = size - cut
+    low, high = int(first[:cut]), int(last[:cut])
+    if low == high:
+        return f"{first[:cut]}({_between(first[cut:], last[cut:])})"
     parts = []
-    if first[1:].strip("0"):
-        parts.append(f"{low}({_between(first[1:], '9' * rest)})")
+    if first[cut:].strip("0"):
+        parts.append(f"{first[:cut]}({_between(first[cut:], '9' * rest)})")
         low += 1
-    if last[1:].strip("9"):
-        parts.append(f"{high}({_between('0' * rest, last[1:])})")
+    if last[cut:].strip("9"):
+        parts.append(f"{last[:cut]}({_between('0' * rest, last[cut:])})")
         high -= 1
     if low <= high:
-        parts.append(f"[{low}-{high}][0-9]{{{rest}}}")
+        parts.append(f"({_between(f'{low:0{cut}}', f'{high:0{cut}}')})[0-9]{{{rest}}}")
     return "|".join(parts)

@@ -18,6 +18,7 @@ from quire.server.structured.schema_algebra import Derived, Inexpressible, Schem
 
 MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 20_000
+MAX_COUNT = 2**31 - 1  # of characters, items or properties: no answer has more
 MAX_DIVISOR = 1_100_000  # of multipleOf, without its decimal point: the library's automaton has as many states
 
 # keyword -> whether its value has the right type, and what it must be
@@ -237,8 +238,10 @@ class _Normalizer:
                 check, expected = VALUES[keyword]
                 if not check(value):
                     raise SchemaError(path, keyword, f"must be {expected}")
-                if keyword != "format" or value in FORMATS:
-                    result[keyword] = int(value) if check is _COUNT[0] else value
+                if check is _COUNT[0]:
+                    result.update(_count(keyword, int(value), path))
+                elif keyword != "format" or value in FORMATS:
+                    result[keyword] = value
             elif keyword in MAPS:
                 if not isinstance(value, dict):
                     raise SchemaError(path, keyword, "must be an object of schemas")
@@ -352,6 +355,15 @@ class _Normalizer:
             else:
                 raise SchemaError(path, "$ref", f"there is nothing at {pointer[:200]!r}")
         return target
+
+
+def _count(keyword: str, value: int, path: str) -> dict[str, int]:
+    """The keyword with its value; empty if it excludes nothing."""
+    if value <= MAX_COUNT:
+        return {keyword: value}
+    if keyword.startswith("min"):
+        raise SchemaError(path, keyword, f"must be at most {MAX_COUNT:,}")
+    return {}
 
 
 def _is_wrapped(schema: dict[str, Any]) -> bool:

@@ -60,6 +60,9 @@ ID, SIGNED = {"type": "integer", **UINT64}, {"type": "integer", "minimum": -(2**
         (SIGNED, ["-9223372036854775808", "9223372036854775807"], ["9223372036854775808", "1.5"]),
         ({"type": "integer", "minimum": 2**53 + 1}, ["9007199254740993"], ["9007199254740992", "0"]),
         ({"type": "number", **FLOAT32}, ["-0.5", "1", "3" + "0" * 38], ["4" + "0" * 38]),
+        ({"minimum": -1.797e308}, ["-1797" + "0" * 300, "-1", "17" + "9" * 307], ["-1798" + "0" * 305]),
+        ({"maximum": 1.234567e308}, ["1234567" + "0" * 302, "-1"], ["1234568" + "0" * 302]),
+        ({"type": "integer", "minimum": -1.797e308, "maximum": 1.797e308}, ["0", "1" * 309], ["1798" + "0" * 305]),
         ({"minimum": 0.5, "exclusiveMaximum": 1e20}, ["0.5", "99999999999999999999.5"], ["0.4", "1" + "0" * 20]),
         ({"type": "number", **DOUBLE}, ["1e300", "-2"], ['"x"']),
         ({"type": ["integer", "null"], **UINT64}, ["null", "18446744073709551615"], ["-1", '"x"']),
@@ -102,6 +105,9 @@ def test_schemas_with_large_bounds(schema, yes, no):
         ({"type": "number", "multipleOf": 1e-12}, "at #: multipleOf: "),
         ({"type": "integer", **UINT64, "multipleOf": 3}, "at #: multipleOf: it cannot be enforced together"),
         ({"properties": {"a": {"minimum": 10**400}}}, "at #/properties/a: minimum: must be a number"),
+        ({"type": "string", "minLength": 2**32}, "at #: minLength: must be at most 2,147,483,647"),
+        ({"properties": {"a": {"minItems": 10**30}}}, "at #/properties/a: minItems: must be at most 2,147,483,647"),
+        ({"minProperties": 10**30}, "at #: minProperties: must be at most 2,147,483,647"),
         ({"const": [10**400]}, "at #: const: "),
         ({"$ref": "#"}, "at #: $ref: it refers to itself"),
         ({"allOf": [{"$ref": "#"}]}, "at #: $ref: it refers to itself"),
@@ -115,3 +121,23 @@ def test_errors_are_in_our_words(schema, error):
     assert error in str(caught.value)
     for theirs in ("regex", "fuel", "NoExtension", "Value for", "Failed", "%json"):
         assert theirs not in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [2**31, 2**32, 10**12, 1e30])
+def test_counts_that_exclude_nothing_are_dropped(count):
+    schema = {"maxLength": count, "maxItems": count, "maxProperties": count}
+    structure = Structure(kind="json_schema", value=schema)
+    assert [text for text in ('"word"', "[1,2]", '{"a":1}') if not accepts(structure, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "error"),
+    [
+        ({"type": "string", "minLength": 1, "pattern": "["}, "at #: pattern: invalid regex: unclosed character class"),
+        ({"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}, "at #/properties/a: pattern: invalid regex"),
+        ({"type": "object", "patternProperties": {"(": {}}}, "at #: patternProperties: invalid regex: unclosed group"),
+    ],
+)
+def test_errors_name_the_keyword_that_is_their_cause(schema, error):
+    with pytest.raises(ValueError, match=re.escape(error)):
+        accepts(Structure(kind="json_schema", value=schema), "1")
