@@ -412,6 +412,7 @@ class ServerConfig:
     allowed_origins: list[str] = opt(
         [], "origins of web pages that may call the API from a browser; * is any", everyday=True, repeat=True
     )
+    ui: bool = opt(True, "answer browsers at / with a page to chat with the model and to watch the server")
     vllm_metrics: bool = opt(True, "serve every metric also under its vllm: name")
     strict_params: bool = opt(
         False, "refuse unknown request fields with 400 instead of answering with a Warning header"

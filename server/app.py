@@ -34,7 +34,7 @@ def create_routes(state: ServerState) -> FastAPI:
     for route in ROUTES:
         handler = _with_state(route.handler)  # add_api_route notes the route in the scope, add_route does not
         app.add_api_route(route.path, handler, methods=route.methods, response_class=Response, include_in_schema=False)
-    add_pages(app)
+    add_pages(app, state.config.server.ui)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(ClientGone, _client_gone)

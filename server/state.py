@@ -16,6 +16,7 @@ from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Ready
 from quire.server.errors import BadRequest, NotFound, Unavailable
 from quire.server.http.threads import Threads
+from quire.server.incidents import Incidents
 from quire.server.media.service import Images
 from quire.server.model_info import ModelInfo
 from quire.server.structured.service import Structures
@@ -63,6 +64,7 @@ class ServerState:
     scrape: Callable[[], Awaitable[bytes]] | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while num_in_flight is 0
     threads: Threads = field(default_factory=Threads)
+    incidents: Incidents = field(default_factory=Incidents)
     structures: Structures = field(default_factory=Structures)
     unknown_fields: set[str] = field(default_factory=set)  # already logged
     num_reserved: int = 0  # choices of admitted HTTP requests, until their answers have ended

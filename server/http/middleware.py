@@ -15,7 +15,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.error_shapes import body_of, internal_body
-from quire.server.errors import ApiError, Forbidden
+from quire.server.errors import ApiError, EngineError, Forbidden
 from quire.server.keys.account import close_account
 from quire.server.state import ServerState
 
@@ -38,6 +38,7 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
 
 def note_refusal(scope: Scope, error: ApiError) -> None:
     """Show the error in the access log, because some clients hide it."""
+    scope["refused"] = error
     scope["refusal"] = f" {error.type} {error.param or '-'}: {error.message}"
 
 
@@ -93,10 +94,24 @@ class RequestBoundary:
                 self.state.leave()
                 self.state.num_reserved -= scope.get("num_reserved", 0)
                 self._log(scope, status, time.perf_counter() - started)
+                if status is not None and status >= 400:
+                    self._note_error(scope, status)
                 if self.state.metrics is not None and status is not None:
                     self.state.metrics.observe_http(
                         getattr(scope.get("route"), "path", "none"), scope["method"], status
                     )
+
+    def _note_error(self, scope: Scope, status: int) -> None:
+        error = scope.get("refused")
+        self.state.incidents.note_error(
+            method=scope["method"],
+            route=getattr(scope.get("route"), "path", "none"),
+            status=status,
+            type=error.type if error is not None else EngineError.type,
+            code=error.code if error is not None else None,
+            param=error.param and error.param[:200] if error is not None else None,
+            request_id=scope["request_id"],
+        )
 
     def _log(self, scope: Scope, status: int | None, seconds: float) -> None:
         client = scope.get("client")

@@ -165,9 +165,7 @@ async def load_tokenizer(config: Config, folder: str, images: Images, model_fold
     return await in_thread(load)
 
 
-def model_info(
-    config: Config, worker: WorkerReady, tokenizer: Tokenizer, sampling: SamplingDefaults
-) -> ModelInfo:
+def model_info(config: Config, worker: WorkerReady, tokenizer: Tokenizer, sampling: SamplingDefaults) -> ModelInfo:
     """The facts about the model that requests are checked against."""
     return ModelInfo(
         worker.max_model_len,

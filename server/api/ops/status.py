@@ -15,6 +15,7 @@ from quire.engine.messages import Ready
 from quire.server.errors import EngineError, Unavailable
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import JsonResponse
+from quire.server.incidents import Failure, Restarts
 from quire.server.startup.model_names import without_folders
 from quire.server.state import ServerState
 from quire.server.structured.schema import structured_output
@@ -50,6 +51,8 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     sampling_defaults: dict[str, Any] | None
     structured_output: dict[str, str | list[str]]
     num_requests_in_flight: int
+    restarts: Restarts
+    recent_errors: list[Failure]  # of this process
 
 
 class CacheReset(msgspec.Struct):
@@ -99,6 +102,8 @@ async def server_info(request: Request, state: ServerState) -> Response:
             "sampling_defaults": state.model and state.model.other_defaults | state.model.sampling_defaults,
             "structured_output": structured_output(),
             "num_requests_in_flight": state.num_in_flight + state.num_in_flight_elsewhere,
+            "restarts": state.incidents.restarts(),
+            "recent_errors": state.incidents.recent_errors(),
         }
     )
 

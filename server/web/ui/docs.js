@@ -1,30 +1,3 @@
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>quire: API documentation</title>
-<style>
-  :root { color-scheme: light dark; --line: #8884; --soft: #8882; }
-  body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-  code, pre, textarea, .path { font: 13px/1.5 ui-monospace, monospace; }
-  details { border: 1px solid var(--line); border-radius: 6px; margin: .5rem 0; padding: .3rem .8rem; }
-  summary { cursor: pointer; }
-  .method { display: inline-block; min-width: 4rem; font-weight: bold; }
-  .note { opacity: .75; }
-  table { border-collapse: collapse; width: 100%; margin: .5rem 0; }
-  th, td { text-align: left; vertical-align: top; padding: .2rem .6rem .2rem 0; border-bottom: 1px solid var(--line); }
-  pre, textarea { background: var(--soft); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
-  textarea { width: 100%; box-sizing: border-box; border: 1px solid var(--line); color: inherit; }
-</style>
-</head>
-<body>
-<h1>quire: API documentation</h1>
-<form id="access"><label>API key, if the server has one: <input id="key" type="password" autocomplete="off"></label> <button>Load</button></form>
-<p id="message" class="note">Loading openapi.json ...</p>
-<main id="routes"></main>
-<section id="types"></section>
-<script>
 "use strict";
 // Everything comes from openapi.json beside this page: its URL is relative, so that a path prefix of a proxy does not matter.
 
@@ -152,6 +125,3 @@ function openTarget() {
 document.getElementById("access").onsubmit = event => { event.preventDefault(); load(); };
 window.onhashchange = openTarget;
 load();
-</script>
-</body>
-</html>

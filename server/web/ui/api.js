@@ -1,0 +1,96 @@
+// The server this page came from. URLs are relative, so that a path prefix of a proxy does not matter.
+
+import { button, byId, h, showDialog } from "./dom.js";
+
+let key = "";  // in memory only: a reload asks again
+let asking = null;  // the open question for the key, which all requests share
+let declined = false;  // the user closed the question: the page asks no more until it is reloaded
+
+export class ApiError extends Error {
+  constructor(status, body) {
+    super(body?.error?.message || `The server answered HTTP ${status}.`);
+    this.status = status;
+    this.body = body;
+  }
+}
+
+export const hasKey = () => key !== "";
+
+const WHY = {
+  missing: "The server wants an API key.",
+  refused: "The server does not accept this key.",
+  admin: "The configuration and the errors are for administrators: enter such a key.",
+};
+
+/** Ask for a key because of `why`; resolves when the user has answered. */
+export function askKey(why) {
+  asking ??= (async () => {
+    const input = h("input", {type: "password", id: "key", autocomplete: "off", required: true});
+    const form = h("form", {onsubmit: event => {
+      event.preventDefault();
+      key = input.value.trim();
+      byId("dialog").close();
+    }},
+    h("p", {}, WHY[why]),
+    h("label", {for: "key"}, "API key"), input,
+    h("p", {class: "note"}, "It stays in this page's memory: a reload asks again."),
+    h("div", {class: "row end"}, button("Cancel", () => byId("dialog").close()), h("button", {type: "submit"}, "Use")));
+    const closed = showDialog("Key", form);
+    input.focus();
+    const before = key;
+    key = "";
+    await closed;
+    input.value = "";
+    asking = null;
+    declined = !key;
+    if (declined) key = before;
+  })();
+  return asking;
+}
+
+/** The response, if its status is 2xx. Asks for the key after 401, unless the user has refused. Throws ApiError. */
+export async function request(path, options = {}, ask = true) {
+  for (;;) {
+    const used = key;
+    const headers = {...options.headers, ...(used && {Authorization: `Bearer ${used}`})};
+    const response = await fetch(path, {...options, headers});
+    if (response.ok) return response;
+    const body = await response.json().catch(() => null);
+    if (response.status !== 401) throw new ApiError(response.status, body);
+    if (key === used) {
+      if (declined || !ask) throw new ApiError(response.status, body);
+      await askKey(used ? "refused" : "missing");
+      if (key === used) throw new ApiError(response.status, body);
+    }
+  }
+}
+
+export const getJson = async path => (await request(path)).json();
+
+/** What administrators may read, or null for others. */
+export async function getPrivileged(path) {
+  try {
+    return await (await request(path, {}, false)).json();
+  } catch (error) {
+    if (error.status === 401 || error.status === 403) return null;
+    throw error;
+  }
+}
+
+/** The events of a POST as objects; ends with the stream. Throws ApiError, also for an error midway. */
+export async function* stream(path, body, signal) {
+  const options = {method: "POST", body: JSON.stringify(body), signal, headers: {"Content-Type": "application/json"}};
+  const response = await request(path, options);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    const lines = (rest + part.value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
+      const event = JSON.parse(line.slice(6));
+      if (event.error) throw new ApiError(500, event);
+      yield event;
+    }
+  }
+}

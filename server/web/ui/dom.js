@@ -1,0 +1,75 @@
+// Building nodes. Text becomes text nodes only: nothing on this page is ever parsed as HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(node, properties, children) {
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "value" || name === "checked" || name === "disabled") node[name] = value;
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.flat().filter(child => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+/** An element with attributes, listeners (`onclick` ...) and children (nodes or text). */
+export function h(name, properties = {}, ...children) {
+  return fill(document.createElement(name), properties, children);
+}
+
+export function svg(name, properties = {}, ...children) {
+  return fill(document.createElementNS(SVG, name), properties, children);
+}
+
+export const byId = id => document.getElementById(id);
+
+export function button(label, onclick, properties = {}) {
+  return h("button", {type: "button", onclick, ...properties}, label);
+}
+
+/** A button that copies `text()` and says so for a moment. */
+export function copyButton(text, label = "Copy") {
+  const node = button(label, async () => {
+    node.textContent = (await copy(text())) ? "Copied" : "Not allowed";
+    setTimeout(() => { node.textContent = label; }, 1500);
+  });
+  return node;
+}
+
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {  // no clipboard: the page came over plain http from another machine
+    const area = h("textarea", {value: text, class: "away", "aria-hidden": "true"});
+    document.body.append(area);
+    area.select();
+    const copied = document.execCommand("copy");
+    area.remove();
+    return copied;
+  }
+}
+
+/** Show `content` in the page's dialog; resolves when it is closed. */
+export function showDialog(title, ...content) {
+  const dialog = byId("dialog");
+  dialog.replaceChildren(h("h2", {id: "dialog-title"}, title), ...content);
+  if (!dialog.open) dialog.showModal();
+  return new Promise(resolve => dialog.addEventListener("close", resolve, {once: true}));
+}
+
+/** The text of a file that the user chooses. */
+export function chooseFiles(accept, multiple = false) {
+  return new Promise(resolve => {
+    const input = h("input", {type: "file", accept, multiple});
+    input.addEventListener("change", () => resolve([...input.files]));
+    input.click();
+  });
+}
+
+export function download(name, text) {
+  const url = URL.createObjectURL(new Blob([text], {type: "application/json"}));
+  h("a", {href: url, download: name}).click();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}

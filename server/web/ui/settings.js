@@ -1,0 +1,130 @@
+// The settings of a conversation: fields of a chat completion with the bounds of the server's OpenAPI document and the
+// defaults that /server_info names, to those who may read it.
+
+import { h } from "./dom.js";
+
+const NUMBERS = {
+  temperature: {words: "0 always takes the likeliest token", step: 0.1},
+  top_p: {words: "the likeliest tokens that add up to this", step: 0.05},
+  top_k: {words: "the likeliest tokens; 0 is all", step: 1},
+  min_p: {words: "at least this part of the likeliest", step: 0.05},
+  max_tokens: {words: "of an answer", step: 1},
+  repetition_penalty: {words: "1 is none", step: 0.05},
+  presence_penalty: {words: "for tokens that occurred", step: 0.1},
+  frequency_penalty: {words: "by how often they occurred", step: 0.1},
+  seed: {words: "the same seed gives the same answer", step: 1},
+};
+const JSON_FIELDS = {
+  tools: {words: "functions that the model may call: a JSON list", rows: 4},
+  response_format: {words: 'such as {"type": "json_object"} or a JSON Schema', rows: 3},
+};
+const DEFAULTS = {temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0};
+
+/** What the server accepts: {field: {minimum, maximum, exclusiveMinimum, integer, choices, default}}. */
+export function readBounds(openapi, defaults, maxTokens) {
+  const properties = openapi.components.schemas.ChatCompletionRequest.properties;
+  const bounds = {};
+  for (const [name, schema] of Object.entries(properties)) {
+    const parts = [schema, ...(schema.anyOf || [])];
+    const number = parts.find(part => part.type === "number" || part.type === "integer") || {};
+    const choices = parts.find(part => part.enum)?.enum;
+    bounds[name] = {...number, integer: number.type === "integer", choices};
+  }
+  for (const [name, value] of Object.entries({...DEFAULTS, ...defaults})) {
+    if (bounds[name]) bounds[name].default = value;
+  }
+  bounds.max_tokens.maximum = maxTokens;
+  return bounds;
+}
+
+/** Why a text is no value of the field, or null. */
+function problem(name, text, bound) {
+  if (text === "") return null;
+  const value = Number(text);
+  if (!Number.isFinite(value)) return `${name} must be a number.`;
+  if (bound.integer && !Number.isInteger(value)) return `${name} must be a whole number.`;
+  if (value < bound.minimum) return `${name} must be at least ${bound.minimum}.`;
+  if (value <= bound.exclusiveMinimum) return `${name} must be above ${bound.exclusiveMinimum}.`;
+  if (value > bound.maximum) return `${name} must be at most ${bound.maximum}.`;
+  return null;
+}
+
+function jsonProblem(name, text) {
+  if (!text.trim()) return null;
+  try {
+    JSON.parse(text);
+    return null;
+  } catch (error) {
+    return `${name}: ${error.message}`;
+  }
+}
+
+function field(name, words, control, settings, check, changed) {
+  const id = `setting-${name}`, problemId = `${id}-problem`;
+  const error = h("p", {class: "problem", id: problemId, role: "alert"});
+  control.id = id;
+  control.setAttribute("aria-describedby", problemId);
+  control.addEventListener("input", () => {
+    const found = check(control.value);
+    error.textContent = found ?? "";
+    control.setAttribute("aria-invalid", String(found !== null));
+    if (found !== null) return;
+    if (control.value.trim() === "") delete settings[name];
+    else settings[name] = control.value;
+    changed();
+  });
+  return h("div", {class: "field"}, h("label", {for: id}, name, h("span", {class: "note"}, ` ${words}`)), control, error);
+}
+
+function numberField(name, bound, settings, changed) {
+  const {words, step} = NUMBERS[name];
+  const range = [bound.minimum ?? bound.exclusiveMinimum, bound.maximum].map(value => Math.abs(value) < 1e15 ? value : undefined);
+  const control = h("input", {type: "number", step, min: range[0], max: range[1],
+    placeholder: bound.default ?? "not set", value: settings[name] ?? ""});
+  const above = bound.minimum === undefined ? "above " : "";
+  const limits = range.every(value => value !== undefined) ? `${above}${range[0]} to ${range[1]}; ${words}` : words;
+  return field(name, limits, control, settings, text => problem(name, text, bound), changed);
+}
+
+function choiceField(name, words, choices, settings, changed) {
+  const control = h("select", {}, h("option", {value: ""}, "not set"), choices.map(choice => h("option", {value: choice}, choice)));
+  control.value = settings[name] ?? "";
+  return field(name, words, control, settings, () => null, changed);
+}
+
+function textField(name, words, rows, settings, check, changed) {
+  const control = h("textarea", {rows, spellcheck: "false", value: settings[name] ?? ""});
+  return field(name, words, control, settings, check, changed);
+}
+
+/** The form for a conversation; `changed()` is called after each valid change. */
+export function settingsForm(conversation, bounds, models, changed) {
+  const {settings} = conversation;
+  const system = h("textarea", {id: "system", rows: 4, value: conversation.system, oninput: () => {
+    conversation.system = system.value;
+    changed();
+  }});
+  const efforts = bounds.reasoning_effort?.choices;
+  return [
+    h("h2", {}, "Settings"),
+    h("div", {class: "field"}, h("label", {for: "system"}, "System prompt"), system),
+    models.length > 1 && choiceField("model", "", models, settings, changed),
+    Object.keys(NUMBERS).map(name => numberField(name, bounds[name], settings, changed)),
+    textField("stop", "ends the answer; one text per line", 2, settings, () => null, changed),
+    efforts && choiceField("reasoning_effort", "for models that think", efforts, settings, changed),
+    Object.entries(JSON_FIELDS).map(([name, {words, rows}]) =>
+      textField(name, words, rows, settings, text => jsonProblem(name, text), changed)),
+  ].flat();
+}
+
+/** The fields of a request for `settings`. */
+export function requestFields(settings) {
+  const fields = {};
+  for (const [name, text] of Object.entries(settings)) {
+    if (name in NUMBERS) fields[name] = Number(text);
+    else if (name in JSON_FIELDS) fields[name] = JSON.parse(text);
+    else if (name === "stop") fields.stop = text.split("\n").filter(line => line !== "");
+    else fields[name] = text;
+  }
+  return fields;
+}

@@ -1,0 +1,381 @@
+"""The page at `/` in a headless Chromium: chat, stop, edit, keys, images, tools, plots, text that looks like HTML."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+
+pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
+
+from tests.server.conftest import MODEL, poll, running_server
+from tests.server.media.conftest import FAKE, write_seeing_model
+from tests.server.scripted import scripted_server, write_folder
+from tests.server.templates import QWEN3_TOOLS
+from tests.server.web.browser import Browser, needs_chromium
+
+pytestmark = [needs_chromium, pytest.mark.slow]
+
+DIRECT = os.environ | {"no_proxy": "*"}
+AXE = os.environ.get("QUIRE_AXE")  # axe.min.js of the npm package axe-core
+MARKDOWN = """# Title
+
+A *soft* and **loud *mixed* word**, `code <b>`, a [link](https://example.com/a) and [no link](javascript:alert(1)).
+
+1. one
+   - inner
+2. two
+
+> quoted
+
+| name | value |
+|---|---|
+| a | `1` |
+
+```python
+print("<script>alert(1)</script>")
+```
+
+<img src=x onerror="document.title='broken'"> ![picture](https://example.com/p.png)
+"""
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAQAAAAECAIAAAAmkwkpAAAAEElEQVR4nGP4z8AARwzEcQCukw/x0F8jngAAAABJRU5ErkJggg=="
+FILE = f"new File([Uint8Array.from(atob('{PNG}'), c => c.charCodeAt(0))], 'dot.png', {{type: 'image/png'}})"
+TRANSFER = f"(() => {{ const data = new DataTransfer(); data.items.add({FILE}); return data; }})()"
+WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    browser.size(1280, 800)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def page(browser) -> Iterator[Browser]:
+    """The browser, if the test leaves no message in its console and asks no other host."""
+    browser.open("about:blank")
+    browser.problems.clear()
+    browser.urls.clear()
+    yield browser
+    assert not browser.problems
+    assert {urlsplit(url).hostname for url in browser.urls if not url.startswith("data:")} == {"127.0.0.1"}
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory):
+    with scripted_server(write_folder(tmp_path_factory.mktemp("script"), QWEN3_TOOLS)) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """Slow, with images, behind a path and a key."""
+    folder = write_seeing_model(tmp_path_factory.mktemp("seeing"))
+    settings = {"api_key": ["secret"], "admin_api_key": ["root"], "root_path": "/llm", "max_model_len": "2048"}
+    with running_server(folder, fake=f"{FAKE},step_delay=0.02", **settings) as server:
+        yield server.wait_ready()
+
+
+def started(page: Browser, url: str) -> None:
+    page.open(url)
+    page.wait("document.querySelector('#settings input') !== null")
+
+
+def fresh(page: Browser, url: str) -> None:
+    """The page with a new conversation."""
+    started(page, url)
+    page.click("#new")
+
+
+def say(page: Browser, text: str) -> None:
+    page.type("#input", text)
+    page.press("Enter")
+
+
+def answered(page: Browser, count: int = 1) -> None:
+    page.wait(f"document.querySelectorAll('.message.assistant .figures').length === {count}")
+
+
+def last(page: Browser, selector: str = ".text") -> str:
+    return page.js(f"[...document.querySelectorAll('.message.assistant {selector}')].at(-1).innerText")
+
+
+def test_an_answer_is_markdown_and_never_html(page, scripted):
+    server, script = scripted
+    fresh(page, server.url + "/")
+    script.says(f"<think>\nhm <i>\n</think>\n\n{MARKDOWN}")
+    say(page, "<b>Hello</b>\n")
+    answered(page)
+    count = "[...document.querySelectorAll('.message.assistant')].at(-1).querySelectorAll({}).length".format
+    names = ["h3 ~ .text h3", "em", "strong em", ".text > ol > li", "li > ul > li", "blockquote", "td code", "pre code"]
+    assert {name: page.js(count(json.dumps(name))) for name in names} == dict.fromkeys(names, 1) | {
+        "em": 2,
+        ".text > ol > li": 2,
+    }
+    assert page.js(count("'img, script, b, i'")) == 0 and page.js("document.title") == "quire"
+    hrefs = page.js("[...document.querySelectorAll('.message.assistant a')].map(a => a.getAttribute('href'))")
+    assert hrefs == ["https://example.com/a", "https://example.com/p.png"]
+    assert "<script>alert(1)</script>" in last(page, "pre") and "<img src=x" in last(page)
+    assert page.js("document.querySelector('.message.user .text').innerText").startswith("<b>Hello</b>")
+    assert page.js("document.querySelector('.thoughts').open") is False
+    assert page.js("document.querySelector('.thoughts').textContent").startswith("Thoughts")
+
+
+def test_the_browser_itself_refuses_text_as_html(browser, scripted):
+    browser.open(scripted[0].url + "/")
+    found = browser.js("(() => { try { document.body.innerHTML = 'x'; } catch (e) { return e.message; } })()")
+    assert "TrustedHTML" in found
+
+
+def test_regenerate_edit_and_the_settings_reach_the_server(page, scripted):
+    server, script = scripted
+    fresh(page, server.url + "/")
+    script.says("first")
+    page.type("#system", "Be short.")
+    page.type("#setting-temperature", "3")
+    assert (
+        page.js("document.getElementById('setting-temperature-problem').innerText") == "temperature must be at most 2."
+    )
+    page.js("document.getElementById('setting-temperature').select()")
+    page.type("#setting-temperature", "0.5")
+    say(page, "Question")
+    answered(page)
+    assert last(page) == "first" and script.requests[-1].sampling.temperature == 0.5
+    script.says("second")
+    page.click(".message.assistant button", "Regenerate")
+    page.wait("document.querySelector('.message.assistant .text')?.innerText === 'second'")
+    answered(page)
+    script.says("third")
+    page.click(".message.user button", "Edit")
+    page.js("document.querySelector('.message.user textarea').select()")
+    page.type(".message.user textarea", "Another")
+    page.press("Enter")
+    page.wait("document.querySelector('.message.assistant .text')?.innerText === 'third'")
+    answered(page)
+    assert page.js("document.querySelectorAll('.message').length") == 2
+    prompt = server.state.tokenizer.decode(script.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    assert "Be short." in prompt and "Another" in prompt and "Question" not in prompt and "first" not in prompt
+
+
+def test_tools_are_shown_and_their_results_sent(page, scripted):
+    server, script = scripted
+    fresh(page, server.url + "/")
+    page.type("#setting-tools", json.dumps(WEATHER))
+    script.says('<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>')
+    say(page, "Weather?")
+    answered(page)
+    assert '"city": "Rome"' in last(page, ".call pre")
+    page.type(".call textarea", "sunny")
+    script.says("It is sunny.")
+    page.click(".call button", "Send result")
+    answered(page, 2)
+    assert last(page) == "It is sunny."
+    prompt = server.state.tokenizer.decode(script.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    assert "<tool_response>\nsunny\n</tool_response>" in prompt
+
+
+def test_a_request_as_a_program(page, scripted, tmp_path, capsys):
+    server, script = scripted
+    fresh(page, server.url + "/")
+    script.says("as a program")
+    say(page, 'It\'s "quoted" \\ $HOME')
+    answered(page)
+    body = "(await import('/ui/answer.js')).requestBody(CONVERSATION, MODEL)"
+    conversation = {
+        "system": "",
+        "settings": {"top_k": "5"},
+        "messages": [{"role": "user", "content": 'It\'s "x" \\n $HOME'}],
+    }
+    body = body.replace("CONVERSATION", json.dumps(conversation)).replace("MODEL", json.dumps(MODEL))
+    made = page.js(
+        f"(async () => {{ const m = await import('/ui/snippets.js'), b = {body}; "
+        "return [m.asCurl(b), m.asPython(b)]; })()"
+    )
+    path = tmp_path / "request.py"
+    path.write_text(made[1])
+    runpy.run_path(str(path))
+    assert capsys.readouterr().out == "as a program"
+    done = subprocess.run(["bash", "-c", made[0]], capture_output=True, text=True, timeout=60, env=DIRECT)
+    assert done.returncode == 0 and '"content":"as"' in done.stdout, done.stderr
+    for request in script.requests[-2:]:
+        assert request.sampling.top_k == 5
+        assert 'It\'s "x" \\n $HOME' in server.state.tokenizer.decode(request.prompt_token_ids)
+
+
+def test_conversations_stay_in_the_browser(page, scripted):
+    server, script = scripted
+    fresh(page, server.url + "/")
+    script.says("kept")
+    say(page, "Remember this")
+    answered(page)
+    page.wait("import('/ui/store.js').then(s => s.all()).then(all => all[0].messages[1].finish === 'stop')")
+    text = page.js("import('/ui/store.js').then(async s => s.exported(await s.all()))")
+    started(page, server.url + "/")
+    assert last(page) == "kept"
+    page.click("#list .open button[aria-label^=Delete]")
+    page.click("#confirm")
+    page.wait("![...document.querySelectorAll('#list .title')].some(n => n.innerText === 'Remember this')")
+    found = page.js(f"import('/ui/store.js').then(s => s.parseExport({json.dumps(text)}).map(c => c.title))")
+    assert "Remember this" in found
+    refused = page.js(
+        "import('/ui/store.js').then(s => s.parseExport('{\"conversations\": [1]}')).catch(e => e.message)"
+    )
+    assert refused == "This file holds no conversations of this page."
+
+
+def enter_key(page: Browser, key: str) -> None:
+    page.wait("document.querySelector('#dialog').open && document.querySelector('#key') !== null")
+    page.js("document.querySelector('#key').select()")
+    page.type("#key", key)
+    page.press("Enter")
+
+
+def test_the_key_is_asked_for_and_kept_in_memory_only(browser, seeing):
+    browser.open(seeing.url + "/llm")  # leads to /llm/
+    enter_key(browser, "wrong")
+    browser.wait("document.querySelector('#dialog').innerText.includes('does not accept')")
+    enter_key(browser, "secret")
+    browser.wait("document.querySelector('#settings input') !== null && !document.querySelector('#dialog').open")
+    stored = browser.js("JSON.stringify([localStorage, sessionStorage, document.cookie])")
+    assert "secret" not in stored and browser.js("location.pathname") == "/llm/"
+    browser.open(seeing.url + "/llm/")
+    browser.wait("document.querySelector('#key') !== null")
+    assert all("401" in problem for problem in browser.problems)  # what the browser says of the refused requests
+
+
+def test_what_administrators_see_is_asked_for_in_watch(browser, seeing):
+    browser.open("about:blank")
+    browser.open(seeing.url + "/llm/#watch")
+    enter_key(browser, "secret")
+    browser.wait("document.querySelector('.plot polyline')?.getAttribute('points')")
+    browser.click("#admin button")
+    enter_key(browser, "root")
+    browser.wait("document.querySelector('.card dl') !== null && document.querySelector('#admin') === null")
+
+
+def test_stop_an_answer_and_send_images(browser, seeing):
+    browser.open(seeing.url + "/llm/")
+    enter_key(browser, "secret")
+    browser.wait("document.querySelector('#settings input') !== null")
+    browser.problems.clear()
+    browser.click("#new")
+    say(browser, "Speak")
+    browser.wait("document.querySelector('.message.assistant .text')?.innerText.length > 5")
+    assert browser.js("document.querySelector('#send').hidden") is True
+    browser.press("Escape")
+    answered(browser)
+    assert last(browser, ".figures").endswith("stopped")
+    poll(lambda: not seeing.state.client.load)  # the engine has dropped the request
+    browser.js(
+        f"document.querySelector('#input').dispatchEvent(new ClipboardEvent('paste', {{clipboardData: {TRANSFER}}}))"
+    )
+    browser.js(
+        f"document.querySelector('#conversation').dispatchEvent(new DragEvent('drop', {{dataTransfer: {TRANSFER}}}))"
+    )
+    browser.wait("document.querySelectorAll('#attached img').length === 2")
+    browser.type("#setting-max_tokens", "3")
+    say(browser, "What is this?")
+    answered(browser, 2)
+    assert browser.js("[...document.querySelectorAll('.message.user .images img')].map(n => n.naturalWidth)") == [4, 4]
+    key = {"x-api-key": "secret"}
+    metrics = seeing.http.get("/metrics", headers=key).text
+    line = next(line for line in metrics.splitlines() if line.startswith("quire:prompt_image_tokens_total{"))
+    assert float(line.split()[-1]) == 32 and last(browser, ".figures").startswith("3 tokens")
+    assert not browser.problems
+
+
+def test_plots_move_and_facts_are_shown(page, scripted, monkeypatch):
+    server, _ = scripted
+    state, before = server.state, server.state.ready
+    plan = msgspec.structs.replace(before.worker.plan, total=2**30, weights=2**20, kv_cache=2**28)
+    choices = [("max_num_seqs", "8", "<b>default</b>")]
+    worker = msgspec.structs.replace(before.worker, plan=plan, choices=choices)
+    monkeypatch.setattr(state, "ready", msgspec.structs.replace(before, worker=worker))
+    started(page, server.url + "/#watch")
+    points = "document.querySelector('.plot polyline').getAttribute('points').split(' ').length"
+    page.wait(f"document.querySelector('.plot polyline')?.getAttribute('points') && {points} === 1")
+    generated = server.state.metrics._counters
+    generated["generation_tokens"] += 1000
+    page.wait(f"{points} >= 2")
+    rate = page.js("document.querySelectorAll('.plot')[1].querySelector('output').innerText.replaceAll(',', '')")
+    assert 100 < float(rate) < 1000  # 1000 tokens in about two seconds
+    assert page.js("document.querySelectorAll('.plot').length") == 6
+    page.wait("document.querySelector('.bar') !== null")
+    parts = page.js("[...document.querySelectorAll('.bar span')].map(n => n.title)")
+    assert {"weights: 1.0 MiB", "KV cache: 256.0 MiB"} <= set(parts)
+    widths = page.js("[...document.querySelectorAll('.bar span')].map(n => n.offsetWidth)")
+    assert widths[parts.index("KV cache: 256.0 MiB")] > 20 * widths[parts.index("weights: 1.0 MiB")]
+    rows = page.js("[...document.querySelectorAll('.card tbody tr')].map(r => r.innerText.split('\\t'))")
+    assert ["max_num_seqs", "8", "<b>default</b>"] in rows
+
+
+def test_percentiles_equal_numpy_within_a_bucket(page, scripted):
+    import numpy
+
+    from quire.server.metrics.metrics import Metrics
+
+    server, _ = scripted
+    page.open(server.url + "/")
+    metrics = Metrics("m", 512)
+    seconds = numpy.random.default_rng(0).exponential(0.2, 500)
+    for value in seconds:
+        metrics._histograms["time_to_first_token_seconds"].observe(value)
+    text = metrics.render().decode()
+    bounds = metrics._histograms["time_to_first_token_seconds"].bounds
+    for part in (0.5, 0.95, 0.99):
+        found = page.js(
+            "import('/ui/prometheus.js').then(m => m.quantile(m.parse("
+            f"{json.dumps(text)}), null, 'quire:time_to_first_token_seconds', {part}))"
+        )
+        expected = numpy.quantile(seconds, part)
+        assert numpy.searchsorted(bounds, found) == numpy.searchsorted(bounds, expected)
+
+
+def test_a_narrow_page_has_no_sideways_scroll_and_its_panels_open(page, scripted):
+    server, _ = scripted
+    page.size(360, 640)
+    try:
+        started(page, server.url + "/")
+        assert page.js("document.documentElement.scrollWidth") <= 360
+        assert page.js("getComputedStyle(document.querySelector('#settings')).display") == "none"
+        page.click("#open-settings")
+        assert page.js("getComputedStyle(document.querySelector('#settings')).display") == "block"
+        page.js("location.hash = '#watch'")
+        page.wait("document.querySelector('.card dl') !== null")
+        assert page.js("document.documentElement.scrollWidth") <= 360
+    finally:
+        page.size(1280, 800)
+
+
+@pytest.mark.skipif(AXE is None, reason="needs QUIRE_AXE, the path of axe.min.js of the npm package axe-core")
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("path", ["/", "/#watch", "/docs"])
+def test_axe_finds_nothing(page, scripted, dark, path):
+    server, script = scripted
+    page.dark(dark)
+    page.open(server.url + path)
+    if path == "/":
+        page.click("#new")
+        script.says(MARKDOWN)
+        say(page, "Hello")
+        answered(page)
+    else:
+        page.wait("document.querySelector('.card dl, details') !== null")
+    page.js(Path(AXE).read_text() + ";1")
+    found = page.js("axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.html + n.failureSummary)]))")
+    assert found == []
+
+
+def test_docs_run_under_the_policy(page, scripted):
+    server, _ = scripted
+    page.open(server.url + "/docs")
+    page.wait("document.querySelectorAll('details').length > 50")
