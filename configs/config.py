@@ -8,8 +8,11 @@ reports the result in `Ready` instead of editing the configuration.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+from quire.configs.speculation import read_speculation
 
 
 def opt(
@@ -28,6 +31,7 @@ def opt(
     maximum: float | None = None,
     secret: bool = False,
     other_name: str | None = None,
+    check: Callable[[Any], object] | None = None,
 ):
     """A dataclass field that is also a flag. `everyday` fields appear in `--help`, the others in `--help-all`; `repeat`
     fields take several values.
@@ -35,7 +39,8 @@ def opt(
     `unit` is "bytes" (suffixes allowed), "length" (a number of tokens, or auto) or "mapping" (`image=4`, or a JSON
     object; the value is JSON). `minimum`, `above` (exclusive) and `maximum` bound a number. `hidden_choices` are
     accepted but not advertised; `aliases` are other spellings of choices, `other_name` one of the setting itself; a
-    `secret` value is never printed. `configs/options.py` checks all of this.
+    `secret` value is never printed; `check` raises ValueError for a wrong value. `configs/options.py` checks all of
+    this.
     """
     metadata = {
         "help": help,
@@ -51,6 +56,7 @@ def opt(
         "maximum": maximum,
         "secret": secret,
         "other_name": other_name,
+        "check": check,
     }
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -172,6 +178,17 @@ class SchedulerConfig:
         ),
         minimum=1,
         maximum=8,
+    )
+    speculative_config: str | None = opt(
+        None,
+        (
+            "several tokens of a request per step, as vLLM's JSON: "
+            '{"method": "auto"|"ngram"|"suffix"|"grammar"|"none", "num_speculative_tokens": 1 to 64} (default: auto '
+            "where it cannot change a text)"
+        ),
+        metavar="JSON",
+        unit="mapping",
+        check=read_speculation,
     )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 _LORA = "LoRA adapters are not supported yet"
 _STRUCTURED = "not needed: one library enforces every structure that a request asks for"
-_SPECULATIVE = "speculative decoding is not supported yet"
+_DRAFT_MODEL = "draft models are not supported yet; --speculative-config chooses drafts that need none"
+_NUM_DRAFT = 'set --speculative-config \'{"num_speculative_tokens": N}\''
 _TASK = "not needed: what a model can do is read from its files; --pooling lets a text model make embeddings"
 _POOLER = "set --pooling (normalize and dimensions are fields of a request)"
 _LAYERS = "the whole model runs on one kind of device: set --device cpu or --device cuda"
@@ -23,9 +24,8 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "max_loras": _LORA,
     "guided_decoding_backend": _STRUCTURED,
     "structured_outputs_config": _STRUCTURED,
-    "speculative_config": _SPECULATIVE,
-    "speculative_model": _SPECULATIVE,
-    "num_speculative_tokens": _SPECULATIVE,
+    "speculative_model": _DRAFT_MODEL,
+    "num_speculative_tokens": _NUM_DRAFT,
     "mm_processor_cache_type": "preprocessed images are always kept in shared memory: --mm-processor-cache-gb",
     "mm_shm_cache_max_object_size_mb": "set --mm-processor-cache-gb",
     "interleave_mm_strings": "images and texts of a message always keep their order",
@@ -84,6 +84,12 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "batch_size": "set --max-num-batched-tokens",
     "n_predict": "set max_tokens in the request",
     "flash_attn": "the attention backend is chosen automatically; --attention-backend forces one",
+    "model_draft": _DRAFT_MODEL,
+    "md": _DRAFT_MODEL,
+    "draft": _NUM_DRAFT,
+    "draft_n": _NUM_DRAFT,
+    "draft_max": _NUM_DRAFT,
+    "spec_type": 'set --speculative-config \'{"method": "ngram"}\' (or suffix, grammar, auto, none)',
     "jinja": "chat templates are always Jinja",
     "chat_template_file": "set --chat-template to the file",
     "alias": "set --served-model-name",

@@ -12,7 +12,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any
@@ -50,6 +50,7 @@ class Option:
     maximum: float | None
     secret: bool
     other_name: str | None
+    check: Callable[[Any], object] | None
 
     @property
     def flag(self) -> str:
@@ -90,6 +91,11 @@ class Option:
                 f"{spelling}: {result!r} is not one of {', '.join(self.choices)}{suggestion(str(result), self.choices)}"
             )
         self._check_range(result, spelling)
+        if self.check is not None:
+            try:
+                self.check(result)
+            except ValueError as error:
+                raise ValueError(f"{spelling}: {error}") from None
         return result
 
     def _convert(self, value: Any) -> Any:

@@ -197,6 +197,8 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     timing: RequestTiming | None = None  # with the last output
     error_kind: str = "engine"  # "engine" or "invalid_request": what caused the error, the engine or the request
     pooled: bytes | None = None  # with the last output of a request with `pooling`: its vector, float32
+    # of a request with a prediction: how many drafts from it were accepted and rejected so far
+    prediction_tokens: tuple[int, int] | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -213,6 +215,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     iteration_tokens: list[int] = []  # tokens of each step
     num_encoded: int = 0  # embeddings of images
     encoder_cache_usage: float = 0.0  # 0 to 1
+    num_drafts: int = 0  # times that a step verified drafts of a request
+    num_draft_tokens: int = 0
+    accepted_per_position: list[int] = []  # drafts accepted, by their place after the last known token
 
 
 class StepOutputs(_Message):

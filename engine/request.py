@@ -30,7 +30,8 @@ class Request:
         |<-- num_computed_tokens -->|<--------- num_new ------------>|
 
     `num_computed_tokens` includes the steps in flight. `num_in_flight` tokens are sampled by such steps, but their ids
-    have not been received.
+    have not been received. Drafts in a step in flight are computed, too, beyond `num_tokens`; when its output arrives
+    `num_computed_tokens` falls back to those that were accepted.
     """
 
     __slots__ = (
@@ -47,6 +48,7 @@ class Request:
         "media",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_draft",
         "num_given_back",
         "num_in_flight",
         "num_preemptions",
@@ -57,6 +59,8 @@ class Request:
         "passing_checkpoints",
         "pooling",
         "pools_all",
+        "prediction_tokens",
+        "predicts",
         "queued_time",
         "rank",
         "request_id",
@@ -110,6 +114,10 @@ class Request:
         self.row = -1
         self.num_computed_tokens = 0
         self.num_in_flight = 0
+        self.num_draft = 0  # drafts that the worker has for its next step; a step may verify fewer
+        self.predicts = False  # whether these are of its prediction
+        # how many drafts from its prediction were accepted and rejected; None without a prediction
+        self.prediction_tokens = None if sampling.prediction is None else (0, 0)
         self.block_ids: list[list[int]] = []  # per cache group
         # per cache group: number of blocks at the front that no later token attends to, NULL_BLOCK in block_ids
         self.num_given_back: list[int] = []

@@ -12,6 +12,9 @@ outputs of those steps.
 (c) A preempted request keeps `num_in_flight`, still receives those tokens, and is admitted again when it reaches 0.
 (d) Blocks and rows can be reused as soon as they are freed, because the worker runs steps in order.
 
+A step may verify drafts of a running request (`StepInput.num_draft`), of which the scheduler knows only the number.
+Only workers that run one step at a time propose any, so the number of accepted ones is known before the next step.
+
 Blocks are shared before the step that fills them is known to succeed. When a step fails a request, every request that
 read blocks filled by it, in the same step or in later steps in flight, is recomputed (`_recompute_dependents`).
 """
@@ -26,6 +29,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from quire.configs.config import SchedulerConfig
+from quire.configs.speculation import MAX_DRAFT
 from quire.engine.encoder_cache import EncoderCache
 from quire.engine.kv.manager import KVCacheManager, Match
 from quire.engine.messages import AddRequest, EngineOutput, EngineStats
@@ -94,6 +98,8 @@ class Scheduler:
         self.max_model_len = longest_request(
             ready.groups, kv.pool.num_usable, kv.block_size, self.token_budget, ready.max_model_len
         )
+        # tokens that one step may sample, drafts included: that bounds its logits
+        self._num_verifiable = max(ready.max_num_seqs, MAX_DRAFT + 1)
         self.vocab_size = ready.vocab_size
         self.pooling = ready.pooling
         self.media = media = ready.media
@@ -165,7 +171,7 @@ class Scheduler:
         """
         if self._in_flight and self._is_background_only() and self._expects_others():
             return None
-        step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], [], [], []), [])
+        step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], [], [], [], {}), [])
         self.kv.start_step()
         self.images.start_step()
         if self.waiting and self.running and self.running.last.rank > self.waiting.first.rank:
@@ -228,6 +234,7 @@ class Scheduler:
         the remaining budget. Only an image that is computed whole may exceed the budget, up to `room` tokens.
         """
         prefills = []
+        room_for_drafts = min(budget - len(requests), self._num_verifiable - len(batch) - len(requests))
         for request in requests:
             if request.status is not Status.RUNNING:  # preempted by an earlier request in this loop
                 continue
@@ -240,11 +247,13 @@ class Scheduler:
                 and request.row % self.num_groups == self.turn
                 and not (request.num_in_flight and num_tokens >= request.max_total_tokens)
                 and budget > 0
-                and self._allocate(request, num_tokens, batch, new_blocks)
             ):
-                batch[request] = 1
-                budget -= 1
-                room -= 1
+                num_draft = self._num_draft(request, room_for_drafts) if request.num_draft else 0
+                if self._allocate(request, num_tokens + num_draft, batch, new_blocks):
+                    batch[request] = 1 + num_draft
+                    budget -= 1 + num_draft
+                    room -= 1 + num_draft
+                    room_for_drafts -= num_draft
         for request in prefills:
             if request.status is Status.RUNNING and budget > 0:
                 start = request.num_computed_tokens
@@ -253,6 +262,20 @@ class Scheduler:
                     batch[request] = num_new
                     budget -= num_new
                     room -= num_new
+
+    def _num_draft(self, request: Request, limit: int) -> int:
+        """Number of drafts of a decoding request to verify, at most `limit`: as many as the worker has, as long as the
+        request may get one token more than that, and none if their blocks are scarce.
+        """
+        num_tokens = len(request.token_ids)
+        num_draft = min(request.num_draft, limit, request.max_total_tokens - num_tokens - 1)
+        if num_draft <= 0:
+            return 0
+        if not self.kv.has_room(request, num_tokens + num_draft):
+            scarce = len(self.kv.groups) * (len(self.running) + self.kv.num_blocks(num_draft) + 1)
+            if self.kv.pool.num_free < scarce:
+                return 0
+        return num_draft
 
     def _allocate(
         self, request: Request, num_tokens: int, batch: dict[Request, int], new_blocks: dict[Request, list[list[int]]]
@@ -374,7 +397,10 @@ class Scheduler:
         batch.num_computed.append(start)
         batch.num_scheduled.append(num_new)
         batch.new_blocks.append(new_blocks)
-        if end == len(request.token_ids) + request.num_in_flight and request.sampling.max_tokens:
+        known = len(request.token_ids) + request.num_in_flight
+        if end > known:
+            batch.num_draft[len(step.requests)] = end - known
+        if end >= known and request.sampling.max_tokens:
             batch.samples.append(len(step.requests))
             request.num_in_flight += 1
         step.requests.append(request)
@@ -429,6 +455,7 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         request.status = Status.WAITING
+        request.num_draft = 0
         request.num_preemptions += 1
         self.counts.num_preemptions += 1
         self.waiting.add(request)
@@ -469,6 +496,10 @@ class Scheduler:
         ):
             request = step.requests[i]
             if request.status is not Status.FINISHED and i not in step.ignored:
+                if num_draft := step.input.num_draft.get(i, 0):
+                    self._take_back_drafts(request, num_draft, len(token_ids))
+                request.num_draft = output.num_draft.get(i, 0) if output.num_draft else 0
+                request.predicts = bool(output.predicted) and i in output.predicted
                 self._receive(request, token_ids, logprobs, prompt_logprobs.pop(request, None), now, outputs)
         for request, entries in prompt_logprobs.items():
             if request.sampling.max_tokens:
@@ -477,6 +508,17 @@ class Scheduler:
                 )
         self._finish_unsampled(step, prompt_logprobs, output.pooled or {}, now, outputs)
         return outputs
+
+    def _take_back_drafts(self, request: Request, num_draft: int, num_tokens: int) -> None:
+        """A step verified `num_draft` drafts of a request and gave `num_tokens` tokens: those drafts that are not among
+        them were not computed. Their slots in the KV cache will be written again.
+        """
+        request.num_computed_tokens -= num_draft - (num_tokens - 1)  # a request's last token is not computed yet
+        num_accepted = max(num_tokens - 1, 0)
+        self.counts.count_drafts(num_draft, num_accepted)
+        if request.predicts:
+            accepted, rejected = request.prediction_tokens
+            request.prediction_tokens = accepted + num_accepted, rejected + num_draft - num_accepted
 
     def _receive(
         self,
@@ -505,7 +547,14 @@ class Scheduler:
             self._finish(request, reason, now, outputs, token_ids, logprobs, prompt_logprobs)
         else:
             output = EngineOutput(
-                request.request_id, token_ids, None, None, logprobs, prompt_logprobs, request.num_cached_tokens
+                request.request_id,
+                token_ids,
+                None,
+                None,
+                logprobs,
+                prompt_logprobs,
+                request.num_cached_tokens,
+                prediction_tokens=request.prediction_tokens,
             )
             outputs.setdefault(request.client, []).append(output)
 
@@ -640,6 +689,7 @@ class Scheduler:
                 request.num_cached_tokens,
                 timing=request.timing(now),
                 pooled=pooled,
+                prediction_tokens=request.prediction_tokens,
             )
         )
 

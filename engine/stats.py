@@ -18,6 +18,17 @@ class Counts:
     num_generation_tokens: int = 0
     iteration_tokens: list[int] = field(default_factory=list)  # tokens of each step
     num_encoded: int = 0  # embeddings of images
+    num_drafts: int = 0  # times that a step verified drafts of a request
+    num_draft_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)  # drafts accepted, by place
+
+    def count_drafts(self, num_draft: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft
+        accepted = self.accepted_per_position
+        accepted += [0] * (num_accepted - len(accepted))
+        for i in range(num_accepted):
+            accepted[i] += 1
 
     def snapshot(
         self, num_running: int, num_waiting: int, kv_cache_usage: float, encoder_cache_usage: float
@@ -34,4 +45,7 @@ class Counts:
             self.iteration_tokens,
             self.num_encoded,
             encoder_cache_usage,
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.accepted_per_position,
         )

@@ -248,6 +248,37 @@ def test_depth_and_chunks(checkpoint, expected, settings):
         engine.close()
 
 
+class Oracle:
+    """Drafts the right answer, with a wrong token now and then."""
+
+    def __init__(self, texts: list[list[int]]):
+        self.texts = texts
+
+    def propose(self, row, history, limit: int) -> list[int]:
+        text = history.tokens.tolist()
+        rest = next((one[len(text) :] for one in self.texts if one[: len(text)] == text), [])[:limit]
+        return [token if (len(text) + k) % 7 else 4 + ord("x") for k, token in enumerate(rest)]
+
+
+@pytest.mark.parametrize("method", ["grammar", "auto", "oracle"])
+def test_drafts_do_not_change_an_answer(checkpoint, expected, method):
+    """Matchers see each position after drafts, and forget those that were rejected."""
+    config = json.dumps({"method": method.replace("oracle", "auto"), "num_speculative_tokens": 6})
+    drafting = start(InProcessEngine(checkpoint("qwen3"), **SETTINGS | {"speculative_config": config}))
+    try:
+        if method == "oracle":
+            texts = [prompt + ids for prompt, ids in zip(PROMPTS, expected)]
+            drafting.executor._worker.runner.speculator.drafters = [Oracle(texts)]
+        results = drafting.generate(PROMPTS, MIXED)
+        assert [result.token_ids for result in results] == expected
+        counts = drafting.scheduler.flush_stats()
+        assert sum(counts.accepted_per_position) > {"grammar": 10, "auto": 15, "oracle": 100}[method]
+        # a token that is forced is always right, unless another parameter excludes it
+        assert method != "grammar" or counts.num_draft_tokens == sum(counts.accepted_per_position)
+    finally:
+        drafting.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_several_ranks(checkpoint, expected, layout):

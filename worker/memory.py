@@ -26,6 +26,7 @@ from quire.worker.parallel import Group, split_size
 from quire.worker.platforms.base import Platform
 from quire.worker.platforms.ops import Ops
 from quire.worker.platforms.platform import get_platform
+from quire.worker.sampling.speculation.choice import Speculation, resolve_speculation
 from quire.worker.transformer.config import LayerSpec, ModelSpec, cache_specs, state_specs
 from quire.worker.transformer.decoder import stage_layers
 from quire.worker.transformer.moe_spec import MoESpec
@@ -57,6 +58,7 @@ class Limits:
     max_model_len: int
     auto_model_len: bool
     deterministic: bool
+    speculation: Speculation
     choices: list[Choice]
 
 
@@ -79,6 +81,8 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     choices.append(choice)
     deterministic, reason = platform.batch_invariance(config, spec, dtype)
     choices.append(("deterministic", "on" if deterministic else "off", reason))
+    speculation, choice = resolve_speculation(config, spec, platform, deterministic)
+    choices.append(choice)
     order = ("cpu_fixed",) if deterministic else platform.attention_order
     specs = attention_specs(config, spec, platform, dtype, kv)
     attention = select_backend(order, specs, config.device.attention_backend)
@@ -108,6 +112,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
         model_len,
         auto,
         deterministic,
+        speculation,
         choices,
     )
 

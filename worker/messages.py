@@ -102,6 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     thinking: ThinkingBudget | None = None
     grammar: str | None = None  # what the output must match: Lark in llguidance's variant
     grammar_after: list[int] | None = None  # outputs after which the grammar applies: the end of thinking
+    speculation: bool = True  # whether steps may verify draft tokens of this request
+    prediction: list[int] | None = None  # tokens that the client expects, a source of drafts; None: none was sent
 
     @property
     def excludes_tokens(self) -> bool:
@@ -276,18 +278,25 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     # images to encode before the forward pass; their embeddings are kept until their keys are in `evict`
     encode: list[MediaItem] = []
     evict: list[str] = []  # keys of embeddings to drop before `encode`, also of images that could not be encoded
+    # batch position -> how many of its scheduled tokens, the last ones, are drafts of the worker. Such a row is in
+    # `samples`: a token is sampled after its last known token and after each draft.
+    num_draft: dict[int, int] = {}
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The results of a step: one entry per entry of `StepInput.samples`."""
 
     step: int
-    token_ids: list[list[int]]  # one list per sampling row (several tokens only with speculative decoding)
+    # one list per sampling row: the drafts that were accepted, then one more token, which is missing only if none could
+    # be sampled after at least one accepted draft: the next step tries again
+    token_ids: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None] | None = None  # parallel to token_ids
     # batch position -> entries for the prompt tokens that this chunk's logits predict
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     errors: dict[int, str] | None = None  # batch position -> error of this request alone
     pooled: dict[int, bytes] | None = None  # batch position of a completed prompt -> its vector, float32 in C order
+    num_draft: dict[int, int] | None = None  # batch position -> drafts that the worker has for the row's next step
+    predicted: list[int] | None = None  # batch positions among these whose drafts are of the request's prediction
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,7 +16,7 @@ from quire.worker.batch.graphs import CudaGraphs, Replay
 from quire.worker.batch.group_metadata import adapt
 from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
 from quire.worker.batch.request_table import RequestTable
-from quire.worker.batch.split_step import Failed, Output, SplitOutput, halves
+from quire.worker.batch.split_step import Failed, Output, SplitOutput, halves, without_drafts
 from quire.worker.images.step_images import StepImages
 from quire.worker.messages import NO_TOKEN_ERROR, StepInput, StepOutput, TokenLogprobs
 from quire.worker.parallel import tp
@@ -26,6 +26,8 @@ from quire.worker.platforms.huge_pages import Workspace
 from quire.worker.sampling.logprobs import Entries, PromptLogprobs, prompt_messages
 from quire.worker.sampling.pooling import Pooled, Pooling
 from quire.worker.sampling.sampler import RowLogprobs, Sampled, Sampler
+from quire.worker.sampling.speculation.choice import Speculation
+from quire.worker.sampling.speculation.speculator import Speculator, accepted
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ class AsyncOutput:
     abandoned: torch.Tensor | None = None  # with several ranks: whether one of them ran out of memory in this step
     failed: bool = False  # because memory ran out; see split_step.py
     pooled: Pooled | None = None
+    speculator: Speculator | None = None
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # batch position -> drafts that were verified
 
     def done(self) -> bool:
         """Return whether `result` would return at once."""
@@ -58,6 +62,8 @@ class AsyncOutput:
         if self.abandoned is not None and bool(self.abandoned):
             return Failed(self.step).result()
         token_ids = self.token_ids.tolist() if self.token_ids is not None else []
+        if self.speculator is not None and (self.speculator.rows or self.drafts):
+            return self._verified(self.speculator, token_ids)
         errors = {i: NO_TOKEN_ERROR for i, token in zip(self.step.samples, token_ids) if token < 0} | self.errors
         sampled = [[] if i in errors else [token] for i, token in zip(self.step.samples, token_ids)]
         return StepOutput(
@@ -67,6 +73,38 @@ class AsyncOutput:
             prompt_messages(self.prompt_logprobs),
             errors or None,
             self.pooled and self.pooled.messages(),
+        )
+
+    def _verified(self, speculator: Speculator, token_ids: list[int]) -> StepOutput:
+        """The output of a step that may have verified drafts. With d drafts a request has d + 1 sampling rows."""
+        errors, sampled, firsts, first = dict(self.errors), [], [], 0
+        for i in self.step.samples:
+            draft = self.drafts.get(i, [])
+            tokens = accepted(token_ids[first : first + len(draft) + 1], draft)
+            if tokens[0] < 0:
+                errors.setdefault(i, NO_TOKEN_ERROR)
+            sampled.append([] if i in errors else tokens)
+            firsts.append(first)
+            first += len(draft) + 1
+        logprobs: list[list[TokenLogprobs] | None] | None = None
+        if self.logprobs:
+            by_row = {j: message for part in self.logprobs for j, message in part.messages().items()}
+            logprobs = [
+                [message for j in range(first, first + len(tokens)) for message in by_row[j]]
+                if tokens and first in by_row
+                else None
+                for first, tokens in zip(firsts, sampled)
+            ]
+        num_draft, predicted = speculator.after_step(self.step, self.drafts, sampled)
+        return StepOutput(
+            self.step.step,
+            sampled,
+            logprobs,
+            prompt_messages(self.prompt_logprobs),
+            errors or None,
+            self.pooled and self.pooled.messages(),
+            num_draft or None,
+            predicted or None,
         )
 
     def _logprobs(self, errors: dict[int, str]) -> list[list[TokenLogprobs] | None] | None:
@@ -94,6 +132,7 @@ class ModelRunner:
         max_num_tokens: int,
         stage: SingleStage | None = None,
         sampler: Sampler | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.model, self.table, self.backend, self.platform = model, table, backend, platform
         self.stage = stage or SingleStage()
@@ -105,6 +144,9 @@ class ModelRunner:
             table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device, len(table.groups)
         )
         self.sampler = sampler or Sampler(table, platform)
+        self.speculator = Speculator(speculation, self.sampler.grammars) if speculation is not None else None
+        if self.speculator is not None:
+            table.register(self.speculator)
         self.prompt_logprobs = PromptLogprobs(table, platform)
         table.register(self.prompt_logprobs)
         self.pooling = Pooling(table, platform, model)
@@ -122,7 +164,8 @@ class ModelRunner:
         tokens.
         """
         self.stage.await_token_ids(step, self.table)
-        batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend)
+        drafts = self.speculator.drafts(step) if step.num_draft else {}
+        batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend, drafts)
         if not self.shares_outputs:
             num_prompt = [self.table.num_prompt_tokens[row] for row in step.rows]
             limit_outputs(batch.attn, self.table.groups, step.num_computed, step.num_scheduled, num_prompt)
@@ -131,7 +174,7 @@ class ModelRunner:
             self.images.prepare(batch)
         before, self._reached = self.group.num_exchanges, _FORWARD
         try:
-            return self._run(batch)
+            return self._run(batch, drafts)
         except RuntimeError as error:
             if not is_out_of_memory(error) or not (self.alone or self._can_abandon(step)):
                 raise
@@ -170,6 +213,10 @@ class ModelRunner:
         should have computed.
         """
         self.platform.release_memory()
+        if step.num_draft:
+            whole = without_drafts(step)
+            output = self.execute(whole.step)
+            return SplitOutput(step, [(whole, output)], output.failed)
         uncut = self.images.uncut(step) if self.images is not None else []
         parts = halves(step, whole_prompts=self.model.spec.is_encoder, uncut=uncut)
         if parts is None:
@@ -179,7 +226,7 @@ class ModelRunner:
         rest = Failed(second.step) if output.failed else self.execute(second.step)
         return SplitOutput(step, [(first, output), (second, rest)], rest.failed)
 
-    def _run(self, batch: InputBatch) -> AsyncOutput:
+    def _run(self, batch: InputBatch, drafts: dict[int, list[int]]) -> AsyncOutput:
         step = batch.step
         errors = (
             {i: self.table.errors[row] for i, row in enumerate(step.rows) if row in self.table.errors}
@@ -206,7 +253,7 @@ class ModelRunner:
             sampled = self._sample(hidden[batch.sampling.logits_indices] if keeps_all else hidden, batch.sampling)
             # Start the copy before writing the table, so that work of the next step does not delay it.
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
-            errors |= {step.samples[j]: message for j, message in sampled.errors.items()}
+            errors |= self._sampling_errors(batch, sampled) if sampled.errors else {}
             self.table.append(
                 batch.sampling.rows_tensor,
                 batch.sampling.positions_tensor,
@@ -219,7 +266,26 @@ class ModelRunner:
             self.sampler.grammars.sampled(batch.sampling, token_ids, event)
         if pools:
             self.pooling.commit()
-        return AsyncOutput(step, token_ids, logprobs, prompt_logprobs, errors, event, abandoned, pooled=pooled)
+        return AsyncOutput(
+            step,
+            token_ids,
+            logprobs,
+            prompt_logprobs,
+            errors,
+            event,
+            abandoned,
+            pooled=pooled,
+            speculator=self.speculator,
+            drafts=drafts,
+        )
+
+    def _sampling_errors(self, batch: InputBatch, sampled: Sampled) -> dict[int, str]:
+        """The sampler's errors by batch position; it names the first sampling row of a request."""
+        position, j = {}, 0
+        for i in batch.step.samples:
+            position[j] = i
+            j += 1 + len(batch.sampling.drafts.get(j, ()))
+        return {position[j]: message for j, message in sampled.errors.items()}
 
     def _sample(self, hidden: torch.Tensor, sampling: SamplingBatch) -> Sampled:
         token_ids = self.model.largest(hidden) if self.sampler.only_argmax(sampling) else None
@@ -233,7 +299,7 @@ class ModelRunner:
         """Indices of the tokens whose successor is sampled, or None for all tokens. Never empty, because kernels take
         no empty batch.
         """
-        if len(batch.step.samples) == len(batch.input_ids):  # every token is a request that samples
+        if len(batch.sampling.rows) == len(batch.input_ids):  # every token is a request that samples
             return None
         return batch.sampling.logits_indices if batch.step.samples else self.buffers.arange[:1]
 

@@ -282,6 +282,8 @@ class Worker:
         model.finalize()
         limits = memory.resolve_limits(self.config, model.spec, platform)
         self.runner.backend = limits.attention.backend
+        if self.runner.speculator is not None:
+            self.runner.speculator.use(limits.speculation)
         if limits.deterministic:
             fix_order(model)
         value, reason = next(choice[1:] for choice in limits.choices if choice[0] == "deterministic")
@@ -330,7 +332,16 @@ def _make_runner(
         limits.max_num_seqs, max_model_len, block_size, spec.vocab_size, platform, cache.groups, num_blocks
     )
     sampler = CheckedSampler(table, platform, tp()) if check_ranks else Sampler(table, platform)
-    return ModelRunner(model, table, limits.attention.backend, platform, limits.max_num_batched_tokens, stage, sampler)
+    return ModelRunner(
+        model,
+        table,
+        limits.attention.backend,
+        platform,
+        limits.max_num_batched_tokens,
+        stage,
+        sampler,
+        limits.speculation if limits.speculation.is_on else None,
+    )
 
 
 def _measure_activations(

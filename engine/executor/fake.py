@@ -112,6 +112,10 @@ class FakeOptions:
     # images that the simulated model reads: image token id, cache size and encoder budget, e.g. "5:64:16" or, if an
     # image is computed whole, "5:64:16:whole". An image whose key begins with "unreadable" cannot be encoded.
     images: str = ""
+    # the most drafts of a request per step, if one step is in flight and the model has no states, and how likely each
+    # is to be wrong
+    drafts: float = 0.0
+    wrong_drafts: float = 0.0
 
     @classmethod
     def from_text(cls, text: str) -> FakeOptions:
@@ -146,6 +150,7 @@ class _Row:
     token_ids: list[int]
     block_ids: list[list[int]] = field(default_factory=list)  # per cache group
     media: list[MediaItem] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)  # likely next tokens
 
 
 @dataclass(slots=True)
@@ -185,6 +190,9 @@ class FakeExecutor(Executor):
         num_pages = self.ready.num_blocks + self.ready.num_states
         self._slots: list[tuple[int, int] | None] = [None] * (num_pages * self.ready.block_size)
         self._free_at = 0.0
+        one_step = (config.scheduler.steps_in_flight or 1) == 1 and config.parallel.pipeline_parallel_size == 1
+        has_states = any(group.kind == "state" for group in self.ready.groups)
+        self._max_draft = int(self.options.drafts) if one_step and not has_states else 0
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         for i in range(10):
@@ -219,10 +227,22 @@ class FakeExecutor(Executor):
         for row, new_blocks in zip(batch, step.new_blocks):
             for group, ids, added in zip(self.ready.groups, row.block_ids, new_blocks):
                 ids[:] = added or ids if group.kind == "state" else ids + added
+        for i, count in step.num_draft.items():
+            assert count <= len(batch[i].draft), f"batch position {i} verifies {count} of {len(batch[i].draft)} drafts"
+            self._append(batch[i], batch[i].draft[:count])
         if self.options.validate:
             self._write_and_check(step, batch)
         errors = self._check_images(step, batch)
-        output = StepOutput(step.step, *self._sample(step, batch), self._prompt_logprobs(step, batch), errors or None)
+        sampled = self._sample(step, batch)
+        num_draft, predicted = self._propose(step, batch) if self._max_draft else (None, None)
+        output = StepOutput(
+            step.step,
+            *sampled,
+            self._prompt_logprobs(step, batch),
+            errors or None,
+            num_draft=num_draft,
+            predicted=predicted,
+        )
         self._free_at = max(self._free_at, time.monotonic()) + self.options.step_delay
         fails = step.step == self.options.fail_at_step or (
             self.options.fail_on_token >= 0 and any(map(self._is_poison, batch))
@@ -288,19 +308,50 @@ class FakeExecutor(Executor):
                 assert end == len(row.states), (
                     f"batch position {i} samples after {end} tokens, but its row has {len(row.states)}"
                 )
-            token_id = next_token(
-                row.states[-1],
-                row.sampling,
-                len(row.token_ids) - row.num_prompt_tokens,
-                self.ready.vocab_size,
-                self.options.eos_chance,
-            )
-            self._append(row, (token_id,))
-            token_ids.append([token_id])
+            new = self._verify(row, step.num_draft.get(i, 0))
+            token_ids.append(new)
             num = row.sampling.logprobs
             any_logprobs = any_logprobs or num is not None
-            logprobs.append(None if num is None else [token_logprobs(token_id, num, self.ready.vocab_size)])
+            logprobs.append(
+                None if num is None else [token_logprobs(token_id, num, self.ready.vocab_size) for token_id in new]
+            )
         return token_ids, logprobs if any_logprobs else None
+
+    def _verify(self, row: _Row, num_draft: int) -> list[int]:
+        """Replace the drafts, the last `num_draft` tokens of the row, by those that are right and the token after."""
+        known = len(row.token_ids) - num_draft
+        draft, new = row.token_ids[known:], []
+        while len(new) <= num_draft and new == draft[: len(new)]:
+            end = known + len(new)
+            new.append(self._next(row.states[end - 1], row, end))
+        del row.token_ids[known:], row.states[known:]
+        self._append(row, new)
+        return new
+
+    def _next(self, state: int, row: _Row, num_tokens: int) -> int:
+        num_outputs = num_tokens - row.num_prompt_tokens
+        return next_token(state, row.sampling, num_outputs, self.ready.vocab_size, self.options.eos_chance)
+
+    def _propose(self, step: StepInput, batch: list[_Row]) -> tuple[dict[int, int], list[int]]:
+        """Make drafts for the rows that sampled: the same place of a prediction, or tokens of pseudo-random number and,
+        as the options say, correctness. Returns what `StepOutput` has of them.
+        """
+        predicted = []
+        for i in step.samples:
+            row, state = batch[i], batch[i].states[-1]
+            row.draft = []
+            if row.sampling.prediction and row.sampling.speculation:
+                place = len(row.token_ids) - row.num_prompt_tokens
+                row.draft = row.sampling.prediction[place : place + self._max_draft]
+                predicted.append(i)
+                continue
+            for k in range((state >> 7) % (self._max_draft + 1) if row.sampling.speculation else 0):
+                token_id = self._next(state, row, len(row.token_ids) + k)
+                if (state >> 20) % 1000 < self.options.wrong_drafts * 1000:
+                    token_id = (token_id + 1) % self.ready.vocab_size
+                state = extend(state, token_id)
+                row.draft.append(token_id)
+        return {i: len(batch[i].draft) for i in step.samples if batch[i].draft}, predicted
 
     def _prompt_logprobs(self, step: StepInput, batch: list[_Row]) -> dict[int, list[TokenLogprobs]] | None:
         entries = {}

@@ -154,6 +154,7 @@ def _merge(a: EngineOutput, b: EngineOutput) -> EngineOutput:
         b.timing,
         b.error_kind,
         b.pooled,
+        b.prediction_tokens,
     )
 
 

@@ -29,3 +29,4 @@ class Delta:
     error_kind: str = "engine"  # as in `EngineOutput`
     events: list[Event] | None = None  # what the text says, if it is parsed (`parse.py`)
     num_reasoning_tokens: int = 0
+    prediction_tokens: tuple[int, int] | None = None  # as in `EngineOutput`

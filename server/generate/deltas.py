@@ -133,6 +133,7 @@ class Choice:
     num_cached_tokens: int = 0
     events: list[Event] = field(default_factory=list)  # if the text is parsed
     num_reasoning_tokens: int = 0
+    prediction_tokens: tuple[int, int] | None = None  # accepted and rejected drafts of a prediction
 
     @property
     def text(self) -> str:
@@ -163,6 +164,7 @@ async def collect(deltas: AsyncGenerator[Delta, None], num_choices: int) -> list
             choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
             choice.events.extend(delta.events or ())
             choice.num_reasoning_tokens += delta.num_reasoning_tokens
+            choice.prediction_tokens = delta.prediction_tokens or choice.prediction_tokens
             if delta.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
     finally:
@@ -182,12 +184,28 @@ class Counter:
     num_completion_tokens: int = 0
     num_reasoning_tokens: int = 0
     cached: dict[int, dict[int, int]] = field(default_factory=dict)  # prompt index -> choice index -> tokens
+    predicted: dict[int, tuple[int, int]] = field(default_factory=dict)  # choice index -> drafts accepted, rejected
 
-    def add(self, index: int, num_tokens: int, num_cached_tokens: int, num_reasoning_tokens: int = 0) -> None:
+    def add(
+        self,
+        index: int,
+        num_tokens: int,
+        num_cached_tokens: int,
+        num_reasoning_tokens: int = 0,
+        prediction_tokens: tuple[int, int] | None = None,
+    ) -> None:
         self.num_completion_tokens += num_tokens
         self.num_reasoning_tokens += num_reasoning_tokens
+        if prediction_tokens is not None:  # the sum so far
+            self.predicted[index] = prediction_tokens
         seen = self.cached.setdefault(index // self.n, {})
         seen[index] = max(seen.get(index, 0), num_cached_tokens)
+
+    @property
+    def prediction_tokens(self) -> tuple[int, int]:
+        """Drafts of predictions that were accepted and rejected."""
+        accepted, rejected = zip(*self.predicted.values()) if self.predicted else ((), ())
+        return sum(accepted), sum(rejected)
 
     @property
     def num_cached_tokens(self) -> int:

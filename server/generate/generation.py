@@ -146,6 +146,7 @@ def _split(output: EngineOutput) -> tuple[EngineOutput, EngineOutput]:
         logprobs=logprobs and logprobs[:SLICE],
         prompt_logprobs=output.prompt_logprobs,
         num_cached_tokens=output.num_cached_tokens,
+        prediction_tokens=output.prediction_tokens,
     )
     return first, msgspec.structs.replace(
         output, new_token_ids=output.new_token_ids[SLICE:], logprobs=logprobs and logprobs[SLICE:], prompt_logprobs=None
@@ -226,6 +227,7 @@ class _Choice:
             self.num_cached_tokens,
             output.error,
             output.error_kind,
+            prediction_tokens=output.prediction_tokens,
         )
 
     def _take(self, items: list, count: int) -> list:

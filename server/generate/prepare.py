@@ -37,6 +37,8 @@ def prepare(spec: GenerationSpec, state: ServerState) -> list[GenerationRequest]
         raise BadRequest(f"The model generates no text; it serves: {', '.join(pooling.tasks)}.", param="model")
     check_options(spec.options)
     sampling = to_sampling_params(spec, state.model, state.tokenizer)
+    if spec.options.prediction is not None:
+        sampling = msgspec.structs.replace(sampling, prediction=_prediction_ids(spec.options.prediction, state))
     reading = Reading(structure=spec.structure)
     illustrated = None
     if isinstance(spec.prompts, Conversation):
@@ -128,6 +130,13 @@ def encode_texts(
         return state.tokenizer.encode_batch(texts, add_special_tokens)
     except ValueError as error:
         raise BadRequest(f"{param}: {error}.", param=param) from error
+
+
+def _prediction_ids(text: str, state: ServerState) -> list[int]:
+    """Token ids of a predicted output, as many as the context holds."""
+    text = text[: state.model.max_model_len * state.tokenizer.max_token_chars]
+    (ids,) = encode_texts([text], state, False, "prediction", may_truncate=True)
+    return ids[: state.model.max_model_len]
 
 
 def _kept_texts(spec: GenerationSpec) -> list[str | None]:

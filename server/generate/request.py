@@ -63,6 +63,9 @@ class GenerationOptions(msgspec.Struct, kw_only=True):
     stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    # drafts
+    speculation: bool | None = None  # False: none
+    prediction: str | None = None  # a text that the output is likely to repeat
     # what to return
     logprobs: AtLeastMinusOne | None = None  # alternatives per sampled token; -1: the whole vocabulary
     prompt_logprobs: AtLeastMinusOne | None = None

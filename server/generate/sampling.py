@@ -139,6 +139,7 @@ def to_sampling_params(spec: GenerationSpec, model: ModelInfo, tokenizer: BatchE
         stop_token_ids=_distinct_ids(options.stop_token_ids, "stop_token_ids", model) or [],
         eos_token_ids=model.eos_token_ids,
         ignore_eos=bool(options.ignore_eos),
+        speculation=options.speculation is not False,
         logprobs=_logprobs(spec, model),
         prompt_logprobs=_prompt_logprobs(spec, model),
     )

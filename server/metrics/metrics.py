@@ -97,6 +97,7 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
     http: list[tuple[tuple[str, str, str], int]]
     histograms: dict[str, tuple[list[int], float]]  # counts per bucket, total
     keys: list[tuple[tuple[str, str, str], int]] = []  # by (metric, name of an API key, code of a refusal)
+    accepted_per_position: list[int] = []
 
 
 class Metrics(Collector):
@@ -113,6 +114,7 @@ class Metrics(Collector):
         self._cache_config: dict[str, str] = {}
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
+        self._accepted_per_position: list[int] = []  # drafts, by their place after the last known token
         token_buckets = _token_buckets(max_model_len)
         self._http: dict[tuple[str, str, str], int] = {}
         self._keys: dict[tuple[str, str, str], int] = {}
@@ -139,6 +141,11 @@ class Metrics(Collector):
         counters["num_preemptions"] += stats.num_preemptions
         counters["generation_tokens"] += stats.num_generation_tokens
         counters["encoder_embeddings"] += stats.num_encoded
+        if stats.num_drafts:
+            counters["spec_decode_num_drafts"] += stats.num_drafts
+            counters["spec_decode_num_draft_tokens"] += stats.num_draft_tokens
+            counters["spec_decode_num_accepted_tokens"] += sum(stats.accepted_per_position)
+            self._add_accepted(stats.accepted_per_position)
         steps = self._histograms["iteration_tokens_total"]
         for num_tokens in stats.iteration_tokens:
             steps.observe(num_tokens)
@@ -245,6 +252,7 @@ class Metrics(Collector):
             list(self._http.items()),
             {name: (list(histogram.counts), histogram.total) for name, histogram in self._histograms.items()},
             list(self._keys.items()),
+            list(self._accepted_per_position),
         )
 
     def add(self, counts: Counts) -> None:
@@ -259,6 +267,13 @@ class Metrics(Collector):
             self._count_key(key[0], key[1], count, key[2])
         for name, (buckets, total) in counts.histograms.items():
             self._histograms[name].add(buckets, total)
+        self._add_accepted(counts.accepted_per_position)
+
+    def _add_accepted(self, counts: list[int]) -> None:
+        accepted = self._accepted_per_position
+        accepted += [0] * (len(counts) - len(accepted))
+        for i, count in enumerate(counts):
+            accepted[i] += count
 
     def plus(self, others: Iterable[Counts]) -> Metrics:
         """A new `Metrics` with our gauges, and the sum of our counts and `others`."""
@@ -293,6 +308,13 @@ class Metrics(Collector):
                 "Requests that ended, by how.",
                 [({"finished_reason": reason}, count) for reason, count in self._finished.items()],
             )
+            if self._accepted_per_position:
+                yield self._family(
+                    CounterMetricFamily,
+                    prefix + "spec_decode_num_accepted_tokens_per_pos",
+                    "Draft tokens that were accepted, by their place in the draft.",
+                    [({"position": str(i)}, count) for i, count in enumerate(self._accepted_per_position)],
+                )
             for name, histogram in self._histograms.items():
                 family = HistogramMetricFamily(prefix + name, _HISTOGRAMS[name][1], labels=list(self._labels))
                 family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.total)
@@ -367,6 +389,9 @@ _COUNTERS = {
     "prompt_image_tokens": "Prompt tokens that are images, of requests that began.",
     "mm_cache_queries": "Images looked up among the preprocessed ones.",
     "mm_cache_hits": "Images found among the preprocessed ones.",
+    "spec_decode_num_drafts": "Drafts that steps verified.",
+    "spec_decode_num_draft_tokens": "Draft tokens that steps verified.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
     "encoder_embeddings": "Embeddings of images that the encoder computed.",
 }
 _OF_KEYS = {

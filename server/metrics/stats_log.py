@@ -31,12 +31,15 @@ class StatsLog:
     def _start(self, now: float) -> None:
         self._since = now
         self._num_prompt = self._num_generation = self._num_preemptions = 0
+        self._num_draft_tokens = self._num_accepted = 0
 
     def observe(self, stats: EngineStats) -> None:
         self._stats = stats
         self._num_prompt += stats.num_prompt_tokens
         self._num_generation += stats.num_generation_tokens
         self._num_preemptions += stats.num_preemptions
+        self._num_draft_tokens += stats.num_draft_tokens
+        self._num_accepted += sum(stats.accepted_per_position)
         if stats.prefix_cache_queries:
             self._lookups.append((stats.prefix_cache_queries, stats.prefix_cache_hits))
 
@@ -63,6 +66,9 @@ class StatsLog:
         if self._lookups:
             queries, hits = map(sum, zip(*self._lookups))
             parts.append(f"Prefix cache hit rate: {100 * hits / queries:.1f}%")
+        if self._num_draft_tokens:
+            rate = 100 * self._num_accepted / self._num_draft_tokens
+            parts.append(f"Draft acceptance rate: {rate:.1f}% of {self._num_draft_tokens} tokens")
         logger.log(
             logging.DEBUG if was_idle and self._was_idle else logging.INFO,
             "Engine %03d: %s",

@@ -189,7 +189,6 @@ def test_meaningful_but_unsupported_is_refused(cls, base, name, value):
             "service_tier": "auto",
             "safety_identifier": "s",
             "prompt_cache_key": "k",
-            "prediction": {},
             "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
             "parallel_tool_calls": True,
         },

@@ -41,7 +41,7 @@ ITEMS = ("phase", "caller", "content.annotations", "content.logprobs")  # of wha
 ANTHROPIC = CACHE | {"citations", "system.type", "tools.eager_input_streaming", "user_profile_id", "tools.input_schema"}
 EFFECTLESS = {
     # response_format is any JSON to the parser: `tests/server/structured/test_fields.py`
-    "/v1/chat/completions": ASKED_BY | CACHE | {"store", "prediction", "include_obfuscation", "response_format"},
+    "/v1/chat/completions": ASKED_BY | CACHE | {"store", "include_obfuscation", "response_format"},
     "/v1/completions": {"user", "include_obfuscation"},
     "/v1/embeddings": {"user"},
     "/v1/responses": ASKED_BY

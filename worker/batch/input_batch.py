@@ -7,7 +7,7 @@ the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 
 import numpy as np
@@ -58,7 +58,8 @@ class InputBuffers:
 class SamplingBatch:
     """The S sampling requests of a step, in the order of `StepInput.samples`.
 
-    The position of a sampled token is its index in the sequence.
+    The position of a sampled token is its index in the sequence. A request with d drafts has d + 1 sampling rows, at
+    consecutive positions: the first samples after its last known token, the others after its drafts.
     """
 
     rows: list[int]
@@ -66,6 +67,7 @@ class SamplingBatch:
     rows_tensor: torch.Tensor  # [S] int64
     positions_tensor: torch.Tensor  # [S] int64
     logits_indices: torch.Tensor  # [S] int64, into the step's tokens
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # first sampling row of a request -> its drafts
 
 
 @dataclass(slots=True)
@@ -86,9 +88,16 @@ class InputBatch:
 
 
 def prepare_inputs(
-    step: StepInput, table: RequestTable, buffers: InputBuffers, platform: Platform, backend: AttentionBackend
+    step: StepInput,
+    table: RequestTable,
+    buffers: InputBuffers,
+    platform: Platform,
+    backend: AttentionBackend,
+    drafts: dict[int, list[int]] | None = None,
 ) -> InputBatch:
-    """Update the tables with `step` and compute the token ids, positions and KV slots of its tokens."""
+    """Update the tables with `step` and compute the token ids, positions and KV slots of its tokens. `drafts` are the
+    draft tokens of the batch positions in `step.num_draft`.
+    """
     scheduled, computed = step.num_scheduled, step.num_computed
     num_reqs, num_tokens = len(step.rows), sum(scheduled)
     assert 0 < num_tokens <= buffers.max_num_tokens
@@ -108,6 +117,8 @@ def prepare_inputs(
     )
     if updates.block_indices or updates.token_rows:
         table.write(updates, *sent.split(sizes)[5:])
+    if drafts:
+        _write_drafts(step, table, lengths, drafts)
     width = max(-(-max(lengths) // table.block_size), 2 if table.has_states else 1)
     tensors = buffers.of_step(num_reqs, num_tokens, width)
     sampling = platform.ops.fill_inputs(
@@ -123,8 +134,38 @@ def prepare_inputs(
         attn,
         max(scheduled),
         max(lengths),
-        SamplingBatch([step.rows[i] for i in step.samples], [lengths[i] for i in step.samples], *sampling),
+        _verifying(step, lengths, starts, drafts, platform)
+        if drafts
+        else SamplingBatch([step.rows[i] for i in step.samples], [lengths[i] for i in step.samples], *sampling),
     )
+
+
+def _write_drafts(step: StepInput, table: RequestTable, lengths: list[int], drafts: dict[int, list[int]]) -> None:
+    rows, positions = [], []
+    for i, token_ids in drafts.items():
+        rows += [step.rows[i]] * len(token_ids)
+        positions += range(lengths[i] - len(token_ids), lengths[i])
+    table.write_drafts(rows, positions, list(chain.from_iterable(drafts.values())))
+
+
+def _verifying(
+    step: StepInput, lengths: list[int], starts: list[int], drafts: dict[int, list[int]], platform: Platform
+) -> SamplingBatch:
+    """The sampling rows of a step with drafts."""
+    rows: list[int] = []
+    positions: list[int] = []
+    indices: list[int] = []
+    by_row: dict[int, list[int]] = {}
+    for i in step.samples:
+        token_ids = drafts.get(i, [])
+        if token_ids:
+            by_row[len(rows)] = token_ids
+        count = 1 + len(token_ids)
+        rows += [step.rows[i]] * count
+        positions += range(lengths[i] - count + 1, lengths[i] + 1)
+        indices += range(starts[i + 1] - count, starts[i + 1])
+    sent = platform.to_device(np.array([rows, positions, indices], dtype=np.int64))
+    return SamplingBatch(rows, positions, *sent, by_row)
 
 
 def _send(platform: Platform, *parts: list[int]) -> tuple[torch.Tensor, list[int]]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from quire.worker.messages import CacheGroup, NewRequest, StepInput
@@ -98,6 +99,13 @@ class RequestTable:
         for row, count in updates.token_rows:
             self.token_table[row, :count] = token_ids[start : start + count]
             start += count
+
+    def write_drafts(self, rows: list[int], positions: list[int], token_ids: list[int]) -> None:
+        """Write draft tokens after the known tokens of their rows; all lists are parallel. The next `append` overwrites
+        those that were rejected.
+        """
+        row, position, ids = self.platform.to_device(np.array([rows, positions, token_ids], dtype=np.int64))
+        self.token_table[row, position] = ids.int()
 
     def append(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, max_position: int) -> None:
         """Append one sampled token per row: `token_table[rows, positions] = token_ids`, all `[S]` int64. No position

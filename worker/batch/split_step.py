@@ -75,6 +75,15 @@ def _requests(step: StepInput, start: int, stop: int) -> Part:
     )
 
 
+def without_drafts(step: StepInput) -> Part:
+    """The whole step without its drafts: each of its requests samples one token."""
+    scheduled = [count - step.num_draft.get(i, 0) for i, count in enumerate(step.num_scheduled)]
+    return Part(
+        StepInput(step.step, [], step.rows, step.num_computed, scheduled, [[] for _ in step.rows], step.samples),
+        list(range(len(step.rows))),
+    )
+
+
 @dataclass(slots=True)
 class SplitOutput:
     """The outputs of a step's parts as one output."""
@@ -92,6 +101,8 @@ class SplitOutput:
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
         pooled: dict[int, bytes] = {}
+        num_draft: dict[int, int] = {}
+        predicted: list[int] = []
         for part, output in self.parts:
             result = output.result()
             token_ids += result.token_ids
@@ -100,6 +111,8 @@ class SplitOutput:
                 prompt_logprobs.setdefault(part.positions[i], []).extend(entries)
             errors |= {part.positions[i]: message for i, message in (result.errors or {}).items()}
             pooled |= {part.positions[i]: vector for i, vector in (result.pooled or {}).items()}
+            num_draft |= {part.positions[i]: count for i, count in (result.num_draft or {}).items()}
+            predicted += [part.positions[i] for i in result.predicted or []]
         return StepOutput(
             self.step.step,
             token_ids,
@@ -107,6 +120,8 @@ class SplitOutput:
             prompt_logprobs or None,
             errors or None,
             pooled or None,
+            num_draft or None,
+            predicted or None,
         )
 
 

@@ -71,9 +71,26 @@ class _Matcher:
     def is_complete(self) -> bool:
         return self.state.is_stopped()
 
+    def copy(self) -> _Matcher:
+        """A matcher of the same text, to try drafts with; takes about 10 us."""
+        copy = _Matcher(self.after)
+        copy.is_active, copy.last, copy.error = self.is_active, self.last, self.error
+        copy.state = self.state.deep_copy()
+        return copy
+
+    def try_draft(self, token_id: int) -> bool:
+        """Take a draft, unless the grammar excludes it."""
+        if self.is_active and not self.state.is_stopped() and not self.state.validate_tokens([token_id]):
+            return False
+        self.advance(token_id)
+        return self.error is None
+
     def check(self) -> None:
         if self.state.is_error():
             self.error = f"{GRAMMAR_ERROR}{self.state.get_error().splitlines()[0][:500]}"
+
+
+_Arrival = tuple[Event, torch.Tensor, list[tuple[int, _Matcher]], dict[int, list[int]]]
 
 
 @dataclass(slots=True)
@@ -84,13 +101,18 @@ class Masks:
     bits: np.ndarray | None = None  # [R, V / 32] int32
     errors: dict[int, str] = field(default_factory=dict)  # by sampling row
     complete: list[int] = field(default_factory=list)  # sampling rows whose text is complete
+    closed: list[int] = field(default_factory=list)  # sampling rows after a draft that the grammar excludes
     eos_token_id: int = -1
 
     def end(self, logits: torch.Tensor) -> None:
-        """Leave complete rows nothing but the end of the sequence, whatever other parameters exclude."""
+        """Leave complete rows nothing but the end of the sequence, whatever other parameters exclude, and closed ones
+        nothing at all.
+        """
         for row in self.complete:
             logits[row].fill_(_EXCLUDED)
             logits[row, self.eos_token_id] = 0.0
+        for row in self.closed:
+            logits[row].fill_(_EXCLUDED)
 
 
 _NONE = Masks()
@@ -105,8 +127,9 @@ class GrammarRows:
         self._tokens: Future[Tokens] | None = None
         self._compiling: ThreadPoolExecutor | None = None
         self._filling: ThreadPoolExecutor | None = None
-        # outputs that no matcher has seen: when and where they arrive, and the sampling rows that matchers want
-        self._arriving: list[tuple[Event, torch.Tensor, list[tuple[int, _Matcher]]]] = []
+        # outputs that no matcher has seen: when and where they arrive, the sampling rows that matchers want, and the
+        # drafts that were verified there
+        self._arriving: list[_Arrival] = []
         self._masks: Future[Masks] | None = None
 
     def set_vocabulary(self, data: bytes) -> None:
@@ -136,9 +159,8 @@ class GrammarRows:
         """Start to fill the bitmasks of a step, before its forward pass is launched."""
         self._masks = None
         if self.needed(batch):
-            matchers = [(j, self.rows[row]) for j, row in enumerate(batch.rows) if row in self.rows]
             arriving, self._arriving = self._arriving, []
-            self._masks = self._filling.submit(self._fill, matchers, arriving)
+            self._masks = self._filling.submit(self._fill, self._matchers(batch), arriving, batch.drafts)
 
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> Masks:
         """Exclude the tokens that grammars do not allow from the logits `[S, V]`; waits for the bitmasks."""
@@ -154,8 +176,28 @@ class GrammarRows:
     def sampled(self, batch: SamplingBatch, token_ids: torch.Tensor, event: Event) -> None:
         """Note the sampled ids `[S]`, which may be read once `event` has passed."""
         if self._masks is not None:
-            matchers = [(j, self.rows[row]) for j, row in enumerate(batch.rows) if row in self.rows]
-            self._arriving.append((event, token_ids, matchers))
+            self._arriving.append((event, token_ids, self._matchers(batch), batch.drafts))
+
+    def _matchers(self, batch: SamplingBatch) -> list[tuple[int, _Matcher]]:
+        """(first sampling row, matcher) of the requests with a grammar."""
+        found, j = [], 0
+        while j < len(batch.rows):
+            if batch.rows[j] in self.rows:
+                found.append((j, self.rows[batch.rows[j]]))
+            j += 1 + len(batch.drafts.get(j, ()))
+        return found
+
+    def forced(self, row: int, limit: int) -> list[int]:
+        """The next tokens of `row`, at most `limit`, as long as its grammar allows only one. Waits for the outputs that
+        no matcher has seen.
+        """
+        arriving, self._arriving = self._arriving, []
+        return self._filling.submit(self._forced, self.rows[row], limit, arriving).result()
+
+    def allowed(self, row: int, token_ids: list[int]) -> int:
+        """How many of `token_ids` the grammar of `row` allows as its next tokens."""
+        arriving, self._arriving = self._arriving, []
+        return self._filling.submit(self._allowed, self.rows[row], token_ids, arriving).result()
 
     # ---- in threads
 
@@ -169,13 +211,10 @@ class GrammarRows:
     def _fill(
         self,
         matchers: Sequence[tuple[int, _Matcher]],
-        arriving: Sequence[tuple[Event, torch.Tensor, list[tuple[int, _Matcher]]]],
+        arriving: Sequence[_Arrival],
+        drafts: dict[int, list[int]],
     ) -> Masks:
-        for event, token_ids, waiting in arriving:
-            event.synchronize()
-            ids = token_ids.tolist()
-            for j, matcher in waiting:
-                matcher.advance(ids[j])
+        _receive(arriving)
         for _, matcher in matchers:
             matcher.ready.result()
         masks = Masks()
@@ -189,7 +228,73 @@ class GrammarRows:
                 if matcher.error is None and matcher.is_complete:
                     masks.complete.append(j)
         masks.errors = {j: matcher.error for j, matcher in matchers if matcher.error is not None}
+        if drafts:
+            self._fill_after_drafts([(j, matcher) for j, matcher in active if matcher.error is None], drafts, masks)
+            waiting = [(j, matcher) for j, matcher in matchers if not matcher.is_active and matcher.error is None]
+            self._fill_after_drafts(waiting, drafts, masks)
         return masks
+
+    def _fill_after_drafts(
+        self, matchers: list[tuple[int, _Matcher]], drafts: dict[int, list[int]], masks: Masks
+    ) -> None:
+        """Add the bitmasks of the sampling rows after drafts. The matchers themselves see no draft."""
+        tokens, bits = self._tokens.result(), [] if masks.bits is None else [masks.bits]
+        for first, matcher in matchers:
+            copy = matcher.copy() if first in drafts else None
+            for j, draft in enumerate(drafts.get(first, ()), first + 1):
+                if copy is None or not copy.try_draft(draft):
+                    copy = None
+                    masks.closed.append(j)
+                elif copy.is_active:
+                    bits.append(tokens.fill([copy.state]))
+                    masks.rows.append(j)
+                    copy.check()
+                    if copy.error is not None:
+                        copy = None
+                        masks.closed.append(j)
+                    elif copy.is_complete:
+                        masks.complete.append(j)
+        masks.bits = np.concatenate(bits) if bits else None
+        masks.eos_token_id = tokens.eos_token_id
+
+    def _forced(self, matcher: _Matcher, limit: int, arriving: Sequence[_Arrival]) -> list[int]:
+        _receive(arriving)
+        matcher.ready.result()
+        forced: list[int] = []
+        if matcher.error is not None or not matcher.is_active:
+            return forced
+        copy = matcher.copy()
+        # Where one token is possible its bytes are forced, which is quick to see.
+        while len(forced) < limit and not copy.state.is_stopped() and copy.state.compute_ff_bytes():
+            token_id = self._tokens.result().only(copy.state)
+            if token_id is None or not copy.try_draft(token_id):
+                break
+            forced.append(token_id)
+        return forced
+
+    def _allowed(self, matcher: _Matcher, token_ids: list[int], arriving: Sequence[_Arrival]) -> int:
+        _receive(arriving)
+        matcher.ready.result()
+        if matcher.error is not None:
+            return 0
+        copy = matcher.copy()
+        for i, token_id in enumerate(token_ids):
+            if not copy.try_draft(token_id):
+                return i
+        return len(token_ids)
+
+
+def _receive(arriving: Sequence[_Arrival]) -> None:
+    """Let matchers take the outputs that arrived: a sampled token and, as long as it is the draft, the next one."""
+    for event, token_ids, waiting, drafts in arriving:
+        event.synchronize()
+        ids = token_ids.tolist()
+        for j, matcher in waiting:
+            matcher.advance(ids[j])
+            for k, draft in enumerate(drafts.get(j, ()), j):
+                if ids[k] != draft or ids[k + 1] < 0:
+                    break
+                matcher.advance(ids[k + 1])
 
 
 class Tokens:
@@ -214,6 +319,15 @@ class Tokens:
     def matcher(self, grammar: str) -> LLMatcher:
         """A new matcher at the beginning of the grammar."""
         return self._compiled.matcher(grammar)
+
+    def only(self, matcher: LLMatcher) -> int | None:
+        """The token that the matcher allows next, or None if it allows several."""
+        bits = self.fill([matcher])
+        words = np.flatnonzero(bits)
+        if len(words) != 1:
+            return None
+        word = int(bits[0, words[0]]) & 0xFFFFFFFF
+        return None if word & (word - 1) else 32 * int(words[0]) + word.bit_length() - 1
 
     def fill(self, matchers: list[LLMatcher]) -> np.ndarray:
         """Bitmasks `[R, V / 32]` int32 of the tokens that each matcher allows next."""

@@ -207,12 +207,27 @@ class MinTokens(LogitsProcessor):
         return self._elements([i for i, _ in using], [ends for _, (_, ends) in using], stride)
 
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
+        if batch.drafts:
+            self._apply_by_position(logits, batch)
+            return
         for i, row in enumerate(batch.rows):
-            if row in self.rows and batch.positions[i] - self.table.num_prompt_tokens[row] >= self.rows[row][0]:
+            if row in self.rows and self._has_enough(i, batch):
                 self.remove(row)  # the output only grows; a preempted request is added again as a new one
         if self.needed(batch):
             flat, elements = self._flat_and_composed(logits, batch)
             flat.scatter_(0, elements, EXCLUDED)
+
+    def _has_enough(self, i: int, batch: SamplingBatch) -> bool:
+        row = batch.rows[i]
+        return batch.positions[i] - self.table.num_prompt_tokens[row] >= self.rows[row][0]
+
+    def _apply_by_position(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
+        """In a step with drafts a row has several positions, some of which may have enough tokens."""
+        using = [(i, entry) for i, entry in self._using(batch) if not self._has_enough(i, batch)]
+        if using:
+            stride = logits.stride(0) if len(logits) > 1 else logits.shape[1]
+            flat = logits.as_strided(((len(logits) - 1) * stride + logits.shape[1],), (1,))
+            flat.scatter_(0, self.compose(using, stride, batch), EXCLUDED)
 
 
 class LogitBias(LogitsProcessor):

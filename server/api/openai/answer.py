@@ -104,7 +104,13 @@ class Answer(ABC):
         """Bytes of whole events. Closing it aborts the generation."""
         try:
             async for delta in stream:
-                self.counter.add(delta.index, len(delta.token_ids), delta.num_cached_tokens, delta.num_reasoning_tokens)
+                self.counter.add(
+                    delta.index,
+                    len(delta.token_ids),
+                    delta.num_cached_tokens,
+                    delta.num_reasoning_tokens,
+                    delta.prediction_tokens,
+                )
                 if size := self.frame_size(delta):
                     frame = await self.state.threads.run(size, partial(self.frame, delta))
                 else:
@@ -127,6 +133,7 @@ class Answer(ABC):
             counter.num_cached_tokens,
             counter.num_reasoning_tokens,
             self.num_image_tokens,
+            None if self.body.prediction is None else counter.prediction_tokens,
         )
 
     def chunk_usage(self, choices: list[Any], usage: Usage | None) -> Usage | msgspec.UnsetType | None:

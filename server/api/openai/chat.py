@@ -73,7 +73,13 @@ class ChatAnswer(Answer):
 
     def whole(self, choices: list[deltas.Choice]) -> ChatCompletion:
         for i, choice in enumerate(choices):
-            self.counter.add(i, len(choice.token_ids), choice.num_cached_tokens, choice.num_reasoning_tokens)
+            self.counter.add(
+                i,
+                len(choice.token_ids),
+                choice.num_cached_tokens,
+                choice.num_reasoning_tokens,
+                choice.prediction_tokens,
+            )
         body = self.body
         return ChatCompletion(
             id=self.id,

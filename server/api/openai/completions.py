@@ -76,7 +76,9 @@ class CompletionAnswer(Answer):
                     i, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason, echo
                 )
             )
-            self.counter.add(i, len(choice.token_ids), choice.num_cached_tokens)
+            self.counter.add(
+                i, len(choice.token_ids), choice.num_cached_tokens, prediction_tokens=choice.prediction_tokens
+            )
             if self.body.prompt_logprobs is not None:
                 out[-1].prompt_logprobs = Formatter(self.state.tokenizer, self.body.prompt_logprobs).prompt(
                     choice.prompt_logprobs

@@ -95,7 +95,6 @@ HARMLESS = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "guided_decoding_backend",  # one library serves every structure
-        "prediction",
     }
 )
 UNSUPPORTED: dict[str, tuple] = {
@@ -176,6 +175,28 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     harmless: ClassVar = frozenset({"disable_fallback", "disable_additional_properties"})
 
 
+class PredictionPart(msgspec.Struct, kw_only=True):
+    type: Literal["text"]
+    text: Text
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {}
+
+
+class Prediction(msgspec.Struct, kw_only=True):
+    """A text that the output is likely to repeat: a source of drafts."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[PredictionPart], Meta(max_length=MAX_PARTS)]
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {}
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What chat and text completions share."""
 
@@ -222,6 +243,9 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     ebnf: Text | None = None
     grammar: Text | None = None
     t_max_predict_ms: Annotated[float, Meta(ge=0, le=1e9)] | None = None  # from the first token on; 0 is no limit
+    # drafts (`docs/speculation.md`), which change no text
+    speculation: bool | None = None
+    prediction: Prediction | None = None
     # what to return
     prompt_logprobs: AtLeastMinusOne | None = None
     return_token_ids: bool | None = None
@@ -394,6 +418,9 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
+    # of a request with a prediction
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):
@@ -411,13 +438,14 @@ class Usage(msgspec.Struct):
         cached_tokens: int,
         reasoning_tokens: int = 0,
         image_tokens: int = 0,
+        prediction_tokens: tuple[int, int] | None = None,
     ) -> Usage:
         return cls(
             prompt_tokens,
             completion_tokens,
             prompt_tokens + completion_tokens,
             PromptTokensDetails(cached_tokens, image_tokens or UNSET),
-            CompletionTokensDetails(reasoning_tokens),
+            CompletionTokensDetails(reasoning_tokens, *(prediction_tokens or ())),
         )
 
 

@@ -45,6 +45,7 @@ _SAME = (
     "stop_token_ids",
     "include_stop_str_in_output",
     "ignore_eos",
+    "speculation",
     "prompt_logprobs",
     "skip_special_tokens",
     "spaces_between_special_tokens",
@@ -103,6 +104,7 @@ def _options(body: GenerationFields, max_tokens: int | None, logprobs: int | Non
         logprobs=logprobs,
         logit_bias=logit_bias or None,
         no_repeat_ngram=ngram,
+        prediction=None if body.prediction is None else body.prediction.text,
         **same,
     )
 

@@ -1,0 +1,61 @@
+"""`--speculative-config`: vLLM's JSON, read and checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+MAX_DRAFT = 64  # draft tokens of one request that a step may verify
+METHODS = ("auto", "ngram", "suffix", "grammar", "none")
+_NEED_A_MODEL = {
+    "draft_model": "a draft model is not supported yet",
+    "mtp": "prediction heads of checkpoints (MTP) are not supported yet",
+    "eagle": "EAGLE heads are not supported yet",
+    "eagle3": "EAGLE-3 heads are not supported yet",
+}
+_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationSettings:
+    """Who drafts, and how many tokens: `num_draft` of each request in every step, or None to adapt to what drafts earn.
+
+    `min_match` and `max_match` are how many of the last tokens method ngram looks up.
+    """
+
+    method: str = "auto"
+    num_draft: int | None = None
+    min_match: int | None = None
+    max_match: int | None = None
+
+
+def read_speculation(text: str) -> SpeculationSettings:
+    """Read the JSON object `text`. Raises ValueError naming the key and what it may be."""
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"must be a JSON object, got {text}")
+    method = values.get("method", "ngram" if "prompt_lookup_max" in values else "auto")
+    if not isinstance(method, str) or method not in (*METHODS, *_NEED_A_MODEL):
+        raise ValueError(f"method is {json.dumps(method)}, but must be one of {', '.join(METHODS)}")
+    if method in _NEED_A_MODEL:
+        raise ValueError(f"method {method}: {_NEED_A_MODEL[method]}; use one of {', '.join(METHODS)}")
+    if "model" in values:
+        raise ValueError("model: a draft model is not supported yet; the methods that exist need none")
+    if unknown := sorted(values.keys() - set(_KEYS)):
+        raise ValueError(f"unknown key {', '.join(unknown)}; the keys are {', '.join(_KEYS)}")
+    num_draft = _whole(values, "num_speculative_tokens", MAX_DRAFT)
+    low, high = _whole(values, "prompt_lookup_min", MAX_DRAFT), _whole(values, "prompt_lookup_max", MAX_DRAFT)
+    if method != "ngram" and (low is not None or high is not None):
+        raise ValueError(f"prompt_lookup_min and prompt_lookup_max belong to method ngram, not to {method}")
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"prompt_lookup_min is {low}, but must not exceed prompt_lookup_max, which is {high}")
+    return SpeculationSettings(method, num_draft, low, high)
+
+
+def _whole(values: dict[str, object], key: str, maximum: int) -> int | None:
+    value = values.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
+        raise ValueError(f"{key} is {json.dumps(value)}, but must be a whole number from 1 to {maximum}")
+    return value

@@ -1,0 +1,142 @@
+"""Drafts through scheduler and cache: whatever they are, each request gets the tokens that it gets without."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.executor.fake import expected_tokens
+from quire.worker.messages import SamplingParams, longest_request
+from tests.engine.harness import CLIENT, VOCAB, Engine, fake_config
+from tests.engine.test_scheduler_properties import EOS_CHANCE, MAX_MODEL_LEN, check_outputs, drive, workload
+
+configurations = st.fixed_dictionaries(
+    {
+        "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+        "num_gpu_blocks_override": st.integers(18, 60),
+        "block_size": st.sampled_from([1, 2, 4]),
+        "max_num_seqs": st.integers(1, 8),
+        "max_num_batched_tokens": st.integers(1, 40),
+        "long_prefill_token_threshold": st.sampled_from([0, 0, 5]),
+        "enable_prefix_caching": st.booleans(),
+    }
+)
+group_mixes = st.sampled_from(["full", "full", "window:5", "full+window:9", "full+chunk:6", "chunk:4+window:5"])
+
+
+def fake_engine(options: str, **configuration) -> Engine:
+    with mock.patch.dict(os.environ, {"QUIRE_FAKE": options}):
+        engine = Engine(fake_config(**configuration))
+    engine.scheduler.flush_stats = engine.scheduler.stats  # keep all counts
+    return engine
+
+
+@pytest.mark.parametrize("wrong", [0, 0.2, 1])
+@settings(max_examples=25, deadline=None)
+@given(configurations, group_mixes, st.integers(1, 7), workload())
+def test_any_drafts_give_what_each_request_gets_alone(wrong, configuration, mix, drafts, requests):
+    configuration["num_gpu_blocks_override"] *= 1 + mix.count("+")
+    options = f"eos_chance={EOS_CHANCE},groups={mix},drafts={drafts},wrong_drafts={wrong}"
+    engine = fake_engine(options, max_model_len=str(MAX_MODEL_LEN), **configuration)
+    drive(engine, requests)
+    num_usable, block_size = configuration["num_gpu_blocks_override"] - 1, configuration["block_size"]
+    chunk = configuration["max_num_batched_tokens"]
+    limit = longest_request(engine.core.ready.worker.groups, num_usable, block_size, chunk, MAX_MODEL_LEN)
+    for i, (_, prompt, sampling, *_, aborted) in enumerate(requests):
+        outputs = engine.outputs.get((CLIENT, str(i)), [])
+        if aborted is None or (outputs and outputs[-1].finish_reason):
+            check_outputs(prompt, sampling, outputs, limit)
+        else:
+            tokens = [t for output in outputs for t in output.new_token_ids]
+            assert tokens == expected_tokens(prompt, sampling, limit, VOCAB, EOS_CHANCE)[: len(tokens)]
+    engine.assert_at_rest()
+
+
+def run_one(options: str, **sampling):
+    engine = fake_engine(options)
+    message = engine.add("a", [1, 2, 3], **sampling)
+    steps = 0
+
+    def count():
+        nonlocal steps
+        steps += 1
+
+    engine.run(count)
+    assert engine.tokens("a") == expected_tokens([1, 2, 3], message.sampling, 4096, VOCAB)
+    engine.assert_at_rest()
+    return engine, steps
+
+
+def test_right_drafts_save_steps_and_are_counted():
+    engine, steps = run_one("drafts=3", max_tokens=200)
+    counts = engine.scheduler.stats()
+    assert steps < 120
+    assert counts.num_draft_tokens == sum(counts.accepted_per_position) == 200 - steps > 80
+    assert counts.num_generation_tokens == 200 and counts.num_drafts == counts.accepted_per_position[0]
+    longest = max(len(output.new_token_ids) for output in engine.outputs[CLIENT, "a"])
+    assert longest == 4 == len(counts.accepted_per_position) + 1
+
+
+def test_wrong_drafts_are_rejected_and_counted():
+    engine, steps = run_one("drafts=3,wrong_drafts=1", max_tokens=50)
+    counts = engine.scheduler.stats()
+    assert counts.num_drafts > 20 and counts.num_draft_tokens > counts.num_drafts and not counts.accepted_per_position
+    assert steps >= 50
+
+
+def test_a_request_without_speculation_has_no_drafts():
+    engine, _ = run_one("drafts=3", max_tokens=50, speculation=False)
+    assert engine.scheduler.stats().num_drafts == 0
+
+
+def test_drafts_of_a_prediction_are_counted():
+    plain = run_one("validate=1", max_tokens=60)[0].tokens("a")
+    wrong = [(token + 1) % VOCAB for token in plain]
+    for prediction, counts in ((plain, (44, 0)), ([], (0, 0)), (wrong, (0, 56 * 3 + 2 + 1))):
+        engine, _ = run_one("drafts=3", max_tokens=60, prediction=prediction)
+        assert engine.last("a").prediction_tokens == counts
+    assert run_one("drafts=3", max_tokens=5)[0].last("a").prediction_tokens is None
+
+
+def test_several_steps_in_flight_verify_no_drafts():
+    engine = fake_engine("drafts=3", steps_in_flight=2)
+    message = engine.add("a", [1, 2, 3], max_tokens=30)
+    engine.run()
+    assert engine.tokens("a") == expected_tokens([1, 2, 3], message.sampling, 4096, VOCAB)
+    assert engine.scheduler.stats().num_drafts == 0
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_max_tokens_cuts_inside_drafts(max_tokens):
+    engine, _ = run_one("drafts=5", max_tokens=max_tokens)
+    assert engine.last("a").finish_reason == "length"
+
+
+def test_a_stop_token_inside_drafts_ends_the_output():
+    plain = run_one("validate=1", max_tokens=60)[0].tokens("a")
+    for stop in plain[3:40:5]:
+        engine, _ = run_one("drafts=5", max_tokens=60, stop_token_ids=[stop], logprobs=1)
+        assert engine.tokens("a") == plain[: plain.index(stop) + 1] and engine.last("a").finish_reason == "stop"
+        outputs = engine.outputs[CLIENT, "a"]
+        assert all(len(output.logprobs) == len(output.new_token_ids) for output in outputs)
+
+
+def test_prefixes_of_accepted_tokens_are_shared():
+    """A later prompt that repeats prompt and output finds their full blocks, and only right contents: the fake checks
+    every slot that it reads.
+    """
+    for wrong in (0, 0.3, 1):
+        engine = fake_engine(f"drafts=5,wrong_drafts={wrong}", block_size=4)
+        engine.add("a", [1, 2, 3], max_tokens=40)
+        engine.run()
+        text = [1, 2, 3, *engine.tokens("a")]
+        engine.add("b", text, max_tokens=10)
+        engine.run()
+        assert engine.last("b").num_cached_tokens == 40
+        assert engine.tokens("b") == expected_tokens(text, SamplingParams(max_tokens=10), 4096, VOCAB)
+
+

@@ -1,0 +1,234 @@
+"""Drafts on real models: tokens and log-probabilities equal those without, bit for bit, whoever drafts."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from quire.worker.messages import NewRequest, NoRepeatNgram, SamplingParams, ThinkingBudget
+from quire.worker.sampling.speculation.drafter import History
+from quire.worker.sampling.speculation.lookup import LookupDrafter, PredictionDrafter, longest_match
+from quire.worker.sampling.speculation.speculator import accepted
+from tests.families import build_family
+from tests.in_process import InProcessEngine
+
+FORCED = '{"method": "auto", "num_speculative_tokens": 5}'
+PERIOD = [17, 40, 99, 23, 51, 64, 80]
+SAMPLING = [
+    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(temperature=0.7, seed=5, logprobs=2),
+    SamplingParams(temperature=0.9, top_p=0.9, top_k=20, seed=6, logprobs=1, logprobs_mode="processed_logprobs"),
+    SamplingParams(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.2, presence_penalty=0.3, logprobs=0),
+    SamplingParams(temperature=0.5, min_p=0.05, seed=8, min_tokens=17, stop_token_ids=list(range(4, 300, 2))),
+    SamplingParams(temperature=0.0, no_repeat_ngram=NoRepeatNgram(3, 30), logit_bias={7: 2.0, 9: -1.0}),
+    SamplingParams(temperature=0.0, bad_words_ids=[[40, 99], [23], [64, 80, 17]], logprobs=1),
+    SamplingParams(temperature=0.8, seed=3, allowed_token_ids=PERIOD, prompt_logprobs=1, logprobs=1),
+    SamplingParams(temperature=0.0, thinking=ThinkingBudget(6, True, (5,), (6, 7), (8, 6, 7))),
+]
+
+
+def requests():
+    generator = random.Random(0)
+    prompts = [PERIOD * 6 + PERIOD[: i % 5] + [generator.randrange(4, 500) for _ in range(i % 3)] for i in range(9)]
+    return prompts, [msgspec.structs.replace(one, max_tokens=40) for one in SAMPLING]
+
+
+class Adversary:
+    """Drafts that are right for a while, wrong in the middle, out of the text, or the end-of-sequence token."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts, self.random = texts, random.Random(1)
+
+    def propose(self, row: int, history: History, limit: int) -> list[int]:
+        text = history.tokens.tolist()
+        rest = next((one[len(text) :] for one in self.texts if one[: len(text)] == text), [])[:limit]
+        for k in range(len(rest)):
+            if self.random.random() < 0.25:
+                rest[k] = self.random.choice([0, 1, 2, 23, 511])
+        return rest[: self.random.randint(0, limit)] or [self.random.randrange(512)]
+
+
+def check_equal(engine: InProcessEngine, drafters=None) -> int:
+    """Returns the number of accepted drafts."""
+    prompts, sampling = requests()
+    plain = engine.generate(prompts, [msgspec.structs.replace(one, speculation=False) for one in sampling])
+    if drafters is not None:
+        texts = [prompt + result.token_ids for prompt, result in zip(prompts, plain)]
+        engine.executor._worker.runner.speculator.drafters = [drafters(texts)]
+    engine.scheduler.flush_stats()
+    drafted = engine.generate(prompts, sampling)
+    for i, (a, b) in enumerate(zip(plain, drafted)):
+        assert a.error is None and a.token_ids == b.token_ids, i
+        assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason), i
+        assert a.logprobs == b.logprobs and len(b.logprobs) in (0, len(b.token_ids)), i
+        assert a.prompt_logprobs == b.prompt_logprobs
+    return sum(engine.scheduler.flush_stats().accepted_per_position)
+
+
+def engine_of(folder, **settings) -> InProcessEngine:
+    return InProcessEngine(
+        folder,
+        **{
+            "max_num_seqs": 16,
+            "max_model_len": "256",
+            "num_gpu_blocks_override": 200,
+            "num_threads": 1,
+            "speculative_config": FORCED,
+        }
+        | settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def bfloat16(checkpoint, native_kernels):
+    return engine_of(checkpoint("qwen3"), deterministic=True, dtype="bfloat16")
+
+
+def test_lookup_equals_no_speculation_bit_for_bit(bfloat16):
+    assert check_equal(bfloat16) > 20
+
+
+def test_right_wrong_and_adversarial_drafts_equal_no_speculation(bfloat16):
+    drafters = bfloat16.executor._worker.runner.speculator.drafters
+    try:
+        assert check_equal(bfloat16, Adversary) > 50
+        assert check_equal(bfloat16, lambda texts: Wrong()) == 0
+    finally:
+        bfloat16.executor._worker.runner.speculator.drafters = drafters
+
+
+class Wrong:
+    def propose(self, row: int, history: History, limit: int) -> list[int]:
+        return [511] * limit
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_gpu_blocks_override": 13, "max_model_len": "128"}, {"max_num_batched_tokens": 24}]
+)
+def test_preemption_and_chunked_prompts(checkpoint, native_kernels, settings):
+    engine = engine_of(checkpoint("qwen3"), deterministic=True, dtype="bfloat16", **settings)
+    assert check_equal(engine) > 5
+
+
+def test_quantized_weights(checkpoint, native_kernels):
+    engine = engine_of(checkpoint("qwen3"), deterministic=True, quantization="int4")
+    assert check_equal(engine) > 20
+
+
+def test_choices_of_one_prompt(bfloat16):
+    prompt, sampling = PERIOD * 6, SamplingParams(temperature=0.8, seed=40, max_tokens=30, logprobs=1)
+    plain = bfloat16.generate([prompt], msgspec.structs.replace(sampling, speculation=False), n=4)
+    drafted = bfloat16.generate([prompt], sampling, n=4)
+    assert [(one.token_ids, one.logprobs) for one in plain] == [(one.token_ids, one.logprobs) for one in drafted]
+
+
+def test_a_prediction_is_a_draft_and_is_counted(bfloat16):
+    prompt = [5, 77, 300, 12]
+    plain = bfloat16.generate([prompt], SamplingParams(temperature=0.0, max_tokens=40, speculation=False))[0].token_ids
+    for prediction in (plain, [9, *plain[20:]], [*plain[:10], 3, 3, 3, *plain[10:]], []):
+        sampling = SamplingParams(temperature=0.0, max_tokens=40, prediction=prediction)
+        bfloat16.scheduler.flush_stats()
+        assert bfloat16.generate([prompt], sampling)[0].token_ids == plain
+        if prediction == plain:
+            assert sum(bfloat16.scheduler.flush_stats().accepted_per_position) >= 30
+
+
+@pytest.mark.parametrize(
+    ("settings", "value", "reason"),
+    [
+        ({"speculative_config": '{"method": "none"}'}, "none", "as asked"),
+        ({"steps_in_flight": 2}, "none", "steps-in-flight"),
+        ({"speculative_config": None, "dtype": "float32"}, "prediction", "--deterministic"),
+        ({"speculative_config": '{"method": "suffix"}', "dtype": "float32"}, "suffix", "as asked"),
+    ],
+)
+def test_the_choice_and_its_reason_are_reported(checkpoint, settings, value, reason):
+    engine = engine_of(checkpoint("qwen3"), **settings)
+    choices = {name: (value, reason) for name, value, reason in engine.ready.choices}
+    assert choices["speculation"][0] == value and reason in choices["speculation"][1]
+    engine.generate([PERIOD * 5], SamplingParams(temperature=0.0, max_tokens=20))
+    assert (engine.scheduler.flush_stats().num_drafts > 0) == (value == "suffix")
+
+
+def test_models_with_states_do_not_speculate(tmp_path):
+    engine = engine_of(build_family("qwen3_5", tmp_path))
+    assert "recurrent states" in {name: why for name, _, why in engine.ready.choices}["speculation"]
+    engine.generate([PERIOD * 5], SamplingParams(temperature=0.0, max_tokens=10))
+    assert engine.scheduler.flush_stats().num_drafts == 0
+
+
+# ---- units
+
+
+@pytest.mark.parametrize(
+    ("sampled", "draft", "want"),
+    [
+        ([4], [], [4]),
+        ([4, 5, 6], [4, 5], [4, 5, 6]),
+        ([4, 9, 6], [4, 5], [4, 9]),
+        ([8, 5, 6], [4, 5], [8]),
+        ([4, -1, 6], [4, 5], [4]),
+        ([-1, 5, 6], [4, 5], [-1]),
+    ],
+)
+def test_accepted(sampled, draft, want):
+    assert accepted(sampled, draft) == want
+
+
+def slow_match(text, tail, low, high):
+    for length in range(min(high, len(tail)), low - 1, -1):
+        for end in range(len(text), length - 1, -1):
+            if text[end - length : end] == tail[-length:]:
+                return end, length
+    return 0, 0
+
+
+def test_the_longest_match_is_found():
+    generator = random.Random(3)
+    for _ in range(500):
+        text = [generator.randrange(3) for _ in range(generator.randrange(30))]
+        tail = [generator.randrange(3) for _ in range(generator.randrange(1, 12))]
+        low, high = generator.choice([(1, 3), (2, 2), (3, 8)])
+        found = longest_match(np.array(text, np.int32), np.array(tail, np.int32), low, high)
+        assert found == slow_match(text, tail, low, high)
+
+
+def history(prompt, outputs=(), prediction=None):
+    sampling = SamplingParams(prediction=prediction)
+    return History(NewRequest(0, [*prompt, *outputs], len(prompt), [], sampling))
+
+
+def test_lookup_proposes_what_followed_and_continues_repetitions():
+    lookup = LookupDrafter(2, 8, False)
+    assert lookup.propose(0, history([1, 2, 3, 4, 5, 9, 2, 3]), 3) == [4, 5, 9]
+    assert lookup.propose(0, history([1, 2, 1, 2]), 5) == [1, 2, 1, 2, 1]
+    assert lookup.propose(0, history([1, 2, 3, 4]), 5) == []
+    assert LookupDrafter(1, 8, True).propose(0, history([1, 2, 3, 4, 9, 1, 2]), 5) == [3, 4]
+
+
+def test_a_prediction_is_followed_and_found_again():
+    propose = PredictionDrafter().propose
+    prediction = [1, 2, 3, 4, 5, 6, 7]
+    assert propose(0, history([50], [], prediction), 3) == [1, 2, 3]
+    assert propose(0, history([50], [1, 2], prediction), 3) == [3, 4, 5]
+    assert propose(0, history([50], [1, 9], prediction), 3) == []
+    assert propose(0, history([50], [1, 9, 9, 3, 4, 5], prediction), 3) == [6, 7]
+    assert propose(0, history([50], [1], []), 3) == []
+
+
+def test_a_lookup_takes_less_than_50_us():
+    generator = random.Random(0)
+    one = history([generator.randrange(50_000) for _ in range(32_000)] + PERIOD + [3] * 20 + PERIOD)
+    lookup = LookupDrafter(3, 16, False)
+    assert lookup.propose(0, one, 16)[:2] == [3, 3]
+    times = []
+    for _ in range(50):
+        begin = time.perf_counter()
+        one.add([5])
+        lookup.propose(0, one, 16)
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 50e-6

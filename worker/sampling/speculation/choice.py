@@ -1,0 +1,81 @@
+"""Decides whether steps verify draft tokens, and who drafts: by `--speculative-config`, the model and the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.configs.config import Config
+from quire.configs.speculation import SpeculationSettings, read_speculation
+from quire.worker.platforms.base import Platform
+from quire.worker.transformer.config import ModelSpec
+
+ADAPTIVE_MAX = 16  # drafts of a request in a step without num_speculative_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """`lookup` is (fewest, most) last tokens that are looked up in the request's own text, or None.
+
+    `num_draft` None: the number adapts to what a request's drafts earned.
+    """
+
+    prediction: bool = False
+    grammar: bool = False
+    lookup: tuple[int, int] | None = None
+    num_draft: int | None = None
+    by_match: bool = False  # no more drafts than tokens that matched
+
+    @property
+    def is_on(self) -> bool:
+        return self.prediction or self.grammar or self.lookup is not None
+
+
+def resolve_speculation(
+    config: Config, spec: ModelSpec, platform: Platform, deterministic: bool
+) -> tuple[Speculation, tuple[str, str, str]]:
+    """The drafts of this server, and the entry (setting, value, reason) for the table of choices."""
+    text = config.scheduler.speculative_config
+    settings = read_speculation(text) if text is not None else SpeculationSettings()
+    if settings.method == "none":
+        return Speculation(), ("speculation", "none", "as asked")
+    if reason := _obstacle(config, spec, platform):
+        return Speculation(), ("speculation", "none", reason)
+    if text is None and not deterministic:
+        reason = (
+            "only drafts from a request's `prediction`: without --deterministic the last bits of logits depend on the "
+            "number of tokens in a step, so that drafts may change a text; --speculative-config turns them on"
+        )
+        return Speculation(prediction=True), ("speculation", "prediction", reason)
+    reason = "as asked" if text is not None else "a text is the same with and without"
+    if text is not None and not deterministic:
+        reason += "; without --deterministic the last bits of logits depend on the number of tokens in a step"
+    return _of_method(settings), ("speculation", settings.method, reason)
+
+
+def _of_method(settings: SpeculationSettings) -> Speculation:
+    match settings.method:
+        case "ngram":
+            high = settings.max_match or max(settings.min_match or 0, 5)
+            low = settings.min_match or min(high, 3)
+            return Speculation(True, False, (low, high), settings.num_draft)
+        case "suffix":
+            return Speculation(True, False, (1, 24), settings.num_draft, by_match=settings.num_draft is None)
+        case "grammar":
+            return Speculation(True, True, None, settings.num_draft)
+    return Speculation(True, True, (1 if settings.num_draft else 3, 16), settings.num_draft)
+
+
+def _obstacle(config: Config, spec: ModelSpec, platform: Platform) -> str | None:
+    """Why steps cannot verify drafts, or None."""
+    parallel = config.parallel
+    if spec.is_encoder or not spec.has_lm_head:
+        return "the model generates no text"
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+        return "not supported yet with several ranks"
+    if platform.device.type != "cpu":
+        return "not supported yet on GPUs, whose steps overlap"
+    if (config.scheduler.steps_in_flight or platform.default_depth) > 1:
+        return "not supported yet with --steps-in-flight above 1: drafts follow the tokens of the step before"
+    if any(layer.state for layer in spec.layers):
+        return "not supported yet for models with recurrent states, which a rejected draft would have to restore"
+    return None

@@ -1,0 +1,53 @@
+"""The interface of drafters, and the tokens of a request that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from quire.worker.messages import NewRequest
+
+
+class History:
+    """The tokens of one request on the host, prompt then outputs, and its prediction."""
+
+    def __init__(self, new: NewRequest) -> None:
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.prediction = new.sampling.prediction or []
+        self.has_grammar = new.sampling.grammar is not None
+        self._added: Sequence[int] = new.token_ids  # not yet in `_tokens`: made an array only for drafts
+        self._tokens = np.empty(0, dtype=np.int32)
+        self._size = 0
+
+    def add(self, token_ids: list[int]) -> None:
+        """Append outputs."""
+        self._flush()
+        self._added = token_ids
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All tokens, int32."""
+        self._flush()
+        return self._tokens[: self._size]
+
+    @property
+    def outputs(self) -> np.ndarray:
+        return self.tokens[self.num_prompt_tokens :]
+
+    def _flush(self) -> None:
+        size = self._size + len(self._added)
+        if size > len(self._tokens):
+            grown = np.empty(size + size // 4 + 64, dtype=np.int32)
+            grown[: self._size] = self._tokens[: self._size]
+            self._tokens = grown
+        self._tokens[self._size : size] = self._added
+        self._size, self._added = size, ()
+
+
+class Drafter(Protocol):
+    """One source of drafts. Takes at most tens of microseconds; keeps state per request only in `History`."""
+
+    def propose(self, row: int, history: History, limit: int) -> list[int]:
+        """Likely next tokens of the request in `row`, at most `limit`; [] for none."""

@@ -1,0 +1,72 @@
+"""Drafts from text that is already there: the request's own prompt and output, or a prediction that came with it.
+
+The last tokens of the output are searched for, and the tokens that followed them before are the draft. Nothing is built
+when a request arrives: one search is a comparison of all tokens with the last one, at some 4 tokens per nanosecond, and
+then of the tokens before those that are equal, of which few are left soon.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.worker.sampling.speculation.drafter import History
+
+MAX_SEARCHED = 1 << 16  # the newest tokens of a request, which bounds a search to about 30 us
+_AFTER_REJECTION = 3  # tokens that must agree with a prediction for it to be followed again
+
+
+def longest_match(text: np.ndarray, tail: np.ndarray, low: int, high: int) -> tuple[int, int]:
+    """(index after, length) of the last occurrence in `text` of the longest end of `tail`, of at most `high` tokens.
+
+    (0, 0) if it has fewer than `low` tokens.
+    """
+    if len(tail) < low or not len(text):
+        return 0, 0
+    ends = np.flatnonzero(text == tail[-1])
+    length, best = 1, 0
+    while len(ends):
+        best = int(ends[-1]) + 1
+        if length == min(high, len(tail)):
+            break
+        ends = ends[ends >= length]
+        longer = ends[text[ends - length] == tail[-1 - length]]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    return (best, length) if best and length >= low else (0, 0)
+
+
+class LookupDrafter:
+    """What followed the last occurrence of the request's last tokens, in its prompt or output."""
+
+    def __init__(self, low: int, high: int, by_match: bool) -> None:
+        """At least `low` and at most `high` tokens must match; `by_match`: drafts are no longer than the match."""
+        self.low, self.high, self.by_match = low, high, by_match
+
+    def propose(self, row: int, history: History, limit: int) -> list[int]:
+        tokens = history.tokens[-MAX_SEARCHED:]
+        start, length = longest_match(tokens[:-1], tokens, self.low, self.high)
+        if not start:
+            return []
+        if self.by_match:
+            limit = min(limit, length)
+        draft = tokens[start : start + limit].tolist()
+        # The end of the text may be within the period of a repetition.
+        period = len(tokens) - start
+        while len(draft) < limit:
+            draft.append(draft[len(draft) - period])
+        return draft
+
+
+class PredictionDrafter:
+    """The rest of the request's prediction, from where the output is in it."""
+
+    def propose(self, row: int, history: History, limit: int) -> list[int]:
+        if not history.prediction:
+            return []
+        outputs, prediction = history.outputs, np.array(history.prediction, dtype=np.int32)
+        size = len(outputs)
+        if np.array_equal(outputs, prediction[:size]):
+            return prediction[size : size + limit].tolist()
+        start, _ = longest_match(prediction, outputs, _AFTER_REJECTION, 16)
+        return prediction[start : start + limit].tolist() if start else []

@@ -1,0 +1,135 @@
+"""Speculative decoding: which draft tokens each row's next step verifies, and which of them were right.
+
+After a step, drafters propose the tokens that may follow (`after_step`); the engine learns their number alone. The next
+step computes them together with the row's last token, and samples after each of them, by the same numbers as without
+drafts: position p's token is a function of the logits there, the seed and p. So the drafts that equal what is sampled
+before them are the text itself, and one more token comes free (`accepted`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.configs.speculation import MAX_DRAFT
+from quire.worker.messages import NewRequest, StepInput
+from quire.worker.sampling.grammar import GrammarRows
+from quire.worker.sampling.speculation.choice import ADAPTIVE_MAX, Speculation
+from quire.worker.sampling.speculation.drafter import Drafter, History
+from quire.worker.sampling.speculation.forced import GrammarDrafter
+from quire.worker.sampling.speculation.lookup import LookupDrafter, PredictionDrafter
+
+_FIRST_LENGTH = 4  # drafts of a request before any was verified
+_MAX_PAUSE = 32  # steps without drafts after drafts that were wrong again and again
+_STEP_DRAFTS = 32  # drafts of all requests that a step may verify when their number adapts
+
+
+def accepted(token_ids: list[int], draft: list[int]) -> list[int]:
+    """The new tokens of a row, from those sampled after its last token and after each draft.
+
+    A draft is accepted if it is the token sampled before it; the token sampled after the last accepted one is new, too.
+    -1, for a position at which no token can be sampled, is left to the next step, unless it is the first.
+    """
+    num = 0
+    while num < len(draft) and token_ids[num] == draft[num]:
+        num += 1
+    return token_ids[:num] if num and token_ids[num] < 0 else token_ids[: num + 1]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request's drafts and what they earned."""
+
+    history: History
+    draft: list[int]
+    is_prediction: bool = False
+    length: int = _FIRST_LENGTH  # of the next draft, when it adapts
+    pause: int = 0  # steps until the next draft
+    num_wrong: int = 0  # drafts in a row of which no token was right
+
+    def learn(self, num_draft: int, num_accepted: int) -> None:
+        """Adapt to a draft of which `num_accepted` tokens were right."""
+        if num_accepted == num_draft:
+            self.length = min(2 * self.length, ADAPTIVE_MAX)
+        else:
+            self.length = max(num_accepted + 1, 2)
+        self.num_wrong = 0 if num_accepted else self.num_wrong + 1
+        self.pause = min(2**self.num_wrong - 2, _MAX_PAUSE) if self.num_wrong else 0
+
+
+class Speculator:
+    """A `RowState`. One step at a time: `after_step` sees a step's tokens before the next step begins."""
+
+    def __init__(self, speculation: Speculation, grammars: GrammarRows) -> None:
+        self.grammars = grammars
+        self.rows: dict[int, _Row] = {}
+        self.use(speculation)
+
+    def use(self, speculation: Speculation) -> None:
+        """Draft like this from now on."""
+        self.speculation = speculation
+        self.drafters: list[Drafter] = []
+        if speculation.prediction:
+            self.drafters.append(PredictionDrafter())
+        if speculation.grammar:
+            self.drafters.append(GrammarDrafter(self.grammars))
+        if speculation.lookup is not None:
+            self.drafters.append(LookupDrafter(*speculation.lookup, speculation.by_match))
+
+    def add(self, row: int, new: NewRequest) -> None:
+        sampling, speculation = new.sampling, self.speculation
+        may_draft = (
+            speculation.lookup is not None
+            or (speculation.grammar and sampling.grammar)
+            or (speculation.prediction and sampling.prediction)
+        )
+        if sampling.speculation and sampling.max_tokens > 1 and may_draft:
+            self.rows[row] = _Row(History(new), [])
+
+    def remove(self, row: int) -> None:
+        self.rows.pop(row, None)
+
+    def drafts(self, step: StepInput) -> dict[int, list[int]]:
+        """Batch position -> the drafts that `step` verifies."""
+        return {i: self.rows[step.rows[i]].draft[:count] for i, count in step.num_draft.items()}
+
+    def after_step(
+        self, step: StepInput, verified: dict[int, list[int]], token_ids: list[list[int]]
+    ) -> tuple[dict[int, int], list[int]]:
+        """Take the new tokens of each sampling row of `step`, and propose drafts for its next step.
+
+        Returns the number of drafts by batch position, and the positions whose drafts are of the request's prediction.
+        """
+        num_draft: dict[int, int] = {}
+        predicted: list[int] = []
+        for i, ids in zip(step.samples, token_ids):
+            row = self.rows.get(step.rows[i])
+            if row is None or not ids:
+                continue
+            if i in verified:
+                row.learn(len(verified[i]), len(ids) - 1)
+            row.history.add(ids)
+            row.draft = self._propose(step.rows[i], row, len(step.samples))
+            if row.draft:
+                num_draft[i] = len(row.draft)
+                if row.is_prediction:
+                    predicted.append(i)
+        return num_draft, predicted
+
+    def _propose(self, number: int, row: _Row, num_rows: int) -> list[int]:
+        limit = self.speculation.num_draft
+        if limit is None:
+            if row.pause:
+                row.pause -= 1
+                return []
+            limit = min(row.length, _STEP_DRAFTS // num_rows)
+        limit = min(limit, MAX_DRAFT)
+        if limit <= 0:
+            return []
+        for drafter in self.drafters:
+            draft = drafter.propose(number, row.history, limit)
+            if draft and row.history.has_grammar and not isinstance(drafter, GrammarDrafter):
+                draft = draft[: self.grammars.allowed(number, draft)]
+            if draft:
+                row.is_prediction = isinstance(drafter, PredictionDrafter)
+                return draft
+        return []
