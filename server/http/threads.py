@@ -47,7 +47,7 @@ class Threads:
     def takes_long(self, size: int) -> bool:
         return size >= SMALL or self._spent + size > PER_TURN
 
-    async def run(self, size: int, function: Callable[[], T], tenant: str = "") -> T:
+    async def run(self, size: int, function: Callable[[], T], tenant: str) -> T:
         """The result of `function`, in the tenant's turn (`turns.tenant_of`). If the caller is cancelled before the
         work begins, the work is dropped.
         """

@@ -72,12 +72,12 @@ def test_small_work_stays_and_long_work_goes():
     async def main() -> None:
         threads, here = Threads(), threading.current_thread().name
         name = lambda: threading.current_thread().name  # noqa: E731
-        assert await threads.run(SMALL - 1, name) == here
-        assert (await threads.run(SMALL, name)).startswith("work")
-        assert (await threads.run(LARGE, name)).startswith("large-work")
+        assert await threads.run(SMALL - 1, name, "a") == here
+        assert (await threads.run(SMALL, name, "a")).startswith("work")
+        assert (await threads.run(LARGE, name, "a")).startswith("large-work")
         await asyncio.sleep(0)
         # one loop iteration if no other work waits
-        many = [await threads.run(SMALL - 1, name) for _ in range(2 * PER_TURN // SMALL)]
+        many = [await threads.run(SMALL - 1, name, "a") for _ in range(2 * PER_TURN // SMALL)]
         assert many[0] == here and any(one.startswith("work") for one in many)
 
     asyncio.run(main())
@@ -86,9 +86,9 @@ def test_small_work_stays_and_long_work_goes():
 def test_large_work_does_not_delay_other_work():
     async def main() -> None:
         threads, gate = Threads(), threading.Event()
-        large = [asyncio.create_task(threads.run(LARGE, gate.wait)) for _ in range(4)]
+        large = [asyncio.create_task(threads.run(LARGE, gate.wait, "a")) for _ in range(4)]
         await asyncio.sleep(0)
-        assert await asyncio.wait_for(threads.run(SMALL, lambda: "soon"), 5) == "soon"
+        assert await asyncio.wait_for(threads.run(SMALL, lambda: "soon", "a"), 5) == "soon"
         gate.set()
         await asyncio.gather(*large)
 
@@ -102,13 +102,13 @@ def test_work_of_a_client_that_left_is_dropped():
 
     async def main() -> None:
         threads, gate, done = Threads(), threading.Event(), []
-        busy = [asyncio.create_task(threads.run(LARGE, gate.wait)) for _ in range(2)]
+        busy = [asyncio.create_task(threads.run(LARGE, gate.wait, "a")) for _ in range(2)]
         await asyncio.sleep(0.01)
         with pytest.raises(ClientGone):
-            await unless_disconnected(Request(), threads.run(LARGE, lambda: done.append(1)))
+            await unless_disconnected(Request(), threads.run(LARGE, lambda: done.append(1), "a"))
         gate.set()
         await asyncio.gather(*busy)
-        await threads.run(LARGE, lambda: None)
+        await threads.run(LARGE, lambda: None, "a")
         assert not done
 
     asyncio.run(main())

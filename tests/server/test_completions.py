@@ -7,6 +7,7 @@ import json
 import openai
 import pytest
 
+from quire.server.http.turns import Turns
 from tests.checkpoints import VOCAB_SIZE
 from tests.server.conftest import MODEL
 from tests.server.test_chat import events, reference
@@ -258,3 +259,17 @@ def test_accepted_combinations(server):
         {"logit_bias": {}},
     ):
         assert post(server, **{"prompt": "x"} | fields).status_code == 200, fields
+
+
+def test_a_streamed_echo_is_written_in_its_tenants_turn(server, monkeypatch):
+    tenants = []
+    original = Turns.run
+
+    async def run(self, pool, tenant, function, num_bytes=0):
+        tenants.append(tenant)
+        return await original(self, pool, tenant, function, num_bytes)
+
+    monkeypatch.setattr(Turns, "run", run)
+    chunks = list(ask(server, "word " * 60, stream=True, echo=True, logprobs=5, max_tokens=2))
+    assert chunks[0].choices[0].logprobs.tokens and "" not in tenants
+    assert tenants, "the echo is long enough for a thread"

@@ -46,9 +46,8 @@ async def respond(
     predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
     stream = await admission.generate(request, state, requests, param, predict)
     if body.stream:
-        return sse.EventStream(
-            sse.to_the_end(answer.frames(stream), answer.id), state.config.server.sse_keep_alive_interval
-        )
+        frames = answer.frames(stream, tenant_of(request.scope))
+        return sse.EventStream(sse.to_the_end(frames, answer.id), state.config.server.sse_keep_alive_interval)
     choices = await sse.unless_disconnected(request, deltas.collect(stream, len(requests) * answer.n))
     return await state.threads.run(
         answer.size(choices), lambda: sse.JsonResponse(answer.whole(choices)), tenant_of(request.scope)
@@ -100,8 +99,8 @@ class Answer(ABC):
         """The work of `frame`, for `Threads.run`; 0 runs it on the event loop."""
         return 0
 
-    async def frames(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
-        """Bytes of whole events. Closing it aborts the generation."""
+    async def frames(self, stream: AsyncGenerator[Delta, None], tenant: str) -> AsyncGenerator[bytes, None]:
+        """Bytes of whole events, large ones written in the tenant's turn. Closing it aborts the generation."""
         try:
             async for delta in stream:
                 self.counter.add(
@@ -112,7 +111,7 @@ class Answer(ABC):
                     delta.prediction_tokens,
                 )
                 if size := self.frame_size(delta):
-                    frame = await self.state.threads.run(size, partial(self.frame, delta))
+                    frame = await self.state.threads.run(size, partial(self.frame, delta), tenant)
                 else:
                     frame = self.frame(delta)
                 if frame:
