@@ -310,11 +310,20 @@ def test_the_distribution_has_one_top_level_package():
     assert set(find_packages(str(ROOT), include=settings["packages"]["find"]["include"])) == packages
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md", "docs/deployment.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/how-it-works.md", "docs/architecture.md", "docs/deployment.md"]
+)
 def test_documents_name_files_that_exist(document):
     folders = "quire|checkpoints|cli|configs|server|engine|worker|tests|tools|benchmarks"
     named = re.findall(rf"`((?:{folders})/[\w/.]*)`", (ROOT / document).read_text(encoding="utf-8"))
     assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_the_readme_is_one_screen_and_the_index_lists_the_other_pages():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 550
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\]\((\w[\w-]*\.md)\)", index))
+    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
 def test_the_architecture_document_names_every_module():

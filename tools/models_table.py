@@ -19,6 +19,24 @@ from tests.test_fallback import FAMILIES as FALLBACK
 FILE = Path(__file__).parent.parent / "docs" / "models.md"
 _HEAD = """# Model families
 
+Llama, Mistral and Ministral, Qwen 2 to 3.5, LFM2, Gemma 1 to 4, Phi-3 and 4, GLM-4, Granite, OLMo, Command R and A,
+EXAONE, SmolLM, StarCoder, Seed-OSS, Hunyuan, ERNIE, MiniCPM 3, mixtures of experts and more, from safetensors in
+float32, bfloat16, float16 or quantized (FP8, compressed-tensors, AWQ, GPTQ, bitsandbytes ...), or from GGUF:
+`quire serve model.gguf`, `quire serve ORG/NAME-GGUF:Q4_K_M` ([quantization.md](quantization.md); what each key of a
+model's files does: [model-files.md](model-files.md)).
+
+- Embedding models of these families pool as their `modules.json` says (sentence-transformers); `--pooling lasttoken`
+  makes embeddings with any model, `--pooling yes-no` a reranker of a model that answers yes or no; `LLM.embed`,
+  `classify` and `score` do so offline.
+- Encoders (BERT, RoBERTa, XLM-RoBERTa, ModernBERT, Nomic, EmbeddingGemma) embed and, as classifiers and cross-encoders,
+  classify and score: each prompt in one step and without a cache.
+- Other causal models of transformers whose attention goes through its interface run as well, on one device
+  (`--model-impl`): transformers computes them over quire's attention, prefix cache, scheduler and linear layers.
+- Hybrids with recurrent states (Qwen3.5, Qwen3-Next, LFM2, Granite 4-H, Nemotron-H, Falcon-H1 ...) have the same prefix
+  cache, over checkpoints of their states.
+
+## The table
+
 Written by `python -m tools.models_table` from the registry, `worker/models/registry.py`. `quire check MODEL` prints the
 family, the implementation, the caches and the memory of a model.
 

@@ -327,9 +327,9 @@ def test_presets_are_valid(served, path):
     assert origins == {"model": "command line"} | dict.fromkeys(expected, f"file {path}")
 
 
-def test_the_readme_names_every_everyday_flag():
-    readme = (PRESETS.parent / "README.md").read_text()
-    table = readme[readme.index("| flag |") : readme.index("Presets:")]
+def test_the_settings_page_names_every_everyday_flag():
+    page = (PRESETS.parent / "docs" / "settings.md").read_text()
+    table = page[page.index("| flag |") : page.index("Presets:")]
     assert {option.flag for option in all_options().values() if option.everyday} - {"--model"} == set(
         re.findall(r"`(--[a-z-]+)`", table)
     )
