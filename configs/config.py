@@ -402,6 +402,18 @@ class ServerConfig:
         above=0,
         maximum=86400,
     )
+    request_timeout: float = opt(
+        0.0,
+        "seconds from a request's arrival to the end of its answer, which then ends with finish_reason timeout; "
+        "requests may ask for less (0: no limit)",
+        minimum=0,
+    )
+    queue_timeout: float = opt(
+        0.0, "seconds that a request may wait in the queue before it gets 503 (0: no limit)", minimum=0
+    )
+    first_token_timeout: float = opt(
+        0.0, "seconds from a request's arrival to its first token before it gets 504 (0: no limit)", minimum=0
+    )
     shutdown_timeout: float = opt(
         30.0, "seconds that running requests have to finish after SIGTERM or Ctrl-C", minimum=0
     )

@@ -178,6 +178,7 @@ class EngineCore:
             "reset_prefix_cache": self.scheduler.kv.reset_prefix_cache,
             "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
             "describe_ops": lambda: self.executor.call("describe_ops"),
+            "waiting": self.scheduler.not_begun,
             "stats": lambda: msgspec.structs.asdict(self.scheduler.stats()),
         }
         if message.method not in methods:

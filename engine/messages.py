@@ -108,6 +108,8 @@ class AddRequest(_Message):
     media: list[
         MediaItem
     ] = []  # images of the prompt, by offset; the server keeps their features until the last output
+    tenant: str = ""  # who shares the engine with others (`engine/shares.py`)
+    weight: float = 1.0  # the tenant's share, above 0
 
     @property
     def choices(self) -> list[Choice]:
@@ -134,6 +136,8 @@ class AddRequest(_Message):
             self.background,
             self.pooling,
             self.media,
+            self.tenant,
+            self.weight,
         )
 
 
@@ -144,7 +148,8 @@ class AbortRequests(_Message):
 
 
 class Call(_Message):
-    """A utility call, answered by `CallResult`: reset_prefix_cache() -> bool, stats() -> dict of EngineStats fields."""
+    """A utility call, answered by `CallResult`: reset_prefix_cache() -> bool, stats() -> dict of EngineStats fields,
+    waiting(request ids) -> those never scheduled."""
 
     call_id: int
     method: str

@@ -68,7 +68,9 @@ class Request:
         "sampling",
         "scheduled_time",
         "status",
+        "tenant",
         "token_ids",
+        "weight",
     )
 
     def __init__(
@@ -95,6 +97,7 @@ class Request:
         )
         self.background = message.background
         self.rank = (message.background, message.priority if by_priority else 0)  # a lower rank preempts a higher one
+        self.tenant, self.weight = message.tenant, message.weight
         self.pooling = message.pooling
         self.pools_all = pools_all
         self.cache_salt = message.cache_salt
@@ -185,7 +188,7 @@ class Request:
         )
 
 
-_key = attrgetter("key")
+by_key = attrgetter("key")
 
 
 class RequestQueue:
@@ -209,9 +212,9 @@ class RequestQueue:
         return self._items[-1]
 
     def add(self, request: Request) -> None:
-        insort(self._items, request, key=_key)
+        insort(self._items, request, key=by_key)
 
     def remove(self, request: Request) -> None:
-        i = bisect_left(self._items, request.key, key=_key)
+        i = bisect_left(self._items, request.key, key=by_key)
         assert self._items[i] is request
         del self._items[i]

@@ -34,6 +34,7 @@ from quire.engine.encoder_cache import EncoderCache
 from quire.engine.kv.manager import KVCacheManager, Match
 from quire.engine.messages import AddRequest, EngineOutput, EngineStats
 from quire.engine.request import Request, RequestQueue, Status
+from quire.engine.shares import FairQueue, Shares, fair_parts
 from quire.engine.stats import Counts
 from quire.engine.validation import check_media, check_request
 from quire.worker.messages import (
@@ -108,7 +109,8 @@ class Scheduler:
         self.pooling = ready.pooling
         self.media = media = ready.media
         self.images = EncoderCache(media.cache_size, media.encoder_budget) if media else EncoderCache()
-        self.waiting = RequestQueue()
+        self.shares = Shares()
+        self.waiting = FairQueue(self.shares)
         self.running = RequestQueue()
         self.requests: dict[tuple[bytes, str], Request] = {}
         self.free_rows = list(range(ready.max_num_seqs))  # a heap: the lowest free row is used first
@@ -151,6 +153,7 @@ class Scheduler:
                 )
             else:
                 self.requests[client, request.request_id] = request
+                self.shares.enter(request)
                 self.waiting.add(request)
         return complete
 
@@ -162,6 +165,11 @@ class Scheduler:
         for request_id in request_ids:
             if request := self.requests.get((client, request_id)):
                 self._remove(request)
+
+    def not_begun(self, request_ids: list[str]) -> list[str]:
+        """Those of the requests that were never scheduled."""
+        asked = set(request_ids)
+        return [one.request_id for one in self.waiting if not one.scheduled_time and one.request_id in asked]
 
     def abort_client(self, client: bytes) -> None:
         """Abort all requests of a server that disconnected."""
@@ -260,14 +268,34 @@ class Scheduler:
                     budget -= 1 + num_draft
                     room -= 1 + num_draft
                     room_for_drafts -= num_draft
+        parts = self._parts(prefills, budget)
         for request in prefills:
-            if request.status is Status.RUNNING and budget > 0:
+            part = min(budget, parts.get(request.tenant, budget))
+            if request.status is Status.RUNNING and part > 0:
                 start = request.num_computed_tokens
-                num_new = self._chunk_size(request, start, budget, room, alone=len(self.running) == 1)
+                num_new = self._chunk_size(request, start, part, room, alone=len(self.running) == 1)
                 if num_new and self._allocate(request, start + num_new, batch, new_blocks):
                     batch[request] = num_new
                     budget -= num_new
                     room -= num_new
+                    if request.tenant in parts:
+                        parts[request.tenant] -= num_new
+
+    def _parts(self, prefills: list[Request], budget: int) -> dict[str, int]:
+        """Tokens of this step's `budget` for the prompts of each tenant, so that the long prompt of one does not delay
+        the first token of another, whose prompt is running or next to be admitted. Empty if there is one tenant.
+        """
+        if not prefills:
+            return {}
+        needs: dict[str, int] = {}
+        weights = {request.tenant: request.weight for request in prefills}
+        for request in prefills:
+            missing = request.num_tokens + request.num_in_flight - request.num_computed_tokens
+            needs[request.tenant] = needs.get(request.tenant, 0) + missing
+        first = self.waiting.first if self.waiting else None
+        if first and not first.background and first.tenant not in needs and self._can_admit(first):
+            needs[first.tenant], weights[first.tenant] = first.num_tokens, first.weight
+        return fair_parts(needs, weights, budget) if len(needs) > 1 else {}
 
     def _num_draft(self, request: Request, limit: int) -> int:
         """Number of drafts of a decoding request to verify, at most `limit`: as many as the worker has, as long as the
@@ -412,6 +440,7 @@ class Scheduler:
             request.num_in_flight += 1
         step.requests.append(request)
         step.num_tokens += num_new
+        self.shares.charge(request, num_new)
         if start < request.num_prompt_tokens:
             self._count_prefill(request, start, min(end, request.num_prompt_tokens))
             for item in request.images(start, end):
@@ -708,6 +737,7 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = Status.FINISHED
         del self.requests[request.client, request.request_id]
+        self.shares.leave(request)
 
     # ---- statistics
 

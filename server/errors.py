@@ -6,6 +6,7 @@ ApiError
 +-- Unauthorized          401  code invalid_api_key
 +-- Forbidden             403  a Host header, route or model that is not allowed
 +-- NotFound              404  code model_not_found, or none for a route
++-- RequestTimeout        408  the request's time has passed before it could begin; code timeout
 +-- PayloadTooLarge       413
 +-- UnsupportedMediaType  415
 +-- TooManyRequests       429  a limit of the caller's own; code rate_limit_exceeded, or insufficient_quota for a spent
@@ -13,6 +14,7 @@ ApiError
 +-- EngineError           500  the engine failed this request
 +-- NotInstalled          501  a package that this route needs is missing
 +-- Unavailable           503  loading, full, draining or dead; carries Retry-After
++-- GatewayTimeout        504  a deadline has passed before the first token
 +-- InsufficientStorage   507  the disk is full; code storage_full
 """
 
@@ -73,6 +75,17 @@ class Forbidden(ApiError):
 class NotFound(ApiError):
     status = 404
     type = "invalid_request_error"
+
+
+class RequestTimeout(ApiError):
+    status = 408
+    type = "invalid_request_error"
+    code = "timeout"
+
+
+class GatewayTimeout(ApiError):
+    status = 504
+    code = "timeout"
 
 
 class PayloadTooLarge(ApiError):

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -298,12 +299,20 @@ class EngineClient:
         self._wake_waiters()
 
     def _find_suspects(self, max_num_seqs: int) -> None:
-        """Mark the requests that could have been in the dead engine's batch: the first ones in its queue order."""
+        """Mark the requests that could have been in the dead engine's batch: the first ones of each tenant in its queue
+        order."""
         sent = sorted(
             (entry for entry in self._open.values() if entry.sent),
             key=lambda entry: (entry.prompt.request.background, entry.prompt.request.priority),
         )
-        suspects = sent[:max_num_seqs]
+        # of each tenant, because the engine serves tenants in turns (`engine/shares.py`)
+        before: Counter[str] = Counter()
+        suspects = []
+        for entry in sent:
+            tenant = entry.prompt.request.tenant
+            if before[tenant] < max_num_seqs:
+                suspects.append(entry)
+            before[tenant] += 1
         left, self._left_at = self._left_at, None
         self.num_explained_deaths += bool(sent) or (left is not None and self.num_messages - left < _LEAVING)
         self._quarantine.on_death(suspects)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire.engine.messages import TokenLogprobs
 from quire.server.errors import BadRequest, EngineError
+from quire.server.generate.deadlines import NO_DEADLINES, Deadlines, all_wait, within
 from quire.server.generate.delta import Delta
 from quire.server.generate.generation import Generation
 from quire.server.parsers.events import Event
@@ -25,20 +27,19 @@ def identity(deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
 
 async def run(
     generations: list[Generation],
-    total: float | None = None,
-    predict: float | None = None,
+    limits: Deadlines = NO_DEADLINES,
     stage: Stage = identity,
 ) -> AsyncGenerator[Delta, None]:
     """The deltas of all prompts after `stage`, `index` counting choices across prompts (prompt index * n + i).
 
-    `total` and `predict` are seconds until every unfinished choice ends with finish_reason "length" and stop_reason
-    "timeout": from now, and from the first delta. Closing the generator aborts what still runs. Raises EngineError when
-    a choice fails, BadRequest when the engine refuses it.
+    A deadline that passes after the first delta ends every unfinished choice with stop_reason "timeout" and
+    finish_reason "timeout", for `limits.predict` "length"; one before it raises Unavailable or GatewayTimeout. Closing
+    the generator aborts what still runs. Raises EngineError when a choice fails, BadRequest when the engine refuses it.
     """
     deltas = aiter(generations[0]) if len(generations) == 1 else _merge(generations)
     try:
-        if total is not None or predict is not None:
-            deltas = _until(deltas, len(generations) * generations[0].request.n, total, predict)
+        if limits:
+            deltas = _until(deltas, generations, limits)
         async for delta in stage(deltas):
             if delta.error is not None:
                 raise BadRequest(delta.error) if delta.error_kind == "invalid_request" else EngineError(delta.error)
@@ -87,25 +88,33 @@ async def _merge(generations: list[Generation]) -> AsyncGenerator[Delta, None]:
 
 
 async def _until(
-    deltas: AsyncIterator[Delta], num_choices: int, total: float | None, predict: float | None
+    deltas: AsyncIterator[Delta], generations: Sequence[Generation], limits: Deadlines
 ) -> AsyncGenerator[Delta, None]:
     clock = asyncio.get_running_loop().time
-    deadline = None if total is None else clock() + total
-    unfinished = set(range(num_choices))
-    while unfinished:
-        try:
-            async with asyncio.timeout_at(deadline):
+    started = clock()
+    deadline, reason = (math.inf if limits.total is None else started + limits.total), "timeout"
+
+    async def waits() -> bool:
+        ids = [request_id for one in generations for request_id in one.open_ids]
+        return await all_wait(generations[0].client, ids)
+
+    unfinished = set(range(len(generations) * generations[0].request.n))
+    try:
+        delta = await within(anext(deltas), limits, waits)
+        if limits.predict is not None and clock() + limits.predict < deadline:
+            deadline, reason = clock() + limits.predict, "length"
+        while True:
+            if delta.finish_reason is not None:
+                unfinished.discard(delta.index)
+            yield delta
+            if not unfinished:
+                return
+            async with asyncio.timeout_at(deadline if deadline < math.inf else None):
                 delta = await anext(deltas)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            break
-        if predict is not None:
-            deadline = min(clock() + predict, deadline if deadline is not None else float("inf"))
-            predict = None
-        if delta.finish_reason is not None:
-            unfinished.discard(delta.index)
-        yield delta
+    except StopAsyncIteration:
+        return
+    except TimeoutError:
+        pass
     for index in sorted(unfinished):
         yield Delta(
             index=index,
@@ -113,7 +122,7 @@ async def _until(
             token_ids=[],
             logprobs=None,
             prompt_logprobs=None,
-            finish_reason="length",
+            finish_reason=reason,
             stop_reason="timeout",
             num_cached_tokens=0,
             error=None,

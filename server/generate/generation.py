@@ -52,6 +52,15 @@ class Generation:
         self._num_output_tokens = 0  # of the longest finished choice
         self._rest: EngineOutput | None = None  # of a pile
 
+    @property
+    def client(self) -> EngineHandle:
+        return self._client
+
+    @property
+    def open_ids(self) -> list[str]:
+        """The engine requests of the unfinished choices."""
+        return list(self._choices)
+
     def __aiter__(self) -> Generation:
         return self
 
@@ -110,6 +119,8 @@ class Generation:
             siblings=siblings,
             background=request.background,
             media=[one.item for one in request.media],
+            tenant=request.tenant,
+            weight=request.weight,
         )
         try:
             self._stream = self._client.generate(message)

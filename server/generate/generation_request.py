@@ -41,6 +41,8 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str | None = None
     background: bool = False
+    tenant: str = ""  # who shares the engine with others, with `weight`
+    weight: float = 1.0
     arrival_time: float = field(default_factory=time.time)
     prompt_text: str | None = None
     structure: Structure | None = None

@@ -41,6 +41,7 @@ ProcessorOptions = Annotated[
     ],
     Meta(max_length=32),
 ]
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 TokenId = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_IDS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]

@@ -232,6 +232,8 @@ def _message(request: GenerationRequest) -> AddRequest:
         cache_salt=request.cache_salt,
         pooling=request.pooling,
         background=request.background,
+        tenant=request.tenant,
+        weight=request.weight,
     )
 
 

@@ -31,8 +31,10 @@ def admit(
     model: str | None = None,
     priority: int | None = None,
     request_id: str | None = None,
+    timeout: float | None = None,
 ) -> dict[str, Any]:
-    """Check that the server can take a request now. `model`, `priority` and `request_id` are the body's. Returns what
+    """Check that the server can take a request now. `model`, `priority`, `request_id` and `timeout` (seconds) are
+    the body's. Returns what
     identifies the request in its `GenerationSpec`.
 
     Raises Unavailable, NotFound and Forbidden for the model, BadRequest.
@@ -45,6 +47,7 @@ def admit(
         priority = allowed_priority(key, priority, info.priorities)
     priority = request.scope["priority"] = priority or 0
     check_priority(priority, info)
+    request.scope["timeout"] = timeout
     background = request.scope.get("background", False)
     if not background:
         state.require_room()
@@ -66,13 +69,13 @@ async def generate(
     """The deltas of all choices, parsed as the requests say; the generation begins with the first one read. `param` is
     the field that holds the prompt. `predict` is the time limit from the first token on, in seconds.
 
-    Raises Unavailable, BadRequest for a structure that cannot be compiled, ClientGone.
+    Raises Unavailable, RequestTimeout, BadRequest for a structure that cannot be compiled, ClientGone.
     """
-    total = request_options.remaining_seconds(request)
+    limits = request_options.deadlines(request, state, predict)
     if any(one.structure is not None for one in requests):
         await unless_disconnected(request, constrain(requests, state, tenant_of(request.scope)))
     request_options.reserve_room(request, state, requests, param)
     generations = [Generation(state.client, state.tokenizer, one, state.metrics) for one in requests]
-    found = deltas.run(generations, total, predict, requests[0].parsing or deltas.identity)
+    found = deltas.run(generations, limits, requests[0].parsing or deltas.identity)
     account = request.scope.get("account")
     return found if account is None else account.observed(found)

@@ -10,19 +10,25 @@ from collections.abc import Sequence
 
 from starlette.requests import Request
 
-from quire.server.errors import BadRequest
+from quire.server.errors import BadRequest, RequestTimeout
+from quire.server.generate.deadlines import Deadlines
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.http.numbers import bounded_int
-from quire.server.keys.account import open_account
+from quire.server.http.turns import tenant_of
+from quire.server.keys.account import key_of, open_account
 from quire.server.state import ServerState
 
 
 def reserve_room(request: Request, state: ServerState, requests: Sequence[GenerationRequest], param: str) -> None:
-    """Reserve room in the queue; the outermost middleware releases it after the answer. A background request needs
-    none: who runs it bounds the number of them.
+    """Say whose requests they are, and reserve room in the queue; the outermost middleware releases it after the
+    answer. A background request needs none: who runs it bounds the number of them.
 
     Raises Unavailable if the queue is full, TooManyRequests if a limit of the caller's key is reached.
     """
+    key = key_of(request.scope, state)
+    for one in requests:
+        one.tenant = tenant_of(request.scope) if key is None else key.name
+        one.weight = 1.0 if key is None else key.weight
     if request.scope.get("background"):
         open_account(request.scope, state, requests)
         return
@@ -40,10 +46,30 @@ def priority(request: Request, given: int | None) -> int | None:
     return bounded_int(header, -(2**63), 2**63 - 1, "X-Vllm-Priority")
 
 
-def remaining_seconds(request: Request) -> float | None:
-    """Seconds until the deadline of the X-Request-Timeout header, which counts from the request's arrival; None without
-    one. Raises BadRequest.
+def deadlines(request: Request, state: ServerState, predict: float | None = None) -> Deadlines:
+    """How long the request has from now: the shortest of the server's time for requests, the body's field `timeout` and
+    the X-Request-Timeout header, all of which count from its arrival, and the server's for the queue and the first
+    token. Raises BadRequest, RequestTimeout if its time has passed.
     """
+    server = state.config.server
+    asked = (server.request_timeout, request.scope.get("timeout"), _seconds_of_header(request))
+    now = asyncio.get_running_loop().time()
+    gone = now - request.scope.get("state", {}).get("arrived", now)
+    total = min((seconds for seconds in asked if seconds), default=None)
+    if request.scope.get("background"):  # a line of a batch has the time that its batch has
+        return Deadlines(None, None, total, predict)
+    if total is not None and gone >= total:
+        raise RequestTimeout(f"The request's time of {total:g} seconds has passed before it could begin.")
+    first, queue = server.first_token_timeout or None, server.queue_timeout or None
+    return Deadlines(
+        queue,
+        None if first is None else max(first - gone, 0.0),
+        None if total is None else total - gone,
+        predict,
+    )
+
+
+def _seconds_of_header(request: Request) -> float | None:
     if (header := request.headers.get("x-request-timeout")) is None:
         return None
     try:
@@ -52,8 +78,7 @@ def remaining_seconds(request: Request) -> float | None:
         total = math.nan
     if not 0 < total < math.inf:
         raise BadRequest("The X-Request-Timeout header must be a number of seconds above 0.", param="X-Request-Timeout")
-    now = asyncio.get_running_loop().time()
-    return max(total - (now - request.scope.get("state", {}).get("arrived", now)), 0.001)
+    return total
 
 
 def request_id(request: Request, given: str | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
@@ -12,8 +11,9 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from quire.engine.messages import PoolingParams
-from quire.server.errors import BadRequest, Unavailable
+from quire.server.errors import BadRequest
 from quire.server.generate import pooling
+from quire.server.generate.deadlines import all_wait, within
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import (
     MAX_IDS,
@@ -21,6 +21,7 @@ from quire.server.generate.limits import (
     AtLeastMinusOne,
     CacheSalt,
     Int64,
+    Seconds,
     Text,
     TokenId,
     TokenIds,
@@ -47,6 +48,7 @@ class VectorFields(msgspec.Struct, kw_only=True):
     priority: Int64 | None = None
     cache_salt: CacheSalt | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
+    timeout: Seconds | None = None
 
     harmless: ClassVar = frozenset({"user", "metadata"})
     unsupported: ClassVar[dict[str, tuple]] = {
@@ -63,7 +65,13 @@ def admit(request: Request, body: VectorFields, state: ServerState, prefix: str)
     Raises Unavailable, NotFound for the model, BadRequest.
     """
     return admission.admit(
-        request, state, prefix, model=body.model, priority=body.priority, request_id=body.request_id
+        request,
+        state,
+        prefix,
+        model=body.model,
+        priority=body.priority,
+        request_id=body.request_id,
+        timeout=body.timeout,
     )["request_id"]
 
 
@@ -119,15 +127,14 @@ async def vectors(
 ) -> list[Vector]:
     """The vectors of all prompts.
 
-    Raises Unavailable if the queue is full or the deadline passes, and the errors of `pooling.run`.
+    Raises Unavailable if the queue is full; RequestTimeout, GatewayTimeout and Unavailable if a deadline passes; and
+    the errors of `pooling.run`.
     """
-    deadline = request_options.remaining_seconds(request)
+    limits = request_options.deadlines(request, state)
+    ids = [one.request_id for one in requests]
     request_options.reserve_room(request, state, requests, param)
-    try:
-        async with asyncio.timeout(deadline):
-            return await unless_disconnected(request, pooling.run(state, requests))
-    except TimeoutError:
-        raise Unavailable("The deadline of the X-Request-Timeout header has passed.", code="timeout") from None
+    found = within(pooling.run(state, requests), limits, lambda: all_wait(state.client, ids))
+    return await unless_disconnected(request, found)
 
 
 class VectorUsage(msgspec.Struct):

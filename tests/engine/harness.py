@@ -89,6 +89,8 @@ class Engine:
         siblings: list[Choice] | None = None,
         background: bool = False,
         media: list[MediaItem] | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
         **sampling: Any,
     ) -> AddRequest:
         message = AddRequest(
@@ -102,6 +104,8 @@ class Engine:
             siblings or [],
             background,
             media=media or [],
+            tenant=tenant,
+            weight=weight,
         )
         self.put(message, client)
         return message

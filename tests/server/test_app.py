@@ -544,11 +544,14 @@ def test_deadlines(slow_server):
         assert answer.status_code == 200
         return answer.json()
 
-    for answer in (ask({"t_max_predict_ms": 150}), ask(**{"X-Request-Timeout": "0.3"})):
+    for reason, answer in (
+        ("length", ask({"t_max_predict_ms": 150})),
+        ("timeout", ask(**{"X-Request-Timeout": "0.3"})),
+        ("timeout", ask({"timeout": 0.3}, **{"X-Request-Timeout": "100"})),
+    ):
         choice = answer["choices"][0]
-        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout") and 0 < answer["usage"][
-            "completion_tokens"
-        ] < 100
+        assert (choice["finish_reason"], choice["stop_reason"]) == (reason, "timeout")
+        assert 0 < answer["usage"]["completion_tokens"] < 100
     poll(lambda: slow_server.state.client.num_open == 0)
     assert ask({"t_max_predict_ms": 0, "max_tokens": 2})["choices"][0]["stop_reason"] is None
     for bad in ("0", "-1", "soon", "inf", "nan"):

@@ -139,7 +139,8 @@ def test_the_deadline_of_the_header(embedder):
     answer = embedder.http.post(
         "/v1/embeddings", json={"input": ["word " * 300] * 200}, headers={"X-Request-Timeout": "0.001"}
     )
-    assert answer.status_code == 503 and answer.json()["error"]["code"] == "timeout"
+    # passed before it could begin, in the queue, or while it was computed
+    assert answer.status_code in (408, 503, 504) and answer.json()["error"]["code"] == "timeout"
 
 
 def test_metrics_count_the_prompts(embedder):

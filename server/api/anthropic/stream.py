@@ -15,7 +15,7 @@ from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 from quire.server.parsers.model_json import raw_object
 
-_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {"length": "max_tokens", "timeout": "max_tokens", "tool_calls": "tool_use"}
 
 
 def error_event(error: ApiError) -> bytes:

@@ -126,7 +126,7 @@ def _end(
     word = stop_reason if isinstance(stop_reason, str) else ""
     return {
         "stop": True,
-        "stop_type": "limit" if finish_reason == "length" else "word" if word else "eos",
+        "stop_type": "limit" if finish_reason in ("length", "timeout") else "word" if word else "eos",
         "stopping_word": word,
         "tokens_predicted": num_tokens,
         "tokens_evaluated": len(one.prompt_token_ids),

@@ -130,7 +130,7 @@ class Answer:
         end, first = self.ended, self.first_token or self.ended
         return self._part({"content": ""}) | {
             "done": True,
-            "done_reason": "length" if finish_reason == "length" else "stop",
+            "done_reason": "length" if finish_reason in ("length", "timeout") else "stop",
             "total_duration": end - self.started,
             "load_duration": 0,  # the model was there
             "prompt_eval_count": self.num_prompt_tokens,

@@ -28,7 +28,13 @@ def admit(request: Request, body: GenerationFields, state: ServerState, prefix: 
     Raises Unavailable, NotFound for the model, BadRequest.
     """
     identity = admission.admit(
-        request, state, prefix, model=body.model, priority=body.priority, request_id=body.request_id
+        request,
+        state,
+        prefix,
+        model=body.model,
+        priority=body.priority,
+        request_id=body.request_id,
+        timeout=body.timeout,
     )
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream to be true.", param="stream_options")

@@ -43,6 +43,7 @@ from quire.server.generate.limits import (
     Penalty,
     ProcessorOptions,
     RepetitionPenalty,
+    Seconds,
     Stop,
     Stops,
     StopTokenIds,
@@ -261,6 +262,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     priority: Int64 | None = None  # lower runs first
     cache_salt: CacheSalt | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
+    timeout: Seconds | None = None  # from the request's arrival to the end of its answer
 
 
 class ImageUrl(msgspec.Struct, kw_only=True):

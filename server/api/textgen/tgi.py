@@ -96,5 +96,7 @@ class Answer:
     def _details(self, finish_reason: str | None, stop_reason: int | str | None, num_tokens: int) -> dict[str, Any]:
         if finish_reason == "stop":
             finish_reason = "stop_sequence" if isinstance(stop_reason, str) else "eos_token"
+        elif finish_reason == "timeout":
+            finish_reason = "length"
         seed = self.one.sampling.seed if self.one.sampling.temperature else None
         return {"finish_reason": finish_reason, "generated_tokens": num_tokens, "seed": seed}

@@ -17,7 +17,7 @@ from quire.server.api.openai.responses.objects import (
     ResponseError,
     ResponseObject,
 )
-from quire.server.api.openai.responses.output import Output
+from quire.server.api.openai.responses.output import CUT, Output
 from quire.server.error_shapes import INTERNAL
 from quire.server.errors import ApiError, BadRequest, EngineError
 from quire.server.generate.delta import Delta
@@ -69,7 +69,7 @@ class Answer:
 
     def complete(self) -> None:
         """The answer has ended by itself."""
-        cut = self.output.finish_reason == "length"
+        cut = self.output.finish_reason in CUT
         self._end("incomplete" if cut else "completed")
         if cut:
             self.response.incomplete_details = IncompleteDetails(reason="max_output_tokens")

@@ -25,6 +25,8 @@ from quire.server.api.openai.responses.objects import (
 from quire.server.generate.delta import Delta
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
+CUT = ("length", "timeout")  # reasons for which an answer ends early
+
 ServerEvent = tuple[str, dict[str, Any]]  # its type, and its fields but `sequence_number`
 
 
@@ -105,7 +107,7 @@ class Output:
             yield from self._begin(OutputMessage(id=self._id("msg")))
             if self.space:
                 yield self._delta("output_text", self.space, logprobs=[])
-        yield from self._close("incomplete" if self.finish_reason == "length" else "completed")
+        yield from self._close("incomplete" if self.finish_reason in CUT else "completed")
 
     def abandon(self) -> Iterator[ServerEvent]:
         """Nothing follows; an item that is open stays as far as it is."""

@@ -1,0 +1,107 @@
+"""How tenants share the engine: tokens scheduled per weight, and the queue that serves the tenant that had least.
+
+This is start-time fair queueing, the form of deficit round robin that needs no rounds: every scheduled token is charged
+to its tenant, divided by the tenant's weight, and the tenant with the smallest sum is next. A tenant that was idle
+starts just below the smallest sum of the busy ones, so that it is next without making up for the time it did not use.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from heapq import merge
+
+from quire.engine.request import Request, by_key
+
+_AHEAD = 0.5  # tokens by which a tenant that arrives goes before one that had as much
+_MAX_IDLE = 1024  # tenants without requests whose sum is remembered while others have some
+
+
+class Shares:
+    def __init__(self) -> None:
+        self._used: dict[str, float] = {}
+        self._num_requests: dict[str, int] = {}
+
+    def used(self, tenant: str) -> float:
+        return self._used[tenant]
+
+    def enter(self, request: Request) -> None:
+        """A request of the tenant arrives."""
+        tenant = request.tenant
+        if tenant not in self._num_requests:
+            if not self._num_requests or len(self._used) - len(self._num_requests) > _MAX_IDLE:
+                self._used = {busy: self._used[busy] for busy in self._num_requests}
+            least = min((self._used[busy] for busy in self._num_requests), default=0.0)
+            self._used[tenant] = max(self._used.get(tenant, 0.0), least - _AHEAD)
+        self._num_requests[tenant] = self._num_requests.get(tenant, 0) + 1
+
+    def leave(self, request: Request) -> None:
+        """A request of the tenant has ended."""
+        left = self._num_requests[request.tenant] - 1
+        if left:
+            self._num_requests[request.tenant] = left
+        else:
+            del self._num_requests[request.tenant]
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        self._used[request.tenant] += num_tokens / request.weight
+
+
+class FairQueue:
+    """Waiting requests. Lower ranks come first; among equal ones the tenant that used least; of one tenant the first in
+    order of service (`Request.key`).
+    """
+
+    def __init__(self, shares: Shares):
+        self._shares = shares
+        self._ranks: dict[tuple[bool, int], dict[str, list[Request]]] = {}
+        self._len = 0
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order of service, as if there was one tenant."""
+        for rank in sorted(self._ranks):
+            yield from merge(*self._ranks[rank].values(), key=by_key)
+
+    @property
+    def first(self) -> Request:
+        tenants = self.first_of_tenants()
+        if len(tenants) == 1:
+            return tenants[0]
+        return min(tenants, key=lambda one: (self._shares.used(one.tenant), one.key))
+
+    def first_of_tenants(self) -> list[Request]:
+        """The first request of each tenant, of the lowest rank."""
+        return [queue[0] for queue in self._ranks[min(self._ranks)].values()]
+
+    def add(self, request: Request) -> None:
+        insort(self._ranks.setdefault(request.rank, {}).setdefault(request.tenant, []), request, key=by_key)
+        self._len += 1
+
+    def remove(self, request: Request) -> None:
+        tenants = self._ranks[request.rank]
+        queue = tenants[request.tenant]
+        i = bisect_left(queue, request.key, key=by_key)
+        assert queue[i] is request
+        del queue[i]
+        self._len -= 1
+        if not queue:
+            del tenants[request.tenant]
+            if not tenants:
+                del self._ranks[request.rank]
+
+
+def fair_parts(needs: dict[str, int], weights: dict[str, float], total: int) -> dict[str, int]:
+    """Divide `total` tokens by weight among tenants, none more than it needs; what one does not need is divided among
+    the others.
+    """
+    parts: dict[str, int] = {}
+    rest = sorted(needs, key=lambda tenant: needs[tenant] / weights[tenant])
+    weight = sum(weights[tenant] for tenant in rest)
+    for tenant in rest:
+        parts[tenant] = min(needs[tenant], max(int(total * weights[tenant] / weight), 1))
+        total = max(total - parts[tenant], 0)
+        weight -= weights[tenant]
+    return parts

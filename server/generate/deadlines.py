@@ -1,0 +1,75 @@
+"""How long a request may wait: in the queue, for its first token, and in all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from quire.server.engines.handle import EngineHandle
+from quire.server.errors import ApiError, GatewayTimeout, Unavailable
+
+T = TypeVar("T")
+_ANSWER_SECONDS = 2.0  # for the engine to say which requests wait; one in a longer step runs some
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds from now; None: as long as it takes. `predict` counts from the first delta."""
+
+    queue: float | None = None
+    first_token: float | None = None
+    total: float | None = None
+    predict: float | None = None
+
+    def __bool__(self) -> bool:
+        return any(one is not None for one in (self.queue, self.first_token, self.total, self.predict))
+
+
+NO_DEADLINES = Deadlines()
+
+
+async def all_wait(client: EngineHandle, request_ids: Sequence[str]) -> bool:
+    """Whether no choice of a request has been scheduled yet."""
+    try:
+        found = await client.call("waiting", list(request_ids), timeout=_ANSWER_SECONDS)
+    except TimeoutError:
+        return False
+    except RuntimeError:  # no engine is ready
+        return True
+    several = found and isinstance(found[0], list)  # the answers of several engines
+    waiting = {request_id for one in found for request_id in (one if several else [one])}
+    return waiting.issuperset(request_ids)
+
+
+async def within(work: Awaitable[T], limits: Deadlines, waits: Callable[[], Awaitable[bool]]) -> T:
+    """The result of `work`, the first that a request answers. Cancels it when a deadline passes.
+
+    Raises Unavailable if the request waits in the queue then, and GatewayTimeout if it is computed.
+    """
+    loop = asyncio.get_running_loop()
+    started, task = loop.time(), asyncio.ensure_future(work)
+    named = (("queue", limits.queue), ("first token", limits.first_token), ("request", limits.total))
+    try:
+        for seconds, name in sorted((seconds, name) for name, seconds in named if seconds is not None):
+            await asyncio.wait({task}, timeout=max(started + seconds - loop.time(), 0.0))
+            if task.done():
+                break
+            in_queue = await waits()
+            if not task.done() and (in_queue or name != "queue"):
+                raise _expired(name, in_queue)
+        return await task
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def _expired(name: str, in_queue: bool) -> ApiError:
+    code = {"queue": "queue_timeout", "first token": "first_token_timeout", "request": "timeout"}[name]
+    if in_queue:
+        what = "may wait in the queue" if name == "queue" else f"has for its {name}" if "token" in name else "has"
+        return Unavailable(f"The time that the request {what} has passed, and it was not begun.", code=code)
+    what = "its first token" if name == "first token" else "it"
+    return GatewayTimeout(f"The time that the request has for {what} has passed without a token.", code=code)
