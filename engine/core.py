@@ -179,6 +179,8 @@ class EngineCore:
             "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
             "describe_ops": lambda: self.executor.call("describe_ops"),
             "waiting": self.scheduler.not_begun,
+            "requests": self.scheduler.describe,
+            "abort": self.abort,
             "stats": lambda: msgspec.structs.asdict(self.scheduler.stats()),
         }
         if message.method not in methods:
@@ -190,6 +192,14 @@ class EngineCore:
         except Exception as error:
             logger.exception("call %d: %s failed", message.call_id, message.method)
             return CallResult(message.call_id, error=f"{type(error).__name__}: {error}")
+
+    def abort(self, request_ids: list[str]) -> list[str]:
+        """End requests of any server with finish reason "abort". Returns the ids of those that there were."""
+        outputs = self.scheduler.end(request_ids)
+        for client, client_outputs in outputs.items():
+            self.post(client, StepOutputs(client_outputs))
+        self.schedule_stats()
+        return [output.request_id for client_outputs in outputs.values() for output in client_outputs]
 
     # ---- sending messages
 

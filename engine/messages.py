@@ -149,7 +149,9 @@ class AbortRequests(_Message):
 
 class Call(_Message):
     """A utility call, answered by `CallResult`: reset_prefix_cache() -> bool, stats() -> dict of EngineStats fields,
-    waiting(request ids) -> those never scheduled."""
+    waiting(request ids) -> those never scheduled, requests() -> all, as dicts (`Request.describe`), abort(request ids)
+    -> those that there were, which end with finish reason abort.
+    """
 
     call_id: int
     method: str

@@ -177,6 +177,28 @@ class Request:
         last = self.token_ids[-1]
         return None if last in self.sampling.eos_token_ids and not self.sampling.ignore_eos else last
 
+    @property
+    def phase(self) -> str:
+        """waiting, prefill (its prompt, or after a preemption all it has, is being computed) or decode."""
+        if self.status is Status.WAITING:
+            return "waiting"
+        return "decode" if self.num_output_tokens and self.num_computed_tokens >= self.num_prompt_tokens else "prefill"
+
+    def describe(self, now: float) -> dict[str, object]:
+        return {
+            "id": self.request_id,
+            "phase": self.phase,
+            "tenant": self.tenant,
+            "priority": self.rank[1],
+            "background": self.background,
+            "age": now - self.queued_time,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_computed_tokens": self.num_computed_tokens,
+            "num_cached_tokens": max(self.num_cached_tokens, 0),
+            "num_output_tokens": self.num_output_tokens,
+            "num_preemptions": self.num_preemptions,
+        }
+
     def timing(self, now: float) -> RequestTiming:
         return RequestTiming(
             self.queued_time,

@@ -171,6 +171,18 @@ class Scheduler:
         asked = set(request_ids)
         return [one.request_id for one in self.waiting if not one.scheduled_time and one.request_id in asked]
 
+    def end(self, request_ids: list[str]) -> Outputs:
+        """Abort requests whoever their client is. Returns their last outputs."""
+        asked, now, outputs = set(request_ids), time.time(), {}
+        for request in [one for one in self.requests.values() if one.request_id in asked]:
+            self._finish(request, "abort", now, outputs, [], None, None)
+        return outputs
+
+    def describe(self) -> list[dict[str, object]]:
+        """Every request as plain data."""
+        now = time.time()
+        return [request.describe(now) for request in self.requests.values()]
+
     def abort_client(self, client: bytes) -> None:
         """Abort all requests of a server that disconnected."""
         self.abort([request_id for owner, request_id in self.requests if owner == client], client)

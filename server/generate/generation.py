@@ -105,7 +105,7 @@ class Generation:
         request = self.request
         assert request.structure is None or request.sampling.grammar is not None, "not compiled"
         ids = (
-            [request.request_id] if request.n == 1 else [f"{request.request_id}-{index}" for index in range(request.n)]
+            [request.request_id] if request.n == 1 else [f"{request.request_id}/{index}" for index in range(request.n)]
         )
         siblings = [
             Choice(request_id, _int64(request.sampling.seed + index)) for index, request_id in enumerate(ids) if index

@@ -205,18 +205,18 @@ class TestChoices:
     def test_requests_of_the_choices(self, tokenizer):
         client = ScriptedClient(
             [
-                *outputs_of([[70]], request_id="r-1"),
-                *outputs_of([[71]], request_id="r-0"),
-                *outputs_of([[72]], request_id="r-2"),
+                *outputs_of([[70]], request_id="r/1"),
+                *outputs_of([[71]], request_id="r/0"),
+                *outputs_of([[72]], request_id="r/2"),
             ],
             merged=True,
         )
         deltas = run(tokenizer, client, n=3, sampling={"seed": 2**63 - 2, "max_tokens": 4}, priority=3, cache_salt="s")
         (request,) = client.requests
         assert [(choice.request_id, choice.seed) for choice in request.choices] == [
-            ("r-0", 2**63 - 2),
-            ("r-1", 2**63 - 1),
-            ("r-2", -(2**63)),
+            ("r/0", 2**63 - 2),
+            ("r/1", 2**63 - 1),
+            ("r/2", -(2**63)),
         ]
         assert (request.priority, request.cache_salt, request.sampling.max_tokens) == (3, "s", 4)
         assert sorted((d.index, d.token_ids[0]) for d in deltas) == [(0, 71), (1, 70), (2, 72)]
@@ -224,23 +224,23 @@ class TestChoices:
     def test_one_choice_stops_while_others_go_on(self, tokenizer):
         stop = tokenizer.encode("x!")
         script = [
-            *outputs_of([stop, stop], request_id="r-0"),
-            *outputs_of([tokenizer.encode("yes"), tokenizer.encode(" no")], request_id="r-1"),
+            *outputs_of([stop, stop], request_id="r/0"),
+            *outputs_of([tokenizer.encode("yes"), tokenizer.encode(" no")], request_id="r/1"),
         ]
         client = ScriptedClient([script[0], *script[2:]])
         deltas = run(tokenizer, client, n=2, stop=["!"])
         assert {i: "".join(d.text for d in deltas if d.index == i) for i in (0, 1)} == {0: "x", 1: "yes no"}
-        assert client.aborted == ["r-0"]
+        assert client.aborted == ["r/0"]
 
     def test_closing_aborts_the_rest_once(self, tokenizer):
         async def main():
             metrics = Metrics("m", 4096)
-            client = ScriptedClient([EngineOutput("r-1", [70], "length"), EngineOutput("r-0", [71])])
+            client = ScriptedClient([EngineOutput("r/1", [70], "length"), EngineOutput("r/0", [71])])
             generation = Generation(client, tokenizer, GenerationRequest("r", [5], SamplingParams(), n=3), metrics)
             await anext(generation)
             await generation.aclose()
             await generation.aclose()
-            assert sorted(client.aborted) == ["r-0", "r-2"]
+            assert sorted(client.aborted) == ["r/0", "r/2"]
             assert metrics._finished["abort"] == 2
 
         asyncio.run(main())
