@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from quire.worker.attention.base import AttentionMetadata
-from quire.worker.layers.delta_rule import delta_one, gated_delta_rule, l2_norm
-from quire.worker.layers.linear_attention import linear_attention, linear_one
-from quire.worker.layers.selective_scan import scan_one, selective_scan
-from quire.worker.layers.short_conv import causal_conv
+from quire.worker.cpu import build, native
+from quire.worker.cpu.install import NativeOps
+from quire.worker.layers.delta_rule import delta_one, l2_norm
+from quire.worker.layers.linear_attention import linear_one
+from quire.worker.layers.selective_scan import scan_one
 from quire.worker.layers.state import StateStep, StateSteps
+from quire.worker.platforms.ops import Ops
 
 LENGTH, HEADS, KEYS, VALUES = 150, 4, 8, 12
 
@@ -43,8 +45,8 @@ def _convolution():
         padded = F.pad(x.t()[None], (3, 0))
         return F.silu(F.conv1d(padded, weight.t()[:, None], bias, groups=KEYS)[0].t())
 
-    def run(pages, step, x):
-        return causal_conv(x, weight, bias, pages, step, silu=True)
+    def run(ops, pages, step, x):
+        return ops.causal_conv(x, weight, bias, pages, step, silu=True)
 
     return (3, KEYS), (torch.randn(LENGTH, KEYS),), formula, run
 
@@ -53,7 +55,10 @@ def _token_by_token(shape, one):
     def formula(*inputs):
         state, outputs = torch.zeros(1, *shape), []
         for t in range(LENGTH):
-            out, state = one(state, *(x[t : t + 1] for x in inputs))
+            now = [x[t : t + 1] for x in inputs]
+            if len(shape) == 3:  # two value heads per key head
+                now[:2] = (x.repeat_interleave(2, 1) for x in now[:2])
+            out, state = one(state, *now)
             outputs.append(out)
         return torch.cat(outputs)
 
@@ -61,18 +66,28 @@ def _token_by_token(shape, one):
 
 
 def _delta(per_channel: bool):
-    q, k = (l2_norm(torch.randn(LENGTH, HEADS, KEYS)) for _ in range(2))
+    q, k = (l2_norm(torch.randn(LENGTH, HEADS // 2, KEYS)) for _ in range(2))
     g = -F.softplus(3 * torch.randn(LENGTH, HEADS, KEYS if per_channel else 1))
     inputs = q, k, torch.randn(LENGTH, HEADS, VALUES), g, torch.rand(LENGTH, HEADS) * 2
     shape = HEADS, KEYS, VALUES
-    return shape, inputs, _token_by_token(shape, delta_one), lambda pages, step, *x: gated_delta_rule(*x, pages, step)
+    return (
+        shape,
+        inputs,
+        _token_by_token(shape, delta_one),
+        lambda ops, pages, step, *x: ops.gated_delta_rule(*x, pages, step),
+    )
 
 
 def _linear():
-    q, k = (torch.randn(LENGTH, HEADS, KEYS) for _ in range(2))
+    q, k = (torch.randn(LENGTH, HEADS // 2, KEYS) for _ in range(2))
     inputs = q, k, torch.randn(LENGTH, HEADS, VALUES), -F.softplus(3 * torch.randn(LENGTH, HEADS))
     shape = HEADS, KEYS, VALUES
-    return shape, inputs, _token_by_token(shape, linear_one), lambda pages, step, *x: linear_attention(*x, pages, step)
+    return (
+        shape,
+        inputs,
+        _token_by_token(shape, linear_one),
+        lambda ops, pages, step, *x: ops.linear_attention(*x, pages, step),
+    )
 
 
 def _scan():
@@ -80,8 +95,8 @@ def _scan():
     x, dt = torch.randn(LENGTH, KEYS), F.softplus(torch.randn(LENGTH, KEYS))
     inputs = x, dt, torch.randn(LENGTH, VALUES), torch.randn(LENGTH, VALUES)
 
-    def run(pages, step, x, dt, b, c):
-        return selective_scan(x, dt, a, b, c, pages, step)
+    def run(ops, pages, step, x, dt, b, c):
+        return ops.selective_scan(x, dt, a, b, c, pages, step)
 
     return (KEYS, VALUES), inputs, _token_by_token((KEYS, VALUES), lambda *args: scan_one(a, *args)), run
 
@@ -95,9 +110,22 @@ RECURRENCES = {
 }
 
 
+@pytest.fixture(params=["torch", "native"])
+def ops(request, monkeypatch):
+    """The plain operations, or those of the kernels."""
+    if request.param == "torch":
+        return Ops
+    if build.cpu_level() is None or build.compiler() is None:
+        pytest.skip("no native kernels here")
+    loaded = native.Kernels()
+    assert loaded.load(background=False), loaded.status
+    monkeypatch.setattr(native.KERNELS, "lib", loaded.lib)
+    return NativeOps
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64, LENGTH])
 @pytest.mark.parametrize("name", RECURRENCES)
-def test_chunks_of_any_size_equal_the_formula(name, chunk):
+def test_chunks_of_any_size_equal_the_formula(name, chunk, ops):
     """Two requests, of which one is always a token behind, whose pages change from chunk to chunk."""
     torch.manual_seed(0)
     shape, inputs, formula, run = RECURRENCES[name]()
@@ -112,7 +140,7 @@ def test_chunks_of_any_size_equal_the_formula(name, chunk):
         both = [torch.cat([x[start:stop], x[late : late + counts[1]]]) for x in inputs]
         if not counts[1]:
             counts, write, read = counts[:1], write[:1], read[:1]
-        out = run(pages, state_step(read, write, [start, late][: len(counts)], counts), *both)
+        out = run(ops, pages, state_step(read, write, [start, late][: len(counts)], counts), *both)
         outputs.append(out[: counts[0]])
         if len(counts) > 1:
             torch.testing.assert_close(out[counts[0] :], want[late : late + counts[1]], atol=1e-4, rtol=1e-4)
@@ -121,22 +149,22 @@ def test_chunks_of_any_size_equal_the_formula(name, chunk):
     assert pages[5].isnan().all(), "a page of no request was written"
 
 
-def test_a_checkpoint_is_read_by_several_requests_and_stays():
+def test_a_checkpoint_is_read_by_several_requests_and_stays(ops):
     torch.manual_seed(0)
     shape, inputs, formula, run = _delta(False)
     want, pages = formula(*inputs), torch.zeros(6, *shape)
-    run(pages, state_step([0], [1], [0], [100]), *(x[:100] for x in inputs))
+    run(ops, pages, state_step([0], [1], [0], [100]), *(x[:100] for x in inputs))
     kept = pages[1].clone()
     for counts in ([1, 50], [50, 50]):
         both = [torch.cat([x[100 : 100 + n] for n in counts]) for x in inputs]
-        out = run(pages, state_step([1, 1], [2, 3], [100, 100], counts), *both)
+        out = run(ops, pages, state_step([1, 1], [2, 3], [100, 100], counts), *both)
         torch.testing.assert_close(out, torch.cat([want[100 : 100 + n] for n in counts]), atol=1e-4, rtol=1e-4)
     assert torch.equal(pages[1], kept)
 
 
-def test_padding_rows_write_to_the_null_page_only():
+def test_padding_rows_write_to_the_null_page_only(ops):
     torch.manual_seed(0)
     shape, inputs, _, run = _delta(False)
     pages = torch.zeros(4, *shape)
-    run(pages, state_step([0, 0, 0], [2, 0, 0], [0, 0, 0], [1, 1, 1]), *(x[:3] for x in inputs))
+    run(ops, pages, state_step([0, 0, 0], [2, 0, 0], [0, 0, 0], [1, 1, 1]), *(x[:3] for x in inputs))
     assert pages[2].any() and not pages[1].any() and not pages[3].any()

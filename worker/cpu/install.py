@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quire.worker.cpu import ops
+from quire.worker.cpu import ops, states
 from quire.worker.cpu.argmax_prefilter import BytesArgmaxPrefilter, Int8ArgmaxPrefilter
 from quire.worker.cpu.blocks import packed_blocks
 from quire.worker.cpu.build import BuildError
@@ -44,6 +44,9 @@ class NativeOps(Ops):
     rms_norm = staticmethod(ops.rms_norm)
     add_rms_norm = staticmethod(ops.add_rms_norm)
     qk_norm_rope_write = staticmethod(ops.qk_norm_rope_write)
+    causal_conv = staticmethod(states.causal_conv)
+    gated_delta_rule = staticmethod(states.gated_delta_rule)
+    linear_attention = staticmethod(states.scan)
 
     def linear_method(self, layer: Linear) -> LinearMethod | None:
         return PackedMethod(layer) if layer.weight.dtype == torch.bfloat16 else None

@@ -229,6 +229,12 @@ _SIGNATURES = {
     "quire_exclude_by_bitmask": ([_P, _L, _L, _P, _P, _L, _L], None),
     "quire_append_tokens": ([_P, _L, _P, _P, _P, _L], None),
     "quire_sample": ([_P, _L, _L, _L, _P, _P, _P, _P, _L, _P], None),
+    "quire_causal_conv": ([_P, _L, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _P], None),
+    "quire_delta_rule": (
+        [_P, _P, _P, _L, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _P],
+        None,
+    ),
+    "quire_linear_attention": ([_P, _L, _P, _L, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _P], None),
     "quire_logprobs": ([_P, _L, _L, _L, _P, _L, _I, _P, _P, _P], None),
     "quire_segment_workspace": ([_L, _L, _L], _L),
     "quire_segment_conflicts": ([_P, _L, _L], ctypes.c_double),

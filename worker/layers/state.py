@@ -103,7 +103,8 @@ class StateSteps(AttentionBackend):
         return "has no keys and values"
 
     def build(self, meta: AttentionMetadata) -> None:
-        table, starts = meta.block_table.long(), meta.query_start_loc
+        read, write = meta.block_table[:, :2].t().long().contiguous()
+        starts = meta.query_start_loc
         fresh = meta.seq_lens == starts.diff()
         spans, ones = [], None
         if meta.max_query_len > 1:
@@ -113,9 +114,9 @@ class StateSteps(AttentionBackend):
                 Span(i, begins[i], begins[i + 1], lengths[i] == count) for i, count in enumerate(counts) if count > 1
             ]
             single = [i for i, count in enumerate(counts) if count == 1]
-            both = to_device([single, [begins[i] for i in single]], torch.int64, table.device)
+            both = to_device([single, [begins[i] for i in single]], torch.int64, read.device)
             ones = both[0], both[1]
-        meta.extra = StateStep(table[:, 0], table[:, 1], fresh, starts, spans, ones)
+        meta.extra = StateStep(read, write, fresh, starts, spans, ones)
 
     def forward(self, *_: object) -> torch.Tensor:
         raise AssertionError("a layer with a state does not attend")

@@ -1,0 +1,107 @@
+"""Recurrent states on the native kernels; the twins are in `worker/layers/` under the same names."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from quire.worker.cpu.native import KERNELS
+from quire.worker.layers import delta_rule, linear_attention, short_conv
+from quire.worker.layers.state import StateStep
+
+_WIDEST, _MOST = 16, 1024  # of convolutions; entries of keys and values
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pages: torch.Tensor,
+    step: StateStep,
+    silu: bool = False,
+) -> torch.Tensor:
+    """See `short_conv.causal_conv`."""
+    if len(weight) > _WIDEST:
+        return short_conv.causal_conv(x, weight, bias, pages, step, silu)
+    x = _rows(x.float())
+    out = torch.empty(x.shape)
+    KERNELS.lib.quire_causal_conv(
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        *_step(pages, step),
+        x.shape[1],
+        len(weight),
+        out.data_ptr(),
+    )
+    return F.silu(out, inplace=True) if silu else out
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    pages: torch.Tensor,
+    step: StateStep,
+) -> torch.Tensor:
+    """See `delta_rule.gated_delta_rule`."""
+    if max(q.shape[2], v.shape[2]) > _MOST:
+        return delta_rule.gated_delta_rule(q, k, v, g, beta, pages, step)
+    q, k, g, beta, v = q.contiguous(), k.contiguous(), g.contiguous(), beta.contiguous(), _rows(v)
+    out = torch.empty(v.shape)
+    KERNELS.lib.quire_delta_rule(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        v.stride(0),
+        g.data_ptr(),
+        beta.data_ptr(),
+        *_step(pages, step),
+        v.shape[1],
+        *q.shape[1:],
+        v.shape[2],
+        g.shape[2],
+        out.data_ptr(),
+    )
+    return out
+
+
+def scan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, pages: torch.Tensor, step: StateStep
+) -> torch.Tensor:
+    """See `linear_attention.linear_attention`."""
+    if max(q.shape[2], v.shape[2]) > _MOST:
+        return linear_attention.linear_attention(q, k, v, g, pages, step)
+    q, k, v, g = _rows(q), _rows(k), v.contiguous(), g.contiguous()
+    out = torch.empty(v.shape)
+    KERNELS.lib.quire_linear_attention(
+        q.data_ptr(),
+        q.stride(0),
+        k.data_ptr(),
+        k.stride(0),
+        v.data_ptr(),
+        g.data_ptr(),
+        *_step(pages, step),
+        v.shape[1],
+        *q.shape[1:],
+        v.shape[2],
+        out.data_ptr(),
+    )
+    return out
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x `[T, ..]` with contiguous rows, in float32."""
+    assert x.dtype == torch.float32
+    return x if x[:1].is_contiguous() else x.contiguous()
+
+
+def _step(pages: torch.Tensor, step: StateStep) -> tuple[int, ...]:
+    """The arguments of the kernels for the pages and requests of a step."""
+    assert pages.is_contiguous() and pages.dtype == torch.float32 and step.starts.dtype == torch.int32
+    tensors = pages, step.read, step.write, step.fresh, step.starts
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    return (*(tensor.data_ptr() for tensor in tensors), len(step.read))
