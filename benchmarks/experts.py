@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from quire.worker.cpu.experts import NativeExperts
 from quire.worker.cpu.native import KERNELS
-from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
+from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
 from quire.worker.cpu.packed_linear import PackedMethod
 
 EXPERTS, HIDDEN, SIZE, TOP_K = 128, 2048, 768, 8

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from quire.checkpoints.gguf.header import BLOCKS
 from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.torch_paged import CpuPagedAttention
+from quire.worker.cpu import native_linear
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.native import KERNELS
 from quire.worker.platforms import huge_pages
@@ -77,7 +78,7 @@ def gemm(race: Race) -> None:
         for n, k in shapes:
             count = max(2, min(24, int(150e6 / (n * k))))
             weights = [torch.randn(n, k).mul_(0.02).bfloat16() for _ in range(count)]
-            packed = [cpu_ops.PackedLinear(weight) for weight in weights]
+            packed = [native_linear.PackedLinear(weight) for weight in weights]
             for m in (1, 4, 16, 32, 64, 256, 1024):
                 if m * n > 2e7:
                     continue
@@ -95,9 +96,9 @@ def quant(race: Race) -> None:
     for n, k in ((6144, 1024), (1024, 3072), (2560, 9728)):
         count = max(4, min(24, int(150e6 / (n * k))))
         weights = [torch.randn(n, k).mul_(0.02).bfloat16() for _ in range(count)]
-        packed = [cpu_ops.PackedLinear(weight) for weight in weights]
+        packed = [native_linear.PackedLinear(weight) for weight in weights]
         for bits, group in ((8, 128), (4, 32), (4, 64), (4, 128)):
-            linears = [cpu_ops.QuantizedLinear.quantize(weight, bits, group) for weight in weights]
+            linears = [native_linear.QuantizedLinear.quantize(weight, bits, group) for weight in weights]
             for m in (1, 4, 8, 16, 32, 64, 256):
                 x = torch.randn(m, k).bfloat16()
                 times = race.run(
@@ -115,14 +116,14 @@ def quant(race: Race) -> None:
 def stored(race: Race) -> None:
     """Weights as checkpoints store them: blocks of GGUF files (random bytes) and 8-bit floats by 128."""
     n, k, count = 4096, 2560, 12
-    for kind in (*cpu_ops.PACKED_BLOCKS, "e4m3"):
+    for kind in (*native_linear.PACKED_BLOCKS, "e4m3"):
         if kind == "e4m3":
             values, scales = torch.randn(n, k).mul(100).to(torch.float8_e4m3fn), torch.rand(n, k // 128)
-            linears = [cpu_ops.QuantizedLinear.from_values(values, scales, None, 8, 128) for _ in range(count)]
+            linears = [native_linear.QuantizedLinear.from_values(values, scales, None, 8, 128) for _ in range(count)]
         else:
             per_block, size = BLOCKS[kind]
             blocks = torch.randint(256, (n, k // per_block * size), dtype=torch.uint8)
-            linears = [cpu_ops.QuantizedLinear.from_blocks([blocks], kind, (n, k)) for _ in range(count)]
+            linears = [native_linear.QuantizedLinear.from_blocks([blocks], kind, (n, k)) for _ in range(count)]
         for m in (1, 2, 4, 8, 16, 32, 128, 512):
             some = linears if m <= 32 else linears[:2]
             x = torch.randn(m, k).bfloat16()

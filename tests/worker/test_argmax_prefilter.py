@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quire.worker.cpu import ops as cpu_ops
+from quire.worker.cpu import native_linear
 from quire.worker.cpu.argmax_prefilter import BytesArgmaxPrefilter, Int8ArgmaxPrefilter
 from quire.worker.messages import SamplingParams
 from quire.worker.models.registry import build_model, read_model_spec
@@ -27,7 +27,7 @@ def screened(native_kernels, monkeypatch):
     monkeypatch.setattr(Int8ArgmaxPrefilter, "MIN_WEIGHTS", 0)
 
 
-def _twin(linear: cpu_ops.PackedLinear, x: torch.Tensor) -> torch.Tensor:
+def _twin(linear: native_linear.PackedLinear, x: torch.Tensor) -> torch.Tensor:
     return linear(x, torch.float32).argmax(1)  # the first of the largest
 
 
@@ -41,7 +41,7 @@ def _largest(screen: Int8ArgmaxPrefilter, x: torch.Tensor) -> torch.Tensor | Non
 @pytest.mark.parametrize("compact", [True, False])
 def test_same_tokens_as_of_all_logits(screened, m, n, k, compact):
     torch.manual_seed(n + m)
-    linear = cpu_ops.PackedLinear((torch.randn(n, k) * 0.02).bfloat16(), compact=compact)
+    linear = native_linear.PackedLinear((torch.randn(n, k) * 0.02).bfloat16(), compact=compact)
     screen = Int8ArgmaxPrefilter.of(linear)
     for _ in range(3):
         x = torch.randn(m, k + 32).bfloat16()[:, :k]
@@ -61,7 +61,7 @@ def byte_products(screened, native_kernels):
 def test_same_tokens_of_a_weight_of_8_bits(byte_products, m, n, k, group):
     torch.manual_seed(n + m)
     weight = (torch.randn(n, k) * 0.02 * torch.rand(n, 1)).bfloat16()
-    linear = cpu_ops.QuantizedLinear.quantize(weight, 8, group)
+    linear = native_linear.QuantizedLinear.quantize(weight, 8, group)
     screen = BytesArgmaxPrefilter.of(linear)
     for sizes in (torch.ones(k), 10 ** torch.linspace(-2, 2, k)):
         x = (torch.randn(m, k) * sizes).bfloat16()
@@ -72,15 +72,15 @@ def test_same_tokens_of_a_weight_of_8_bits(byte_products, m, n, k, group):
 
 def test_weights_of_8_bits_that_are_not_screened(byte_products):
     weight = torch.randn(64, 64).bfloat16()
-    quantize = cpu_ops.QuantizedLinear.quantize
+    quantize = native_linear.QuantizedLinear.quantize
     assert BytesArgmaxPrefilter.of(quantize(weight, 8)) and not BytesArgmaxPrefilter.of(quantize(weight, 4))
     assert not BytesArgmaxPrefilter.of(quantize(weight, 8, bias=torch.zeros(64)))
     assert not BytesArgmaxPrefilter.of(quantize(weight, 8, narrow=True))  # one product per weight as it is
     values, scales = torch.ones(64, 64, dtype=torch.int8), torch.ones(64, 1)
-    with_offsets = cpu_ops.QuantizedLinear.from_values(values, scales, torch.ones(64, 1), 8, -1)
+    with_offsets = native_linear.QuantizedLinear.from_values(values, scales, torch.ones(64, 1), 8, -1)
     assert not BytesArgmaxPrefilter.of(with_offsets)
     scales[3] = float("nan")
-    assert not BytesArgmaxPrefilter.of(cpu_ops.QuantizedLinear.from_values(values, scales, None, 8, -1))
+    assert not BytesArgmaxPrefilter.of(native_linear.QuantizedLinear.from_values(values, scales, None, 8, -1))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_what_is_hard_to_tell_apart(screened, case):
         weight[1234, 1:], weight[1234, 0] = 127, 100
     else:
         weight = weight[torch.arange(n) % 40] * (1 + 2**-7 * torch.randint(-1, 2, (n, k)))
-    linear = cpu_ops.PackedLinear(weight.bfloat16())
+    linear = native_linear.PackedLinear(weight.bfloat16())
     screen = Int8ArgmaxPrefilter(linear)
     for rows in (x[:1], x[:9], x):
         assert torch.equal(_largest(screen, rows.bfloat16()), _twin(linear, rows.bfloat16()))
@@ -130,11 +130,11 @@ def test_of_equal_logits_the_first(screened, factor):
     torch.manual_seed(1)
     weight, x = torch.randn(3000, 128).bfloat16(), torch.randn(8, 128).bfloat16()
     x[:, 100:] = 0
-    best = _twin(cpu_ops.PackedLinear(weight), x)
+    best = _twin(native_linear.PackedLinear(weight), x)
     for row, token in enumerate(best.tolist()):
         weight[(token + 701 * (row + 1)) % 3000] = weight[token]
     weight[1::2, 100:] *= factor
-    linear = cpu_ops.PackedLinear(weight)
+    linear = native_linear.PackedLinear(weight)
     assert torch.equal(_largest(Int8ArgmaxPrefilter(linear), x), _twin(linear, x)) and not torch.equal(
         _twin(linear, x), best
     )
@@ -143,7 +143,7 @@ def test_of_equal_logits_the_first(screened, factor):
 def test_rows_of_a_trained_model(screened):
     """The embedded model's own embeddings as hidden states: the limits mostly leave only the right block."""
     weight = load_file(TINY_MODEL / "model.safetensors")["model.embed_tokens.weight"]
-    linear = cpu_ops.PackedLinear(weight)
+    linear = native_linear.PackedLinear(weight)
     screen, computed = Int8ArgmaxPrefilter(linear), 0
     for x in weight.split(1):
         assert torch.equal(_largest(screen, x), _twin(linear, x))
@@ -154,32 +154,32 @@ def test_rows_of_a_trained_model(screened):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_left_to_the_sampler(screened, value):
     weight, x = torch.randn(200, 64).bfloat16(), torch.randn(3, 64).bfloat16()
-    linear = cpu_ops.PackedLinear(weight)
+    linear = native_linear.PackedLinear(weight)
     x[1, 5] = value
     assert Int8ArgmaxPrefilter(linear).largest(x) is None
-    huge = cpu_ops.PackedLinear(torch.full((64, 64), 1e30).bfloat16())
+    huge = native_linear.PackedLinear(torch.full((64, 64), 1e30).bfloat16())
     assert Int8ArgmaxPrefilter(huge).largest(torch.full((2, 64), 1e30).bfloat16()) is None
     weight[7, 9] = value
-    assert Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight)) is None
+    assert Int8ArgmaxPrefilter.of(native_linear.PackedLinear(weight)) is None
 
 
 def test_who_has_none(screened, monkeypatch):
     weight = torch.randn(64, 64).bfloat16()
-    assert Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight)) and not Int8ArgmaxPrefilter.of(
-        cpu_ops.PackedLinear(weight, torch.zeros(64))
+    assert Int8ArgmaxPrefilter.of(native_linear.PackedLinear(weight)) and not Int8ArgmaxPrefilter.of(
+        native_linear.PackedLinear(weight, torch.zeros(64))
     )
     assert not Int8ArgmaxPrefilter.of(
-        cpu_ops.PackedLinear(torch.randn(64, 96).bfloat16())
-    ) and not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight, gated="silu"))
-    assert Int8ArgmaxPrefilter(cpu_ops.PackedLinear(weight)).largest(torch.randn(33, 64).bfloat16()) is None
+        native_linear.PackedLinear(torch.randn(64, 96).bfloat16())
+    ) and not Int8ArgmaxPrefilter.of(native_linear.PackedLinear(weight, gated="silu"))
+    assert Int8ArgmaxPrefilter(native_linear.PackedLinear(weight)).largest(torch.randn(33, 64).bfloat16()) is None
     monkeypatch.setattr(Int8ArgmaxPrefilter, "MIN_WEIGHTS", 64 * 64 + 1)
-    assert not Int8ArgmaxPrefilter.of(cpu_ops.PackedLinear(weight))
+    assert not Int8ArgmaxPrefilter.of(native_linear.PackedLinear(weight))
 
 
 def test_it_rests_where_it_does_not_help(screened):
     torch.manual_seed(0)
     # every block holds the largest
-    linear = cpu_ops.PackedLinear(torch.randn(16, 64).bfloat16()[torch.arange(4000) % 16])
+    linear = native_linear.PackedLinear(torch.randn(16, 64).bfloat16()[torch.arange(4000) % 16])
     screen, x = Int8ArgmaxPrefilter(linear), torch.randn(2, 64).bfloat16()
     assert torch.equal(screen.largest(x), _twin(linear, x)) and screen.computed == 125
     assert all(screen.largest(x) is None for _ in range(Int8ArgmaxPrefilter._PAUSE)) and screen.largest(x) is not None

@@ -13,7 +13,7 @@ from quire.worker import memory
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.fixed_order_linear import FixedRows
 from quire.worker.cpu.native import KERNELS
-from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
+from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
 from quire.worker.messages import SamplingParams
 from quire.worker.models.registry import read_model_spec
 from quire.worker.platforms.cpu import CpuPlatform

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.worker.cpu import build, native
 from quire.worker.cpu.experts import NativeExperts
-from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
+from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
 from quire.worker.cpu.packed_linear import PackedMethod
 from quire.worker.layers.moe import fused_experts
 from quire.worker.layers.quantization.gguf_blocks import dequantize

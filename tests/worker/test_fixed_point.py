@@ -11,7 +11,7 @@ import torch
 
 from quire.worker.cpu import build
 from quire.worker.cpu import ops as cpu_ops
-from quire.worker.cpu.ops import PackedLinear, QuantizedLinear
+from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
 from tests.worker.test_kernels import dense_attention, installed, random_quantized, usable_levels
 
 pytestmark = pytest.mark.slow

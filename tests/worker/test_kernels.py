@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from quire.checkpoints.gguf.header import BLOCKS
-from quire.worker.cpu import build, native
+from quire.worker.cpu import build, native, native_linear
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.layers.activation import silu_and_mul
 from quire.worker.layers.norm import add_rms_norm, rms_norm
@@ -97,9 +97,9 @@ def test_packed_linear(kernels, m):
         n, k = rng.choice([1, 5, 31, 32, 33, 64, 200, 1000]), rng.choice([1, 2, 7, 31, 32, 33, 96, 333, 2200])
         weight, x = torch.randn(n, k).bfloat16(), torch.randn(m, k + 3).bfloat16()[:, :k]
         bias = torch.randn(n).bfloat16() if rng.random() < 0.5 else None
-        linear = cpu_ops.PackedLinear(weight, bias)
+        linear = native_linear.PackedLinear(weight, bias)
         want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-        plain = cpu_ops.PackedLinear(weight, bias, compact=False)
+        plain = native_linear.PackedLinear(weight, bias, compact=False)
         for got, path in ((linear, 0), (linear, 3), (plain, 0), (plain, 1), (plain, 3)):
             error = 2e-5 if kernels != "amx" and path == 0 and m > 32 else 1e-6  # test_fixed_point.py tests this
             assert_near(got(x, torch.float32, path), want, error * k**0.5, scale=k**0.5)
@@ -119,7 +119,7 @@ def test_compact_weights_change_no_bit(kernels, m, n, k, gated):
     weight[torch.randint(n, (9,)), torch.randint(k, (9,))] *= 2.0 ** torch.randint(-30, 30, (9,))
     weight[torch.randint(n, (5,)), torch.randint(k, (5,))] = torch.tensor([0.0, -0.0, 1e-30, 3e4, -1e9]).bfloat16()
     bias = torch.randn(n).bfloat16()
-    plain, compact = (cpu_ops.PackedLinear(weight, bias, gated, compact) for compact in (False, True))
+    plain, compact = (native_linear.PackedLinear(weight, bias, gated, compact) for compact in (False, True))
     assert plain.compact is None and compact.compact is not None
     for dtype in (torch.bfloat16,) if gated else (torch.bfloat16, torch.float32):
         # without AMX, path 0 multiplies many rows by compact weights in fixed point
@@ -132,7 +132,7 @@ def test_compact_weights_change_no_bit(kernels, m, n, k, gated):
 def test_compact_storage(kernels):
     weight = torch.randn(96, 640).bfloat16()
     weight[32:64] = 0  # a whole block
-    linear = cpu_ops.PackedLinear(weight)
+    linear = native_linear.PackedLinear(weight)
     assert linear.packed.nbytes == weight.nbytes * 3 // 4 and len(linear.compact.exceptions) < 0.002 * weight.numel()
     assert torch.equal(linear.rows(torch.arange(96)), weight)
     assert torch.equal(linear(torch.randn(5, 640).bfloat16())[:, 32:64], torch.zeros(5, 32).bfloat16())
@@ -141,7 +141,7 @@ def test_compact_storage(kernels):
 def test_a_trained_model_is_compact(kernels):
     for name, weight in load_file(TINY_MODEL / "model.safetensors").items():
         if weight.dim() == 2:
-            linear = cpu_ops.PackedLinear(weight)
+            linear = native_linear.PackedLinear(weight)
             assert linear.compact is not None and len(linear.compact.exceptions) < 0.005 * weight.numel(), name
             assert torch.equal(linear.rows(torch.arange(len(weight))), weight)
 
@@ -150,15 +150,16 @@ def test_a_trained_model_is_compact(kernels):
 def test_weights_that_are_not_compacted(kernels, spoil):
     weight, x = torch.randn(40, 64).bfloat16(), torch.randn(3, 64).bfloat16()
     weight[7, 9] = spoil
-    assert cpu_ops.PackedLinear(weight).compact is None
+    assert native_linear.PackedLinear(weight).compact is None
     spread = torch.randn(40, 64).bfloat16() * 2.0 ** torch.randint(-12, 12, (40, 64))
-    linear = cpu_ops.PackedLinear(spread.bfloat16())
-    assert linear.compact is None and torch.equal(linear(x), cpu_ops.PackedLinear(spread.bfloat16(), compact=False)(x))
+    linear = native_linear.PackedLinear(spread.bfloat16())
+    plain = native_linear.PackedLinear(spread.bfloat16(), compact=False)
+    assert linear.compact is None and torch.equal(linear(x), plain(x))
 
 
 def test_packed_linear_with_a_long_sum_and_leading_dimensions(kernels):
     weight, x = torch.randn(70, 5000).bfloat16(), torch.randn(3, 11, 5000).bfloat16()  # k spans several runs
-    linear = cpu_ops.PackedLinear(weight)
+    linear = native_linear.PackedLinear(weight)
     got = linear(x, torch.float32, path=3)
     assert got.shape == (3, 11, 70)
     assert_near(got, x.double() @ weight.double().T, 1e-4, scale=70.0)
@@ -169,7 +170,7 @@ def test_packed_linear_with_a_long_sum_and_leading_dimensions(kernels):
 def test_packed_linear_rows_do_not_depend_on_each_other(kernels, k):
     # k spans several runs, the rows several groups
     weight, x = torch.randn(96, k).bfloat16(), torch.randn(1100, k).bfloat16()
-    linear = cpu_ops.PackedLinear(weight)
+    linear = native_linear.PackedLinear(weight)
     together = linear(x, torch.float32, path=3)
     assert_near(together, x.double() @ weight.double().T, 1e-6 * k**0.5, scale=k**0.5)
     for m in (1, 2, 3, 4, 7, 8, 13, 16, 17, 40, 300, 1099):
@@ -184,14 +185,14 @@ def test_packed_gate_up(kernels, m, inter, with_bias):
     bias = torch.randn(2 * inter).bfloat16() if with_bias else None
     want = silu_and_mul(F.linear(x.float(), weight.float(), None if bias is None else bias.float()))
     for path in (0, 1):
-        assert_near(cpu_ops.PackedLinear(weight, bias, gated="silu", compact=False)(x, path=path), want, 2**-8)
+        assert_near(native_linear.PackedLinear(weight, bias, gated="silu", compact=False)(x, path=path), want, 2**-8)
 
 
 def test_packed_linear_refuses_other_types(kernels):
     with pytest.raises(ValueError, match="bfloat16"):
-        cpu_ops.PackedLinear(torch.randn(4, 4))
+        native_linear.PackedLinear(torch.randn(4, 4))
     with pytest.raises(ValueError, match="gate"):
-        cpu_ops.PackedLinear(torch.randn(5, 4).bfloat16(), gated="silu")
+        native_linear.PackedLinear(torch.randn(5, 4).bfloat16(), gated="silu")
 
 
 def random_quantized(rng: random.Random, n: int, k: int, bits: int, group: int, with_offsets: bool):
@@ -223,7 +224,7 @@ def test_quantized_linear(kernels, bits, m):
         )
         values, scales, offsets, weight = random_quantized(rng, n, k, bits, group, rng.random() < 0.5)
         bias = torch.randn(n).bfloat16() if rng.random() < 0.5 else None
-        linear = cpu_ops.QuantizedLinear.from_values(values, scales, offsets, bits, group, bias)
+        linear = native_linear.QuantizedLinear.from_values(values, scales, offsets, bits, group, bias)
         x = torch.randn(m, k + 3).bfloat16()[:, :k] * torch.rand(m, 1).bfloat16()
         want = x.double() @ weight.T + (0 if bias is None else bias.double())
         # the total of the terms' relative errors is a fraction of this
@@ -246,7 +247,7 @@ def test_quantize(kernels, bits, relative_error):
     weight = (torch.randn(96, 640) * torch.rand(96, 1)).bfloat16()
     weight[3, 64:128] = 0
     weight[4, 64:128] *= 1e-20
-    linear = cpu_ops.QuantizedLinear.quantize(weight, bits, 64)
+    linear = native_linear.QuantizedLinear.quantize(weight, bits, 64)
     got = linear.rows(torch.arange(96)).double()
     error = (got - weight.double()).square().sum(1).sqrt() / weight.double().square().sum(1).sqrt()
     assert error.max() < 1.3 * relative_error and error.mean() < relative_error
@@ -262,12 +263,12 @@ def test_quantized_gate_up(kernels, bits, m):
     torch.manual_seed(m)
     values, scales, offsets, weight = random_quantized(rng, 2 * 37, 100, bits, 32, True)
     scales, offsets, weight, bias = scales / 8, offsets / 8, weight / 8, torch.randn(74).bfloat16()
-    linear = cpu_ops.QuantizedLinear.from_values(values, scales, offsets, bits, 32, bias, gated="silu")
+    linear = native_linear.QuantizedLinear.from_values(values, scales, offsets, bits, 32, bias, gated="silu")
     x = torch.randn(m, 100).bfloat16()
     assert_near(linear(x), silu_and_mul(F.linear(x.float(), weight.float(), bias.float())), 2**-6)
 
 
-@pytest.mark.parametrize("kind", cpu_ops.PACKED_BLOCKS)
+@pytest.mark.parametrize("kind", native_linear.PACKED_BLOCKS)
 def test_packed_blocks(kernels, kind):
     """Blocks of GGUF files, in two parts and with missing rows, as the reference dequantizes them."""
     cases = [(1, 33, 512), (2, 70, 256), (3, 10, 256), (5, 64, 768), (13, 40, 512), (130, 45, 256)]
@@ -278,7 +279,7 @@ def test_packed_blocks(kernels, kind):
         blocks = torch.from_numpy(blocks_of((torch.randn(n, k) * torch.rand(n, 1)).numpy(), kind))
         weight, bias = dequantize(blocks, kind), torch.randn(n + 3)
         parts = [blocks[: n // 3].contiguous(), blocks[n // 3 :].contiguous()]
-        linear = cpu_ops.QuantizedLinear.from_blocks(parts, kind, (n + 3, k), bias)
+        linear = native_linear.QuantizedLinear.from_blocks(parts, kind, (n + 3, k), bias)
         held = [t.nbytes for t in (linear.packed, linear.scales, linear.offsets) if t is not None]
         assert sum(held) <= blocks.nbytes / n * linear.columns
         assert torch.equal(linear.rows(torch.arange(n)), weight.bfloat16())
@@ -311,7 +312,7 @@ def check_narrow(kernels, linear, x, want, tolerance=2e-6) -> None:
         assert all(torch.equal(linear(x, path=path), together) for path in (0, 2, 3))
 
 
-@pytest.mark.parametrize("kind", cpu_ops.PACKED_BLOCKS)
+@pytest.mark.parametrize("kind", native_linear.PACKED_BLOCKS)
 @pytest.mark.parametrize("m", [1, 2, 4, 7, 13, 30, 100])
 def test_activations_in_8_bits(kernels, kind, m):
     torch.manual_seed(m)
@@ -320,7 +321,7 @@ def test_activations_in_8_bits(kernels, kind, m):
     bias, x = torch.randn(n), (torch.randn(m, k) * torch.rand(m, 1)).bfloat16()
     x[m // 2] = 0
     x[0, 5] = 40  # an outlier
-    linear = cpu_ops.QuantizedLinear.from_blocks([blocks], kind, (n, k), bias, narrow=True)
+    linear = native_linear.QuantizedLinear.from_blocks([blocks], kind, (n, k), bias, narrow=True)
     group = 256 if BLOCKS[kind][0] == 256 else 32  # as in llama.cpp
     want = rounded_to_8_bits(x, group) @ dequantize(blocks, kind).double().T + bias.double()
     check_narrow(kernels, linear, x, want)
@@ -334,7 +335,7 @@ def test_activations_in_8_bits_of_integers(kernels, bits, m, k, group):
     torch.manual_seed(k)
     for with_offsets in (False, True):
         values, scales, offsets, weight = random_quantized(random.Random(0), 70, k, bits, group, with_offsets)
-        linear = cpu_ops.QuantizedLinear.from_values(values, scales, offsets, bits, group, narrow=True)
+        linear = native_linear.QuantizedLinear.from_values(values, scales, offsets, bits, group, narrow=True)
         x = torch.randn(m, k).bfloat16()
         check_narrow(kernels, linear, x, rounded_to_8_bits(x, min(group, 256) if group > 0 else 256) @ weight.T)
 
@@ -346,7 +347,7 @@ def test_packed_blocks_of_gate_and_up(kernels, kind, m):
     blocks = torch.from_numpy(blocks_of(torch.randn(74, 256).mul_(0.1).numpy(), kind))
     weight, bias, x = dequantize(blocks, kind), torch.randn(74), torch.randn(m, 256).bfloat16()
     parts = [blocks[:37].contiguous(), blocks[37:].contiguous()]
-    linear = cpu_ops.QuantizedLinear.from_blocks(parts, kind, (74, 256), bias, gated="silu")
+    linear = native_linear.QuantizedLinear.from_blocks(parts, kind, (74, 256), bias, gated="silu")
     assert_near(linear(x), silu_and_mul(F.linear(x.float(), weight, bias)), 2**-6)
 
 
@@ -360,7 +361,7 @@ def test_weights_of_8_bit_floats(kernels, m, group):
     values.view(torch.uint8)[1, : len(codes)] = codes
     scales = torch.rand(n, 1 if group < 0 else -(-k // group)) * 1e-6
     weight, bias = values.float() * scales.repeat_interleave(k if group < 0 else group, 1)[:, :k], torch.randn(n) * 1e-4
-    linear = cpu_ops.QuantizedLinear.from_values(values, scales, None, 8, group, bias)
+    linear = native_linear.QuantizedLinear.from_values(values, scales, None, 8, group, bias)
     assert torch.equal(linear.rows(torch.arange(n)), weight.bfloat16())
     x = torch.randn(m, k).bfloat16()
     want = x.double() @ weight.double().T + bias.double()
@@ -375,21 +376,21 @@ def test_weights_of_8_bit_floats(kernels, m, group):
 def test_quantized_linear_refuses_what_it_cannot_do(kernels):
     for arguments, message in [((3, 64), "3 bits"), ((4, 96), "group size 96"), ((8, 300), "group size 300")]:
         with pytest.raises(ValueError, match=message):
-            cpu_ops.QuantizedLinear.quantize(torch.randn(4, 64).bfloat16(), *arguments)
+            native_linear.QuantizedLinear.quantize(torch.randn(4, 64).bfloat16(), *arguments)
     with pytest.raises(ValueError, match="bfloat16"):
-        cpu_ops.QuantizedLinear.quantize(torch.randn(4, 64), 4)
+        native_linear.QuantizedLinear.quantize(torch.randn(4, 64), 4)
 
 
 def test_onednn_and_the_kernels_leave_each_others_tiles_alone(kernels):
     weight, x = torch.randn(256, 512).bfloat16(), torch.randn(48, 512).bfloat16()
-    linear, want = cpu_ops.PackedLinear(weight), F.linear(x, weight)
+    linear, want = native_linear.PackedLinear(weight), F.linear(x, weight)
     for _ in range(5):
         assert_near(linear(x), want, 2**-7)
         assert torch.equal(F.linear(x, weight), want)
 
 
 def test_the_thread_count_is_torchs(kernels):
-    x, linear = torch.randn(20, 640).bfloat16(), cpu_ops.PackedLinear(torch.randn(640, 640).bfloat16())
+    x, linear = torch.randn(20, 640).bfloat16(), native_linear.PackedLinear(torch.randn(640, 640).bfloat16())
     F.linear(x, torch.randn(640, 640).bfloat16())
     linear(x)
     before = len(_threads())

@@ -14,7 +14,7 @@ from quire.configs.config import Config
 from quire.configs.sources import embedded_model
 from quire.worker import memory
 from quire.worker.cpu.native import KERNELS
-from quire.worker.cpu.ops import QuantizedLinear
+from quire.worker.cpu.native_linear import QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.quantization import int_at_load as quant

@@ -7,7 +7,8 @@ from ctypes import byref
 import torch
 
 from quire.worker.cpu.native import KERNELS, ScreenArgs
-from quire.worker.cpu.ops import PackedLinear, QuantizedLinear, has_amx
+from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
+from quire.worker.cpu.ops import has_amx
 from quire.worker.platforms import huge_pages
 
 

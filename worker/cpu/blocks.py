@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate, groupby, pairwise
 
-from quire.worker.cpu.ops import MixedLinear, QuantizedLinear
+from quire.worker.cpu.native_linear import MixedLinear, QuantizedLinear
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.quantization.blocks import Rows
 

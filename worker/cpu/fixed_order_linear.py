@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quire.worker.cpu.native import LinearArgs
-from quire.worker.cpu.ops import MixedLinear, PackedLinear, QuantizedLinear
+from quire.worker.cpu.native_linear import MixedLinear, PackedLinear, QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.quantization.int_groups import Reordered

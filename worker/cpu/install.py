@@ -17,7 +17,7 @@ from quire.worker.cpu.blocks import packed_blocks
 from quire.worker.cpu.build import BuildError
 from quire.worker.cpu.experts import NativeExperts
 from quire.worker.cpu.native import KERNELS
-from quire.worker.cpu.ops import QuantizedLinear
+from quire.worker.cpu.native_linear import QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.cpu.segments import Segments
 from quire.worker.layers.linear import Linear, LinearMethod

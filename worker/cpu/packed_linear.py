@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.worker.cpu.native import LinearArgs
-from quire.worker.cpu.ops import MixedLinear, PackedLinear, QuantizedLinear
+from quire.worker.cpu.native_linear import MixedLinear, PackedLinear, QuantizedLinear
 from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.platforms.huge_pages import Workspace
 
