@@ -153,6 +153,24 @@ class CacheConfig:
         aliases={"fp8_e4m3": "fp8", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
     )
     enable_prefix_caching: bool = opt(True, "reuse KV blocks of equal prompt prefixes")
+    kv_offload_gib: float | None = opt(
+        None,
+        (
+            "GiB of RAM for blocks that were used again and leave the KV cache, per engine (default: a quarter of the "
+            "free RAM on CUDA, 0 on CPU, where the cache is RAM)"
+        ),
+        minimum=0,
+    )
+    kv_disk: str | None = opt(
+        None,
+        (
+            "folder for KV blocks that were used again, so that conversations continue after a pause or a restart "
+            "without being computed again (default: none)"
+        ),
+        everyday=True,
+        metavar="DIR",
+    )
+    kv_disk_gib: float = opt(16.0, "maximum GiB of all files in --kv-disk, of all engines that use it", above=0)
     num_gpu_blocks_override: int | None = opt(None, "exact number of KV blocks, for tests", minimum=2)
 
 

@@ -10,6 +10,7 @@ to every server as `EngineDead`, and ends the process with exit code 1.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -26,6 +27,7 @@ from quire.configs.config import Config
 from quire.engine.executor.base import Executor, Pending, get_executor, steps_in_flight
 from quire.engine.ipc import ServerSocket
 from quire.engine.kv.manager import KVCacheManager
+from quire.engine.kv.tiers import SAVED_AT_ONCE, Tiers, tiers_below
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -41,6 +43,7 @@ from quire.engine.messages import (
     SamplingParams,
     StepOutputs,
     ToEngine,
+    WorkerReady,
 )
 from quire.engine.process import (
     dump_stacks_on,
@@ -59,6 +62,10 @@ logger = logging.getLogger(__name__)
 STATS_INTERVAL = 0.25  # seconds between statistics messages while busy
 EXIT_SIGNAL = signal.SIGUSR1  # the thread that watches stdin sends it to the main thread
 GIVE_BACK_INTERVAL = 5.0  # seconds between looks of an idle engine at the machine's memory
+SAVE_INTERVAL, SAVE_RETRY = 1.0, 5.0  # seconds between writes of hot blocks to disk; after one that was not possible
+SAVED_BYTES = 8 << 20  # that busy engines write at once
+SAVE_TIMEOUT = 15.0  # seconds that an engine writes before it ends
+FETCH_POLL_INTERVAL = 0.001  # seconds between looks for fetched blocks when nothing else is to do
 OPS_POLL_INTERVAL = 0.5  # seconds between polls of an idle engine for kernels that are being compiled
 CONNECT_TIMEOUT = 1.0  # seconds that a failing engine waits for a server to connect
 
@@ -79,6 +86,8 @@ class EngineCore:
         self.works_idle = False  # whether the workers have work deferred until no request runs
         self.stats_due = 0.0  # time.monotonic() of the next statistics message; 0 if there are no new statistics
         self.cache_used_at: float | None = None  # time.monotonic(); None while the KV cache's memory is given back
+        self.save_due = 0.0  # time.monotonic() of the next write of hot blocks to disk
+        self.saved_blocks = 1  # number of blocks that a busy engine writes at once
         self.awaits_ops = False  # whether the workers' kernels are still being compiled
 
     # ---- the loop
@@ -98,6 +107,9 @@ class EngineCore:
             step, future = self.in_flight.popleft()
             self.send(self.scheduler.update(step, future.result()))
         else:
+            if self.scheduler.tiers is not None and self.scheduler.tiers.busy:
+                time.sleep(FETCH_POLL_INTERVAL)
+                return
             assert not self.scheduler.requests, "there are requests, but none can run"
             self.works_idle = self.works_idle and self.executor.call("work_idle")
 
@@ -117,6 +129,7 @@ class EngineCore:
             self.handle(client, message)
         if idle and not messages and self.awaits_ops:
             self.awaits_ops = self.executor.call("look_for_ops")
+        self.save_some(idle)
         if idle and not messages:
             self.give_back_memory()
         elif not idle:
@@ -128,7 +141,19 @@ class EngineCore:
             return 0.0
         if self.awaits_ops:
             return OPS_POLL_INTERVAL
+        if self.scheduler.tiers is not None and self.scheduler.tiers.num_unsaved:
+            return max(self.save_due - time.monotonic(), 0.01)
         return GIVE_BACK_INTERVAL if self.gives_back and self.cache_used_at is not None else None
+
+    def save_some(self, idle: bool) -> None:
+        """Have hot blocks written to disk now and then, more of them while no request runs."""
+        tiers, now = self.scheduler.tiers, time.monotonic()
+        if tiers is None or not tiers.num_unsaved or now < self.save_due:
+            return
+        most = SAVED_AT_ONCE if idle else self.saved_blocks
+        given = self.scheduler.save(most)
+        # an idle engine goes on at once, but looks for messages in between
+        self.save_due = now + (SAVE_RETRY if not given else 0.0 if idle else SAVE_INTERVAL)
 
     def give_back_memory(self) -> None:
         """Return the KV cache's memory to the system, and forget cached prefixes, if the workers find that it is time:
@@ -175,7 +200,7 @@ class EngineCore:
     def call(self, message: Call) -> CallResult:
         """Run a utility method. Its error is returned to the caller and does not affect the engine."""
         methods = {
-            "reset_prefix_cache": self.scheduler.kv.reset_prefix_cache,
+            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
             "describe_ops": lambda: self.executor.call("describe_ops"),
             "waiting": self.scheduler.not_begun,
@@ -263,7 +288,8 @@ class EngineCore:
             bool(ready.media and ready.media.whole),
             ready.num_states,
         )
-        self.scheduler = Scheduler(self.config.scheduler, ready, kv, self.config.parallel.pipeline_parallel_size)
+        stages = self.config.parallel.pipeline_parallel_size
+        self.scheduler = Scheduler(self.config.scheduler, ready, kv, stages, self.open_tiers(ready, kv))
         self.report_progress("warming up", 0.0)
         self.warm_up()
         self.awaits_ops = self.executor.call("look_for_ops")
@@ -275,6 +301,23 @@ class EngineCore:
         for client, message in self.early_messages:
             self.handle(client, message)
         self.early_messages.clear()
+
+    def open_tiers(self, ready: WorkerReady, kv: KVCacheManager) -> Tiers | None:
+        """What is below the pool, if anything."""
+        self.saved_blocks = min(max(SAVED_BYTES // max(ready.plan.bytes_per_block, 1), 1), SAVED_AT_ONCE)
+        return tiers_below(kv, ready, functools.partial(self.executor.call, "call_tiers"))
+
+    def save_hot(self) -> None:
+        """Before the end: write the hot blocks that no request holds to disk. An error ends that, and nothing else."""
+        tiers, deadline = self.scheduler.tiers, time.monotonic() + SAVE_TIMEOUT
+        try:
+            while tiers is not None and time.monotonic() < deadline:
+                given = self.scheduler.save(SAVED_AT_ONCE, only_free=True)
+                tiers.call("flush", max(deadline - time.monotonic(), 0.0))
+                if not given:
+                    break
+        except Exception:
+            logger.exception("could not write all of the KV cache to disk")
 
     def report_progress(self, phase: str, fraction: float) -> None:
         """Called while loading: send progress to the servers and answer those that connect meanwhile."""
@@ -390,6 +433,8 @@ def main() -> None:
         signal.signal(EXIT_SIGNAL, signal.SIG_IGN)
         socket.close()
         if core.executor and exit_code == 0:
+            if core.ready:
+                core.save_hot()
             core.executor.shutdown()
         _flush_stderr()
         os._exit(exit_code)  # everything is cleaned up, and tearing down an interpreter with torch is slow

@@ -15,6 +15,7 @@ from quire.engine.messages import AddRequest, Choice, MediaItem, RequestTiming
 
 class Status(Enum):
     WAITING = "waiting"  # new or preempted
+    FETCHING = "fetching"  # waits for blocks of its prefix from a lower tier; others are scheduled meanwhile
     RUNNING = "running"  # has a row and blocks
     FINISHED = "finished"  # finished, failed or aborted; steps in flight skip it
 

@@ -32,6 +32,7 @@ from quire.configs.config import SchedulerConfig
 from quire.configs.speculation import MAX_DRAFT
 from quire.engine.encoder_cache import EncoderCache
 from quire.engine.kv.manager import KVCacheManager, Match
+from quire.engine.kv.tiers import Tiers
 from quire.engine.messages import AddRequest, EngineOutput, EngineStats
 from quire.engine.request import Request, RequestQueue, Status
 from quire.engine.shares import FairQueue, Shares, fair_parts
@@ -75,6 +76,7 @@ class Step:
     published: dict[Request, list[int]] = field(default_factory=dict)
     # batch positions whose results are discarded because they were computed from blocks of a failed request
     ignored: set[int] = field(default_factory=set)
+    scheduled: float = field(default_factory=time.monotonic)
 
 
 class Scheduler:
@@ -86,8 +88,17 @@ class Scheduler:
     no turns, because all their tokens are known.
     """
 
-    def __init__(self, config: SchedulerConfig, ready: WorkerReady, kv: KVCacheManager, stages: int = 1):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        ready: WorkerReady,
+        kv: KVCacheManager,
+        stages: int = 1,
+        tiers: Tiers | None = None,
+    ):
         self.kv, self.num_groups, self.turn = kv, stages, 0
+        self.tiers = tiers  # below the pool; None: there are none
+        self._unasked: list[Request] = []  # waiting requests whose prefixes were not looked up there
         self.by_priority = config.scheduling_policy == "priority"
         self._last_other = -math.inf  # time.monotonic() when a request that is not a background one was last here
         self._scored_room = self._least_scored = SCORED_CHUNK  # of the step being scheduled
@@ -154,7 +165,7 @@ class Scheduler:
             else:
                 self.requests[client, request.request_id] = request
                 self.shares.enter(request)
-                self.waiting.add(request)
+                self._wait(request)
         return complete
 
     def abort(self, request_ids: list[str], client: bytes = b"") -> None:
@@ -187,7 +198,47 @@ class Scheduler:
         """Abort all requests of a server that disconnected."""
         self.abort([request_id for owner, request_id in self.requests if owner == client], client)
 
+    def _wait(self, request: Request) -> None:
+        request.status = Status.WAITING
+        self.waiting.add(request)
+        if self.tiers is not None:
+            self._unasked.append(request)
+
     # ---- scheduling a step
+
+    def _fetch(self) -> None:
+        """Queue requests whose blocks came from lower tiers, and have the blocks of new requests fetched."""
+        for request in self.tiers.poll():
+            request.status = Status.WAITING
+            self.waiting.add(request)
+        unasked, self._unasked = self._unasked, []
+        for request in unasked:
+            if request.status is Status.WAITING and self.tiers.begin(
+                request,
+                self.kv.pool.num_free - self._reserve(),
+                self.kv.pool.num_free_states - 2 * (self.max_running - len(self.running)),
+                self._unsettled(),
+            ):
+                self.waiting.remove(request)
+                request.status = Status.FETCHING
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes in every tier. Returns False, and does nothing, while requests hold any block."""
+        if not self.kv.reset_prefix_cache():
+            return False
+        if self.tiers is not None:
+            self.tiers.clear()
+        return True
+
+    def _unsettled(self) -> set[int]:
+        """Blocks that steps in flight fill, which may still fail."""
+        return {i for step in self._in_flight for ids in step.published.values() for i in ids}
+
+    def save(self, most: int, only_free: bool = False) -> int:
+        """Give the disk tier up to `most` hot blocks, with `only_free` of those that no request holds. Returns how many
+        it took.
+        """
+        return self.tiers.save(most, self._unsettled(), only_free) if self.tiers is not None else 0
 
     def schedule(self) -> Step | None:
         """Choose the requests of the next step and advance their counters. Returns None if nothing can run, or only
@@ -197,6 +248,8 @@ class Scheduler:
             return None
         step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], [], [], [], {}), [])
         self.kv.start_step()
+        if self.tiers is not None:
+            self._fetch()
         self.images.start_step()
         self._scored_room = SCORED_CHUNK
         self._least_scored = SCORED_CHUNK if all(map(_is_scored, self.running)) else LEAST_SCORED
@@ -215,6 +268,8 @@ class Scheduler:
         step.input.encode.extend(encode)
         step.input.evict.extend(evict)
         self._num_steps += 1
+        if self.tiers is not None:
+            step.input.stores.extend(self.tiers.take_evicted(self._unsettled()))
         self._in_flight.append(step)
         self.counts.iteration_tokens.append(step.num_tokens)
         return step
@@ -502,11 +557,10 @@ class Scheduler:
         self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
-        request.status = Status.WAITING
         request.num_draft = 0
         request.num_preemptions += 1
         self.counts.num_preemptions += 1
-        self.waiting.add(request)
+        self._wait(request)
 
     def _free_row_and_blocks(self, request: Request, discard: bool = False) -> None:
         self._note_published(request, self.kv.free(request, discard))
@@ -538,6 +592,8 @@ class Scheduler:
             for i, message in errors.items():
                 self._fail(step.requests[i], message, now, outputs)
         self._in_flight.popleft()
+        if self.tiers is not None:
+            self.tiers.note_step(step.num_tokens, time.monotonic() - step.scheduled)
         prompt_logprobs = self._new_prompt_logprobs(step, output)
         for i, token_ids, logprobs in zip(
             step.input.samples, output.token_ids, output.logprobs or [None] * len(output.token_ids), strict=True
@@ -745,6 +801,8 @@ class Scheduler:
         """Finish a request, whether it is running or waiting."""
         if request.status is Status.RUNNING:
             self._free_row_and_blocks(request, discard)
+        elif request.status is Status.FETCHING:
+            self.tiers.cancel(request)
         else:
             self.waiting.remove(request)
         request.status = Status.FINISHED
@@ -769,7 +827,9 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Current gauges, and counts since the last `flush_stats`."""
-        return self.counts.snapshot(len(self.running), len(self.waiting), self.kv.usage, self.images.usage)
+        return self.counts.snapshot(
+            len(self.running), len(self.requests) - len(self.running), self.kv.usage, self.images.usage
+        )
 
     def flush_stats(self) -> EngineStats:
         stats, self.counts = self.stats(), Counts()

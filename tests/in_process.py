@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
 from quire.configs.config import Config
 from quire.engine.executor.base import get_executor, steps_in_flight
 from quire.engine.kv.manager import KVCacheManager
+from quire.engine.kv.tiers import tiers_below
 from quire.engine.messages import AddRequest, Choice, MediaItem, SamplingParams, TokenLogprobs
 from quire.engine.scheduler import Scheduler
 from quire.worker.messages import WorkerReady
@@ -48,7 +51,9 @@ class InProcessEngine:
             bool(self.ready.media and self.ready.media.whole),
             self.ready.num_states,
         )
-        self.scheduler = Scheduler(self.config.scheduler, self.ready, kv, self.config.parallel.pipeline_parallel_size)
+        tiers = tiers_below(kv, ready, functools.partial(self.executor.call, "call_tiers"))
+        stages = self.config.parallel.pipeline_parallel_size
+        self.scheduler = Scheduler(self.config.scheduler, self.ready, kv, stages, tiers)
 
     def generate(
         self,
@@ -83,6 +88,9 @@ class InProcessEngine:
                 in_flight.append((step, self.executor.execute(step.input)))
                 if len(in_flight) < self.depth:
                     continue
+            if not in_flight and self.scheduler.tiers is not None and self.scheduler.tiers.busy:
+                time.sleep(0.001)
+                continue
             assert in_flight, "requests are left, but nothing can be scheduled"
             step, future = in_flight.popleft()
             for batch in self.scheduler.update(step, future.result()).values():

@@ -281,6 +281,7 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     # batch position -> how many of its scheduled tokens, the last ones, are drafts of the worker. Such a row is in
     # `samples`: a token is sampled after its last known token and after each draft.
     num_draft: dict[int, int] = {}
+    stores: list[tuple[int, bytes]] = []  # (block, key) to keep in lower tiers before the step reuses the blocks
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -333,3 +334,5 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     pooling: PoolingInfo | None = None  # None: the model only generates text
     media: MediaInfo | None = None  # None: requests with images are refused
     num_states: int = 0  # pages for recurrent states, whose ids follow those of the blocks
+    offload_bytes: int = 0  # RAM for blocks that leave the pool, per rank
+    disk_bytes: int = 0  # limit of the files of such blocks; 0: there is no folder for them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import torch
@@ -15,6 +16,8 @@ from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.split_step import Output
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cache.spec import CachePlan
+from quire.worker.cache.tiers.open import disk_bytes, offload_bytes, open_tiers
+from quire.worker.cache.tiers.store import TierStore
 from quire.worker.check_ranks import CheckedSampler
 from quire.worker.cpu.fixed_order_linear import fix_order
 from quire.worker.layers.moe import pack_experts
@@ -65,6 +68,7 @@ class Worker:
         self.local_size = world_size if local_size is None else local_size
         self.runner: ModelRunner | None = None
         self.warmer: kv_cache.Warmer | None = None
+        self.tiers: TierStore | None = None  # below the KV cache
         self.gave_back = False  # whether the KV cache's memory was given back since the last step
         self.weights = 0  # bytes
 
@@ -165,8 +169,39 @@ class Worker:
         if platform.device.type == "cpu" and not spec.is_encoder and kv_cache.attention_layers(model):
             self.weights, self.warmer = weights, _start_warmer(model, weights)
             ready = msgspec.structs.replace(ready, gives_back=True)
+        ready = self._open_tiers(ready, limits, platform)
         progress("allocating KV cache", 1.0)
         return ready
+
+    def _open_tiers(self, ready: WorkerReady, limits: memory.Limits, platform: Platform) -> WorkerReady:
+        """Open the tiers below the KV cache that the settings ask for."""
+        config, whole = self.config, bool(ready.pooling and ready.pooling.whole_prompts)
+        if whole or not config.cache.enable_prefix_caching:
+            return ready
+        ready = msgspec.structs.replace(
+            ready, offload_bytes=offload_bytes(config, platform.device.type), disk_bytes=disk_bytes(config)
+        )
+        self.tiers = open_tiers(
+            config,
+            self.runner.model,
+            ready,
+            str(limits.kv),
+            (self.rank, self.world_size, config.parallel.tensor_parallel_size),
+            lambda numbers: self._least(numbers, platform),
+        )
+        return ready
+
+    def _least(self, numbers: list[int], platform: Platform) -> list[int]:
+        """The least of each number over all ranks, which call this in the same order."""
+        if self.world_size == 1 or not numbers:
+            return numbers
+        least = torch.tensor(numbers, device=platform.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return least.tolist()
+
+    def call_tiers(self, method: str, *args: Any) -> Any:
+        """Call a method of the `TierStore`, between two steps."""
+        return getattr(self.tiers, method)(*args)
 
     def _record_graphs(self, progress: ReportProgress) -> None:
         """Record a graph of every batch size, the largest first."""
@@ -216,6 +251,8 @@ class Worker:
         """Launch a step. Another thread may wait for its result."""
         assert self.runner is not None, "initialize first"
         self.look_for_ops()
+        if step.stores:
+            self.tiers.store(step.stores)
         if self.gave_back:
             self.gave_back, self.warmer = False, _start_warmer(self.runner.model, self.weights)
         if self.warmer is None:
@@ -265,7 +302,9 @@ class Worker:
         """Free the memory and leave the process groups. Idempotent."""
         if self.warmer is not None:
             self.warmer.stop()
-        self.runner = self.warmer = None
+        if self.tiers is not None:
+            self.tiers.stop()
+        self.runner = self.warmer = self.tiers = None
         shutdown_distributed()
 
     def _agree_on_ops(self, platform: Platform) -> None:
@@ -297,11 +336,7 @@ class Worker:
 
     def _all_reduce_min(self, num_blocks: int, platform: Platform) -> int:
         """Return the minimum over all ranks: each rank measures its own memory, but block ids are common to all."""
-        if self.world_size == 1:
-            return num_blocks
-        least = torch.tensor([num_blocks], device=platform.device)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        return int(least)
+        return self._least([num_blocks], platform)[0]
 
 
 def _start_warmer(model: CausalLM, weights: int) -> kv_cache.Warmer:

@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import msgspec
+
 from quire.configs.config import Config
 from quire.engine.executor.base import Executor, ReportProgress
+from quire.worker.cache.tiers.disk import DiskTier
+from quire.worker.cache.tiers.fingerprint import fingerprint
+from quire.worker.cache.tiers.ram import RamTier
+from quire.worker.cache.tiers.store import TierStore
 from quire.worker.messages import (
     CacheGroup,
     MediaInfo,
@@ -193,6 +199,15 @@ class FakeExecutor(Executor):
         one_step = (config.scheduler.steps_in_flight or 1) == 1 and config.parallel.pipeline_parallel_size == 1
         has_states = any(group.kind == "state" for group in self.ready.groups)
         self._max_draft = int(self.options.drafts) if one_step and not has_states else 0
+        self.tiers = self._open_tiers(config)
+
+    def _open_tiers(self, config: Config) -> TierStore | None:
+        ram = RamTier(self.ready.offload_bytes) if self.ready.offload_bytes else None
+        disk = None
+        if self.ready.disk_bytes:
+            facts = (self.ready.groups, self.ready.block_size, self.ready.vocab_size, config.model.model)
+            disk = DiskTier(Path(config.cache.kv_disk), self.ready.disk_bytes, fingerprint(b"fake", facts))
+        return TierStore(self._gather, self._scatter, ram, disk) if ram or disk else None
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         for i in range(10):
@@ -210,16 +225,31 @@ class FakeExecutor(Executor):
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
 
+    def call_tiers(self, method: str, *args: Any) -> Any:
+        return getattr(self.tiers, method)(*args)
+
+    def _gather(self, block_id: int) -> bytes:
+        size = self.ready.block_size
+        return msgspec.msgpack.encode(self._slots[block_id * size : (block_id + 1) * size])
+
+    def _scatter(self, block_id: int, content: bytes) -> None:
+        size = self.ready.block_size
+        slots = msgspec.msgpack.decode(content, type=list[tuple[int, int] | None])
+        self._slots[block_id * size : (block_id + 1) * size] = slots
+
     def set_vocabulary(self, vocabulary: bytes) -> None:
         """Grammars do not change the fake tokens."""
 
     def shutdown(self) -> None:
-        return
+        if self.tiers is not None:
+            self.tiers.stop()
 
     def execute(self, step: StepInput) -> _Result:
         if self.options.validate:
             self._check_shape(step)
         self.num_steps += 1
+        if step.stores:
+            self.tiers.store(step.stores)
         self._encode(step)
         for new in step.new:
             self._rows[new.row] = self._enter(new)
@@ -471,4 +501,6 @@ def _sizes(config: Config, groups: list[CacheGroup], media: MediaInfo | None) ->
         groups=groups,
         media=media,
         num_states=2 * (config.scheduler.max_num_seqs or 64) + 3,
+        offload_bytes=int((config.cache.kv_offload_gib or 0) * (1 << 30)),
+        disk_bytes=int(config.cache.kv_disk_gib * (1 << 30)) if config.cache.kv_disk else 0,
     )

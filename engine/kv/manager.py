@@ -24,7 +24,7 @@ those that outputs leave only the newest stays, and one every CHECKPOINT_TOKENS 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -35,6 +35,7 @@ from quire.engine.request import Request
 from quire.worker.messages import CacheGroup, most_blocks
 
 CHECKPOINT_TOKENS = 1024
+_BELOW = -1  # in place of a block's id: in a lower tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class KVCacheManager:
         # a published block is looked up by its group's tag and its hash
         self._tags = [bytes([g]) for g in range(len(self.groups))]
         # state pages that the step being scheduled writes; visible to other requests from the next step on
-        self._checkpoints: dict[int, bytes] = {}
+        self._checkpoints: dict[int, tuple[bytes, int]] = {}  # tagged hash, group of choices
         # the request that `match` looked up last, and the blocks it found per full group
         self._asked: Request | None = None
         self._found: dict[int, list[int]] = {}
@@ -103,8 +104,8 @@ class KVCacheManager:
 
         A request may read keys and values in the step that writes them, but not a state.
         """
-        for block_id, tagged_hash in self._checkpoints.items():
-            self.pool.publish(block_id, tagged_hash)
+        for block_id, (tagged_hash, group) in self._checkpoints.items():
+            self.pool.publish(block_id, tagged_hash, group)
         self._checkpoints.clear()
 
     def forget(self, block_ids: Sequence[int]) -> None:
@@ -192,13 +193,48 @@ class KVCacheManager:
         first = self.groups[g].first_block(num_blocks * self.block_size, self.block_size)
         return [NULL_BLOCK] * first + ids[first:num_blocks]
 
+    def to_fetch(self, request: Request, lookup: Callable[[list[bytes]], list[int]]) -> tuple[list[bytes], int]:
+        """(keys of the blocks that would make the request's cached prefix longer, by how many tokens), of those that
+        `lookup` finds in lower tiers: it returns a number per key, 0 for a missing one.
+        """
+        num_full = (request.num_tokens - 1) // self.block_size
+        if not request.reads_cache or not num_full:
+            return [], 0
+        before = self.match(request).num_blocks
+        hashes = request.block_hashes[:num_full]
+        found = {g: [self.pool.find(tag + one) or NULL_BLOCK for one in hashes] for g, tag in enumerate(self._tags)}
+        missing = [(g, i) for g, ids in found.items() for i, block_id in enumerate(ids) if block_id == NULL_BLOCK]
+        for (g, i), tier in zip(missing, lookup([self._tags[g] + hashes[i] for g, i in missing])):
+            found[g][i] = _BELOW if tier else NULL_BLOCK
+        runs = [
+            found[g].index(NULL_BLOCK) if NULL_BLOCK in found[g] else num_full
+            for g, group in enumerate(self.groups)
+            if group.kind == "full"
+        ]
+        num_blocks = self._agreed(request, found, min(runs, default=num_full))
+        if num_blocks <= before:
+            return [], 0
+        keys = []
+        for g, group in enumerate(self.groups):
+            end = num_blocks * self.block_size
+            first = num_blocks - 1 if group.kind == "state" else group.first_block(end, self.block_size)
+            keys += [self._tags[g] + hashes[i] for i in range(first, num_blocks) if found[g][i] == _BELOW]
+        return keys, (num_blocks - before) * self.block_size
+
+    def is_state_key(self, key: bytes) -> bool:
+        """Whether a block's key, its group's tag and its hash, is that of a state."""
+        return self.groups[key[0]].kind == "state"
+
     def awaits_checkpoint(self, request: Request, match: Match) -> bool:
         """Whether the step being scheduled leaves a checkpoint of a longer prefix of the request than `match`: from the
         next step on it can resume there instead of computing the same tokens.
         """
         if not self._checkpoints or not request.reads_cache:
             return False
-        pending, longer = set(self._checkpoints.values()), range(match.num_blocks, len(request.block_hashes))
+        pending, longer = (
+            {key for key, _ in self._checkpoints.values()},
+            range(match.num_blocks, len(request.block_hashes)),
+        )
         tags = [tag for tag, group in zip(self._tags, self.groups) if group.kind == "state"]
         last = (request.num_tokens - 1) // self.block_size
         return any(tag + request.block_hashes[i] in pending for tag in tags for i in longer if i < last)
@@ -214,6 +250,7 @@ class KVCacheManager:
         """Give the matched blocks to a request that holds no blocks."""
         assert not any(request.block_ids)
         self.pool.share(match.held)
+        self.pool.note_hits(match.held, request.group)
         request.block_ids = [list(ids) for ids in match.block_ids] or [[] for _ in self.groups]
         request.num_given_back = [
             ids.count(NULL_BLOCK) if group.releases else 0 for group, ids in zip(self.groups, request.block_ids)
@@ -352,7 +389,7 @@ class KVCacheManager:
                 continue
             for i in range(first, num_full):
                 if ids[i] != NULL_BLOCK:
-                    self.pool.publish(ids[i], self._tags[g] + request.block_hashes[i])
+                    self.pool.publish(ids[i], self._tags[g] + request.block_hashes[i], request.group)
                     published.append(ids[i])
         request.num_published = num_full
         return published
@@ -373,7 +410,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching or len(ids) < 2 or end != num_full * self.block_size:
             return []
         tagged_hash = self._tags[g] + request.block_hashes[num_full - 1]
-        self._checkpoints[ids[1]] = tagged_hash
+        self._checkpoints[ids[1]] = tagged_hash, request.group
         if end > request.num_prompt_tokens:
             if (before := request.passing_checkpoints.pop(g, None)) and self.pool.find(before[1]) == before[0]:
                 self.pool.drop(before[0])

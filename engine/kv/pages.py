@@ -26,6 +26,12 @@ class BlockPool:
         self._ref_counts = [0] * (num_blocks + num_states)
         self._hashes: list[bytes | None] = [None] * (num_blocks + num_states)
         self._by_hash: dict[bytes, int] = {}
+        self._publishers: dict[int, int] = {}  # the group of choices that published a block
+        # published blocks that another request than their own found, in the order of their first hit
+        self.hot: OrderedDict[int, None] = OrderedDict()
+        self.unsaved: OrderedDict[int, None] = OrderedDict()  # those of which no lower tier was given a copy
+        # hot blocks that were taken for others since a caller looked, and their hashes; None: nobody looks
+        self.evicted: list[tuple[int, bytes]] | None = None
         # published blocks that a caller watches; cleared when one of them is unpublished
         self.watched: set[int] = set()
         # The free queues, next block to allocate first. An OrderedDict is a hash map over a doubly linked list, in C.
@@ -55,6 +61,8 @@ class BlockPool:
         block_ids, free = [], self._free_states if state else self._free
         for _ in range(count):
             block_id, _ = free.popitem(last=False)
+            if self.evicted is not None and block_id in self.hot:
+                self.evicted.append((block_id, self._hashes[block_id]))
             self._unpublish(block_id)
             self._ref_counts[block_id] = 1
             block_ids.append(block_id)
@@ -66,6 +74,19 @@ class BlockPool:
             if self._ref_counts[block_id] == 0:
                 del self._queue(block_id)[block_id]
             self._ref_counts[block_id] += 1
+
+    def note_hits(self, block_ids: list[int], group: int) -> None:
+        """A request of this group of choices found these blocks. They are hot if another one published them."""
+        for block_id in block_ids:
+            if block_id not in self.hot and self._publishers.get(block_id) != group:
+                self.hot[block_id] = self.unsaved[block_id] = None
+
+    def hash_of(self, block_id: int) -> bytes | None:
+        """The hash under which a block is published."""
+        return self._hashes[block_id]
+
+    def is_held(self, block_id: int) -> bool:
+        return self._ref_counts[block_id] > 0
 
     def release(self, block_ids: list[int]) -> None:
         """Drop a reference to each block.
@@ -89,9 +110,10 @@ class BlockPool:
         """Whether this is a page for states."""
         return block_id >= self._first_state
 
-    def publish(self, block_id: int, block_hash: bytes) -> None:
+    def publish(self, block_id: int, block_hash: bytes, group: int = -1) -> None:
         """Register a block under its hash. If another block already has this hash, the new one stays private."""
         if block_hash not in self._by_hash:
+            self._publishers[block_id] = group
             self._by_hash[block_hash] = block_id
             self._hashes[block_id] = block_hash
 
@@ -122,6 +144,9 @@ class BlockPool:
             return False
         self._hashes = [None] * len(self._hashes)
         self._by_hash.clear()
+        self._publishers.clear()
+        self.hot.clear()
+        self.unsaved.clear()
         self.watched.clear()
         # in order again: memory that was never written stays so as long as possible
         self._free = OrderedDict.fromkeys(sorted(self._free))
@@ -131,5 +156,8 @@ class BlockPool:
         block_hash, self._hashes[block_id] = self._hashes[block_id], None
         if block_hash is not None:
             del self._by_hash[block_hash]
+            self._publishers.pop(block_id, None)
+            self.hot.pop(block_id, None)
+            self.unsaved.pop(block_id, None)
             if block_id in self.watched:
                 self.watched.clear()

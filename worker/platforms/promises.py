@@ -29,7 +29,8 @@ class Promises:
         if self._file is None:
             # open until the process ends
             self._file = open(self._folder / str(os.getpid()), "wb", buffering=0)  # noqa: SIM115
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            with suppress(BlockingIOError):  # another engine of this process has it
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._file.seek(0)
         self._file.truncate()
         self._file.write(str(size).encode())

@@ -1,0 +1,218 @@
+"""What goes to the tiers below the pool, RAM and disk, and what comes back. Workers move the contents
+(`worker/cache/tiers/`); here are block ids, keys and counts.
+
+Down goes a hot block, one that another request than its own found: when the pool reuses it, and in quiet moments, so
+that a restart finds it. A block that was seen once and never hit goes nowhere. Blocks that a step in flight fills wait
+until it succeeded.
+
+Up comes what makes the cached prefix of a waiting request longer. The request leaves the queue meanwhile, so that
+others are scheduled; the blocks are taken from the pool, filled by the workers and published, and then the request is
+admitted like any other. Where computing is measured to be faster, or the disk does not answer, it just returns to the
+queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.kv.manager import KVCacheManager
+from quire.engine.request import Request
+from quire.worker.messages import WorkerReady
+
+logger = logging.getLogger(__name__)
+
+SILENCE = 2.0  # seconds without a loaded block after which a fetch is given up
+PAUSE = 30.0  # seconds without fetches after that
+MEASURED_TOKENS = 128  # a step with as many tokens measures how fast prompts are computed
+WORTHWHILE = 0.05  # seconds: a fetch that takes less is not compared with computing
+SAVED_AT_ONCE = 64  # blocks of one call to the workers
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    keys: list[bytes]
+    block_ids: list[int]
+    requests: list[Request]
+    started: float
+    heard: float  # when the last block arrived
+    num_done: int = 0
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Totals since the start."""
+
+    queries: int = 0  # tokens that the pool did not have
+    hits: int = 0  # tokens of them that were fetched
+    num_fetches: int = 0
+    num_failed: int = 0  # blocks that were there and could not be read
+    num_recomputed: int = 0  # fetches that were left out because computing is faster
+    seconds_fetching: float = 0.0
+
+
+@dataclass(slots=True)
+class _Rates:
+    """Measured seconds per block fetched, and per token computed; 0: unknown."""
+
+    fetched: float = 0.0
+    computed: float = 0.0
+
+    @staticmethod
+    def mix(old: float, new: float) -> float:
+        return new if not old else 0.8 * old + 0.2 * new
+
+
+def tiers_below(kv: KVCacheManager, ready: WorkerReady, call: Callable[..., Any]) -> Tiers | None:
+    """What the workers have below the pool, if anything."""
+    if not kv.enable_prefix_caching or not (ready.offload_bytes or ready.disk_bytes):
+        return None
+    return Tiers(kv, call, bool(ready.disk_bytes))
+
+
+class Tiers:
+    """`call(method, *args)` calls a method of the workers' `TierStore`s. Owns the blocks of fetches; `Scheduler` owns
+    the requests.
+    """
+
+    def __init__(self, kv: KVCacheManager, call: Callable[..., Any], has_disk: bool):
+        self.kv, self.call, self.has_disk = kv, call, has_disk
+        self.counts = TierCounts()
+        self.rates = _Rates()
+        self._fetches: dict[int, _Fetch] = {}
+        self._number = 0
+        self._paused_until = 0.0
+        kv.pool.evicted = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether blocks are being fetched."""
+        return bool(self._fetches)
+
+    @property
+    def num_unsaved(self) -> int:
+        """Number of hot blocks in the pool of which the disk has no copy."""
+        return len(self.kv.pool.unsaved) if self.has_disk else 0
+
+    # ---- up
+
+    def begin(self, request: Request, num_free: int, num_free_states: int, unsettled: set[int]) -> bool:
+        """Start to fetch what lengthens the cached prefix of a waiting request, with at most so many free blocks.
+        Returns whether the request has to wait for it.
+        """
+        if time.monotonic() < self._paused_until:
+            return False
+        keys, num_tokens = self.kv.to_fetch(request, lambda keys: self.call("lookup", keys))
+        self.counts.queries += max(request.num_tokens - self.kv.match(request).num_blocks * self.kv.block_size, 0)
+        if not keys or self._is_faster_to_compute(len(keys), num_tokens):
+            return False
+        wanted = set(keys)
+        for fetch in self._fetches.values():
+            if not wanted.isdisjoint(fetch.keys):  # another request's, which shares the prefix
+                fetch.requests.append(request)
+                return True
+        states = sum(map(self.kv.is_state_key, keys))
+        if len(keys) - states > num_free or (states and states > num_free_states):
+            return False
+        blocks, pages = self.kv.pool.take(len(keys) - states), self.kv.pool.take(states, True)
+        self.kv.forget([*blocks, *pages])
+        ids = [pages.pop() if self.kv.is_state_key(key) else blocks.pop() for key in keys]
+        if evicted := self.take_evicted(unsettled):
+            self.call("store", evicted)  # before these blocks are filled
+        self._number += 1
+        self.call("load", self._number, keys, ids)
+        now = time.monotonic()
+        self._fetches[self._number] = _Fetch(keys, ids, [request], now, now, num_tokens=num_tokens)
+        return True
+
+    def _is_faster_to_compute(self, num_blocks: int, num_tokens: int) -> bool:
+        fetching, computing = num_blocks * self.rates.fetched, num_tokens * self.rates.computed
+        faster = bool(fetching > WORTHWHILE and computing and fetching > 2 * computing)
+        self.counts.num_recomputed += faster
+        return faster
+
+    def poll(self) -> list[Request]:
+        """Requests whose fetches ended since the last call, well or not."""
+        if not self._fetches:
+            return []
+        ended: list[Request] = []
+        now = time.monotonic()
+        for number, report in self.call("poll"):
+            if (fetch := self._fetches.get(number)) is None:
+                continue
+            if isinstance(report, int):
+                if report > fetch.num_done:
+                    fetch.num_done, fetch.heard = report, now
+                continue
+            del self._fetches[number]
+            self._publish(fetch, report, now)
+            ended += fetch.requests
+        for number, fetch in list(self._fetches.items()):
+            if now - fetch.heard > SILENCE:
+                logger.warning("kv cache: no block came for %.0f s; going on without lower tiers for a while", SILENCE)
+                self._paused_until = now + PAUSE
+                ended += fetch.requests
+                self._end(number)
+        return ended
+
+    def _publish(self, fetch: _Fetch, ok: list[bool], now: float) -> None:
+        pool = self.kv.pool
+        for key, block_id, good in zip(fetch.keys, fetch.block_ids, ok):
+            if good:
+                pool.publish(block_id, key)
+        pool.note_hits([i for i, good in zip(fetch.block_ids, ok) if good and pool.is_published(i)], 0)
+        pool.release(fetch.block_ids)
+        self.rates.fetched = _Rates.mix(self.rates.fetched, (now - fetch.started) / len(fetch.keys))
+        self.counts.num_fetches += 1
+        self.counts.num_failed += ok.count(False)
+        self.counts.hits += fetch.num_tokens if all(ok) else 0
+        self.counts.seconds_fetching += now - fetch.started
+
+    def cancel(self, request: Request) -> None:
+        """A request that waits for a fetch is over."""
+        for number, fetch in list(self._fetches.items()):
+            if request in fetch.requests:
+                fetch.requests.remove(request)
+                if not fetch.requests:
+                    self._end(number)
+
+    def _end(self, number: int) -> None:
+        self.call("cancel", number)  # the workers write nothing to the blocks from here on
+        self.kv.pool.release(self._fetches.pop(number).block_ids)
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """Measure how fast prompts are computed."""
+        if num_tokens >= MEASURED_TOKENS:
+            self.rates.computed = _Rates.mix(self.rates.computed, seconds / num_tokens)
+
+    # ---- down
+
+    def take_evicted(self, unsettled: set[int]) -> list[tuple[int, bytes]]:
+        """Hot blocks that were taken since the last call, whose contents must be stored before they are overwritten."""
+        evicted, self.kv.pool.evicted = self.kv.pool.evicted, []
+        return [(block_id, key) for block_id, key in evicted if block_id not in unsettled]
+
+    def save(self, most: int, unsettled: set[int], only_free: bool) -> int:
+        """Have the disk tier write up to `most` hot blocks. Returns of how many it has a copy now, or soon."""
+        pool = self.kv.pool
+        if not self.has_disk or not pool.unsaved:
+            return 0
+        chosen = []
+        for block_id in pool.unsaved:
+            if block_id not in unsettled and not (only_free and pool.is_held(block_id)):
+                chosen.append((block_id, pool.hash_of(block_id)))
+                if len(chosen) >= most:
+                    break
+        done = self.call("save", chosen) if chosen else 0
+        for block_id, _ in chosen[:done]:
+            del pool.unsaved[block_id]
+        return done
+
+    def clear(self) -> None:
+        """Forget what the lower tiers have. The pool holds no blocks."""
+        self.kv.pool.evicted = []
+        self.call("clear")

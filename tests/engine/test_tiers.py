@@ -1,0 +1,254 @@
+"""The tiers below the pool at engine level: whatever is evicted, written, lost or damaged, texts are those of an engine
+without a cache. The fake worker also checks every entry that a step reads.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from quire.engine.executor.fake import FakeOptions, expected_tokens
+from quire.engine.messages import Call, CallResult, SamplingParams
+from quire.worker.cache.tiers import store as store_module
+from tests.engine.harness import VOCAB, Engine, fake_config
+
+GIB = 1 << 30
+
+
+def engine_of(
+    folder: Path | None = None, *, ram: int = 0, limit: int = 1 << 20, blocks: int = 64, **settings
+) -> Engine:
+    """Bytes of RAM and disk, and blocks of the pool."""
+    return Engine(
+        fake_config(
+            num_gpu_blocks_override=blocks,
+            block_size=4,
+            max_num_seqs=4,
+            kv_disk=str(folder) if folder else None,
+            kv_disk_gib=limit / GIB,
+            kv_offload_gib=ram / GIB,
+            **settings,
+        )
+    )
+
+
+def ask(engine: Engine, name: str, prompt: list[int], max_tokens: int = 5) -> int:
+    """Run a request, check its text, and return the number of its cached tokens."""
+    engine.add(name, prompt, max_tokens=max_tokens)
+    engine.run()
+    assert engine.tokens(name) == expected_tokens(prompt, SamplingParams(max_tokens=max_tokens), 4096, VOCAB)
+    return next(o.num_cached_tokens for o in engine.outputs[b"server", name] if o.new_token_ids)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.kv"))
+
+
+def test_a_block_seen_once_goes_nowhere_and_a_hot_one_survives_a_restart(tmp_path):
+    folder, prompt = tmp_path / "kv", list(range(1, 42))
+    engine = engine_of(folder)
+    assert ask(engine, "a", prompt) == 0
+    engine.core.save_hot()
+    assert not files_of(folder)
+    assert ask(engine, "b", prompt) == 40
+    engine.core.save_hot()
+    assert files_of(folder)
+    again = engine_of(folder)
+    assert ask(again, "c", prompt) == 40
+    again.assert_at_rest()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_choices_of_one_request_are_no_hits_of_each_other(tmp_path, n):
+    from quire.engine.messages import Choice
+
+    engine = engine_of(tmp_path / "kv")
+    engine.add("a", list(range(1, 42)), max_tokens=3, siblings=[Choice(f"s{i}", i) for i in range(1, n)])
+    engine.run()
+    engine.core.save_hot()
+    assert not files_of(tmp_path / "kv")
+
+
+def test_ram_takes_what_the_pool_reuses(tmp_path):
+    engine, prompt = engine_of(ram=1 << 20, blocks=32), list(range(1, 42))
+    ask(engine, "a", prompt)
+    ask(engine, "b", prompt)
+    for i in range(4):  # other traffic, several times the pool
+        ask(engine, f"other {i}", [100 + i] * 90)
+    assert ask(engine, "c", prompt) == 40
+    assert engine.scheduler.tiers.counts.hits == 40
+
+
+def test_a_reset_clears_every_tier(tmp_path):
+    engine, prompt = engine_of(tmp_path / "kv", ram=1 << 20), list(range(1, 42))
+    ask(engine, "a", prompt)
+    ask(engine, "b", prompt)
+    engine.core.save_hot()
+    engine.put(Call(1, "reset_prefix_cache"))
+    engine.core.receive()
+    assert any(isinstance(m, CallResult) and m.value is True for _, m in engine.socket.sent)
+    assert not files_of(tmp_path / "kv")
+    assert ask(engine, "c", prompt) == 0
+    assert ask(engine_of(tmp_path / "kv"), "d", prompt) == 0
+
+
+def test_an_idle_engine_writes_hot_blocks(tmp_path):
+    engine, prompt = engine_of(tmp_path / "kv"), list(range(1, 42))
+    engine.core.save_due = time.monotonic() + 0.5  # not while it is busy
+    ask(engine, "a", prompt)
+    ask(engine, "b", prompt)
+    assert 0 <= engine.core.idle_wait() <= 1  # it wakes up for them
+    engine.core.save_due = 0
+    engine.core.save_some(idle=True)
+    assert engine.scheduler.tiers.call("flush", 5.0)
+    assert files_of(tmp_path / "kv")
+    engine.core.save_due = 0
+    engine.core.save_some(idle=True)
+    assert not engine.scheduler.tiers.num_unsaved
+
+
+def test_others_run_while_a_request_waits_for_its_blocks(tmp_path, monkeypatch):
+    prompt = list(range(1, 42))
+    first = engine_of(tmp_path / "kv")
+    ask(first, "a", prompt)
+    ask(first, "b", prompt)
+    first.core.save_hot()
+    engine = engine_of(tmp_path / "kv")
+    read = engine.core.executor.tiers._read_one
+
+    def slow(key):
+        time.sleep(0.05)
+        return read(key)
+
+    monkeypatch.setattr(engine.core.executor.tiers, "_read_one", slow)
+    engine.add("waits", prompt, max_tokens=3)
+    engine.add("runs", [7, 8, 9], max_tokens=3)
+    for _ in range(6):
+        engine.turn()
+    assert len(engine.tokens("runs")) == 3 and (b"server", "waits") not in engine.outputs
+    engine.run()
+    assert engine.last("waits").num_cached_tokens == 40
+    engine.assert_at_rest()
+
+
+def test_a_disk_that_does_not_answer_ends_no_request(tmp_path, monkeypatch):
+    prompt = list(range(1, 42))
+    first = engine_of(tmp_path / "kv")
+    ask(first, "a", prompt)
+    ask(first, "b", prompt)
+    first.core.save_hot()
+    engine = engine_of(tmp_path / "kv")
+    monkeypatch.setattr("quire.engine.kv.tiers.SILENCE", 0.2)
+    monkeypatch.setattr(engine.core.executor.tiers, "_read_one", lambda key: time.sleep(1.0))
+    assert ask(engine, "c", prompt) == 0
+    engine.add("aborted", prompt)
+    engine.turn()
+    engine.abort("aborted")
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_an_aborted_fetch_gives_its_blocks_back(tmp_path, monkeypatch):
+    prompt = list(range(1, 42))
+    first = engine_of(tmp_path / "kv")
+    ask(first, "a", prompt)
+    ask(first, "b", prompt)
+    first.core.save_hot()
+    engine = engine_of(tmp_path / "kv")
+    read = engine.core.executor.tiers._read_one
+    monkeypatch.setattr(engine.core.executor.tiers, "_read_one", lambda key: (time.sleep(0.02), read(key))[1])
+    engine.add("x", prompt)
+    engine.turn()
+    assert engine.scheduler.tiers.busy
+    engine.abort("x")
+    engine.run()
+    assert not engine.scheduler.tiers.busy
+    engine.assert_at_rest()
+
+
+DAMAGE = {
+    "torn": lambda data: data[: len(data) // 2],
+    "flipped in a block": lambda data: data[:-9] + bytes([data[-9] ^ 4]) + data[-8:],
+    "flipped in the header": lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:],
+    "foreign": lambda data: b"something else",
+    "empty": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("when", ["before the start", "while it runs"])
+def test_damage_is_a_miss_and_a_log_line(tmp_path, caplog, how, when):
+    prompt = list(range(1, 42))
+    first = engine_of(tmp_path / "kv")
+    ask(first, "a", prompt)
+    ask(first, "b", prompt)
+    first.core.save_hot()
+    engine = engine_of(tmp_path / "kv") if when == "while it runs" else None
+    for path in files_of(tmp_path / "kv"):
+        path.write_bytes(DAMAGE[how](path.read_bytes()))
+    engine = engine or engine_of(tmp_path / "kv")
+    cached = ask(engine, "c", prompt)
+    # the header of a file is read once
+    assert cached == 40 if (how, when) == ("flipped in the header", "while it runs") else cached < 40
+    assert cached == 40 or "a miss" in caplog.text
+
+
+@pytest.mark.parametrize("groups", ["full", "full+window:24", "full+chunk:16", "full+state", "window:24+state"])
+@pytest.mark.parametrize("seed", range(3))
+def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):
+    """Random conversations over small tiers, with crashes, orderly ends, damaged and removed files."""
+    chance = random.Random(seed)
+    monkeypatch.setenv("QUIRE_FAKE", f"groups={groups}")
+    monkeypatch.setattr(store_module, "COPY_BYTES", 2000)
+    limit, folder = 40_000, tmp_path / "kv"
+
+    def start() -> Engine:
+        return engine_of(
+            folder, ram=chance.choice([0, 6000]), limit=limit, blocks=64, steps_in_flight=chance.choice([1, 2])
+        )
+
+    engine, fetched, count = start(), 0, 0
+    talks = [[chance.randrange(VOCAB) for _ in range(chance.randrange(10, 40))] for _ in range(4)]
+    for _ in range(25):
+        batch = []
+        for _ in range(chance.randrange(1, 4)):
+            talk, count = chance.choice(talks), count + 1
+            name = f"r{count}"
+            engine.add(name, list(talk), max_tokens=4)
+            batch.append((name, list(talk)))
+            engine.turn()
+            if chance.random() < 0.1:
+                engine.abort(batch.pop()[0])
+        engine.run()
+        for name, prompt in batch:
+            assert engine.tokens(name) == expected_tokens(prompt, SamplingParams(max_tokens=4), 4096, VOCAB)
+        for talk in talks:
+            if chance.random() < 0.3 and len(talk) < 90:
+                talk += [chance.randrange(VOCAB) for _ in range(chance.randrange(1, 20))]
+            elif chance.random() < 0.1 and len(talk) > 12:
+                del talk[chance.randrange(8, len(talk)) :]
+        assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= limit
+        event = chance.random()
+        if event < 0.35:
+            engine.core.save_due = 0
+            engine.core.save_some(idle=True)
+        elif event < 0.65:
+            if event < 0.5:
+                engine.core.save_hot()
+            else:
+                engine.scheduler.tiers.call("flush", 5.0)
+            fetched += engine.scheduler.tiers.counts.hits
+            engine.core.executor.shutdown()
+            for path in files_of(folder):
+                if chance.random() < 0.15 and path.stat().st_size > 100:
+                    path.write_bytes(chance.choice(list(DAMAGE.values()))(path.read_bytes()))
+                elif chance.random() < 0.1:
+                    os.unlink(path)
+            engine = start()
+    engine.assert_at_rest()
+    assert fetched + engine.scheduler.tiers.counts.hits > 0
+    assert FakeOptions.from_text(f"groups={groups}").validate

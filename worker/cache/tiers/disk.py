@@ -1,0 +1,312 @@
+"""The disk tier: blocks in files of a folder, which survive the process and which engines may share.
+
+    DIR/lock                          held while files are added or removed: the limit counts what all engines have
+    DIR/v1-FINGERPRINT/NAME.kv        blocks (`segments.py`) of one model, type and layout; others' stay and are no hit
+
+A file's time of modification is that of its last use, so that the least recently used file of all engines goes first.
+One thread reads and another writes; the engine never waits for either. Whatever the disk does, a block is a miss at
+worst.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from quire.worker.cache.tiers.segments import Place, encode, read_block, read_places
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "v1"
+SEGMENT_BYTES = 4 << 20  # a file has about so many bytes of blocks
+QUEUE_BYTES = 256 << 20  # blocks that wait for the writer
+GATHER = 0.05  # seconds that the writer waits for more blocks of a file
+PAUSE = 30.0  # seconds without writes after an error
+REFRESH = 5.0  # seconds between looks for other engines' files
+_PAGE = 4096  # files take whole pages of the disk
+
+
+class DiskTier:
+    """Blocks by key. `limit` bounds the bytes of all files in `folder`, of all engines that use it."""
+
+    def __init__(self, folder: Path, limit: int, fingerprint: bytes):
+        self.root, self.limit, self.fingerprint = folder, limit, fingerprint
+        self.folder = folder / f"{FORMAT}-{fingerprint.hex()[:32]}"
+        self.segment_bytes = max(min(SEGMENT_BYTES, limit // 8), 1)
+        self.queue_bytes = QUEUE_BYTES
+        self.writable = True
+        self.used = 0  # bytes of all files when they were last counted
+        self.written = self.num_evicted = self.num_damaged = 0  # bytes, files, files or blocks
+        self._index: dict[bytes, Place] = {}
+        self._known: dict[str, list[bytes]] = {}  # keys by file name, also of files that are not ours
+        self._queue: dict[bytes, bytes] = {}  # blocks that wait for the writer
+        self._queued_bytes = self._writing = 0
+        self._paused_until = self._refreshed = self._warned = 0.0
+        self._stopped = False
+        self._changed = threading.Condition()
+        self._open_folder()
+        self._refresh()
+        self._writer = threading.Thread(target=self._write_queued, name="kv-disk-writer", daemon=True)
+        self._writer.start()
+
+    # ---- lookups; any thread
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._index or key in self._queue
+
+    def contains_all(self, keys: list[bytes]) -> list[bool]:
+        """Which of these blocks are here. Other engines' new files are found some seconds later."""
+        found = [key in self for key in keys]
+        if not all(found) and time.monotonic() - self._refreshed > REFRESH:
+            self._refreshed = time.monotonic()
+            threading.Thread(target=self._refresh, name="kv-disk-index", daemon=True).start()
+        return found
+
+    def read(self, key: bytes) -> bytes | None:
+        """The content of a block, or None."""
+        if (content := self._queue.get(key)) is not None:
+            return content
+        if (place := self._index.get(key)) is None:
+            return None
+        try:
+            return read_block(place)
+        except (OSError, ValueError) as error:
+            self._drop_file(place.path, error)
+            return None
+
+    def touch(self, keys: list[bytes]) -> None:
+        """Note a use of these blocks, which are in the order of a prefix: its beginning counts as used last."""
+        paths = dict.fromkeys(self._index[key].path for key in reversed(keys) if key in self._index)
+        for path in paths if self.writable else ():
+            with contextlib.suppress(OSError):  # gone, or not ours to change: then its time stays
+                os.utime(path)
+
+    # ---- writes
+
+    def offer(self, key: bytes, content: bytes | Callable[[], bytes]) -> bool:
+        """Queue a block for the writer. Returns False if it cannot take it now. A function is called for the content if
+        the block is wanted.
+        """
+        if key in self:
+            return True
+        if not self.writable or time.monotonic() < self._paused_until or self._queued_bytes >= self.queue_bytes:
+            return False
+        content = content() if callable(content) else content
+        with self._changed:
+            if key not in self._queue:
+                self._queue[key] = content
+                self._queued_bytes += len(content)
+            self._changed.notify_all()
+        return True
+
+    @property
+    def accepts(self) -> bool:
+        """Whether a block may be offered now."""
+        return self.writable and time.monotonic() >= self._paused_until and self._queued_bytes < self.queue_bytes
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all offered blocks are written, at most `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue and not self._writing, timeout)
+
+    def clear(self) -> None:
+        """Remove all blocks of this engine's model and format."""
+        with self._changed:
+            self._queue.clear()
+            self._queued_bytes = 0
+            self._changed.notify_all()
+        with self._locked() as locked:
+            names = list(self._files(self.folder)) if locked else []
+            for path, _, _ in names:
+                self._remove(path)
+        self._index.clear()
+        self._known.clear()
+        self._queue.clear()
+
+    def stop(self) -> None:
+        """End the writer after the file that it writes."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._writer.join(timeout=1.0)
+
+    # ---- the folder
+
+    def _open_folder(self) -> None:
+        """Create the folders for this user alone, and keep the limit if it was lowered."""
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            self.folder.chmod(0o700)
+            with self._locked(), (self.folder / "probe.tmp").open("wb") as probe:
+                os.fchmod(probe.fileno(), 0o600)
+            (self.folder / "probe.tmp").unlink()
+            with self._locked():
+                self._make_room(0)
+        except OSError as error:
+            self.writable = False
+            logger.warning("--kv-disk %s: cannot write (%s); blocks are only read from it", self.root, error)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Hold the folder's lock; False in a folder that is only read."""
+        if not self.writable:
+            yield False
+            return
+        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield True
+        finally:
+            os.close(descriptor)
+
+    def _files(self, folder: Path) -> Iterator[tuple[Path, int, int]]:
+        """(path, bytes on disk, time of last use in ns) of our files in a folder."""
+        try:
+            entries = list(os.scandir(folder))
+        except OSError:
+            return
+        for entry in entries:
+            if entry.name.endswith((".kv", ".tmp")):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    yield Path(entry.path), -(-status.st_size // _PAGE) * _PAGE, status.st_mtime_ns
+
+    def _make_room(self, size: int) -> bool:
+        """Remove least recently used files until `size` more bytes are within the limit. The lock is held, so that an
+        unfinished file is that of an engine that died.
+        """
+        files = []
+        for folder in self.root.glob("v*-*"):
+            for path, count, used in self._files(folder):
+                if path.suffix == ".tmp":
+                    self._remove(path)
+                else:
+                    files.append((used, count, path))
+        total = sum(count for _, count, _ in files)
+        for _, count, path in sorted(files):
+            if total + size <= self.limit:
+                break
+            self._remove(path)
+            self.num_evicted += 1
+            total -= count
+        self.used = total
+        return total + size <= self.limit
+
+    def _remove(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        if path.parent == self.folder:
+            self._forget(path.name)
+
+    def _forget(self, name: str) -> None:
+        for key in self._known.pop(name, ()):
+            if (place := self._index.get(key)) and place.path.name == name:
+                self._index.pop(key, None)
+
+    def _drop_file(self, path: Path, error: Exception) -> None:
+        """Forget a file that cannot be read."""
+        self._forget(path.name)
+        if isinstance(error, FileNotFoundError):  # another engine needed the room
+            return
+        self.num_damaged += 1
+        logger.warning("kv cache: %s cannot be used (%s): a miss", path, error)
+        if self.writable and isinstance(error, ValueError):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _refresh(self) -> None:
+        """Read the headers of files that are new, and forget those that are gone."""
+        self._refreshed, known = time.monotonic(), set(self._known)  # before the look: the writer adds meanwhile
+        names = {path.name: path for path, _, _ in self._files(self.folder) if path.suffix == ".kv"}
+        for name in known - names.keys():
+            self._forget(name)
+        for name in names.keys() - known:
+            try:
+                places = read_places(names[name], self.fingerprint)
+            except (OSError, ValueError) as error:
+                if not isinstance(error, FileNotFoundError):
+                    self.num_damaged += 1
+                    logger.warning("kv cache: %s cannot be used (%s): a miss", names[name], error)
+                    self._known[name] = []
+                continue
+            self._add(name, places)
+
+    def _add(self, name: str, places: dict[bytes, Place]) -> None:
+        self._known[name] = list(places)
+        self._index.update(places)
+
+    # ---- the writer's thread
+
+    def _write_queued(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._stopped)
+                if not self._stopped:  # blocks come in groups: fewer, larger files
+                    self._changed.wait_for(lambda: self._stopped or self._queued_bytes >= self.segment_bytes, GATHER)
+                if self._stopped:
+                    return
+                batch = self._next_batch()
+                self._writing = len(batch)
+            try:
+                self._write(batch)
+            except OSError as error:
+                self._paused_until = time.monotonic() + PAUSE
+                self._drop_queue()
+                logger.warning(
+                    "kv cache: cannot write to %s (%s); going on without it for %.0f s", self.folder, error, PAUSE
+                )
+            with self._changed:
+                for key, content in batch:
+                    if self._queue.pop(key, None) is not None:
+                        self._queued_bytes -= len(content)
+                self._writing = 0
+                self._changed.notify_all()
+
+    def _next_batch(self) -> list[tuple[bytes, bytes]]:
+        """The blocks of the next file, which stay in the queue until it is written."""
+        batch, size = [], 0
+        for key, content in self._queue.items():
+            if batch and size + len(content) > self.segment_bytes:
+                break
+            batch.append((key, content))
+            size += len(content)
+        return batch
+
+    def _drop_queue(self) -> None:
+        with self._changed:
+            self._queue.clear()
+            self._queued_bytes = 0
+
+    def _write(self, batch: list[tuple[bytes, bytes]]) -> None:
+        parts = encode(self.fingerprint, batch)
+        size = -(-sum(map(len, parts)) // _PAGE) * _PAGE
+        if size > self.limit:
+            return
+        name = secrets.token_hex(12)
+        with self._locked():
+            if not self.folder.exists():  # someone cleared the folder
+                self.folder.mkdir(mode=0o700, parents=True)
+            if not self._make_room(size):
+                return
+            with self._changed:
+                if any(key not in self._queue for key, _ in batch):  # cleared meanwhile
+                    return
+            path, final = self.folder / f"{name}.tmp", self.folder / f"{name}.kv"
+            try:
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                    file.writelines(parts)
+                path.rename(final)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+            self.used += size
+            self.written += size
+            self._add(name + ".kv", read_places(final, self.fingerprint))

@@ -1,0 +1,53 @@
+"""What the values of cached blocks depend on besides tokens: the model's weights, their type, the layout of a block."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights
+
+
+def model_identity(folder: str) -> bytes:
+    """A digest of a model's files: config.json, and of each file of weights its size, time and some of its content.
+
+    Weights are too large to read them all at each start. A file that was copied has another time: then its blocks are
+    no hit, which costs a computation and no correctness.
+    """
+    digest = hashlib.sha256()
+    path = Path(folder)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if (config := path / "config.json").is_file():
+        text = config.read_bytes()
+        digest.update(text)
+        files += [Path(name) for name in _names(json.loads(text)) if name.endswith(".gguf")]
+    for file in files:
+        if file.is_file():
+            _add_file(digest, file)
+    return digest.digest()
+
+
+def _names(value: Any) -> list[str]:
+    """All texts of a config: one made of a GGUF file names the file."""
+    if isinstance(value, str):
+        return [value]
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [name for child in children for name in _names(child)]
+
+
+def _add_file(digest: Any, file: Path) -> None:
+    with file.open("rb") as weights:
+        status = os.fstat(weights.fileno())
+        digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
+        for i in range(SAMPLES):
+            weights.seek(max(status.st_size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1))
+            digest.update(weights.read(SAMPLE_BYTES))
+
+
+def fingerprint(identity: bytes, facts: Sequence[Any]) -> bytes:
+    """The digest of a model's identity and of facts about a rank's blocks, which have a definite repr."""
+    return hashlib.sha256(identity + repr(tuple(facts)).encode()).digest()

@@ -1,0 +1,42 @@
+"""The RAM tier: contents of blocks in the worker's memory, least recently used first out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class RamTier:
+    """Blocks by key, `limit` bytes at most."""
+
+    def __init__(self, limit: int):
+        self.limit, self.used = limit, 0
+        self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
+
+    def read(self, key: bytes) -> bytes | None:
+        return self._blocks.get(key)
+
+    def touch(self, keys: list[bytes]) -> None:
+        """Note a use of these blocks, which are in the order of a prefix: its beginning counts as used last."""
+        for key in reversed(keys):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+
+    def add(self, key: bytes, content: bytes) -> list[tuple[bytes, bytes]]:
+        """Keep a block. Returns the (key, content) of those that had to leave, which may be this one."""
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+            return []
+        self._blocks[key] = content
+        self.used += len(content)
+        left = []
+        while self.used > self.limit:
+            left.append(self._blocks.popitem(last=False))
+            self.used -= len(left[-1][1])
+        return left
+
+    def clear(self) -> None:
+        self._blocks.clear()
+        self.used = 0

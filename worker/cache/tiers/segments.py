@@ -1,0 +1,77 @@
+"""Files of the disk tier: some MiB of blocks with checksums.
+
+    8 bytes    magic, with the version of the format
+    4 + 4      length and crc32 of the header
+    header     msgpack: the fingerprint of the engine that wrote it, and (key, size, crc32) of each block
+    blocks     one after the other
+
+A file is complete once it has its name: it is written under another one and renamed. Nothing is trusted when it is
+read: a file that is torn, changed or not ours is a ValueError, and a block with another checksum is one, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+import msgspec
+
+MAGIC = b"QUIREKV1"
+_PREFIX = len(MAGIC) + 8
+MAX_HEADER = 16 << 20  # bytes: a longer one is not ours
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a block lies."""
+
+    path: Path
+    offset: int
+    size: int
+    crc: int
+
+
+def encode(fingerprint: bytes, blocks: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
+    """The parts of a file with these (key, content) blocks."""
+    entries = [(key, len(content), crc32(content)) for key, content in blocks]
+    header = msgspec.msgpack.encode((fingerprint, entries))
+    prefix = MAGIC + len(header).to_bytes(4, "little") + crc32(header).to_bytes(4, "little")
+    return [prefix + header, *(content for _, content in blocks)]
+
+
+def read_places(path: Path, fingerprint: bytes) -> dict[bytes, Place]:
+    """The blocks of a file by key. Raises OSError, or ValueError if the file is not a whole one of this engine's."""
+    with path.open("rb") as file:
+        prefix = file.read(_PREFIX)
+        if len(prefix) < _PREFIX or not prefix.startswith(MAGIC):
+            raise ValueError("not a file of this format")
+        length = int.from_bytes(prefix[len(MAGIC) : len(MAGIC) + 4], "little")
+        header = file.read(length) if length <= MAX_HEADER else b""
+        if len(header) != length or crc32(header) != int.from_bytes(prefix[-4:], "little"):
+            raise ValueError("its header is damaged")
+        size = os.fstat(file.fileno()).st_size
+    owner, entries = msgspec.msgpack.decode(header, type=tuple[bytes, list[tuple[bytes, int, int]]])
+    if owner != fingerprint:
+        raise ValueError("it belongs to another model or format")
+    places, offset = {}, _PREFIX + length
+    for key, count, crc in entries:
+        places[key] = Place(path, offset, count, crc)
+        offset += count
+    if offset != size:
+        raise ValueError(f"it has {size} bytes instead of {offset}")
+    return places
+
+
+def read_block(place: Place) -> bytes:
+    """The content of a block. Raises OSError, or ValueError if it was changed."""
+    with place.path.open("rb", buffering=0) as file:
+        file.seek(place.offset)
+        content = bytearray()
+        while len(content) < place.size and (part := file.read(place.size - len(content))):
+            content += part
+    if len(content) != place.size or crc32(content) != place.crc:
+        raise ValueError("a block has another checksum")
+    return bytes(content)

@@ -1,0 +1,198 @@
+"""The tiers below the pool of one rank, by block id and key: what the engine asks a worker to do.
+
+A key is the tag of a cache group and the chained hash of a block, so it stands for its contents. The engine never sees
+these: it asks which keys are here, has blocks stored before they are reused, and has keys loaded into blocks that it
+allocated. Loading has two halves: a thread reads and checks, and `poll`, between two steps, copies what was read into
+the blocks, some MiB at a time, so that requests that run are not held up.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from quire.worker.cache.tiers.disk import DiskTier
+from quire.worker.cache.tiers.ram import RamTier
+
+COPY_BYTES = 64 << 20  # bytes that one poll copies into blocks
+READ_AHEAD_BYTES = 256 << 20  # bytes that were read and not copied yet
+
+MISS, ON_DISK, IN_RAM = 0, 1, 2
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    keys: list[bytes]
+    block_ids: list[int]
+    ok: list[bool] = field(default_factory=list)  # of the blocks handled so far
+    cancelled: bool = False
+
+
+class TierStore:
+    """`gather` returns the contents of a block, `scatter` writes them, both in the thread that calls the methods here.
+    `agree` reduces numbers to the least of all ranks, in the same order on each.
+    """
+
+    def __init__(
+        self,
+        gather: Callable[[int], bytes],
+        scatter: Callable[[int, bytes], None],
+        ram: RamTier | None,
+        disk: DiskTier | None,
+        agree: Callable[[list[int]], list[int]] = lambda numbers: numbers,
+    ):
+        self.gather, self.scatter, self.ram, self.disk, self.agree = gather, scatter, ram, disk, agree
+        self.num_loaded = {IN_RAM: 0, ON_DISK: 0}  # bytes
+        self.seconds_loading = 0.0
+        self._loads: dict[int, _Load] = {}  # by the engine's number
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._read: queue.SimpleQueue = queue.SimpleQueue()  # (load, content or None)
+        self._ahead = 0  # bytes read and not copied
+        self._lock = threading.Condition()
+        self._reader: threading.Thread | None = None
+
+    def lookup(self, keys: Sequence[bytes]) -> list[int]:
+        """The tier of each key, MISS, ON_DISK or IN_RAM."""
+        on_disk = self.disk.contains_all(list(keys)) if self.disk else [False] * len(keys)
+        found = [
+            IN_RAM if self.ram and key in self.ram else ON_DISK if here else MISS for key, here in zip(keys, on_disk)
+        ]
+        return self.agree(found)
+
+    # ---- down
+
+    def store(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Keep blocks that are about to be reused: in RAM, or else on disk if the writer has room."""
+        for block_id, key in blocks:
+            if self.ram is not None:
+                if key not in self.ram:
+                    self._demote(self.ram.add(key, self.gather(block_id)))
+            elif self.disk is not None:
+                self.disk.offer(key, lambda block_id=block_id: self.gather(block_id))
+
+    def save(self, blocks: Sequence[tuple[int, bytes]]) -> int:
+        """Write blocks to disk that stay in the pool. Returns for how many of the first ones that was begun, on every
+        rank; 0 without a disk tier that takes any.
+        """
+        done = 0
+        if self.disk is not None:
+            for block_id, key in blocks:
+                if not self.disk.offer(key, lambda block_id=block_id: self.gather(block_id)):
+                    break
+                done += 1
+        return self.agree([done])[0]
+
+    def _demote(self, blocks: list[tuple[bytes, bytes]]) -> None:
+        if self.disk is not None:
+            for key, content in blocks:
+                self.disk.offer(key, content)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until the disk has what it was given."""
+        return self.disk is None or self.disk.flush(timeout)
+
+    # ---- up
+
+    def load(self, number: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Begin to read these keys, which `poll` copies into the blocks."""
+        load = self._loads[number] = _Load(list(keys), list(block_ids))
+        for tier in (self.ram, self.disk):
+            if tier is not None:
+                tier.touch(load.keys)
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read_jobs, name="kv-reader", daemon=True)
+            self._reader.start()
+        self._jobs.put(load)
+
+    def poll(self) -> list[tuple[int, list[bool] | int]]:
+        """Copy what was read. Returns per load its number and the number of blocks that were handled, or, once all are,
+        whether each holds its key's content on every rank; then the load is over.
+        """
+        copied = 0
+        while copied < COPY_BYTES:
+            try:
+                load, content = self._read.get_nowait()
+            except queue.Empty:
+                break
+            if content is not None:
+                copied += len(content)
+                with self._lock:
+                    self._ahead -= len(content)
+                    self._lock.notify_all()
+            if load.cancelled:
+                continue
+            if content is not None:
+                self.scatter(load.block_ids[len(load.ok)], content)
+            load.ok.append(content is not None)
+        return self._reports()
+
+    def _reports(self) -> list[tuple[int, list[bool] | int]]:
+        numbers = list(self._loads)
+        handled = self.agree([len(self._loads[number].ok) for number in numbers]) if numbers else []
+        reports: list[tuple[int, list[bool] | int]] = []
+        for number, count in zip(numbers, handled):
+            load = self._loads[number]
+            if count < len(load.keys):
+                reports.append((number, count))
+                continue
+            reports.append((number, [bool(ok) for ok in self.agree([int(ok) for ok in load.ok])]))
+            del self._loads[number]
+        return reports
+
+    def cancel(self, number: int) -> None:
+        """Stop a load: its blocks are not written from now on."""
+        if load := self._loads.pop(number, None):
+            load.cancelled = True
+
+    def _read_jobs(self) -> None:
+        while (load := self._jobs.get()) is not None:
+            for key in load.keys:
+                with self._lock:
+                    self._lock.wait_for(lambda load=load: self._ahead < READ_AHEAD_BYTES or load.cancelled)
+                if load.cancelled:
+                    break
+                content = self._read_one(key)
+                with self._lock:
+                    self._ahead += len(content or b"")
+                self._read.put((load, content))
+
+    def _read_one(self, key: bytes) -> bytes | None:
+        start = time.monotonic()
+        if self.ram is not None and (content := self.ram.read(key)) is not None:
+            tier = IN_RAM
+        else:
+            content, tier = self.disk.read(key) if self.disk else None, ON_DISK
+        self.seconds_loading += time.monotonic() - start
+        self.num_loaded[tier] += len(content or b"")
+        return content
+
+    # ---- both
+
+    def clear(self) -> None:
+        """Forget every block of this model in both tiers."""
+        if self.ram is not None:
+            self.ram.clear()
+        if self.disk is not None:
+            self.disk.clear()
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+        if self.disk is not None:
+            self.disk.stop()
+
+    def stats(self) -> dict[str, float]:
+        """Bytes and counts of this rank, by name."""
+        ram, disk = self.ram, self.disk
+        return {
+            "ram_bytes": ram.used if ram else 0,
+            "disk_bytes": disk.used if disk else 0,
+            "ram_loaded_bytes": self.num_loaded[IN_RAM],
+            "disk_loaded_bytes": self.num_loaded[ON_DISK],
+            "disk_written_bytes": disk.written if disk else 0,
+            "disk_evicted_files": disk.num_evicted if disk else 0,
+            "disk_damaged": disk.num_damaged if disk else 0,
+            "seconds_loading": self.seconds_loading,
+        }
