@@ -78,6 +78,15 @@ class Step:
     ignored: set[int] = field(default_factory=set)
     scheduled: float = field(default_factory=time.monotonic)
 
+    def contents(self) -> str:
+        """What was computed, for a person."""
+        counts = self.input.num_scheduled
+        num_decodes = sum(count == 1 for count in counts)
+        text = f"{len(counts)} requests with {self.num_tokens} tokens, of which {num_decodes} had one each"
+        if num_decodes < len(counts):
+            text += f" and the largest {max(counts)} after {max(self.input.num_computed)} computed ones"
+        return text + (f", and {len(self.input.encode)} images" if self.input.encode else "")
+
 
 class Scheduler:
     """Owns all requests; no other class changes them. `schedule` and `update` are called in turn, with up to `depth`
