@@ -110,6 +110,7 @@ class AddRequest(_Message):
     ] = []  # images of the prompt, by offset; the server keeps their features until the last output
     tenant: str = ""  # who shares the engine with others (`engine/shares.py`)
     weight: float = 1.0  # the tenant's share, above 0
+    report_prefill: bool = False  # outputs without tokens tell how much of the prompt is computed
 
     @property
     def choices(self) -> list[Choice]:
@@ -138,6 +139,7 @@ class AddRequest(_Message):
             self.media,
             self.tenant,
             self.weight,
+            self.report_prefill,
         )
 
 
@@ -206,6 +208,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     pooled: bytes | None = None  # with the last output of a request with `pooling`: its vector, float32
     # of a request with a prediction: how many drafts from it were accepted and rejected so far
     prediction_tokens: tuple[int, int] | None = None
+    num_prefilled: int = 0  # with `report_prefill`, before the first token: prompt tokens in the KV cache
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -64,6 +64,7 @@ class Request:
         "predicts",
         "queued_time",
         "rank",
+        "report_prefill",
         "request_id",
         "row",
         "sampling",
@@ -97,6 +98,7 @@ class Request:
             sampling if choice.seed == sampling.seed else msgspec.structs.replace(sampling, seed=choice.seed)
         )
         self.background = message.background
+        self.report_prefill = message.report_prefill
         self.rank = (message.background, message.priority if by_priority else 0)  # a lower rank preempts a higher one
         self.tenant, self.weight = message.tenant, message.weight
         self.pooling = message.pooling

@@ -620,6 +620,7 @@ class Scheduler:
                     EngineOutput(request.request_id, [], prompt_logprobs=entries)
                 )
         self._finish_unsampled(step, prompt_logprobs, output.pooled or {}, now, outputs)
+        self._report_prefill(step, outputs)
         return outputs
 
     def _take_back_drafts(self, request: Request, num_draft: int, num_tokens: int) -> None:
@@ -632,6 +633,16 @@ class Scheduler:
         if request.predicts:
             accepted, rejected = request.prediction_tokens
             request.prediction_tokens = accepted + num_accepted, rejected + num_draft - num_accepted
+
+    def _report_prefill(self, step: Step, outputs: Outputs) -> None:
+        """Tell how much of the prompts is computed of which not all is: the last chunk comes with a token."""
+        for i, request in enumerate(step.requests):
+            if not request.report_prefill or request.first_token_time or request.status is Status.FINISHED:
+                continue
+            num_tokens = step.input.num_computed[i] + step.input.num_scheduled[i]
+            if i not in step.ignored and num_tokens < request.num_prompt_tokens:
+                report = EngineOutput(request.request_id, [], num_prefilled=num_tokens)
+                outputs.setdefault(request.client, []).append(report)
 
     def _receive(
         self,

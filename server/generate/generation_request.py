@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from quire.engine.messages import MediaItem, PoolingParams, SamplingParams
 from quire.server.generate.parse import Parsing
+from quire.server.generate.progress import PrefillProgress
 from quire.server.media.inputs import Lease
 from quire.server.structured.structure import Structure
 from quire.server.text.detokenizer import StopStrings
@@ -50,6 +51,7 @@ class GenerationRequest:
     visible_ids: frozenset[int] = frozenset()  # special tokens that are shown although special tokens are not
     pooling: PoolingParams | None = None  # ask for a vector (`pooling.py`) instead of text
     media: list[Attached] = field(default_factory=list)
+    progress: PrefillProgress | None = None  # is told how much of the prompt is computed
 
     @property
     def num_image_tokens(self) -> int:
