@@ -219,6 +219,7 @@ class EngineCore:
     def call(self, message: Call) -> CallResult:
         """Run a utility method. Its error is returned to the caller and does not affect the engine."""
         methods = {
+            "free_cache": self.scheduler.kv.retention.free,
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
             "describe_ops": lambda: self.executor.call("describe_ops"),

@@ -111,6 +111,8 @@ class AddRequest(_Message):
     tenant: str = ""  # who shares the engine with others (`engine/shares.py`)
     weight: float = 1.0  # the tenant's share, above 0
     report_prefill: bool = False  # outputs without tokens tell how much of the prompt is computed
+    cache_key: str | None = None  # the conversation whose blocks are kept before others' for `cache_seconds`
+    cache_seconds: float = 0.0
 
     @property
     def choices(self) -> list[Choice]:
@@ -140,6 +142,8 @@ class AddRequest(_Message):
             self.tenant,
             self.weight,
             self.report_prefill,
+            self.cache_key,
+            self.cache_seconds,
         )
 
 

@@ -39,7 +39,9 @@ class Request:
         "background",
         "block_hashes",
         "block_ids",
+        "cache_key",
         "cache_salt",
+        "cache_seconds",
         "client",
         "first_token_time",
         "group",
@@ -104,6 +106,7 @@ class Request:
         self.pooling = message.pooling
         self.pools_all = pools_all
         self.cache_salt = message.cache_salt
+        self.cache_key, self.cache_seconds = message.cache_key, message.cache_seconds
         self.media = message.media
         self.group = group
         self.queued_time = time.time()

@@ -129,6 +129,8 @@ class Generation:
             cache_salt=request.cache_salt,
             siblings=siblings,
             background=request.background,
+            cache_key=request.cache_key,
+            cache_seconds=request.cache_seconds,
             media=[one.item for one in request.media],
             tenant=request.tenant,
             weight=request.weight,

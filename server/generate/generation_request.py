@@ -41,6 +41,8 @@ class GenerationRequest:
     spaces_between_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    cache_key: str | None = None  # the conversation whose cached prefix is wanted for `cache_seconds`
+    cache_seconds: float = 0.0
     background: bool = False
     tenant: str = ""  # who shares the engine with others, with `weight`
     weight: float = 1.0
