@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from quire.engine.messages import AddRequest, SamplingParams
 
+from quire.engine.messages import AddRequest, SamplingParams
 from tests.engine.harness import Engine, fake_config
 
 
