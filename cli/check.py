@@ -50,7 +50,8 @@ def plan(config: Config, target: str) -> str:
     config = dataclasses.replace(config, model=dataclasses.replace(options, model=folder))
     check_model_folder(folder, needs_weights=has_weights and options.load_format != "dummy")
     # imported by name: torch loads only when this command runs
-    importlib.import_module("quire.worker.weights.loader").check_model(config, files=has_weights)
+    model = importlib.import_module("quire.worker.weights.loader").check_model(config, files=has_weights)
+    adapters = importlib.import_module("quire.worker.lora.preview").describe_adapters(config.lora, model)
     ready = importlib.import_module("quire.worker.memory").preview(config)
     tokenizer_folder = (
         folder
@@ -69,7 +70,7 @@ def plan(config: Config, target: str) -> str:
         chat = "yes"
     elif images.why_not is None:
         chat = "none: a conversation is the contents of its messages, one after another"
-    lines = [plan_table(ready), f"chat template: {chat}", *_about(images, folder)]
+    lines = [plan_table(ready), f"chat template: {chat}", *_about(images, folder), *adapters]
     lines.append(f"default sampling parameters: {defaults.describe()}")
     return "\n".join([_checkpoint(config, folder), *lines] if has_weights else lines)
 

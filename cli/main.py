@@ -29,6 +29,7 @@ SECTIONS = {
     "device": "Device",
     "server": "HTTP server",
     "media": "Images",
+    "lora": "LoRA adapters",
 }
 EPILOG = (
     "Every flag is also a YAML key for --config (max_model_len: 4096) and an environment variable "

@@ -297,16 +297,6 @@ class ServerConfig:
         "path below which a proxy serves this server (/llm), whether it strips it from requests or not",
         metavar="PATH",
     )
-    ssl_certfile: str | None = opt(None, "serve HTTPS with this certificate chain, in PEM", metavar="FILE")
-    ssl_keyfile: str | None = opt(None, "key of --ssl-certfile (default: in the same file)", metavar="FILE")
-    ssl_ca_certs: str | None = opt(None, "certificate authorities of clients' certificates, in PEM", metavar="FILE")
-    ssl_cert_reqs: str = opt(
-        "none",
-        "whether clients need a certificate of --ssl-ca-certs",
-        choices=("none", "optional", "required"),
-        aliases={"0": "none", "1": "optional", "2": "required"},
-    )
-    enable_ssl_refresh: bool = opt(True, "read the files of --ssl-* again when they change")
     served_model_name: list[str] = opt(
         [],
         "model names that the API accepts; responses have the first (default: the name of the file or folder)",
@@ -479,12 +469,6 @@ class ServerConfig:
         "objects of structured output may have properties that their schema does not name, unless it says otherwise",
     )
     log_level: str = opt("info", "how much to log", everyday=True, choices=("debug", "info", "warning", "error"))
-    log_format: str = opt("text", "how a line of the log is written", choices=("text", "json"))
-    slow_step_threshold: float = opt(
-        10.0,
-        "seconds that a step of the engine may take before a warning in the log says what it contained (0: never)",
-        minimum=0,
-    )
     log_stats_interval: float = opt(10.0, "seconds between throughput lines in the log (0: no such lines)", minimum=0)
 
 
@@ -528,6 +512,42 @@ class MediaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """LoRA adapters: fine-tunes that share the model's weights."""
+
+    enable_lora: bool = opt(False, "serve LoRA adapters (implied by --lora-modules and --lora-dir)")
+    lora_modules: list[str] = opt(
+        [],
+        'adapters to serve, as name=path or {"name": ..., "path": ..., "base_model_name": ...}: folders in PEFT\'s '
+        "format",
+        repeat=True,
+        metavar="NAME=PATH",
+    )
+    lora_dir: str | None = opt(
+        None,
+        "serve every adapter in this folder by the name of its folder; adapters may be loaded from below it later",
+        metavar="DIR",
+    )
+    max_loras: int | None = opt(None, "maximum number of different adapters in a step (default: 8)", minimum=1)
+    max_lora_rank: int | None = opt(
+        None,
+        "maximum rank of an adapter (default: the largest of those at start, at least 64)",
+        minimum=1,
+        maximum=512,
+    )
+    max_cpu_loras: int | None = opt(
+        None,
+        "maximum number of adapters in RAM; others are read again when a request needs them (default: those at start, "
+        "at least --max-loras)",
+        minimum=1,
+    )
+
+    @property
+    def enabled(self) -> bool:
+        return self.enable_lora or bool(self.lora_modules) or self.lora_dir is not None
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All sections. Give a component its own section, not this."""
 
@@ -538,6 +558,7 @@ class Config:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     @classmethod
     def from_flat(cls, **values: Any) -> Config:

@@ -14,6 +14,7 @@ import msgspec
 from quire.worker.messages import (
     GRAMMAR_LIMITS,
     MAX_NGRAM_COMPARISONS,
+    LoraUse,
     MediaInfo,
     MediaItem,
     MemoryPlan,
@@ -42,6 +43,7 @@ __all__ = [
     "EngineStats",
     "FromEngine",
     "Hello",
+    "LoraUse",
     "MediaInfo",
     "MediaItem",
     "MemoryPlan",
@@ -110,9 +112,7 @@ class AddRequest(_Message):
     ] = []  # images of the prompt, by offset; the server keeps their features until the last output
     tenant: str = ""  # who shares the engine with others (`engine/shares.py`)
     weight: float = 1.0  # the tenant's share, above 0
-    report_prefill: bool = False  # outputs without tokens tell how much of the prompt is computed
-    cache_key: str | None = None  # the conversation whose blocks are kept before others' for `cache_seconds`
-    cache_seconds: float = 0.0
+    adapters: list[LoraUse] = []  # of LoRA; what they add is summed
 
     @property
     def choices(self) -> list[Choice]:
@@ -141,9 +141,7 @@ class AddRequest(_Message):
             self.media,
             self.tenant,
             self.weight,
-            self.report_prefill,
-            self.cache_key,
-            self.cache_seconds,
+            self.adapters,
         )
 
 
@@ -156,7 +154,8 @@ class AbortRequests(_Message):
 class Call(_Message):
     """A utility call, answered by `CallResult`: reset_prefix_cache() -> bool, stats() -> dict of EngineStats fields,
     waiting(request ids) -> those never scheduled, requests() -> all, as dicts (`Request.describe`), abort(request ids)
-    -> those that there were, which end with finish reason abort.
+    -> those that there were, which end with finish reason abort,
+    load_lora(key, folder) -> why not, unload_lora(key).
     """
 
     call_id: int
@@ -212,7 +211,6 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     pooled: bytes | None = None  # with the last output of a request with `pooling`: its vector, float32
     # of a request with a prediction: how many drafts from it were accepted and rejected so far
     prediction_tokens: tuple[int, int] | None = None
-    num_prefilled: int = 0  # with `report_prefill`, before the first token: prompt tokens in the KV cache
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -232,6 +230,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     num_drafts: int = 0  # times that a step verified drafts of a request
     num_draft_tokens: int = 0
     accepted_per_position: list[int] = []  # drafts accepted, by their place after the last known token
+    running_adapters: list[str] = []  # names of those of running requests
+    waiting_adapters: list[str] = []
 
 
 class StepOutputs(_Message):

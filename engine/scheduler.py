@@ -28,6 +28,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+import msgspec
+
 from quire.configs.config import SchedulerConfig
 from quire.configs.speculation import MAX_DRAFT
 from quire.engine.encoder_cache import EncoderCache
@@ -78,15 +80,6 @@ class Step:
     ignored: set[int] = field(default_factory=set)
     scheduled: float = field(default_factory=time.monotonic)
 
-    def contents(self) -> str:
-        """What was computed, for a person."""
-        counts = self.input.num_scheduled
-        num_decodes = sum(count == 1 for count in counts)
-        text = f"{len(counts)} requests with {self.num_tokens} tokens, of which {num_decodes} had one each"
-        if num_decodes < len(counts):
-            text += f" and the largest {max(counts)} after {max(self.input.num_computed)} computed ones"
-        return text + (f", and {len(self.input.encode)} images" if self.input.encode else "")
-
 
 class Scheduler:
     """Owns all requests; no other class changes them. `schedule` and `update` are called in turn, with up to `depth`
@@ -127,6 +120,7 @@ class Scheduler:
         self._num_verifiable = max(ready.max_num_seqs, MAX_DRAFT + 1)
         self.vocab_size = ready.vocab_size
         self.pooling = ready.pooling
+        self.max_loras = ready.max_loras
         self.media = media = ready.media
         self.images = EncoderCache(media.cache_size, media.encoder_budget) if media else EncoderCache()
         self.shares = Shares()
@@ -154,7 +148,7 @@ class Scheduler:
         for choice in choices:
             if (client, choice.request_id) in self.requests:
                 raise ValueError(f"request_id {choice.request_id!r} is already in use")
-        check_request(message, self.max_model_len, self.vocab_size, self.pooling)
+        check_request(message, self.max_model_len, self.vocab_size, self.pooling, self.max_loras)
         # an image that is computed whole always fits beside the tokens of the other running requests
         check_media(message, self.media, self.token_budget - self.max_running + 1)
         pools_all = message.pooling is not None and self.pooling.reads_all
@@ -417,7 +411,9 @@ class Scheduler:
             return
         reserve = self._reserve()
         while self.waiting and step.num_tokens < self.token_budget and len(self.running) < self.max_running:
-            request = self.waiting.first
+            request = self._next_waiting()
+            if request is None:
+                return
             budget = self.token_budget - step.num_tokens
             if request.background:
                 budget = min(budget, self._background_budget)
@@ -445,6 +441,19 @@ class Scheduler:
                 self._background_budget -= step.num_tokens - num_tokens
             reserve += self._num_expected_blocks(request)
 
+    def _next_waiting(self) -> Request | None:
+        """The first waiting request, or while that waits for another adapter to be done, the first one without any."""
+        if self._has_slots(first := self.waiting.first):
+            return first
+        return next((request for request in self.waiting if not request.adapters), None)
+
+    def _has_slots(self, request: Request, without: Collection[Request] = ()) -> bool:
+        """Whether a step may use the adapters of a request beside those of the running ones."""
+        if not request.adapters:
+            return True
+        others = (use.key for other in self.running if other not in without for use in other.adapters)
+        return len({use.key for use in request.adapters}.union(others)) <= self.max_loras
+
     def _admit(self, step: Step, request: Request, matched: Match, num_new: int) -> None:
         """Move a request from waiting to running, with a row, the blocks of its cached prefix, and its first chunk of
         `num_new` tokens.
@@ -467,6 +476,7 @@ class Scheduler:
                 request.sampling,
                 request.pooling,
                 request.media,
+                request.adapters,
             )
         )
         self._add_to_step(step, request, num_new, [])
@@ -546,6 +556,8 @@ class Scheduler:
         obtainable = self.kv.pool.num_free + sum(
             self.kv.num_held(other) + self._num_expected_blocks(other) for other in outranked
         )
+        if not self._has_slots(request, outranked):
+            return
         if request.num_in_flight or obtainable < self.kv.num_missing(request, Match()) + self._reserve():
             return
         while outranked and not self._can_admit(request):
@@ -555,6 +567,7 @@ class Scheduler:
         """Return whether a row and enough blocks are free to admit a request."""
         return (
             len(self.running) < self.max_running
+            and self._has_slots(request)
             and self.kv.num_missing(request, self.kv.match(request)) + self._reserve() <= self.kv.pool.num_free
         )
 
@@ -620,7 +633,6 @@ class Scheduler:
                     EngineOutput(request.request_id, [], prompt_logprobs=entries)
                 )
         self._finish_unsampled(step, prompt_logprobs, output.pooled or {}, now, outputs)
-        self._report_prefill(step, outputs)
         return outputs
 
     def _take_back_drafts(self, request: Request, num_draft: int, num_tokens: int) -> None:
@@ -633,16 +645,6 @@ class Scheduler:
         if request.predicts:
             accepted, rejected = request.prediction_tokens
             request.prediction_tokens = accepted + num_accepted, rejected + num_draft - num_accepted
-
-    def _report_prefill(self, step: Step, outputs: Outputs) -> None:
-        """Tell how much of the prompts is computed of which not all is: the last chunk comes with a token."""
-        for i, request in enumerate(step.requests):
-            if not request.report_prefill or request.first_token_time or request.status is Status.FINISHED:
-                continue
-            num_tokens = step.input.num_computed[i] + step.input.num_scheduled[i]
-            if i not in step.ignored and num_tokens < request.num_prompt_tokens:
-                report = EngineOutput(request.request_id, [], num_prefilled=num_tokens)
-                outputs.setdefault(request.client, []).append(report)
 
     def _receive(
         self,
@@ -847,9 +849,16 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Current gauges, and counts since the last `flush_stats`."""
-        return self.counts.snapshot(
+        stats = self.counts.snapshot(
             len(self.running), len(self.requests) - len(self.running), self.kv.usage, self.images.usage
         )
+        if not self.max_loras:
+            return stats
+        running, waiting = (
+            sorted({use.name for request in queue for use in request.adapters})
+            for queue in (self.running, self.waiting)
+        )
+        return msgspec.structs.replace(stats, running_adapters=running, waiting_adapters=waiting)
 
     def flush_stats(self) -> EngineStats:
         stats, self.counts = self.stats(), Counts()

@@ -5,6 +5,7 @@ Every value that would raise in the scheduler or in a worker is rejected here, b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from quire.engine.messages import AddRequest
@@ -25,7 +26,9 @@ MAX_MARKER_TOKENS = 256  # of a text that begins or ends the thoughts
 MAX_STOP_TOKEN_IDS = 1024  # searched for every sampled token
 
 
-def check_request(message: AddRequest, max_model_len: int, vocab_size: int, pooling: PoolingInfo | None = None) -> None:
+def check_request(
+    message: AddRequest, max_model_len: int, vocab_size: int, pooling: PoolingInfo | None = None, max_loras: int = 0
+) -> None:
     """Raise ValueError, naming the parameter and its limit, for a request that cannot run."""
     prompt, sampling = message.prompt_token_ids, message.sampling
     if not prompt:
@@ -36,12 +39,23 @@ def check_request(message: AddRequest, max_model_len: int, vocab_size: int, pool
     if len({choice.request_id for choice in message.choices}) < len(message.choices):
         raise ValueError("request_id: two choices of a request have the same id")
     check_sampling(sampling, max_model_len, vocab_size)
+    _check_adapters(message, max_loras)
     _check_task(message, pooling)
     if len(prompt) + min(sampling.max_tokens, 1) > max_model_len:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens, but a request may have at most {max_model_len} tokens in total, "
             "prompt and output (limited by the model's context length or the KV cache)"
         )
+
+
+def _check_adapters(message: AddRequest, max_loras: int) -> None:
+    keys = {use.key for use in message.adapters}
+    if len(keys) < len(message.adapters):
+        raise ValueError("lora: an adapter is given twice")
+    if len(keys) > max_loras:
+        raise ValueError(f"lora: a request uses {len(keys)} adapters, but at most {max_loras} may run (--max-loras)")
+    if not all(math.isfinite(use.scale) for use in message.adapters):
+        raise ValueError("lora: a scale is not a finite number")
 
 
 def _check_task(message: AddRequest, pooling: PoolingInfo | None) -> None:

@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
+__all__ = ["LLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams"]
 
 _checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if os.path.isfile(os.path.join(_checkout, "engine", "core.py")) and os.path.isfile(
@@ -21,11 +21,12 @@ if os.path.isfile(os.path.join(_checkout, "engine", "core.py")) and os.path.isfi
 
 if TYPE_CHECKING:
     from quire.server.offline.llm import LLM, SamplingParams, StructuredOutputsParams
+    from quire.server.offline.lora import LoRARequest
 
 
 def __getattr__(name: str):
     if name in __all__:  # imported on first use: the command line must not pay for it
-        from quire.server.offline import llm
+        from quire.server.offline import llm, lora
 
-        return getattr(llm, name)
+        return getattr(lora if name == "LoRARequest" else llm, name)
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

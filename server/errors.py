@@ -7,6 +7,7 @@ ApiError
 +-- Forbidden             403  a Host header, route or model that is not allowed
 +-- NotFound              404  code model_not_found, or none for a route
 +-- RequestTimeout        408  the request's time has passed before it could begin; code timeout
++-- Conflict              409  the state of the server does not allow it, such as a name in use
 +-- PayloadTooLarge       413
 +-- UnsupportedMediaType  415
 +-- TooManyRequests       429  a limit of the caller's own; code rate_limit_exceeded, or insufficient_quota for a spent
@@ -86,6 +87,11 @@ class RequestTimeout(ApiError):
 class GatewayTimeout(ApiError):
     status = 504
     code = "timeout"
+
+
+class Conflict(ApiError):
+    status = 409
+    type = "invalid_request_error"
 
 
 class PayloadTooLarge(ApiError):

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from quire.server.api.anthropic import models as anthropic_models
 from quire.server.api.anthropic import routes as anthropic
-from quire.server.api.llamacpp import infill, props
+from quire.server.api.llamacpp import adapters, infill
 from quire.server.api.ollama import routes as ollama
 from quire.server.api.openai import models as openai_models
 from quire.server.api.openai import routes as openai
@@ -66,7 +66,7 @@ ROUTES = [
     *ollama.ROUTES,
     *textgen.ROUTES,
     *infill.ROUTES,
-    *props.ROUTES,
+    *adapters.ROUTES,
     *pooling.ROUTES,
     *ops.ROUTES,
     _INVOCATIONS,

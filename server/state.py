@@ -17,6 +17,7 @@ from quire.engine.messages import EngineStats, Ready
 from quire.server.errors import BadRequest, NotFound, Unavailable
 from quire.server.http.threads import Threads
 from quire.server.incidents import Incidents
+from quire.server.lora.adapters import Adapters
 from quire.server.media.service import Images
 from quire.server.model_info import ModelInfo
 from quire.server.structured.service import Structures
@@ -73,9 +74,11 @@ class ServerState:
     batches: Batches | None = None  # with --batch-dir
     responses: Responses | None = None  # set with the routes
     images: Images = None  # made from the settings
+    adapters: Adapters = None  # the same
 
     def __post_init__(self) -> None:
         self.images = Images(self.config)
+        self.adapters = Adapters(self.config)
         self.idle.set()
 
     def progress(self, phase: str, fraction: float) -> None:
@@ -156,14 +159,23 @@ class ServerState:
             raise NotFound("This server keeps no files: start it with --batch-dir DIR for /v1/files and /v1/batches.")
         return self.batches
 
+    @property
+    def all_names(self) -> list[str]:
+        """The names that the API lists: the model's, then those of LoRA adapters."""
+        return [*self.names, *self.adapters.loaded] if self.adapters.loaded else self.names
+
+    def answering(self, name: str | None) -> str:
+        """The name of the model in an answer of OpenAI's form: that of the adapter asked for, else the first."""
+        return name if name in self.adapters.loaded else self.names[0]
+
     def shown_name(self, name: str | None) -> str:
         """The name for the answer to a request for `name`: the same if it is listed, else the first."""
-        return name if name in self.names else self.names[0]
+        return name if name in self.all_names else self.names[0]
 
     def require_model(self, name: str | None) -> None:
         """Raises NotFound unless `name` is absent, empty or a name of the model."""
-        if name and name not in self.names and name not in self.aliases:
-            known = ", ".join(f"'{known}'" for known in self.names)
+        if name and name not in self.all_names and name not in self.aliases:
+            known = ", ".join(f"'{known}'" for known in self.all_names[:20])
             raise NotFound(
                 f"The model '{name[:200]}' does not exist. This server has {known}.",
                 param="model",

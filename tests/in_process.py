@@ -11,7 +11,7 @@ from quire.configs.config import Config
 from quire.engine.executor.base import get_executor, steps_in_flight
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.kv.tiers import tiers_below
-from quire.engine.messages import AddRequest, Choice, MediaItem, SamplingParams, TokenLogprobs
+from quire.engine.messages import AddRequest, Choice, LoraUse, MediaItem, SamplingParams, TokenLogprobs
 from quire.engine.scheduler import Scheduler
 from quire.worker.messages import WorkerReady
 
@@ -62,9 +62,11 @@ class InProcessEngine:
         outputs: list[list[int]] | None = None,
         media: list[list[MediaItem]] | None = None,
         n: int = 1,
+        adapters: list[list[LoraUse]] | None = None,
     ) -> list[Result]:
         """Run all prompts at once until they finish. `outputs` are tokens from before a resubmission, `media` the
-        images of each prompt. Each prompt has `n` choices, whose seeds follow one another.
+        images of each prompt, `adapters` its LoRA adapters. Each prompt has `n` choices, whose seeds follow one
+        another.
         """
         params = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         ids = [[str(i), *(f"{i}.{k}" for k in range(1, n))] for i in range(len(prompts))]
@@ -77,6 +79,7 @@ class InProcessEngine:
                     one,
                     output_token_ids=outputs[i] if outputs else [],
                     media=media[i] if media else [],
+                    adapters=adapters[i] if adapters else [],
                     siblings=[Choice(one, params[i].seed + k) for k, one in enumerate(ids[i]) if k],
                 )
             )

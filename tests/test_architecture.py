@@ -289,7 +289,7 @@ def test_light_modules_load_no_torch(module):
 def test_public_names():
     import quire
 
-    assert quire.__all__ == ["LLM", "SamplingParams", "StructuredOutputsParams"]
+    assert quire.__all__ == ["LLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams"]
     with pytest.raises(AttributeError):
         quire.Engine  # noqa: B018
 

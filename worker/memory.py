@@ -18,10 +18,13 @@ from quire.worker.batch.graphs import padded_sizes
 from quire.worker.cache.spec import CachePlan, plan_cache
 from quire.worker.cache.storage import KVStorage, resolve_storage
 from quire.worker.layers.linear import split_kv_heads
+from quire.worker.layers.lora import StepLora
 from quire.worker.layers.mla import EXPANDED_BYTES
+from quire.worker.lora.adapters import LoraLimits
+from quire.worker.lora.targets import Targets
 from quire.worker.messages import CacheGroup, MediaInfo, MemoryPlan, WorkerReady, longest_request, most_blocks
 from quire.worker.models import describe
-from quire.worker.models.registry import encoder_bytes_per_embed, read_model_spec, weight_bytes
+from quire.worker.models.registry import build_model, encoder_bytes_per_embed, read_model_spec, weight_bytes
 from quire.worker.parallel import Group, split_size
 from quire.worker.platforms.base import Platform
 from quire.worker.platforms.ops import Ops
@@ -197,6 +200,14 @@ def _kv_width(spec: ModelSpec, tp: int) -> int:
     return max((cache.page_bytes(1) for cache in cache_specs(spec, 1, tp) if cache), default=0)
 
 
+def estimate_adapters(config: Config, spec: ModelSpec, tp: int, pp: int) -> int:
+    """Bytes of as many LoRA adapters of the largest rank as may be loaded, on each rank. Raises ValueError."""
+    if not config.lora.enabled:
+        return 0
+    model = build_model(spec, torch.float32, torch.device("meta"))
+    return LoraLimits.of(config.lora).num_bytes(Targets(model, StepLora())) // (tp * pp)
+
+
 def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> bool:
     """Return whether steps will be recorded: the device and the attention backend support it, there is one pipeline
     stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off. Attention with a
@@ -246,6 +257,7 @@ def plan_memory(
     activations: int,
     graphs: int = 0,
     images: int = 0,
+    adapters: int = 0,
 ) -> tuple[MemoryPlan, int, int, list[Choice]]:
     """Return (plan, number of KV blocks including the null block, number of pages for states, choices) for one rank.
     `available` is the memory that
@@ -256,7 +268,7 @@ def plan_memory(
     block, state = bytes_per_block(config, spec, limits), bytes_per_state(config, spec, limits)
     utilization = config.cache.gpu_memory_utilization
     budget = min(int(total * utilization), available) if device != "cpu" else int(available * utilization)
-    others = weights + activations + graphs + images
+    others = weights + activations + graphs + images + adapters
     groups = cache_plan(config, spec, limits).groups
     per_request = most_blocks(groups, limits.max_model_len, limits.attention.block_size, limits.max_num_batched_tokens)
     most, need = limits.max_num_seqs * per_request, f"{limits.max_num_seqs} requests of {limits.max_model_len} tokens"
@@ -274,13 +286,16 @@ def plan_memory(
         raise ValueError(
             f"no room for a KV cache: {_size(available)} are available on {device}, of which {utilization:.0%} "
             f"may be used; weights take {_size(weights)}, activations {_size(activations + graphs)}, "
-            f"{f'images {_size(images)}, ' if images else ''}and a KV cache needs at least {_size(2 * block)}. "
+            f"{f'images {_size(images)}, ' if images else ''}"
+            f"{f'LoRA adapters {_size(adapters)} (--max-loras, --max-lora-rank), ' if adapters else ''}"
+            f"and a KV cache needs at least {_size(2 * block)}. "
             f"Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) or --max-num-seqs "
             f"({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory"
         )
     used, states = num_blocks * block, num_states * state
     reserve = max(available - others - used - states, 0)
-    plan = MemoryPlan(device, total, available, weights, activations, used, reserve, block, graphs, images, states)
+    sizes = weights, activations, used, reserve, block, graphs, images, states, adapters
+    plan = MemoryPlan(device, total, available, *sizes)
     return plan, num_blocks, num_states, choices
 
 
@@ -373,6 +388,7 @@ def preview(config: Config) -> WorkerReady:
         activations=estimate_activations(spec, limits, tp) + estimate_workspace(config, spec, limits, platform),
         graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, spec, limits, platform) else 0,
         images=estimate_images(spec, limits, platform),
+        adapters=estimate_adapters(config, spec, tp, pp),
     )
     return report(
         spec,

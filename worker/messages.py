@@ -247,6 +247,15 @@ class MediaInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     has_grids: bool = False  # positions have three axes, so that items need a `grid`
 
 
+class LoraUse(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A LoRA adapter of a request."""
+
+    key: str  # hash of its files: equal keys mean equal weights
+    path: str  # the folder with its files, which stays until the request has ended
+    scale: float = 1.0  # multiplies what it adds
+    name: str = ""  # under which clients know it
+
+
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A request is assigned to row `row`, for the first time or again after preemption."""
 
@@ -259,6 +268,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     sampling: SamplingParams
     pooling: PoolingParams | None = None
     media: list[MediaItem] = []  # by offset; spans do not overlap
+    adapters: list[LoraUse] = []
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -314,6 +324,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     graphs: int = 0  # estimate of what CUDA graphs will need
     states: int = 0  # recurrent states of running requests and checkpoints of them, beside `kv_cache`
     images: int = 0  # estimate of the embeddings of images that are kept, and of what one encoder batch needs
+    adapters: int = 0  # of LoRA, as many as may be loaded
 
 
 class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -336,3 +347,4 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     num_states: int = 0  # pages for recurrent states, whose ids follow those of the blocks
     offload_bytes: int = 0  # RAM for blocks that leave the pool, per rank
     disk_bytes: int = 0  # limit of the files of such blocks; 0: there is no folder for them
+    max_loras: int = 0  # adapters that a step may use; 0: requests with adapters are refused

@@ -18,6 +18,7 @@ from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBat
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.split_step import Failed, Output, SplitOutput, halves, without_drafts
 from quire.worker.images.step_images import StepImages
+from quire.worker.lora.adapters import Adapters
 from quire.worker.messages import NO_TOKEN_ERROR, StepInput, StepOutput, TokenLogprobs
 from quire.worker.parallel import tp
 from quire.worker.pipeline import SingleStage
@@ -133,6 +134,7 @@ class ModelRunner:
         stage: SingleStage | None = None,
         sampler: Sampler | None = None,
         speculation: Speculation | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.model, self.table, self.backend, self.platform = model, table, backend, platform
         self.stage = stage or SingleStage()
@@ -153,6 +155,9 @@ class ModelRunner:
         table.register(self.pooling)
         self.shares_outputs = all(group.shares_outputs for group in table.groups)
         self.images = StepImages(model, table, platform, self.stage) if model.spec.vision is not None else None
+        self.adapters = adapters
+        if adapters is not None:
+            table.register(adapters)
         self.logits = Workspace(torch.float32)  # logits of one step; no tensor refers to them after sampling
         self.forward: Callable[[InputBatch], torch.Tensor] = self.run_eagerly
 
@@ -240,7 +245,9 @@ class ModelRunner:
         if self.stage.last and step.samples:
             self.sampler.grammars.begin(batch.sampling)
         batch.needed_rows = None if keeps_all or not self.stage.last else self._sampled_rows(batch)
-        hidden = self.forward(batch)
+        adapted = self.adapters is not None and self.adapters.begin(step, batch)
+        # recorded passes have no adapters
+        hidden = self.run_eagerly(batch) if adapted else self.forward(batch)
         self._reached = _LOGITS
         if not self.stage.last:
             self.stage.send_hidden(batch, hidden)

@@ -21,6 +21,7 @@ from quire.worker.cache.tiers.store import TierStore
 from quire.worker.check_ranks import CheckedSampler
 from quire.worker.cpu.fixed_order_linear import fix_order
 from quire.worker.layers.moe import pack_experts
+from quire.worker.lora.adapters import Adapters, LoraLimits
 from quire.worker.messages import NewRequest, SamplingParams, StepInput, WorkerReady
 from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec
@@ -111,6 +112,7 @@ class Worker:
         one_call = pack_experts(model)
         if pooling is not None:
             model.pooler = Pooler(pooling, spec.hidden_size, platform.device)
+        adapters = self._adapters(model, spec, limits, platform)
         weights = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
 
         progress("profiling memory", 0.0)
@@ -141,19 +143,24 @@ class Worker:
             activations=activations,
             graphs=memory.estimate_graphs(spec, limits, tp_size) if has_graphs else 0,
             images=memory.estimate_images(spec, limits, platform) if pp().rank == 0 else 0,
+            adapters=0 if adapters is None else LoraLimits.of(config.lora).num_bytes(adapters.targets),
         )
         num_blocks, num_states = self._all_reduce_min(num_blocks, platform), self._all_reduce_min(num_states, platform)
         kv_bytes = num_blocks * plan.bytes_per_block
         plan = msgspec.structs.replace(plan, kv_cache=kv_bytes, reserve=plan.reserve + plan.kv_cache - kv_bytes)
         if config.parallel.data_parallel_size == 1:  # the others were told to share what is available
-            platform.promise_memory(plan.weights + plan.activations + plan.kv_cache + plan.images + plan.states)
+            platform.promise_memory(
+                plan.weights + plan.activations + plan.kv_cache + plan.images + plan.states + plan.adapters
+            )
         ready = memory.report(
             spec, platform, limits, plan, num_blocks, threads + choices, cache.groups, pp().size, num_states
         )
         check_ranks, max_model_len = config.parallel.debug_check_ranks, ready.max_model_len
         self.runner = _make_runner(
-            model, spec, platform, limits, cache, num_blocks, num_states, max_model_len, stage, check_ranks
+            model, spec, platform, limits, cache, num_blocks, num_states, max_model_len, stage, check_ranks, adapters
         )
+        if adapters is not None:
+            ready = msgspec.structs.replace(ready, max_loras=adapters.max_active)
         if has_graphs:
             self.runner.use_graphs(max_model_len)
             if config.device.record_graphs == "start":
@@ -247,6 +254,16 @@ class Worker:
             fix_order(model)
         return model
 
+    def _adapters(
+        self, model: CausalLM, spec: ModelSpec, limits: memory.Limits, platform: Platform
+    ) -> Adapters | None:
+        """What LoRA adapters need; None if the server has none."""
+        if not self.config.lora.enabled:
+            return None
+        if spec.is_encoder:
+            raise ValueError("LoRA adapters are for models that generate text, and this model is an encoder")
+        return Adapters(model, platform, LoraLimits.of(self.config.lora), limits.deterministic)
+
     def execute(self, step: StepInput) -> Output:
         """Launch a step. Another thread may wait for its result."""
         assert self.runner is not None, "initialize first"
@@ -266,6 +283,21 @@ class Worker:
     def set_vocabulary(self, vocabulary: bytes) -> None:
         """Take the tokens that grammars need, a `Vocabulary` as msgpack, before the first request with a grammar."""
         self.runner.sampler.grammars.set_vocabulary(vocabulary)
+
+    def load_lora(self, key: str, folder: str) -> str:
+        """Read a LoRA adapter before its first request. Returns why it cannot be used, "" if it can."""
+        if self.runner.adapters is None:
+            return "this server has no LoRA adapters: start it with --enable-lora, --lora-modules or --lora-dir"
+        try:
+            self.runner.adapters.load(key, folder)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def unload_lora(self, key: str) -> None:
+        """Forget a LoRA adapter, unless requests use it."""
+        if self.runner.adapters is not None:
+            self.runner.adapters.unload(key)
 
     def work_idle(self) -> bool:
         """Do one piece of deferred work, some tenths of a second at most, while no step is in flight. Returns whether
@@ -325,6 +357,8 @@ class Worker:
             self.runner.speculator.use(limits.speculation)
         if limits.deterministic:
             fix_order(model)
+        if self.runner.adapters is not None:
+            self.runner.adapters.step.fixed_order = limits.deterministic
         value, reason = next(choice[1:] for choice in limits.choices if choice[0] == "deterministic")
         logger.info(
             "%s ready: switched attention backend to %s, deterministic %s (%s)",
@@ -358,6 +392,7 @@ def _make_runner(
     max_model_len: int,
     stage: SingleStage,
     check_ranks: bool = False,
+    adapters: Adapters | None = None,
 ) -> ModelRunner:
     """Allocate the KV cache and the request table, and build the model runner."""
     block_size = limits.attention.block_size
@@ -376,6 +411,7 @@ def _make_runner(
         stage,
         sampler,
         limits.speculation if limits.speculation.is_on else None,
+        adapters,
     )
 
 

@@ -237,6 +237,13 @@ class FakeExecutor(Executor):
         slots = msgspec.msgpack.decode(content, type=list[tuple[int, int] | None])
         self._slots[block_id * size : (block_id + 1) * size] = slots
 
+    def load_lora(self, key: str, folder: str) -> str:
+        """Adapters do not change the fake tokens."""
+        return ""
+
+    def unload_lora(self, key: str) -> None:
+        """No action."""
+
     def set_vocabulary(self, vocabulary: bytes) -> None:
         """Grammars do not change the fake tokens."""
 
@@ -503,4 +510,5 @@ def _sizes(config: Config, groups: list[CacheGroup], media: MediaInfo | None) ->
         num_states=2 * (config.scheduler.max_num_seqs or 64) + 3,
         offload_bytes=int((config.cache.kv_offload_gib or 0) * (1 << 30)),
         disk_bytes=int(config.cache.kv_disk_gib * (1 << 30)) if config.cache.kv_disk else 0,
+        max_loras=(config.lora.max_loras or 8) if config.lora.enabled else 0,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import msgspec
@@ -59,7 +59,8 @@ class EnginePool:
         The n choices of a request go to one engine.
         """
         loads = [client.load if client.ready is not None else None for client in self.clients]
-        return self.clients[self.router.choose(request.prompt_token_ids, request.cache_salt, loads)].generate(request)
+        kind = (request.cache_salt, *((use.key, use.scale) for use in request.adapters))
+        return self.clients[self.router.choose(request.prompt_token_ids, kind, loads)].generate(request)
 
     def forget(self, engine: int) -> None:
         """Called when an engine dies: its prefix cache is lost."""
@@ -94,7 +95,7 @@ class PrefixRouter:
         self._last_use = [0] * num_engines
         self._num_chosen = 0
 
-    def choose(self, token_ids: list[int], salt: str | None, loads: list[int | None]) -> int:
+    def choose(self, token_ids: list[int], salt: Hashable, loads: list[int | None]) -> int:
         """The index of the engine for a prompt. `loads` are open requests per engine, None if it is not ready; if none
         is ready, all count as idle.
 
@@ -128,7 +129,7 @@ class PrefixRouter:
             seen.popitem(last=False)
 
 
-def prefix_hashes(token_ids: list[int], salt: str | None) -> Iterator[int]:
+def prefix_hashes(token_ids: list[int], salt: Hashable) -> Iterator[int]:
     """For every full chunk of a prompt's first `_MAX_PROMPT` tokens, the hash of all tokens up to its end."""
     value = hash(salt)
     for end in range(_CHUNK, min(len(token_ids), _MAX_PROMPT) + 1, _CHUNK):

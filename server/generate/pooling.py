@@ -19,6 +19,7 @@ from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import MAX_PROMPTS
 from quire.server.generate.prepare import encode_texts
 from quire.server.generate.sampling import fit
+from quire.server.lora.adapters import Chosen
 from quire.server.model_info import ModelInfo
 from quire.server.state import ServerState
 from quire.server.text.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class PoolingSpec:
     cache_salt: str | None = None
     tenant: str | None = None
     background: bool = False  # yields to every request that is not; no limit of the queue counts it
+    adapters: list[Chosen] = field(default_factory=list)  # of LoRA
     prompt_param: str = "input"
 
 
@@ -196,6 +198,7 @@ def to_request(spec: PoolingSpec, ids: list[int], model: ModelInfo) -> Generatio
         arrival_time=time.time(),
         pooling=spec.params,
         background=spec.background,
+        adapters=spec.adapters,
     )
 
 
@@ -234,6 +237,7 @@ def _message(request: GenerationRequest) -> AddRequest:
         background=request.background,
         tenant=request.tenant,
         weight=request.weight,
+        adapters=[one.use for one in request.adapters],
     )
 
 

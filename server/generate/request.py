@@ -31,6 +31,7 @@ from quire.server.generate.limits import (
     TopP,
 )
 from quire.server.generate.tools import Reasoning, Tool, ToolChoice
+from quire.server.lora.adapters import Chosen
 from quire.server.media.inputs import ImageInput
 from quire.server.structured.structure import Structure
 
@@ -128,10 +129,9 @@ class GenerationSpec:
     echo: bool = False  # the answer begins with the prompt, and with its log-probabilities if `logprobs` is set
     priority: int = 0
     cache_salt: str | None = None
-    cache_key: str | None = None  # the conversation whose cached prefix is wanted for `cache_seconds`
-    cache_seconds: float = 0.0
     tenant: str | None = None  # requests of different tenants share no cached prefixes
     background: bool = False  # yields to every request that is not; no limit of the queue counts it
+    adapters: list[Chosen] = field(default_factory=list)  # of LoRA
     prompt_param: str = "prompt"
     max_tokens_param: str = "max_tokens"
     # of sampling, for what neither the request nor the model's files set; None: the format's, or OpenAI's

@@ -15,11 +15,11 @@ from quire.server.generate.generation import Generation
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.prepare import check_priority
 from quire.server.http import request_options
-from quire.server.http.cache_hint import engine_key
 from quire.server.http.sse import unless_disconnected
 from quire.server.http.turns import tenant_of
 from quire.server.keys.access import allowed_priority, check_model
 from quire.server.keys.account import key_of
+from quire.server.lora.fields import LoraScale
 from quire.server.state import ServerState
 from quire.server.structured.service import constrain
 
@@ -33,18 +33,21 @@ def admit(
     priority: int | None = None,
     request_id: str | None = None,
     timeout: float | None = None,
+    lora: Sequence[LoraScale] | None = None,
 ) -> dict[str, Any]:
-    """Check that the server can take a request now. `model`, `priority`, `request_id` and `timeout` (seconds) are
-    the body's. Returns what
-    identifies the request in its `GenerationSpec`.
+    """Check that the server can take a request now. `model`, `priority`, `request_id`, `timeout` (seconds) and `lora`
+    are the body's. Returns what identifies the request in its `GenerationSpec`.
 
     Raises Unavailable, NotFound and Forbidden for the model, BadRequest.
     """
     info = state.require_ready()
     state.require_model(model)
+    adapters = state.adapters.choose(model, lora)
     priority = request_options.priority(request, priority)
     if (key := key_of(request.scope, state)) is not None:
         check_model(key, model, state)
+        for one in adapters if lora else ():
+            check_model(key, one.adapter.name, state)
         priority = allowed_priority(key, priority, info.priorities)
     priority = request.scope["priority"] = priority or 0
     check_priority(priority, info)
@@ -57,13 +60,8 @@ def admit(
         "priority": priority,
         "tenant": request.scope.get("tenant"),
         "background": background,
-        **_cache_hint(request),
+        "adapters": adapters,
     }
-
-
-def _cache_hint(request: Request) -> dict[str, Any]:
-    hint = request.scope.get("cache_hint")
-    return {} if hint is None else {"cache_key": engine_key(request.scope, hint.key), "cache_seconds": hint.seconds}
 
 
 async def generate(

@@ -75,7 +75,7 @@ def admit(request: Request, body: VectorFields, state: ServerState, prefix: str)
     )["request_id"]
 
 
-def to_spec(request: Request, body: VectorFields, request_id: str, param: str) -> PoolingSpec:
+def to_spec(request: Request, body: VectorFields, state: ServerState, request_id: str, param: str) -> PoolingSpec:
     """What the fields of `body` say about its prompts, which are in its field `param`."""
     return PoolingSpec(
         request_id=request_id,
@@ -86,6 +86,7 @@ def to_spec(request: Request, body: VectorFields, request_id: str, param: str) -
         cache_salt=body.cache_salt,
         tenant=request.scope.get("tenant"),
         background=request.scope.get("background", False),
+        adapters=state.adapters.choose(body.model),
         prompt_param=param,
     )
 
@@ -103,7 +104,7 @@ def to_requests(
     """The requests for the engine. Runs in a thread. Raises BadRequest naming the field `param` that holds the prompts,
     or another; with `refuses_long` for texts that would be cut by default, too.
     """
-    spec = to_spec(request, body, request_id, param)
+    spec = to_spec(request, body, state, request_id, param)
     spec.prompts, spec.params, spec.refuses_long = prompts, params, refuses_long
     return pooling.prepare(spec, state)
 

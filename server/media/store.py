@@ -8,7 +8,6 @@ removed by the next one. Every method may be called in any thread.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from quire.server.errors import Unavailable
 from quire.server.media.inputs import Lease, PreparedImage
+from quire.server.private_folder import make_folder, remove_abandoned
 
 if TYPE_CHECKING:
     from quire.server.media.processor import ProcessedImage
@@ -29,7 +29,6 @@ logger = logging.getLogger("quire.images")
 
 PREFIX = "quire-images-"
 SHARED_MEMORY = Path("/dev/shm")
-_LOCK = "lock"
 
 
 @dataclass(slots=True)
@@ -115,8 +114,8 @@ class ImageStore:
             raise Unavailable("The server is shutting down.", code="shutting_down", retry_after=5)
         if self._folder is None:
             base = self._base or _roomy(self.max_bytes)
-            remove_abandoned(base)
-            self._folder, self._mark = _make_folder(base)
+            remove_abandoned(base, PREFIX)
+            self._folder, self._mark = make_folder(base, PREFIX)
             logger.info("preprocessed images are kept in %s, at most %.2f GiB", base, self.max_bytes / 2**30)
         return self._folder
 
@@ -139,27 +138,3 @@ def _roomy(num_bytes: int) -> Path:
         if os.access(SHARED_MEMORY, os.W_OK) and status.f_bavail * status.f_frsize >= num_bytes:
             return SHARED_MEMORY
     return Path(tempfile.gettempdir())
-
-
-def _make_folder(base: Path) -> tuple[Path, int]:
-    """A new folder for this user alone, and the descriptor that holds its lock. It gets its name when it is locked."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))  # mode 0700
-    mark = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    named = base / folder.name[1:]
-    folder.rename(named)
-    return named, mark
-
-
-def remove_abandoned(base: Path) -> None:
-    """Remove the folders of this user's processes that have ended without doing so."""
-    for folder in base.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # of another user, or removed by another process just now
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                continue
-            mark = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(mark)

@@ -112,6 +112,7 @@ class Metrics(Collector):
         self._prefixes = ("quire:", "vllm:") if vllm_names else ("quire:",)
         self._stats = EngineStats()
         self._cache_config: dict[str, str] = {}
+        self.max_loras = 0  # 0: there are no adapters
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
         self._accepted_per_position: list[int] = []  # drafts, by their place after the last known token
@@ -279,6 +280,7 @@ class Metrics(Collector):
         """A new `Metrics` with our gauges, and the sum of our counts and `others`."""
         result = Metrics(*self._made_of)
         result._stats, result._cache_config = self._stats, self._cache_config
+        result.max_loras = self.max_loras
         for counts in (self.counts(), *others):
             result.add(counts)
         return result
@@ -331,8 +333,23 @@ class Metrics(Collector):
                 family.add_metric([name, code][: len(labels)], count)
             yield family
 
+    def _lora(self, prefix: str) -> GaugeMetricFamily:
+        """The adapters of running and of waiting requests as labels; the value is the time, as in vLLM."""
+        labels = {
+            "max_lora": str(self.max_loras),
+            "waiting_lora_adapters": ",".join(self._stats.waiting_adapters),
+            "running_lora_adapters": ",".join(self._stats.running_adapters),
+        }
+        family = GaugeMetricFamily(
+            prefix + "lora_requests_info", "LoRA adapters of running and waiting requests.", labels=list(labels)
+        )
+        family.add_metric(list(labels.values()), time.time())
+        return family
+
     def _gauges(self, prefix: str) -> Iterator[Any]:
         stats = self._stats
+        if self.max_loras:
+            yield self._lora(prefix)
         yield self._family(
             GaugeMetricFamily,
             prefix + "num_requests_running",

@@ -21,6 +21,7 @@ def make_metrics(config: Config, model_name: str, worker: WorkerReady) -> Metric
         for engine in range(config.parallel.data_parallel_size)
     ]
     for metrics in every:
+        metrics.max_loras = worker.max_loras
         metrics.set_cache_config(
             **{**dataclasses.asdict(config.cache), "block_size": worker.block_size, "num_gpu_blocks": worker.num_blocks}
         )

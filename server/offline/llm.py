@@ -42,6 +42,7 @@ from quire.server.generate.tools import Tool, ToolChoice
 from quire.server.http.parse_body import bad_request
 from quire.server.offline import pooled
 from quire.server.offline.images import ImageTurns, has_images, images_of_prompt, take_pictures
+from quire.server.offline.lora import LoRARequests, chosen
 from quire.server.offline.runtime import Runtime
 from quire.server.structured.service import constrain
 from quire.server.structured.structure import Structure
@@ -204,19 +205,24 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Continue every prompt, in order. A prompt is a text, a list of token ids, or {"prompt": text} or
         {"prompt_token_ids": ids}, each with an optional "cache_salt"; one prompt or a list. The images of a text, which
         has the model's placeholder for each, are its "multi_modal_data": {"image": one PIL.Image.Image or a list},
         optionally with "mm_processor_kwargs" and "multi_modal_uuids". `sampling_params` are for all prompts, one each,
-        or the model's defaults.
+        or the model's defaults, and so is `lora_request`; None is the model itself.
 
         Raises ValueError for an invalid prompt or parameter, before anything runs unless its prompt has images;
         RuntimeError if the engine fails.
         """
         inputs = [_plain_and_fields(prompt) for prompt in _as_list(prompts)]
         options = self._options(sampling_params, len(inputs))
-        specs = [self._spec([prompt], one, **fields) for (prompt, fields), one in zip(inputs, options, strict=True)]
+        adapters = self._run(chosen(self._runtime.state, lora_request, len(inputs)))
+        specs = [
+            self._spec([prompt], one, adapters=lora, **fields)
+            for (prompt, fields), one, lora in zip(inputs, options, adapters, strict=True)
+        ]
         return self._run(self._generate(specs, use_tqdm))
 
     def chat(
@@ -231,6 +237,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several.
 
@@ -240,6 +247,7 @@ class LLM:
         """
         conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
         options = self._options(sampling_params, len(conversations))
+        adapters = self._run(chosen(self._runtime.state, lora_request, len(conversations)))
         known, processor_options = _tools(tools), _processor_options(mm_processor_kwargs)
         specs = [
             self._spec(
@@ -255,8 +263,9 @@ class LLM:
                     processor_options=processor_options,
                 ),
                 one,
+                adapters=lora,
             )
-            for conversation, one in zip(conversations, options, strict=True)
+            for conversation, one, lora in zip(conversations, options, adapters, strict=True)
         ]
         return self._run(self._generate(specs, use_tqdm))
 

@@ -90,9 +90,9 @@ class Runtime:
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
         self._sampling_defaults = read_sampling_defaults(self.config, model_folder)
-        self.state.tokenizer, self.state.formats = await load_tokenizer(
-            self.config, tokenizer_folder, self.state.images, model_folder
-        )
+        loaded = await load_tokenizer(self.config, tokenizer_folder, self.state.images, model_folder)
+        await self.state.adapters.open(self.state.client, self.state.names)
+        self.state.tokenizer, self.state.formats = loaded
         self._open()
 
     def on_death(self, engine: int) -> None:
@@ -123,6 +123,7 @@ class Runtime:
             await self.state.client.close()
         self.state.structures.close()
         self.state.images.close()
+        self.state.adapters.close()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await self.engines.terminate()

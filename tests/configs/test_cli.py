@@ -204,7 +204,7 @@ def test_dtype_takes_the_usual_short_names(served, monkeypatch, value, expected)
             "unknown flag --ngl: the whole model runs on one kind of device: set --device cpu or --device cuda",
         ),
         (["m", "-ngl", "99"], "unknown flag -ngl: the whole model runs"),
-        (["m", "--enable-lora"], "unknown flag --enable-lora: LoRA adapters are not supported yet"),
+        (["m", "--cpu-offload-gb", "1"], "unknown flag --cpu-offload-gb: not supported: use a smaller model"),
         (["m", "-c", "4096"], "unknown flag -c: set --max-model-len"),
     ],
 )

@@ -32,6 +32,10 @@ class FixedRows:
     ) -> torch.Tensor:
         return self.linear(x, dtype, self.path, workspace)
 
+    def halves(self, x: torch.Tensor) -> torch.Tensor:
+        """The gate and up before the activation."""
+        return self.linear.halves(x, self.path)
+
     def args(self) -> LinearArgs:
         """The C struct of the layer, which must outlive the struct."""
         return self.linear.args(self.path)

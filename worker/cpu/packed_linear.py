@@ -32,6 +32,9 @@ class PackedMethod(LinearMethod):
     def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)
 
+    def apply_halves(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self.linear.halves(x)
+
 
 class NativeQuantMethod(LinearMethod):
     """Multiplies by weights of 2 to 8 bits with the native kernels. The layer's buffers hold the packed weights."""
@@ -66,3 +69,6 @@ class NativeQuantMethod(LinearMethod):
         if self.activates:
             return self.linear(x)
         return layer.activate(self.linear(x, torch.float32)).to(x.dtype)
+
+    def apply_halves(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self.linear.halves(x) if self.activates else self.linear(x)

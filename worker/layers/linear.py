@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch import nn
 
 from quire.worker.layers.activation import FUSED, GATED
 from quire.worker.layers.layer_ops import LayerOps
+from quire.worker.layers.lora import LinearLora
 from quire.worker.layers.views import View
 from quire.worker.parallel import Group, split_size, tp
 from quire.worker.platforms import huge_pages
@@ -148,6 +150,10 @@ class LinearMethod:
         """Multiply by a layer with a gated activation and apply that: `[T, out_features / 2]`."""
         return layer.activate(self.apply(layer, x))
 
+    def apply_halves(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by a layer with a gated activation without applying that: `[T, out_features]`."""
+        return self.apply(layer, x)
+
     def num_bytes(self, layer: Linear) -> int:
         """Bytes of the weights of `layer` once they are loaded."""
         return sum(parameter.nbytes for parameter in layer.parameters(recurse=False))
@@ -220,6 +226,7 @@ class Linear(nn.Module):
     """
 
     gated: str | None = None  # a key of `activation.GATED`: the activation that `LinearMethod.apply_gated` applies
+    takes_adapters: ClassVar[bool] = True  # whether `forward` adds what LoRA adapters say
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, method: LinearMethod, weight: nn.Parameter | None = None
@@ -227,6 +234,7 @@ class Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.method = in_features, out_features, method
         self.ops: LayerOps | None = None  # None means plain torch
+        self.lora: LinearLora | None = None  # adapters of requests, if the server has any for this layer
         if weight is None:
             method.create_weights(self)
         else:
@@ -250,7 +258,12 @@ class Linear(nn.Module):
         self.method.finalize(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(self, x)
+        return self.product(x)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """The product with this rank's weights and, for rows that have an adapter, with the adapter's."""
+        out = self.method.apply(self, x)
+        return out if self.lora is None else self.lora.add(x, out)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -336,7 +349,11 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
             self.activate = ops.silu_and_mul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply_gated(self, x) if self.gated else self.activate(self.method.apply(self, x))
+        if not self.gated:
+            return self.activate(self.product(x))
+        if self.lora is not None and self.lora.applies():
+            return self.activate(self.lora.add(x, self.method.apply_halves(self, x)))
+        return self.method.apply_gated(self, x)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -423,7 +440,7 @@ class RowParallelLinear(Linear):
         super().finalize()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.all_reduce(self.method.apply(self, x))
+        return self.group.all_reduce(self.product(x))
 
 
 def split_kv_heads(num_kv_heads: int, group: Group) -> tuple[int, int]:

@@ -200,7 +200,7 @@ class SwappedLinear(Linear):
         self.bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(self, x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return self.product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
 def swap_linears(model: nn.Module, weights: WeightFormat) -> None:

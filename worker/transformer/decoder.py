@@ -16,6 +16,7 @@ from torch import nn
 from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.embedding import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, WeightFormat
+from quire.worker.layers.lora import StepLora
 from quire.worker.layers.norm import NORMS
 from quire.worker.layers.rotary import RotaryEmbedding, Rotation, still_query_scale
 from quire.worker.parallel import Exchange, pp
@@ -65,6 +66,7 @@ class Decoder(nn.Module):
         self.rotary_emb = RotaryEmbeddings(spec, max_model_len)
         # rounded to the weights' dtype, as Gemma's is
         self.embed_scale = float(torch.tensor(spec.embed_scale, device="cpu"))
+        self.step_lora: StepLora | None = None  # set if the server has adapters
         self._ops: Ops | None = None  # None: layers are called one by one
         self._fused: FusedLayers | None = None  # built on first use: it holds addresses of the KV cache
 
@@ -113,7 +115,8 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         x, residual = self.embed(input_ids, positions, images) if self.first else hidden, None
         deep = images is not None and images.num_deep(self.spec.hidden_size) > 0
-        if positions.dim() == 1 and not deep and (fused := self.fused_layers()):
+        adapted = self.step_lora is not None and self.step_lora.applies
+        if positions.dim() == 1 and not deep and not adapted and (fused := self.fused_layers()):
             return fused.run(x, positions, attn, needed_rows)
         rotations = self.rotary_emb(positions)
         *layers, last = self.layers.values()

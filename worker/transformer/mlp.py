@@ -54,7 +54,7 @@ class ScaledMLP(MLP):
         self.scales, self.activation = (spec.gate_scale, spec.down_scale), ACTIVATIONS[spec.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj.method.apply(self.gate_up_proj, x).chunk(2, -1)
+        gate, up = self.gate_up_proj.product(x).chunk(2, -1)
         return self.down_proj(self.activation(gate * self.scales[0]) * up) * self.scales[1]
 
 

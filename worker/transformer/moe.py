@@ -31,6 +31,8 @@ from quire.worker.transformer.names import TensorNames
 class RouterLinear(Linear):
     """The logits of all experts, `[T, H] -> [T, E]`, the same on every rank."""
 
+    takes_adapters: ClassVar = False
+
     def __init__(self, hidden_size: int, num_experts: int, prefix: str):
         self.prefix = prefix
         super().__init__(hidden_size, num_experts, False, PLAIN)
@@ -95,7 +97,7 @@ class SharedExpert(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj.method.apply(self.down_proj, self.gate_up_proj(x))
+        return self.down_proj.product(self.gate_up_proj(x))
 
 
 class MoE(nn.Module):

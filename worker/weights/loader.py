@@ -68,9 +68,9 @@ def load_weights(
         model.finalize()
 
 
-def check_model(config: Config, *, files: bool = True) -> None:
-    """Raise the ValueError that building the model and, with `files`, loading its weights would raise. Checks shapes
-    only: allocates and reads no weights.
+def check_model(config: Config, *, files: bool = True) -> CausalLM:
+    """The model without memory for its weights. Raises the ValueError that building it and, with `files`, loading its
+    weights would raise. Checks shapes only: reads no weights.
     """
     options, group = config.model, Group()
     spec = read_model_spec(options.model, options.model_impl, images=not options.language_model_only)
@@ -81,6 +81,7 @@ def check_model(config: Config, *, files: bool = True) -> None:
         with _open(config.model.model, spec) as checkpoint:
             names = checkpoint.names_of(model)
             checkpoint.check(placements_of(model, names, checkpoint), model, spec, names)
+    return model
 
 
 def _open(folder: str, spec: ModelSpec) -> Checkpoint:

@@ -37,5 +37,7 @@ def model_info(state: ServerState, name: str) -> ModelInfo:
 
 def model_list(state: ServerState) -> ModelPage:
     return ModelPage(
-        data=[model_info(state, name) for name in state.names], first_id=state.names[0], last_id=state.names[-1]
+        data=[model_info(state, name) for name in state.all_names],
+        first_id=state.all_names[0],
+        last_id=state.all_names[-1],
     )

@@ -20,6 +20,7 @@ from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.http import admission, sse
 from quire.server.http.read_body import take
 from quire.server.http.route import EVENTS, Route
+from quire.server.lora.fields import LoraScales
 from quire.server.state import ServerState
 from quire.server.text.infill import infill_of
 
@@ -52,8 +53,10 @@ class InfillRequest(msgspec.Struct, kw_only=True):
     stop: Stop | Stops | None = None
     stream: bool | None = None
     t_max_predict_ms: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    model: Annotated[str, Meta(max_length=256)] | None = None  # any name; that of an adapter chooses it
+    lora: LoraScales | None = None
 
-    harmless: ClassVar = frozenset({"cache_prompt", "id_slot", "n_indent", "t_max_prompt_ms", "model"})
+    harmless: ClassVar = frozenset({"cache_prompt", "id_slot", "n_indent", "t_max_prompt_ms"})
     unsupported: ClassVar[dict[str, tuple]] = {"samplers": (), "grammar": ("",), "json_schema": (), "n_probs": (0,)}
 
 
@@ -85,6 +88,7 @@ def _prepare(request: Request, body: InfillRequest, state: ServerState) -> Gener
     if infill_of(state.tokenizer) is None:
         raise BadRequest("This model has no tokens for filling in the middle.", param="input_suffix")
     limit = body.n_predict
+    model = body.model if body.model in state.adapters.loaded else None
     spec = GenerationSpec(
         prompts=[body.input_prefix + (body.prompt or "")],
         options=GenerationOptions(
@@ -102,7 +106,7 @@ def _prepare(request: Request, body: InfillRequest, state: ServerState) -> Gener
         context=[(file.filename, file.text) for file in body.input_extra or ()],
         prompt_param="input_prefix",
         max_tokens_param="n_predict",
-        **admission.admit(request, state, ID_PREFIX),
+        **admission.admit(request, state, ID_PREFIX, model=model, lora=body.lora),
     )
     return prepare(spec, state)[0]
 

@@ -24,13 +24,13 @@ FAR_AWAY = "2318-12-31T00:00:00Z"  # a served model stays
 def served_name(name: str, state: ServerState) -> str:
     """A model's name without the tag that Ollama's clients add."""
     plain = name.removesuffix(":latest")
-    known = (*state.names, *state.aliases)
+    known = (*state.all_names, *state.aliases)
     return plain if name not in known and plain in known else name
 
 
 def shown_name(name: str, state: ServerState) -> str:
     """The name for the answer to a request for `name`."""
-    return name if served_name(name, state) in state.names else state.names[0]
+    return name if served_name(name, state) in state.all_names else state.names[0]
 
 
 async def _read(state: ServerState) -> ModelDetails:
@@ -70,7 +70,7 @@ def _model(name: str, found: ModelDetails, state: ServerState) -> dict[str, Any]
 async def tags(request: Request, state: ServerState) -> Response:
     """The models there are."""
     found = await _read(state)
-    return sse.JsonResponse({"models": [_model(name, found, state) for name in state.names]})
+    return sse.JsonResponse({"models": [_model(name, found, state) for name in state.all_names]})
 
 
 async def running(request: Request, state: ServerState) -> Response:
@@ -83,7 +83,7 @@ async def running(request: Request, state: ServerState) -> Response:
         "size_vram": plan.weights + plan.activations + plan.kv_cache if plan and plan.device != "cpu" else 0,
         "context_length": state.model.max_model_len,
     }
-    return sse.JsonResponse({"models": [_model(name, found, state) | more for name in state.names]})
+    return sse.JsonResponse({"models": [_model(name, found, state) | more for name in state.all_names]})
 
 
 async def show(request: Request, state: ServerState) -> Response:

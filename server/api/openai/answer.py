@@ -17,7 +17,6 @@ from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.generate.delta import Delta
 from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.progress import PrefillProgress
 from quire.server.http import admission, sse
 from quire.server.http.turns import tenant_of
 from quire.server.state import ServerState
@@ -36,11 +35,10 @@ def admit(request: Request, body: GenerationFields, state: ServerState, prefix: 
         priority=body.priority,
         request_id=body.request_id,
         timeout=body.timeout,
+        lora=body.lora,
     )
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream to be true.", param="stream_options")
-    if body.return_progress and not body.stream:
-        raise BadRequest("return_progress needs stream to be true.", param="return_progress")
     return identity
 
 
@@ -52,16 +50,11 @@ async def respond(
     Raises ApiError for everything that goes wrong before the first byte of the answer.
     """
     body = answer.body
-    progress = None
-    if body.return_progress:
-        progress = PrefillProgress({one.request_id: len(one.prompt_token_ids) for one in requests})
-        for one in requests:
-            one.progress = progress
     predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
     stream = await admission.generate(request, state, requests, param, predict)
     if body.stream:
         frames = answer.frames(stream, tenant_of(request.scope))
-        return sse.EventStream(sse.to_the_end(frames, answer.id), state.config.server.sse_keep_alive_interval, progress)
+        return sse.EventStream(sse.to_the_end(frames, answer.id), state.config.server.sse_keep_alive_interval)
     choices = await sse.unless_disconnected(request, deltas.collect(stream, len(requests) * answer.n))
     return await state.threads.run(
         answer.size(choices), lambda: sse.JsonResponse(answer.whole(choices)), tenant_of(request.scope)
@@ -81,7 +74,7 @@ class Answer(ABC):
     ):
         self.body, self.state, self.id, self.prompts = body, state, answer_id, prompts
         self.created = int(time.time())
-        self.model = state.names[0]
+        self.model = state.answering(body.model)
         self.n = body.n or 1
         self.num_image_tokens = num_image_tokens
         self.counter = deltas.Counter(sum(map(len, prompts)), self.n)

@@ -76,7 +76,7 @@ async def embeddings(request: Request, state: ServerState) -> Response:
         return sse.JsonResponse(
             EmbeddingList(
                 data=[Embedding(i, written(vector, body.encoding_format or "float")) for i, vector in enumerate(found)],
-                model=state.names[0],
+                model=state.answering(body.model),
                 usage=VectorUsage.of(found),
                 id=request_id,
                 created=int(time.time()),

@@ -8,9 +8,17 @@ from quire.server.state import ServerState
 
 
 def model_list(state: ServerState) -> ModelList:
-    return ModelList(data=[model_card(state, name) for name in state.names])
+    return ModelList(data=[model_card(state, name) for name in state.all_names])
 
 
 def model_card(state: ServerState, name: str) -> ModelCard:
+    if (adapter := state.adapters.loaded.get(name)) is not None:
+        return ModelCard(
+            id=name,
+            created=adapter.created,
+            root=adapter.source.name,
+            parent=adapter.parent or state.names[0],
+            max_model_len=state.model and state.model.max_model_len,
+        )
     root = default_name(state.config.model.model)  # not the operator's path
     return ModelCard(id=name, created=state.created, root=root, max_model_len=state.model and state.model.max_model_len)

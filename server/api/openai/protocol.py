@@ -56,6 +56,7 @@ from quire.server.generate.limits import (
 )
 from quire.server.generate.ngrams import NgramArguments
 from quire.server.generate.tools import EFFORTS
+from quire.server.lora.fields import LoraScales
 from quire.server.structured.structure import MAX_BYTES
 
 MAX_TOKENIZE = 2**21  # characters of a text for /tokenize
@@ -117,13 +118,13 @@ UNSUPPORTED: dict[str, tuple] = {
     "no_stop_trim": (False,),
     # other inputs and outputs
     "prompt_embeds": (),
-    "lora": (),
     "lora_path": (),
     "kv_transfer_params": (),
     "ec_transfer_params": (),
     "return_hidden_states": (False,),
     "return_prompt_text": (False,),
     "return_meta_info": (False,),
+    "return_progress": (False,),
     "stream_interval": (),
     "moderation": (),  # a client that asks for it relies on it
 }
@@ -250,7 +251,6 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: AtLeastMinusOne | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    return_progress: bool | None = None  # of the prompt, in comments of the stream
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     # the prompt
@@ -261,6 +261,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_cache_options: PromptCacheOptions | None = None
     priority: Int64 | None = None  # lower runs first
     cache_salt: CacheSalt | None = None
+    lora: LoraScales | None = None  # llama.cpp's: adapters, if `model` names none
     request_id: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
     timeout: Seconds | None = None  # from the request's arrival to the end of its answer
 

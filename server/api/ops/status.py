@@ -92,7 +92,7 @@ async def server_info(request: Request, state: ServerState) -> Response:
         {
             "version": state.version,
             "system_fingerprint": state.system_fingerprint,
-            "models": state.names,
+            "models": state.all_names,
             "health": state.health(),
             "config": _shown(state.config),
             "engine": state.ready and _engine(state.ready),

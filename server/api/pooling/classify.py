@@ -36,7 +36,7 @@ async def classify(request: Request, state: ServerState) -> Response:
         return body, request_id, to_requests(request, body, state, request_id, prompts, params, "input")
 
     body, request_id, requests = await take(request, ClassifyRequest, state, prepare)
-    found = await vectors(request, state, requests, "input")
+    found, name = await vectors(request, state, requests, "input"), state.answering(body.model)
     labels = state.model.pooling.labels
 
     def answer() -> Response:
@@ -46,7 +46,7 @@ async def classify(request: Request, state: ServerState) -> Response:
             data.append(Classification(i, labels[probs.index(max(probs))], probs, len(probs)))
         return sse.JsonResponse(
             ClassificationList(
-                id=request_id, created=int(time.time()), model=state.names[0], data=data, usage=VectorUsage.of(found)
+                id=request_id, created=int(time.time()), model=name, data=data, usage=VectorUsage.of(found)
             )
         )
 
@@ -62,7 +62,7 @@ async def pool(request: Request, state: ServerState) -> Response:
         return body, request_id, to_requests(request, body, state, request_id, prompts, _params(body, state), "input")
 
     body, request_id, requests = await take(request, PoolingRequest, state, prepare)
-    found = await vectors(request, state, requests, "input")
+    found, name = await vectors(request, state, requests, "input"), state.answering(body.model)
 
     def answer() -> Response:
         classifies = requests[0].pooling.task == "classify"
@@ -77,7 +77,7 @@ async def pool(request: Request, state: ServerState) -> Response:
         ]
         return sse.JsonResponse(
             PoolingList(
-                id=request_id, created=int(time.time()), model=state.names[0], data=data, usage=VectorUsage.of(found)
+                id=request_id, created=int(time.time()), model=name, data=data, usage=VectorUsage.of(found)
             )
         )
 

@@ -29,11 +29,11 @@ from quire.server.state import ServerState
 async def score(request: Request, state: ServerState) -> Response:
     """Raises ApiError."""
 
-    def prepare(body: ScoreRequest) -> tuple[str, Scoring]:
+    def prepare(body: ScoreRequest) -> tuple[ScoreRequest, str, Scoring]:
         request_id = admit(request, body, state, "score-")
-        return request_id, _scoring(request, body, state, request_id, _pairs(body), "text_2")
+        return body, request_id, _scoring(request, body, state, request_id, _pairs(body), "text_2")
 
-    request_id, scoring = await take(request, ScoreRequest, state, prepare)
+    body, request_id, scoring = await take(request, ScoreRequest, state, prepare)
     found = await vectors(request, state, scoring.requests, "text_2")
 
     def answer() -> Response:
@@ -42,7 +42,7 @@ async def score(request: Request, state: ServerState) -> Response:
             ScoreList(
                 id=request_id,
                 created=int(time.time()),
-                model=state.names[0],
+                model=state.answering(body.model),
                 data=scores,
                 usage=VectorUsage.of(found),
             )
@@ -72,7 +72,7 @@ async def rerank(request: Request, state: ServerState) -> Response:
             for result in results:
                 result.document = Document(_text(body.documents[result.index]))
         return sse.JsonResponse(
-            RerankList(id=request_id, model=state.names[0], results=results, usage=VectorUsage.of(found))
+            RerankList(id=request_id, model=state.answering(body.model), results=results, usage=VectorUsage.of(found))
         )
 
     return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
@@ -86,7 +86,7 @@ def _scoring(
     pairs: list[tuple[str, str]],
     param: str,
 ) -> Scoring:
-    return prepare_scoring(to_spec(request, body, request_id, param), pairs, state, body.use_activation)
+    return prepare_scoring(to_spec(request, body, state, request_id, param), pairs, state, body.use_activation)
 
 
 def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:

@@ -60,7 +60,7 @@ def _spec(request: Request, body: _Fields, state: ServerState, param: str) -> Po
         truncate_prompt_tokens=None if body.truncate is False else -1,
         truncation_side=body.truncation_direction and body.truncation_direction.lower(),
     )
-    spec = to_spec(request, fields, admit(request, fields, state, "tei-"), param)
+    spec = to_spec(request, fields, state, admit(request, fields, state, "tei-"), param)
     spec.refuses_long = body.truncate is False
     return spec
 

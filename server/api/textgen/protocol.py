@@ -30,6 +30,7 @@ from quire.server.generate.limits import (
 )
 from quire.server.generate.ngrams import NgramArguments
 
+AdapterName = Annotated[str, Meta(max_length=256)]
 _NOTHING: dict[str, tuple] = {}
 
 
@@ -48,6 +49,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     truncate: NonNegative | None = None
     return_full_text: bool | None = None
     details: bool | None = None
+    adapter_id: AdapterName | None = None  # a LoRA adapter
 
     harmless: ClassVar = frozenset()
     unsupported: ClassVar[dict[str, tuple]] = {
@@ -57,7 +59,6 @@ class Parameters(msgspec.Struct, kw_only=True):
         "decoder_input_details": (False,),
         "top_n_tokens": (0,),
         "grammar": (),
-        "adapter_id": (),
     }
 
 
@@ -107,6 +108,7 @@ class TextRequest(msgspec.Struct, kw_only=True):
     custom_logit_processor: Text | None = None  # that for DeepSeek-OCR
     rid: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
     priority: Int64 | None = None
+    lora_path: AdapterName | None = None  # the name of a LoRA adapter
 
     harmless: ClassVar = frozenset({"log_metrics"})
     unsupported: ClassVar[dict[str, tuple]] = {
@@ -119,7 +121,6 @@ class TextRequest(msgspec.Struct, kw_only=True):
         "image_data": (),
         "audio_data": (),
         "video_data": (),
-        "lora_path": (),
         "input_embeds": (),
         "session_params": (),
         "bootstrap_host": (),

@@ -49,7 +49,8 @@ async def _generate(request: Request, state: ServerState, stream: bool) -> Respo
 def _prepare(request: Request, body: TextRequest, state: ServerState) -> list[GenerationRequest]:
     if sum(field is not None for field in (body.inputs, body.text, body.input_ids)) != 1:
         raise BadRequest("Give exactly one of inputs (as for TGI), text and input_ids (as for SGLang).", param="inputs")
-    identity = admission.admit(request, state, ID_PREFIX, priority=body.priority, request_id=body.rid)
+    model = body.lora_path if body.inputs is None else body.parameters and body.parameters.adapter_id
+    identity = admission.admit(request, state, ID_PREFIX, model=model, priority=body.priority, request_id=body.rid)
     spec = tgi.spec if body.inputs is not None else sglang.spec
     return prepare(spec(body, **identity), state)
 

@@ -16,7 +16,8 @@ from safetensors.numpy import load_file
 
 from quire.server.errors import Unavailable
 from quire.server.media.processor import ProcessedImage
-from quire.server.media.store import PREFIX, ImageStore, remove_abandoned
+from quire.server.media.store import PREFIX, ImageStore
+from quire.server.private_folder import remove_abandoned
 
 SIZE = 1000  # bytes of pixels; a file has a header, too
 
@@ -140,9 +141,9 @@ def test_folders_of_processes_that_were_killed_are_removed(store, tmp_path):
     )
     subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
     assert files(tmp_path) == ["a", "dead"]
-    remove_abandoned(tmp_path)
+    remove_abandoned(tmp_path, PREFIX)
     assert files(tmp_path) == ["a"]
     (tmp_path / f"{PREFIX}link").symlink_to(os.devnull)
     (tmp_path / f"{PREFIX}file").write_text("")
-    remove_abandoned(tmp_path)
+    remove_abandoned(tmp_path, PREFIX)
     assert files(tmp_path) == ["a"]

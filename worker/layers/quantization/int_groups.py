@@ -208,6 +208,9 @@ class Reordered(LinearMethod):
     def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply_gated(layer, x[:, layer.order])
 
+    def apply_halves(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply_halves(layer, x[:, layer.order])
+
 
 def pack_int4(values: torch.Tensor) -> torch.Tensor:
     """Pack int8 `[n, k]` of -8 .. 7 into uint8 `[n, ceil(k / 2)]`."""

@@ -161,7 +161,7 @@ def _response(body: ResponsesRequest, one: GenerationRequest, state: ServerState
         instructions=body.instructions,
         conversation=conversation_id and ConversationId(id=conversation_id),
         max_output_tokens=body.max_output_tokens,
-        model=state.names[0],
+        model=state.answering(body.model),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
         reasoning=ReasoningOptions(effort=reasoning.effort, summary=summary),

@@ -1,0 +1,306 @@
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors. Torch-free.
+
+An adapter adds `scale * B A x` to the product of each linear layer that it has matrices for (arXiv:2106.09685). Every
+error names the key or tensor at fault, and no path: the server tells clients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.checkpoints.safetensors import StoredTensor, read_header
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = (CONFIG, WEIGHTS)
+MAX_RANK = 512
+LEAST_MAX_RANK = 64  # ranks that a server accepts at least, if --max-lora-rank is not set
+DEFAULT_MAX_LORAS = 8
+_LARGEST_CONFIG = 4 << 20
+_MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
+_TYPES = ("F32", "F16", "BF16")
+# initialisations that leave the base model's weights as they are; others change them
+_PLAIN_INIT = ("gaussian", "eva", "orthogonal", "true", "false")
+# keys whose values, unless absent, null, false or empty, mean something that is not computed
+_REFUSED = {
+    "use_dora": "DoRA scales the base weights",
+    "lora_bias": "biases of lora_B are not supported",
+    "modules_to_save": "whole modules trained beside the matrices are not supported; train or export without them",
+    "trainable_token_indices": "embeddings of single tokens are not supported",
+    "target_parameters": "matrices of parameters such as stacked experts are not supported",
+    "layer_replication": "layers used more than once are not supported",
+    "use_qalora": "QALoRA pools its inputs",
+    "alora_invocation_tokens": "activated LoRA begins within a prompt",
+    "use_bdlora": "block-diagonal matrices are not supported",
+    "arrow_config": "routed adapters are not supported",
+    "velora_config": "VeLoRA is not supported",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraMatrices:
+    """The matrices of one module: A `[rank, in]` and B `[out, rank]`, by the names of their tensors."""
+
+    a: str
+    b: str
+    rank: int
+    in_features: int
+    out_features: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFiles:
+    """An adapter whose files were read and checked. `modules` are by the name in the base model."""
+
+    folder: Path
+    modules: dict[str, LoraMatrices]
+    rank: int  # the largest
+    base_model: str | None  # its name in adapter_config.json
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / WEIGHTS
+
+
+def read_lora(folder: str | Path) -> LoraFiles:
+    """The adapter in a folder. Reads the header of its weights, not the weights.
+
+    Raises ValueError with what is wrong or not supported.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    _check_config(config)
+    if not (folder / WEIGHTS).is_file():
+        others = sorted(path.name for path in folder.glob("adapter_model*"))
+        found = f" ({', '.join(others[:3])} cannot be read: convert it to safetensors)" if others else ""
+        raise ValueError(f"there is no {WEIGHTS}{found}")
+    try:
+        tensors = read_header(folder / WEIGHTS)
+    except ValueError as error:
+        raise ValueError(str(error).replace(f"{folder}/", "")) from None
+    modules = _modules(config, tensors)
+    rank = max(one.rank for one in modules.values())
+    base = config.get("base_model_name_or_path")
+    return LoraFiles(folder, modules, rank, base if isinstance(base, str) and base else None)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """adapter_config.json. Raises ValueError."""
+    path = folder / CONFIG
+    try:
+        if path.stat().st_size > _LARGEST_CONFIG:
+            raise ValueError(f"{CONFIG} is larger than {_LARGEST_CONFIG >> 20} MiB")
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"there is no {CONFIG}: give the folder of a PEFT adapter") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {CONFIG}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{CONFIG} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{CONFIG} must be a JSON object")
+    return config
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming the key, for an adapter that cannot be computed."""
+    if (kind := config.get("peft_type")) != "LORA":
+        raise ValueError(f"{CONFIG}: peft_type is {kind!r}, but only LORA is supported")
+    if config.get("bias", "none") not in ("none", None):
+        raise ValueError(f"{CONFIG}: bias is {config['bias']!r}: trained biases are not supported, only none")
+    for key, reason in _REFUSED.items():
+        if config.get(key) not in (None, False, [], {}, ""):
+            raise ValueError(f"{CONFIG}: {key}: {reason}")
+    init = config.get("init_lora_weights", True)
+    if str(init).lower() not in _PLAIN_INIT:
+        raise ValueError(
+            f"{CONFIG}: init_lora_weights {init!r} changes the base model's weights; convert the adapter to plain LoRA "
+            "(PEFT's save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    _rank(config.get("r"), "r")
+    _number(config.get("lora_alpha"), "lora_alpha")
+    for key, check in (("rank_pattern", _rank), ("alpha_pattern", _number)):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, dict):
+            raise ValueError(f"{CONFIG}: {key} must be an object")
+        for pattern, value in patterns.items():
+            _compiled(pattern, key)
+            check(value, f"{key}.{pattern}")
+    for key in ("target_modules", "exclude_modules"):
+        value = config.get(key)
+        if isinstance(value, str):
+            _compiled(value, key)
+        elif not (value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))):
+            raise ValueError(f"{CONFIG}: {key} must be a text or a list of texts")
+
+
+def _rank(value: Any, key: str) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_RANK:
+        raise ValueError(f"{CONFIG}: {key} is {value!r}, but must be a whole number from 1 to {MAX_RANK}")
+    return value
+
+
+def _number(value: Any, key: str) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{CONFIG}: {key} is {value!r}, but must be a number")
+    return float(value)
+
+
+def _compiled(pattern: str, key: str) -> re.Pattern[str]:
+    if len(pattern) > 10_000:
+        raise ValueError(f"{CONFIG}: {key} is longer than 10000 characters")
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{CONFIG}: {key}: {pattern!r} is no regular expression: {error}") from None
+
+
+# ---- modules
+
+
+def _modules(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, LoraMatrices]:
+    """Raises ValueError, naming the tensor, for one that is not used."""
+    found: dict[str, dict[str, str]] = {}
+    for name in tensors:
+        match = _MATRIX.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{WEIGHTS} has the tensor {name!r}: {_why_not(name)}")
+        sides = found.setdefault(match["module"], {})
+        if match["side"] in sides:
+            raise ValueError(f"{WEIGHTS} has {sides[match['side']]!r} and {name!r}, of one module")
+        sides[match["side"]] = name
+    if not found:
+        raise ValueError(f"{WEIGHTS} has no tensors")
+    return {module: _matrices(module, sides, config, tensors) for module, sides in found.items()}
+
+
+def _why_not(name: str) -> str:
+    if "lora_magnitude_vector" in name:
+        return "DoRA is not supported"
+    if "lora_embedding" in name:
+        return "matrices of embeddings are not supported"
+    if ".lora_" in name and name.endswith(".bias"):
+        return "biases are not supported"
+    return "only lora_A.weight and lora_B.weight are supported (no modules_to_save, no biases)"
+
+
+def _matrices(
+    module: str, sides: Mapping[str, str], config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> LoraMatrices:
+    if len(sides) < 2:
+        (there,) = sides.values()
+        raise ValueError(f"{WEIGHTS} has {there!r}, but not the other of lora_A and lora_B")
+    if not is_target(module, config):
+        raise ValueError(f"{WEIGHTS} has matrices of {module}, which target_modules of {CONFIG} does not name")
+    a, b = (tensors[sides[side]] for side in "AB")
+    rank = _of_pattern(module, config.get("rank_pattern"), config["r"])
+    for side, tensor in (("A", a), ("B", b)):
+        if tensor.dtype not in _TYPES:
+            raise ValueError(f"{sides[side]!r} has type {tensor.dtype}; supported: {', '.join(_TYPES)}")
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
+        raise ValueError(f"the matrices of {module} have shapes {a.shape} and {b.shape}, but rank {rank}")
+    alpha = float(_of_pattern(module, config.get("alpha_pattern"), config["lora_alpha"]))
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return LoraMatrices(sides["A"], sides["B"], rank, a.shape[1], b.shape[0], scale)
+
+
+def _of_pattern(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
+    """The value of the first pattern that fits the end of a module's name, as PEFT reads rank_pattern."""
+    for pattern, value in (patterns or {}).items():
+        if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):
+            return value
+    return default
+
+
+def is_target(module: str, config: Mapping[str, Any]) -> bool:
+    """Whether target_modules and exclude_modules choose a module: by list of names or ends of names, or by a regular
+    expression for whole names; all-linear is all.
+    """
+    if (excluded := config.get("exclude_modules")) and _fits(module, excluded):
+        return False
+    targets = config.get("target_modules")
+    return targets is None or targets == "all-linear" or _fits(module, targets)
+
+
+def _fits(module: str, targets: str | list[str]) -> bool:
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+# ---- contents
+
+
+def content_hash(folder: Path) -> str:
+    """A hash of the adapter's files: equal hashes mean equal results."""
+    digest = hashlib.sha256()
+    for name in FILES:
+        with (folder / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+# ---- settings
+
+
+def parse_module(text: str) -> tuple[str, str, str | None]:
+    """(name, path, name of the base model) of `name=path`, or of a JSON object with name, path and base_model_name.
+
+    Raises ValueError.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"--lora-modules: {text!r} is not JSON: {error}") from None
+        unknown = sorted(given.keys() - {"name", "path", "base_model_name"})
+        values = [given.get(key) for key in ("name", "path")]
+        if unknown or not all(isinstance(value, str) and value for value in values):
+            raise ValueError(f"--lora-modules: {text!r} must have name, path and optionally base_model_name")
+        return *values, given.get("base_model_name")
+    name, equals, path = text.partition("=")
+    if not (name.strip() and equals and path.strip()):
+        raise ValueError(f"--lora-modules: expected name=path or a JSON object, got {text!r}")
+    return name.strip(), path.strip(), None
+
+
+def folders_at_start(modules: list[str], folder: str | None) -> list[tuple[str, Path, bool]]:
+    """(name, path, whether it must be served) of the adapters that a server starts with: those of --lora-modules in
+    order, then the folders in --lora-dir by name. Raises ValueError for settings that are wrong.
+    """
+    found: dict[str, tuple[str, Path, bool]] = {}
+    for text in modules:
+        name, path, _ = parse_module(text)
+        if name in found:
+            raise ValueError(f"--lora-modules: the name {name!r} is given twice")
+        found[name] = name, Path(path).expanduser(), True
+    if folder is not None:
+        base = Path(folder).expanduser()
+        if not base.is_dir():
+            raise ValueError(f"--lora-dir: there is no folder {folder}")
+        for path in sorted(base.iterdir()):
+            if path.name not in found and path.is_dir() and not path.name.startswith("."):
+                found[path.name] = path.name, path, False
+    return list(found.values())
+
+
+def max_rank(setting: int | None, modules: list[str], folder: str | None) -> int:
+    """--max-lora-rank, by default the largest rank of the adapters at start, at least LEAST_MAX_RANK."""
+    if setting is not None:
+        return setting
+    ranks = [LEAST_MAX_RANK]
+    for _, path, _ in folders_at_start(modules, folder):
+        try:
+            config = read_config(path)
+            declared = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+        except (ValueError, AttributeError):
+            continue  # reported when the adapter is read
+        ranks += [rank for rank in declared if type(rank) is int and rank <= MAX_RANK]
+    return max(ranks)

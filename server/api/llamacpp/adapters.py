@@ -1,0 +1,65 @@
+"""llama.cpp's /lora-adapters: the adapters by id, and which of them requests for the base model use by default."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.errors import BadRequest
+from quire.server.http.read_body import max_body_bytes, read_body, require_deliberate
+from quire.server.http.route import Route
+from quire.server.http.sse import JsonResponse
+from quire.server.lora.fields import LoraScales
+from quire.server.state import ServerState
+
+
+class ListedAdapter(msgspec.Struct, kw_only=True):
+    id: int
+    path: str  # the name of its folder
+    scale: float
+    name: str
+
+
+class Done(msgspec.Struct):
+    success: bool
+
+
+async def list_adapters(request: Request, state: ServerState) -> Response:
+    """The LoRA adapters and their default scales."""
+    adapters = state.adapters
+    return JsonResponse(
+        [
+            ListedAdapter(
+                id=one.id, path=one.source.name, name=one.name, scale=adapters.default_scales.get(one.name, 0.0)
+            )
+            for one in sorted(adapters.loaded.values(), key=lambda one: one.id)
+        ]
+    )
+
+
+async def set_scales(request: Request, state: ServerState) -> Response:
+    """Set the scales of requests that name the base model and have no `lora`; adapters left out have scale 0."""
+    require_deliberate(request)
+    state.require_ready()
+    state.adapters.require_dynamic()
+    raw = await read_body(request, max_body_bytes(state))
+    try:
+        scales = msgspec.json.decode(raw, type=LoraScales)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"The body must be a list of objects with id and scale: {error}.", param="lora") from None
+    state.adapters.set_default_scales(scales)
+    return JsonResponse(Done(success=True))
+
+
+ROUTES = [
+    Route("GET", "/lora-adapters", list_adapters, answer=list[ListedAdapter]),
+    Route(
+        "POST",
+        "/lora-adapters",
+        set_scales,
+        {"required": True, "content": {"application/json": {"schema": {"type": "array", "items": {"type": "object"}}}}},
+        Done,
+        admin=True,
+    ),
+]

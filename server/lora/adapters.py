@@ -1,0 +1,271 @@
+"""The LoRA adapters of the server, by the names that requests use as their model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.checkpoints.lora import folders_at_start, parse_module
+from quire.configs.config import Config
+from quire.engine.messages import LoraUse
+from quire.server.errors import BadRequest, Conflict, Forbidden, NotFound, Unavailable
+from quire.server.lora.fields import LoraScale
+from quire.server.lora.snapshots import Snapshot, Snapshots
+
+if TYPE_CHECKING:
+    from quire.server.engines.handle import EngineHandle
+
+logger = logging.getLogger("quire")
+
+MAX_ADAPTERS = 4096  # at once
+_POLL = 0.02  # seconds
+_LOAD_TIMEOUT = 600.0  # seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """An adapter under a name. Requests refer to it, and keep its files until they have ended."""
+
+    name: str
+    id: int  # of llama.cpp's API: the place on the command line, then the order of loading
+    source: Path
+    snapshot: Snapshot
+    parent: str | None  # the base model's name, if it was given
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """An adapter of a request, and the factor of what it adds."""
+
+    adapter: Adapter
+    scale: float = 1.0
+
+    @property
+    def use(self) -> LoraUse:
+        adapter = self.adapter
+        return LoraUse(adapter.snapshot.key, adapter.snapshot.folder, self.scale, adapter.name)
+
+
+class Adapters:
+    """Changed on the event loop alone; the methods of requests may be called in any thread."""
+
+    def __init__(self, config: Config):
+        """Raises ValueError for settings that are wrong."""
+        lora = config.lora
+        self.enabled, self._several_frontends = lora.enabled, config.server.api_server_count > 1
+        self.loaded: dict[str, Adapter] = {}
+        self.default_scales: dict[str, float] = {}  # of requests for the base model, set by /lora-adapters
+        self._snapshots = Snapshots()
+        self._ids = itertools.count()
+        self._loading: set[str] = set()  # names
+        self._at_start = folders_at_start(lora.lora_modules, lora.lora_dir) if lora.enabled else []
+        self._parents = {name: base for name, _, base in map(parse_module, lora.lora_modules)}
+        roots = [Path(lora.lora_dir).expanduser()] if lora.lora_dir else []
+        given = [path for _, path, is_given in self._at_start if is_given]
+        self._allowed = [Path(os.path.realpath(path)) for path in (*roots, *given)]
+
+    # ---- start and end
+
+    async def open(self, client: EngineHandle, names: Sequence[str]) -> None:
+        """Load the adapters of the command line and of --lora-dir, once an engine is ready. `names` are the model's.
+
+        Raises ValueError if one of --lora-modules cannot be loaded; one of --lora-dir is left out.
+        """
+        for name, path, is_given in self._at_start:
+            if name in names:
+                raise ValueError(f"LoRA adapter {name!r}: this is a name of the model itself")
+            adapter_id = next(self._ids)
+            try:
+                adapter = await self._read(name, adapter_id, path, self._parents.get(name))
+                await self._load_when_ready(client, adapter)
+            except ValueError as error:
+                if is_given:
+                    raise ValueError(f"--lora-modules {name}: {error}") from None
+                logger.warning("--lora-dir: leaving out %s: %s", name, error)
+                continue
+            self.loaded[name] = adapter
+        if self.loaded:
+            logger.info("LoRA adapters: %s", ", ".join(self.loaded))
+
+    async def _load_when_ready(self, client: EngineHandle, adapter: Adapter) -> None:
+        while True:
+            while client.ready is None:
+                await asyncio.sleep(_POLL)
+            try:
+                return await _load_into(client, adapter)
+            except Unavailable:  # the engine died; its supervisor starts another or ends the server
+                await asyncio.sleep(_POLL)
+
+    async def _read(self, name: str, adapter_id: int, path: Path, parent: str | None) -> Adapter:
+        snapshot = await asyncio.get_running_loop().run_in_executor(None, self._snapshots.take, path)
+        return Adapter(name, adapter_id, path, snapshot, parent)
+
+    def close(self) -> None:
+        """Remove the copies of files. Idempotent."""
+        self.loaded.clear()
+        self._snapshots.close()
+
+    # ---- at run time
+
+    def require_dynamic(self) -> None:
+        """Raises BadRequest if adapters cannot be loaded and unloaded."""
+        if not self.enabled:
+            raise BadRequest(
+                "This server has no LoRA adapters: start it with --enable-lora, --lora-modules or --lora-dir."
+            )
+        if self._several_frontends:
+            raise BadRequest(
+                "Adapters cannot be loaded or unloaded while the server runs with --api-server-count above 1."
+            )
+
+    async def load(
+        self,
+        client: EngineHandle,
+        names: Sequence[str],
+        name: str,
+        path: str,
+        in_place: bool,
+        parent: str | None = None,
+    ) -> Adapter:
+        """Load the adapter in the folder `path` as `name`; `in_place` replaces one of that name. `names` are the
+        model's.
+
+        Raises Forbidden for a path outside the allowed folders, Conflict for a name in use, BadRequest for an adapter
+        that cannot be used, Unavailable if no engine is ready.
+        """
+        self.require_dynamic()
+        folder = self._allowed_folder(path)
+        known = self.loaded.get(name)
+        if name in names:
+            raise Conflict(f"'{name}' is the name of the model itself.", param="lora_name")
+        if name in self._loading or (known is not None and not in_place):
+            raise Conflict(
+                f"The LoRA adapter '{name}' is loaded already: unload it first, or set load_inplace.", param="lora_name"
+            )
+        if len(self.loaded) + len(self._loading) >= MAX_ADAPTERS:
+            raise BadRequest(f"lora_name: {MAX_ADAPTERS} adapters are loaded, and there can be no more.")
+        self._loading.add(name)
+        try:
+            adapter_id = next(self._ids) if known is None else known.id
+            adapter = await self._read(name, adapter_id, folder, parent)
+            await _load_into(client, adapter)
+            self.loaded[name] = adapter
+            return adapter
+        except ValueError as error:
+            raise BadRequest(f"lora_path: {error}.", param="lora_path") from None
+        finally:
+            self._loading.discard(name)
+
+    async def offline(self, client: EngineHandle, name: str, path: Path) -> Adapter:
+        """The adapter in the folder `path`, loaded if it is not known under this name. Raises BadRequest."""
+        self.require_dynamic()
+        known = self.loaded.get(name)
+        if known is not None and known.source == path:
+            return known
+        try:
+            adapter = await self._read(name, next(self._ids), path.expanduser(), None)
+            await _load_into(client, adapter)
+        except ValueError as error:
+            raise BadRequest(f"lora_request {name}: {error}") from None
+        self.loaded[name] = adapter
+        return adapter
+
+    def _allowed_folder(self, path: str) -> Path:
+        """The folder of a path, without links. Raises Forbidden unless it is one of the command line, or below
+        --lora-dir; whether it exists is not told then.
+        """
+        folder = Path(os.path.realpath(os.path.expanduser(path)))
+        parts = Path(path).parts
+        inside = any(folder == root or folder.is_relative_to(root) for root in self._allowed)
+        if ".." in parts or "\0" in path or not inside or not _stays_inside(folder, self._allowed):
+            raise Forbidden(
+                "lora_path: adapters may be loaded from below --lora-dir and from the paths of --lora-modules only.",
+                param="lora_path",
+            )
+        return folder
+
+    async def unload(self, client: EngineHandle, name: str) -> None:
+        """New requests for the adapter are refused from now on; running ones finish. Raises NotFound."""
+        self.require_dynamic()
+        adapter = self.loaded.pop(name, None)
+        if adapter is None:
+            raise NotFound(
+                f"There is no LoRA adapter '{name[:200]}'.", param="lora_name", code="model_not_found"
+            )
+        self.default_scales.pop(name, None)
+        if client.ready is not None and all(
+            other.snapshot.key != adapter.snapshot.key for other in self.loaded.values()
+        ):
+            try:
+                await client.call("unload_lora", adapter.snapshot.key)
+            except (RuntimeError, TimeoutError) as error:  # it is dropped when others are loaded
+                logger.info("the engine did not unload %s: %s", name, error)
+
+    # ---- requests
+
+    def choose(self, name: str | None, scales: Sequence[LoraScale] | None = None) -> list[Chosen]:
+        """The adapters of a request for the model `name`: that of the name, else those of `scales` by id, of a
+        request's `lora`. Raises BadRequest for an unknown id.
+        """
+        if name is not None and (adapter := self.loaded.get(name)) is not None:
+            return [Chosen(adapter)]
+        if scales is None:
+            found = [(self.loaded.get(other), scale) for other, scale in self.default_scales.items()]
+        else:
+            by_id = {adapter.id: adapter for adapter in self.loaded.values()}
+            found = [(self._of_id(one.id, by_id), one.scale) for one in scales]
+            if len({one.id for one in scales}) < len(scales):
+                raise BadRequest("lora: an id is given twice.", param="lora")
+        chosen = [Chosen(adapter, scale) for adapter, scale in found if adapter is not None and scale]
+        return _summed(chosen)
+
+    def set_default_scales(self, scales: Sequence[LoraScale]) -> None:
+        """Which adapters requests for the base model use that say nothing. Raises BadRequest for an unknown id."""
+        by_id = {adapter.id: adapter for adapter in self.loaded.values()}
+        self.default_scales = {self._of_id(one.id, by_id).name: one.scale for one in scales if one.scale}
+
+    @staticmethod
+    def _of_id(number: int, by_id: dict[int, Adapter]) -> Adapter:
+        if number not in by_id:
+            raise BadRequest(f"lora: there is no adapter with the id {number}; see /lora-adapters.", param="lora")
+        return by_id[number]
+
+
+def _summed(chosen: list[Chosen]) -> list[Chosen]:
+    """Adapters with equal contents as one."""
+    by_key: dict[str, Chosen] = {}
+    for one in chosen:
+        known = by_key.get(one.adapter.snapshot.key)
+        by_key[one.adapter.snapshot.key] = one if known is None else Chosen(known.adapter, known.scale + one.scale)
+    return list(by_key.values())
+
+
+async def _load_into(client: EngineHandle, adapter: Adapter) -> None:
+    """Have all engines read an adapter. Raises ValueError if it does not fit the model, Unavailable."""
+    try:
+        why_not = await client.call(
+            "load_lora", adapter.snapshot.key, adapter.snapshot.folder, timeout=_LOAD_TIMEOUT
+        )
+    except (RuntimeError, TimeoutError) as error:
+        raise Unavailable(f"The engine did not load the adapter: {error}.", retry_after=2) from None
+    for reason in why_not if isinstance(why_not, list) else [why_not]:
+        if reason:
+            raise ValueError(reason)
+
+
+def _stays_inside(folder: Path, allowed: Sequence[Path]) -> bool:
+    """Whether the files of an adapter, too, are within the allowed folders: a link may lead out."""
+    try:
+        names = [entry.name for entry in os.scandir(folder)] if folder.is_dir() else []
+    except OSError:
+        return True  # reported when it is read
+    files = (Path(os.path.realpath(folder / name)) for name in names if name.startswith("adapter_"))
+    return all(any(file.is_relative_to(root) for root in allowed) for file in files)

@@ -1,0 +1,75 @@
+"""Copies of the adapters' files, which requests and new engines read: the originals may change or go once an adapter is
+loaded. A copy is removed when nothing refers to it any more.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.checkpoints.lora import CONFIG, FILES, LoraFiles, content_hash, read_lora
+from quire.server.private_folder import make_folder, remove_abandoned
+
+PREFIX = "quire-lora-"
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Snapshot:
+    """One adapter's files. `key` is the hash of their contents."""
+
+    key: str
+    files: LoraFiles
+
+    @property
+    def folder(self) -> str:
+        return str(self.files.folder)
+
+
+class Snapshots:
+    """Creates its folder with the first adapter. Every method may be called in any thread."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._folder: Path | None = None
+        self._mark: int | None = None
+
+    def take(self, source: Path) -> Snapshot:
+        """Copy and check an adapter. Raises ValueError with what is wrong."""
+        copy = Path(tempfile.mkdtemp(dir=self._own_folder()))
+        try:
+            for name in FILES:
+                if (path := source / name).is_file():
+                    shutil.copyfile(path, copy / name)
+            if not (copy / FILES[1]).is_file() and (copy / CONFIG).is_file():
+                read_lora(source)  # says which other files there are
+            files = read_lora(copy)
+            snapshot = Snapshot(content_hash(copy), files)
+        except OSError as error:
+            shutil.rmtree(copy, ignore_errors=True)
+            raise ValueError(f"the adapter's files cannot be read: {error.strerror}") from None
+        except BaseException:
+            shutil.rmtree(copy, ignore_errors=True)
+            raise
+        weakref.finalize(snapshot, shutil.rmtree, str(copy), True)
+        return snapshot
+
+    def _own_folder(self) -> Path:
+        with self._mutex:
+            if self._folder is None:
+                base = Path(tempfile.gettempdir())
+                remove_abandoned(base, PREFIX)
+                self._folder, self._mark = make_folder(base, PREFIX)
+            return self._folder
+
+    def close(self) -> None:
+        """Remove everything. Idempotent."""
+        with self._mutex:
+            folder, self._folder = self._folder, None
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(self._mark)

@@ -1,0 +1,36 @@
+"""LoRA adapters of the offline `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.server.errors import BadRequest
+from quire.server.lora.adapters import Chosen
+from quire.server.state import ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter: a name, a number that is its own, and its folder, in PEFT's format. Names and order are vLLM's."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+
+
+async def chosen(state: ServerState, requests: LoRARequests, num_prompts: int) -> list[list[Chosen]]:
+    """The adapters of each prompt, loaded if they are new. Raises BadRequest."""
+    if requests is None or isinstance(requests, LoRARequest):
+        requests = [requests] * num_prompts
+    if len(requests) != num_prompts:
+        raise BadRequest(f"lora_request: {len(requests)} for {num_prompts} prompts")
+    loaded = {}
+    for one in dict.fromkeys(requests):
+        if one is not None:
+            loaded[one] = await state.adapters.offline(state.client, one.lora_name, Path(one.lora_path))
+    return [[] if one is None else [Chosen(loaded[one])] for one in requests]

@@ -1,0 +1,158 @@
+"""Rows with LoRA adapters against transformers with the adapter merged into the weights: tokens and log-probabilities.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from quire.engine.messages import SamplingParams
+from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
+from tests.checkpoints import TOKENIZER_SIZE, greedy
+from tests.in_process import InProcessEngine
+from tests.lora import ALL, ATTENTION, make_adapter, merged, use
+
+NUM_TOKENS = 12
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = random.Random(0)
+    return [[rng.randrange(4, TOKENIZER_SIZE) for _ in range(length)] for length in (1, 5, 17, 40, 90)]
+
+
+def engine_for(folder, **settings):
+    defaults = {"block_size": 4, "num_gpu_blocks_override": 200, "max_num_batched_tokens": 32, "max_num_seqs": 8}
+    return InProcessEngine(folder, **defaults | {"max_model_len": "120", "enable_lora": True} | settings)
+
+
+def check(results, prompts, references):
+    for prompt, result, reference in zip(prompts, results, references, strict=True):
+        assert result.error is None and result.finish_reason == "length"
+        tokens, logprobs, _ = greedy(reference, prompt, NUM_TOKENS)
+        assert result.token_ids == tokens
+        torch.testing.assert_close([entry.logprobs[0] for entry in result.logprobs], logprobs, atol=1e-3, rtol=0)
+
+
+def test_ranks_and_none_in_one_batch(checkpoint, tmp_path, prompts):
+    """Chunked prompts, GQA, and preemption, since the pool is small; then again from the prefix cache."""
+    folder = checkpoint("llama3")
+    adapters = [make_adapter(tmp_path / str(rank), folder, rank, seed=rank) for rank in (4, 16, 64)]
+    references = [merged(folder), *(merged(folder, (one, 1.0)) for one in adapters), merged(folder)]
+    uses = [[], *([use(one)] for one in adapters), []]
+    engine = engine_for(folder, num_gpu_blocks_override=46)
+    first = engine.generate(prompts, GREEDY, adapters=uses)
+    again = engine.generate(prompts, GREEDY, adapters=uses)
+    engine.close()
+    check(first, prompts, references)
+    check(again, prompts, references)
+    assert sum(result.num_preemptions for result in first) > 0, "the pool was not small enough"
+    assert sum(result.num_cached_tokens for result in again) > 0
+
+
+def test_one_prompt_with_every_adapter_shares_no_prefix(checkpoint, tmp_path, prompts):
+    """The keys of an adapter's blocks begin with its hash: the base model's and others' are never found."""
+    folder = checkpoint("qwen2")  # biases of q, k and v
+    one, other = (make_adapter(tmp_path / str(seed), folder, 8, seed=seed) for seed in (1, 2))
+    engine = engine_for(folder)
+    for uses in ([], [use(one)], [use(other)], [use(one, 0.5)], [use(one, -1.0), use(other, 2.0)]):
+        (result,) = engine.generate([prompts[-1]], GREEDY, adapters=[uses])
+        assert result.num_cached_tokens == 0
+        factors = [(one if each.key == use(one).key else other, each.scale) for each in uses]
+        check([result], prompts[-1:], [merged(folder, *factors)])
+    (again,) = engine.generate([prompts[-1]], GREEDY, adapters=[[use(one)]])
+    engine.close()
+    assert again.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "config"),
+    [
+        ("llama-bias", ALL, {"use_rslora": True}),
+        ("qwen3", ("q_proj", "down_proj"), {"alpha_pattern": {"q_proj": 3}, "rank_pattern": {"q_proj": 5}}),
+        ("mistral", ATTENTION, {"target_modules": r".*layers\.\d+\.self_attn\..*"}),
+        ("qwen3-moe", ATTENTION, {"target_modules": "all-linear"}),
+    ],
+)
+def test_families_and_settings(name, targets, config, checkpoint, tmp_path, prompts):
+    folder = checkpoint(name)
+    adapter = make_adapter(tmp_path / "one", folder, 8, targets=targets, **config)
+    engine = engine_for(folder)
+    results = engine.generate(prompts, GREEDY, adapters=[[], [use(adapter)], [use(adapter)], [], [use(adapter)]])
+    engine.close()
+    adapted = merged(folder, (adapter, 1.0))
+    check(results, prompts, [merged(folder), adapted, adapted, merged(folder), adapted])
+
+
+def test_more_adapters_than_run_at_once(checkpoint, tmp_path, prompts):
+    """Requests wait for a slot, requests without an adapter do not, and adapters are read again after they were
+    dropped from RAM.
+    """
+    folder = checkpoint("llama-tied")
+    adapters = [make_adapter(tmp_path / str(seed), folder, 4, seed=seed) for seed in range(5)]
+    engine = engine_for(folder, max_loras=1, max_cpu_loras=2)
+    several = prompts[1:2] * 11
+    uses = [[use(adapters[i % 5])] for i in range(10)] + [[]]
+    results = engine.generate(several, GREEDY, adapters=uses)
+    assert len(engine.executor._worker.runner.adapters._loaded) <= 2
+    engine.close()
+    check(results, several, [*[merged(folder, (one, 1.0)) for one in adapters] * 2, merged(folder)])
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"quantization": "int8", "dtype": "bfloat16"}])
+def test_bfloat16_and_quantized_bases(settings, checkpoint, tmp_path, prompts):
+    """The base product keeps its own format and rounding; the reference is in float32. What the adapter adds is several
+    times as large as the tolerance.
+    """
+    folder = checkpoint("llama3", dtype="bfloat16")
+    adapter = make_adapter(tmp_path / "one", folder, 16)
+    engine = engine_for(folder, **settings)
+    score = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    several = [prompts[3]] * 2 + [prompts[4]] * 2
+    results = engine.generate(several, score, adapters=[[use(adapter)], []] * 2)
+    engine.close()
+    adapted, base = merged(folder, (adapter, 1.0)), merged(folder)
+    for i, (prompt, result) in enumerate(zip(several, results)):
+        found = torch.tensor([entry.logprobs[0] for entry in result.prompt_logprobs])
+        right, wrong = (_scores(model, prompt) for model in ((adapted, base) if i % 2 == 0 else (base, adapted)))
+        assert (found - right).abs().mean() < 0.25 * (found - wrong).abs().mean()
+
+
+def _scores(model, prompt):
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+    return logits[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
+
+
+def test_what_does_not_fit_the_model_is_refused(checkpoint, tmp_path):
+    folder, other = checkpoint("llama3"), checkpoint("qwen3")
+    engine = engine_for(folder, max_lora_rank=8)
+    load = engine.executor._worker.load_lora
+    assert load("a", str(make_adapter(tmp_path / "a", folder, 8))) == ""
+    assert "rank 16, more than --max-lora-rank 8" in load("b", str(make_adapter(tmp_path / "b", folder, 16)))
+    assert "the model's is" in load("c", str(make_adapter(tmp_path / "c", other, 8)))
+    nan = make_adapter(tmp_path / "nan", folder, 8, strength=float("nan"))
+    assert "not a number" in load("nan", str(nan))
+    targets = ("lm_head",)
+    assert "output head" in load("d", str(make_adapter(tmp_path / "d", folder, 8, targets=targets)))
+    engine.close()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("half", [16, 40, 96])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_halves_of_a_gated_native_product(kind, half, rows, native_kernels):
+    """The gate and up without the activation are those of the same weight without one."""
+    weight = torch.randn(2 * half, 64, generator=torch.Generator().manual_seed(half)).bfloat16()
+    bias = torch.linspace(-1, 1, 2 * half).bfloat16()
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)).bfloat16()
+
+    def linear(gated):
+        if kind == "bfloat16":
+            return PackedLinear(weight, bias, gated)
+        return QuantizedLinear.quantize(weight, int(kind[3:]), 64, bias, gated)
+
+    torch.testing.assert_close(linear("silu").halves(x), linear(None)(x), rtol=1e-2, atol=1e-2)

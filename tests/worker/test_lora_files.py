@@ -1,0 +1,142 @@
+"""Reading adapters in PEFT's format: what is computed, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from quire.checkpoints import lora
+from quire.worker.lora.adapters import read_matrix
+from tests.lora import write_adapter
+
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+MODULE = "model.layers.0.self_attn.q_proj"
+
+
+def tensors(rank=4, module=MODULE, dtype=torch.float32):
+    prefix = f"base_model.model.{module}"
+    return {
+        f"{prefix}.lora_A.weight": torch.ones(rank, 16, dtype=dtype),
+        f"{prefix}.lora_B.weight": torch.ones(32, rank, dtype=dtype),
+    }
+
+
+def read(tmp_path, config=None, weights=None):
+    write_adapter(tmp_path, CONFIG | (config or {}), tensors() if weights is None else weights)
+    return lora.read_lora(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "rank", "scale"),
+    [
+        ({}, 4, 2.0),
+        ({"use_rslora": True}, 4, 4.0),
+        ({"alpha_pattern": {"q_proj": 2}}, 4, 0.5),
+        ({"alpha_pattern": {"k_proj": 2, r"layers\.0\..*": 16}}, 4, 4.0),
+        ({"rank_pattern": {"self_attn.q_proj": 2}}, 2, 4.0),
+        ({"target_modules": "all-linear"}, 4, 2.0),
+        ({"target_modules": r"model\.layers\.\d+\.self_attn\.(q|k)_proj"}, 4, 2.0),
+        ({"target_modules": ["self_attn.q_proj"]}, 4, 2.0),
+        ({"target_modules": [MODULE]}, 4, 2.0),
+        ({"modules_to_save": None, "use_dora": False, "bias": "none", "init_lora_weights": True}, 4, 2.0),
+    ],
+)
+def test_ranks_scales_and_targets(config, rank, scale, tmp_path):
+    found = read(tmp_path, config, tensors(rank))
+    assert (found.rank, found.modules[MODULE].scale) == (rank, scale)
+    assert (found.modules[MODULE].in_features, found.modules[MODULE].out_features) == (16, 32)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"use_dora": True}, "use_dora: DoRA"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' changes"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        ({"r": 513}, "r is 513, but must be a whole number from 1 to 512"),
+        ({"r": True}, "r is True"),
+        ({"lora_alpha": "x"}, "lora_alpha is 'x'"),
+        ({"rank_pattern": {"(": 2}}, "no regular expression"),
+        ({"target_modules": ["k_proj"]}, "which target_modules of adapter_config.json does not name"),
+        ({"exclude_modules": ["q_proj"]}, "does not name"),
+        ({"r": 8}, "have shapes [4, 16] and [32, 4], but rank 8"),
+    ],
+)
+def test_settings_that_are_refused(config, reason, tmp_path):
+    with pytest.raises(ValueError) as error:
+        read(tmp_path, config)
+    assert reason in str(error.value) and str(tmp_path) not in str(error.value)
+
+
+def test_tensors_that_are_refused(tmp_path):
+    one = f"base_model.model.{MODULE}"
+    for added, reason in (
+        ({f"{one}.lora_magnitude_vector.weight": torch.ones(32)}, "DoRA"),
+        ({f"{one}.lora_B.bias": torch.ones(32)}, "biases are not supported"),
+        ({"base_model.model.lm_head.weight": torch.ones(8, 16)}, "modules_to_save"),
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 8)}, "matrices of embeddings"),
+        ({"base_model.model.model.layers.1.q_proj.lora_A.weight": torch.ones(4, 8)}, "not the other of lora_A"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            read(tmp_path, {}, tensors() | added)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for value in (float("nan"), float("inf")):
+            broken = tensors(dtype=dtype)
+            broken[f"{one}.lora_B.weight"][3, 1] = value
+            found = read(tmp_path, {}, broken)
+            with (
+                safe_open(found.weights, "pt") as file,
+                pytest.raises(ValueError, match=r"lora_B.weight. has a weight that is infinite or not a number"),
+            ):
+                read_matrix(file, found.modules[MODULE].b)
+    with pytest.raises(ValueError, match="type F64"):
+        read(tmp_path, {}, tensors(dtype=torch.float64))
+
+
+def test_files_that_are_missing_or_damaged(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no adapter_config.json"):
+        lora.read_lora(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "adapter_model.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"no adapter_model.safetensors \(adapter_model.bin cannot be read"):
+        lora.read_lora(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match="incomplete or damaged") as error:
+        lora.read_lora(tmp_path)
+    assert str(tmp_path) not in str(error.value)
+    (tmp_path / "adapter_config.json").write_text("[")
+    with pytest.raises(ValueError, match="is not JSON"):
+        lora.read_lora(tmp_path)
+
+
+def test_the_hash_is_of_the_contents(tmp_path):
+    for name, alpha in (("a", 8), ("b", 8), ("c", 9)):
+        write_adapter(tmp_path / name, CONFIG | {"lora_alpha": alpha}, tensors())
+    a, b, c = (lora.content_hash(tmp_path / name) for name in "abc")
+    assert a == b != c
+
+
+def test_settings_of_the_command_line(tmp_path):
+    assert lora.parse_module("sql=/a=b") == ("sql", "/a=b", None)
+    assert lora.parse_module('{"name": "n", "path": "/p", "base_model_name": "m"}') == ("n", "/p", "m")
+    for wrong in ("x", "=p", "n=", "{", '{"name": "n"}', '{"name": "n", "path": "p", "rank": 3}'):
+        with pytest.raises(ValueError, match="--lora-modules"):
+            lora.parse_module(wrong)
+    with pytest.raises(ValueError, match="given twice"):
+        lora.folders_at_start(["a=b", "a=c"], None)
+    with pytest.raises(ValueError, match="--lora-dir: there is no folder"):
+        lora.folders_at_start([], str(tmp_path / "x"))
+    write_adapter(tmp_path / "z", CONFIG | {"r": 128}, tensors())
+    (tmp_path / "file").write_text("")
+    assert [(name, given) for name, _, given in lora.folders_at_start(["b=x"], str(tmp_path))] == [
+        ("b", True), ("z", False)
+    ]  # fmt: skip
+    assert lora.max_rank(None, [], str(tmp_path)) == 128 and lora.max_rank(None, [], None) == 64

@@ -1,0 +1,184 @@
+"""The adapters that a worker has: read from files when a request or the server needs them, kept in RAM, and on the
+device for the steps that use them. A row state of the request table says which row uses which.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from quire.checkpoints.lora import DEFAULT_MAX_LORAS, LoraFiles, folders_at_start, max_rank, read_lora
+from quire.configs.config import LoraConfig
+from quire.worker.batch.input_batch import InputBatch
+from quire.worker.layers.linear import Linear
+from quire.worker.layers.lora import LoraRows, LoraWeights, StepLora
+from quire.worker.lora.targets import Piece, Targets, layer_weights
+from quire.worker.messages import LoraUse, NewRequest, StepInput
+from quire.worker.platforms.base import Platform
+
+Weights = list[tuple[Linear, LoraWeights]]
+
+
+def read_matrix(file: safe_open, name: str) -> torch.Tensor:
+    """A tensor in float32. Raises ValueError if a weight is infinite or not a number."""
+    tensor = file.get_tensor(name)
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name!r} has a weight that is infinite or not a number (NaN)")
+    return tensor.float()
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLimits:
+    """How many adapters there may be, and how large."""
+
+    max_rank: int
+    max_active: int  # in a step
+    max_loaded: int  # in RAM
+
+    @classmethod
+    def of(cls, config: LoraConfig) -> LoraLimits:
+        """Raises ValueError for settings that are wrong."""
+        at_start = len(folders_at_start(config.lora_modules, config.lora_dir))
+        max_active = config.max_loras or DEFAULT_MAX_LORAS
+        if (max_loaded := config.max_cpu_loras) is None:
+            max_loaded = max(max_active, at_start)
+        elif max_loaded < max_active:
+            raise ValueError(f"--max-cpu-loras {max_loaded} must be at least --max-loras {max_active}")
+        return cls(max_rank(config.max_lora_rank, config.lora_modules, config.lora_dir), max_active, max_loaded)
+
+    def num_bytes(self, targets: Targets) -> int:
+        """Bytes of as many adapters of the largest rank, for all layers of a rank."""
+        return self.max_loaded * self.max_rank * targets.bytes_per_rank
+
+
+class Adapters:
+    """At most `max_loaded` adapters of rank `max_rank` are in RAM, and `max_active` of them in a step, each the least
+    recently used ones out. The adapters of a step's rows always stay.
+    """
+
+    def __init__(self, model: nn.Module, platform: Platform, limits: LoraLimits, fixed_order: bool = False):
+        self.step = StepLora(fixed_order=fixed_order)
+        self.targets = Targets(model, self.step)
+        if hasattr(model, "model"):
+            model.model.step_lora = self.step
+        self.platform, self.max_rank = platform, limits.max_rank
+        self.max_active, self.max_loaded = limits.max_active, limits.max_loaded
+        self._loaded: OrderedDict[str, Weights] = OrderedDict()  # in RAM, most recently used last
+        self._active: OrderedDict[str, None] = OrderedDict()  # on the device
+        self._rows: dict[int, list[LoraUse]] = {}
+
+    # ---- loading
+
+    def load(self, key: str, folder: str) -> None:
+        """Have the adapter `key` in RAM. Raises ValueError if it does not fit the model."""
+        if key in self._loaded:
+            self._loaded.move_to_end(key)
+            return
+        self._loaded[key] = self._read(read_lora(folder))
+        self._drop_some(keep={key})
+
+    def unload(self, key: str) -> None:
+        """Forget an adapter, unless rows of requests use it: then it is dropped as others are."""
+        if not any(use.key == key for uses in self._rows.values() for use in uses):
+            self._deactivate(key)
+            self._loaded.pop(key, None)
+
+    def _read(self, lora: LoraFiles) -> Weights:
+        found = self.targets.check(lora, self.max_rank)
+        of_layer: dict[Linear, list[tuple[Piece, torch.Tensor, torch.Tensor]]] = {}
+        with safe_open(lora.weights, "pt") as file:
+            for module, pieces in found.items():
+                if pieces:
+                    matrices = lora.modules[module]
+                    a = read_matrix(file, matrices.a)
+                    b = read_matrix(file, matrices.b) * matrices.scale
+                    for piece in pieces:
+                        of_layer.setdefault(piece.layer, []).append((piece, a, b))
+        return [(layer, layer_weights(pieces)) for layer, pieces in of_layer.items()]
+
+    def _drop_some(self, keep: Iterable[str]) -> None:
+        for key in [key for key in self._loaded if key not in keep]:
+            if len(self._loaded) <= self.max_loaded:
+                return
+            self._deactivate(key)
+            del self._loaded[key]
+
+    # ---- rows
+
+    def add(self, row: int, new: NewRequest) -> None:
+        """Raises ValueError if an adapter of the request cannot be loaded."""
+        for use in new.adapters:
+            self.load(use.key, use.path)
+        if new.adapters:
+            self._rows[row] = new.adapters
+
+    def remove(self, row: int) -> None:
+        self._rows.pop(row, None)
+
+    # ---- steps
+
+    def begin(self, step: StepInput, batch: InputBatch) -> bool:
+        """Group the rows of a step by adapter, before its forward pass, and bring the adapters to the device. Returns
+        whether any row has one.
+        """
+        self.step.rows = self.step.needed = []
+        if not self._rows:
+            return False
+        tokens: dict[str, tuple[list[int], list[float]]] = {}
+        for i, row in enumerate(step.rows):
+            for use in self._rows.get(row, ()):
+                indices, scales = tokens.setdefault(use.key, ([], []))
+                start, end = batch.query_start_loc[i], batch.query_start_loc[i + 1]
+                indices += range(start, end)
+                scales += [use.scale] * (end - start)
+        if not tokens:
+            return False
+        self._activate({use.key: use.path for row in step.rows for use in self._rows.get(row, ())})
+        num_tokens = self.step.num_tokens = len(batch.input_ids)
+        self.step.rows = [self._group(key, *found, num_tokens) for key, found in tokens.items()]
+        if batch.needed_rows is not None:
+            places = {token: place for place, token in enumerate(self._needed(step, batch))}
+            for key, (indices, scales) in tokens.items():
+                some = [(places[index], scale) for index, scale in zip(indices, scales) if index in places]
+                if some:
+                    self.step.needed.append(self._group(key, *map(list, zip(*some)), len(places)))
+        return True
+
+    @staticmethod
+    def _needed(step: StepInput, batch: InputBatch) -> list[int]:
+        """`batch.needed_rows`, which is on the device."""
+        place = {row: batch.query_start_loc[i] - step.num_computed[i] for i, row in enumerate(step.rows)}
+        sampling = batch.sampling
+        return [place[row] + position - 1 for row, position in zip(sampling.rows, sampling.positions)] or [0]
+
+    def _group(self, key: str, indices: list[int], scales: list[float], num_rows: int) -> LoraRows:
+        device = self.platform.device
+        index = None if len(indices) == num_rows else torch.tensor(indices, device=device)
+        of_rows = None if all(scale == 1.0 for scale in scales) else torch.tensor(scales, device=device)[:, None]
+        return LoraRows(key, index, of_rows)
+
+    def _activate(self, needed: dict[str, str]) -> None:
+        for key, folder in needed.items():
+            self.load(key, folder)
+        self._drop_some(keep=needed)
+        for key in needed:
+            if key not in self._active:
+                for layer, weights in self._loaded[key]:
+                    layer.lora.weights[key] = weights.to(self.platform.device)
+            self._active[key] = None
+            self._active.move_to_end(key)
+        for key in [key for key in self._active if key not in needed]:
+            if len(self._active) <= self.max_active:
+                return
+            self._deactivate(key)
+
+    def _deactivate(self, key: str) -> None:
+        if key in self._active:
+            del self._active[key]
+            for layer, _ in self._loaded[key]:
+                layer.lora.weights.pop(key, None)

@@ -1,0 +1,38 @@
+"""What `quire check` says about LoRA adapters, without reading weights of the model."""
+
+from __future__ import annotations
+
+import logging
+
+from safetensors import safe_open
+
+from quire.checkpoints.lora import folders_at_start, read_lora
+from quire.configs.config import LoraConfig
+from quire.worker.layers.lora import StepLora
+from quire.worker.lora.adapters import LoraLimits, read_matrix
+from quire.worker.lora.targets import Targets
+from quire.worker.transformer.decoder import CausalLM
+
+logger = logging.getLogger("quire")
+
+
+def describe_adapters(config: LoraConfig, model: CausalLM) -> list[str]:
+    """A line per adapter that a server would start with. Raises ValueError as the server would."""
+    if not config.enabled:
+        return []
+    limits, targets, lines = LoraLimits.of(config), Targets(model, StepLora()), []
+    for name, path, is_given in folders_at_start(config.lora_modules, config.lora_dir):
+        try:
+            lora = read_lora(path)
+            targets.check(lora, limits.max_rank)
+            with safe_open(lora.weights, "pt") as file:
+                for matrices in lora.modules.values():
+                    read_matrix(file, matrices.a), read_matrix(file, matrices.b)
+        except ValueError as error:
+            if is_given:
+                raise ValueError(f"--lora-modules {name}: {error}") from None
+            logger.warning("--lora-dir: leaving out %s: %s", name, error)
+            continue
+        modules = sorted({module.rpartition(".")[2] for module in lora.modules})
+        lines.append(f"LoRA adapter {name}: rank {lora.rank}, {len(lora.modules)} modules: {', '.join(modules)}")
+    return lines
