@@ -9,7 +9,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 
 JOBS ?= 2
 
-.PHONY: serve test quick lint constraints install install-dev clean
+.PHONY: serve test quick lint docs constraints install install-dev clean
 
 install: $(SERVE_STAMP)
 
@@ -37,6 +37,11 @@ quick: $(DEV_STAMP)
 
 lint: $(DEV_STAMP)
 	$(VENV)/bin/ruff check .
+
+# docs/ as pages in site/; building and reading them needs no network
+docs: $(SERVE_STAMP)
+	@$(PYTHON) tools/install.py $(VENV) docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
 
 # resolve the pins anew: `make constraints`, and `make constraints ARGS=--upgrade` for the newest versions
 constraints:
