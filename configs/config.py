@@ -297,6 +297,16 @@ class ServerConfig:
         "path below which a proxy serves this server (/llm), whether it strips it from requests or not",
         metavar="PATH",
     )
+    ssl_certfile: str | None = opt(None, "serve HTTPS with this certificate chain, in PEM", metavar="FILE")
+    ssl_keyfile: str | None = opt(None, "key of --ssl-certfile (default: in the same file)", metavar="FILE")
+    ssl_ca_certs: str | None = opt(None, "certificate authorities of clients' certificates, in PEM", metavar="FILE")
+    ssl_cert_reqs: str = opt(
+        "none",
+        "whether clients need a certificate of --ssl-ca-certs",
+        choices=("none", "optional", "required"),
+        aliases={"0": "none", "1": "optional", "2": "required"},
+    )
+    enable_ssl_refresh: bool = opt(True, "read the files of --ssl-* again when they change")
     served_model_name: list[str] = opt(
         [],
         "model names that the API accepts; responses have the first (default: the name of the file or folder)",
@@ -469,6 +479,12 @@ class ServerConfig:
         "objects of structured output may have properties that their schema does not name, unless it says otherwise",
     )
     log_level: str = opt("info", "how much to log", everyday=True, choices=("debug", "info", "warning", "error"))
+    log_format: str = opt("text", "how a line of the log is written", choices=("text", "json"))
+    slow_step_threshold: float = opt(
+        10.0,
+        "seconds that a step of the engine may take before a warning in the log says what it contained (0: never)",
+        minimum=0,
+    )
     log_stats_interval: float = opt(10.0, "seconds between throughput lines in the log (0: no such lines)", minimum=0)
 
 

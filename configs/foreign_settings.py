@@ -12,7 +12,6 @@ _NUM_DRAFT = 'set --speculative-config \'{"num_speculative_tokens": N}\''
 _TASK = "not needed: what a model can do is read from its files; --pooling lets a text model make embeddings"
 _POOLER = "set --pooling (normalize and dimensions are fields of a request)"
 _LAYERS = "the whole model runs on one kind of device: set --device cpu or --device cuda"
-_TLS = "quire speaks plain HTTP: put a proxy with TLS in front of it"
 _MODEL = "give the folder, GGUF file or Hub id as MODEL, the first argument"
 _LENGTH = "set --max-model-len (prompt and output together)"
 
@@ -46,8 +45,6 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "is_embedding": _TASK,
     "hf_token": "set the environment variable HF_TOKEN",
     "override_generation_config": "set --generation-config to a folder with a generation_config.json",
-    "ssl_keyfile": _TLS,
-    "ssl_certfile": _TLS,
     # SGLang and TGI
     "model_path": _MODEL,
     "model_id": _MODEL,

@@ -59,6 +59,7 @@ from quire.engine.scheduler import Outputs, Scheduler, Step
 
 logger = logging.getLogger(__name__)
 
+SLOW_WARNING_INTERVAL = 60.0  # seconds
 STATS_INTERVAL = 0.25  # seconds between statistics messages while busy
 EXIT_SIGNAL = signal.SIGUSR1  # the thread that watches stdin sends it to the main thread
 GIVE_BACK_INTERVAL = 5.0  # seconds between looks of an idle engine at the machine's memory
@@ -83,6 +84,7 @@ class EngineCore:
         self.executor: Executor | None = None
         self.in_flight: deque[tuple[Step, Pending]] = deque()
         self.gives_back = False  # whether the workers can return the memory of an idle KV cache
+        self.last_result = self.next_slow_warning = 0.0  # time.monotonic()
         self.works_idle = False  # whether the workers have work deferred until no request runs
         self.stats_due = 0.0  # time.monotonic() of the next statistics message; 0 if there are no new statistics
         self.cache_used_at: float | None = None  # time.monotonic(); None while the KV cache's memory is given back
@@ -105,13 +107,30 @@ class EngineCore:
                 return
         if self.in_flight:
             step, future = self.in_flight.popleft()
-            self.send(self.scheduler.update(step, future.result()))
+            result = future.result()
+            self.note_slow(step)
+            self.send(self.scheduler.update(step, result))
         else:
             if self.scheduler.tiers is not None and self.scheduler.tiers.busy:
                 time.sleep(FETCH_POLL_INTERVAL)
                 return
             assert not self.scheduler.requests, "there are requests, but none can run"
             self.works_idle = self.works_idle and self.executor.call("work_idle")
+
+    def note_slow(self, step: Step) -> None:
+        """Warn of a step that took long, at most once a minute: it delayed everybody's next token."""
+        now, threshold = time.monotonic(), self.config.server.slow_step_threshold
+        seconds, self.last_result = now - max(step.scheduled, self.last_result), now
+        if threshold and seconds >= threshold and now >= self.next_slow_warning and self.ready is not None:
+            self.next_slow_warning = now + SLOW_WARNING_INTERVAL
+            stats = self.scheduler.stats()
+            logger.warning(
+                "a step took %.1f s: %s; %d requests wait, %.0f %% of the KV cache is used",
+                seconds,
+                step.contents(),
+                stats.num_waiting,
+                100 * stats.kv_cache_usage,
+            )
 
     def receive(self) -> None:
         """Handle all received messages. With no work, sleep until a message arrives.
@@ -200,6 +219,7 @@ class EngineCore:
     def call(self, message: Call) -> CallResult:
         """Run a utility method. Its error is returned to the caller and does not affect the engine."""
         methods = {
+            "free_cache": self.scheduler.kv.retention.free,
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
             "load_lora": lambda key, folder: self.executor.call("load_lora", key, folder),
@@ -416,7 +436,7 @@ def main() -> None:
     socket = ServerSocket(sys.argv[1])
     socket.watch(wake_on_signals())
     config = read_config(sys.stdin.fileno())
-    start_logging(config.server.log_level, "engine")
+    start_logging(config.server, "engine")
     core = EngineCore(config, socket)
     watch_parent(sys.stdin.fileno(), _request_exit, core.kill)
     exit_code = 1

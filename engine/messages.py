@@ -113,6 +113,9 @@ class AddRequest(_Message):
     tenant: str = ""  # who shares the engine with others (`engine/shares.py`)
     weight: float = 1.0  # the tenant's share, above 0
     adapters: list[LoraUse] = []  # of LoRA; what they add is summed
+    report_prefill: bool = False  # outputs without tokens tell how much of the prompt is computed
+    cache_key: str | None = None  # the conversation whose blocks are kept before others' for `cache_seconds`
+    cache_seconds: float = 0.0
 
     @property
     def choices(self) -> list[Choice]:
@@ -142,6 +145,9 @@ class AddRequest(_Message):
             self.tenant,
             self.weight,
             self.adapters,
+            self.report_prefill,
+            self.cache_key,
+            self.cache_seconds,
         )
 
 
@@ -211,6 +217,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     pooled: bytes | None = None  # with the last output of a request with `pooling`: its vector, float32
     # of a request with a prediction: how many drafts from it were accepted and rejected so far
     prediction_tokens: tuple[int, int] | None = None
+    num_prefilled: int = 0  # with `report_prefill`, before the first token: prompt tokens in the KV cache
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

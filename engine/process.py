@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from quire.configs.config import ServerConfig
+from quire.configs.log_format import formatter
 from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
 RENDEZVOUS = "rendezvous"  # file in the engine's folder through which the ranks of one machine find each other
@@ -103,9 +105,11 @@ def wake_on_signals() -> int:
     return reader
 
 
-def start_logging(level: str, name: str) -> None:
+def start_logging(config: ServerConfig, name: str) -> None:
     """Log to stderr, with the process's name on every line. The process shares the parent's stderr."""
-    logging.basicConfig(level=level.upper(), format=f"%(asctime)s %(levelname)s {name}: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(config.log_format, name))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
 
 
 def watch_parent(fd: int, on_message: Callable[[], None], on_eof: Callable[[], None]) -> None:

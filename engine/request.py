@@ -40,7 +40,9 @@ class Request:
         "background",
         "block_hashes",
         "block_ids",
+        "cache_key",
         "cache_salt",
+        "cache_seconds",
         "client",
         "first_token_time",
         "group",
@@ -65,6 +67,7 @@ class Request:
         "predicts",
         "queued_time",
         "rank",
+        "report_prefill",
         "request_id",
         "row",
         "sampling",
@@ -98,11 +101,13 @@ class Request:
             sampling if choice.seed == sampling.seed else msgspec.structs.replace(sampling, seed=choice.seed)
         )
         self.background = message.background
+        self.report_prefill = message.report_prefill
         self.rank = (message.background, message.priority if by_priority else 0)  # a lower rank preempts a higher one
         self.tenant, self.weight = message.tenant, message.weight
         self.pooling = message.pooling
         self.pools_all = pools_all
         self.cache_salt = message.cache_salt
+        self.cache_key, self.cache_seconds = message.cache_key, message.cache_seconds
         self.media = message.media
         self.adapters = message.adapters
         self.group = group

@@ -80,6 +80,15 @@ class Step:
     ignored: set[int] = field(default_factory=set)
     scheduled: float = field(default_factory=time.monotonic)
 
+    def contents(self) -> str:
+        """What was computed, for a person."""
+        counts = self.input.num_scheduled
+        num_decodes = sum(count == 1 for count in counts)
+        text = f"{len(counts)} requests with {self.num_tokens} tokens, of which {num_decodes} had one each"
+        if num_decodes < len(counts):
+            text += f" and the largest {max(counts)} after {max(self.input.num_computed)} computed ones"
+        return text + (f", and {len(self.input.encode)} images" if self.input.encode else "")
+
 
 class Scheduler:
     """Owns all requests; no other class changes them. `schedule` and `update` are called in turn, with up to `depth`
@@ -633,6 +642,7 @@ class Scheduler:
                     EngineOutput(request.request_id, [], prompt_logprobs=entries)
                 )
         self._finish_unsampled(step, prompt_logprobs, output.pooled or {}, now, outputs)
+        self._report_prefill(step, outputs)
         return outputs
 
     def _take_back_drafts(self, request: Request, num_draft: int, num_tokens: int) -> None:
@@ -645,6 +655,16 @@ class Scheduler:
         if request.predicts:
             accepted, rejected = request.prediction_tokens
             request.prediction_tokens = accepted + num_accepted, rejected + num_draft - num_accepted
+
+    def _report_prefill(self, step: Step, outputs: Outputs) -> None:
+        """Tell how much of the prompts is computed of which not all is: the last chunk comes with a token."""
+        for i, request in enumerate(step.requests):
+            if not request.report_prefill or request.first_token_time or request.status is Status.FINISHED:
+                continue
+            num_tokens = step.input.num_computed[i] + step.input.num_scheduled[i]
+            if i not in step.ignored and num_tokens < request.num_prompt_tokens:
+                report = EngineOutput(request.request_id, [], num_prefilled=num_tokens)
+                outputs.setdefault(request.client, []).append(report)
 
     def _receive(
         self,

@@ -42,7 +42,7 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
     `sources` says where each setting that is no default came from.
     """
     started = time.monotonic() - _seconds_since_exec()
-    configure_logging(config.server.log_level)
+    configure_logging(config.server)
     raise_descriptor_limit()
     try:
         listener = bind(config.server)
@@ -215,7 +215,8 @@ class Launcher:
 
     def _announce(self, ready: Ready) -> None:
         self.announced = True
-        where = self.config.server.uds or "http://{}:{}".format(*self.listener.getsockname()[:2])
+        scheme = "https" if self.config.server.ssl_certfile else "http"
+        where = self.config.server.uds or "{}://{}:{}".format(scheme, *self.listener.getsockname()[:2])
         curl, base = ("curl --unix-socket " + where, "http://localhost") if self.config.server.uds else ("curl", where)
         logger.info(
             "ready in %.1f s: %s serves %s (API at %s/v1, documentation at %s/docs)",

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from quire.server.api.anthropic import models as anthropic_models
 from quire.server.api.anthropic import routes as anthropic
-from quire.server.api.llamacpp import adapters, infill
+from quire.server.api.llamacpp import adapters, infill, props
 from quire.server.api.ollama import routes as ollama
 from quire.server.api.openai import models as openai_models
 from quire.server.api.openai import routes as openai
@@ -67,6 +67,7 @@ ROUTES = [
     *textgen.ROUTES,
     *infill.ROUTES,
     *adapters.ROUTES,
+    *props.ROUTES,
     *pooling.ROUTES,
     *ops.ROUTES,
     _INVOCATIONS,

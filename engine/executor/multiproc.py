@@ -216,7 +216,7 @@ def worker_main(
     set_name(f"quire-worker-{rank}")
     # all ranks are on this machine, so loopback is enough
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    start_logging(config.server.log_level, f"worker {rank}")
+    start_logging(config.server, f"worker {rank}")
     exit_code = 0
     try:
         module, _, name = worker_class.partition(":")

@@ -31,6 +31,7 @@ from hashlib import sha256
 import msgspec
 
 from quire.engine.kv.pages import NULL_BLOCK, BlockPool
+from quire.engine.kv.retention import Retention
 from quire.engine.request import Request
 from quire.worker.messages import CacheGroup, most_blocks
 
@@ -77,6 +78,7 @@ class KVCacheManager:
         self.chunk = chunk
         self.whole_images = whole_images
         self.pool = BlockPool(num_blocks, num_states)
+        self.retention = Retention(self.pool)
         # a published block is looked up by its group's tag and its hash
         self._tags = [bytes([g]) for g in range(len(self.groups))]
         # state pages that the step being scheduled writes; visible to other requests from the next step on
@@ -107,6 +109,7 @@ class KVCacheManager:
         for block_id, (tagged_hash, group) in self._checkpoints.items():
             self.pool.publish(block_id, tagged_hash, group)
         self._checkpoints.clear()
+        self.retention.expire()
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """Unpublish these blocks, so that no later request finds them."""
@@ -428,6 +431,7 @@ class KVCacheManager:
             self.forget([block_id for ids in request.block_ids for block_id in ids if block_id != NULL_BLOCK])
         else:
             published = self.publish(request)  # token ids received since its last step may have completed a block
+            self.retention.note(request)
         self.release(request)
         return published
 
@@ -449,6 +453,7 @@ class KVCacheManager:
         forgotten = self.pool.forget_all()
         if forgotten:
             self._checkpoints.clear()
+            self.retention.clear()
         return forgotten
 
     def _extend_hashes(self, request: Request, num_full: int) -> None:

@@ -36,12 +36,15 @@ class BlockPool:
         self.watched: set[int] = set()
         # The free queues, next block to allocate first. An OrderedDict is a hash map over a doubly linked list, in C.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        # published blocks that clients asked to keep: reused after all others
+        self._free_kept: OrderedDict[int, None] = OrderedDict()
+        self._kept: set[int] = set()
         self._free_states: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks, num_blocks + num_states))
 
     @property
     def num_free(self) -> int:
         """Number of free blocks."""
-        return len(self._free)
+        return len(self._free) + len(self._free_kept)
 
     @property
     def num_free_states(self) -> int:
@@ -51,15 +54,16 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Fraction of the pages that are held, 0 to 1, of the kind of which more are."""
-        blocks = 1 - len(self._free) / self.num_usable
+        blocks = 1 - self.num_free / self.num_usable
         return max(blocks, 1 - len(self._free_states) / self.num_states) if self.num_states else blocks
 
     def take(self, count: int, state: bool = False) -> list[int]:
         """Allocate `count` free blocks, or pages for states, and unpublish them. The caller has checked that they are
         free.
         """
-        block_ids, free = [], self._free_states if state else self._free
+        block_ids = []
         for _ in range(count):
+            free = self._free_states if state else self._free or self._free_kept
             block_id, _ = free.popitem(last=False)
             if self.evicted is not None and block_id in self.hot:
                 self.evicted.append((block_id, self._hashes[block_id]))
@@ -104,7 +108,23 @@ class BlockPool:
                     free.move_to_end(block_id, last=False)
 
     def _queue(self, block_id: int) -> OrderedDict[int, None]:
-        return self._free if block_id < self._first_state else self._free_states
+        if block_id >= self._first_state:
+            return self._free_states
+        return self._free_kept if block_id in self._kept else self._free
+
+    def keep(self, block_id: int) -> None:
+        """Reuse a published block after all that are not kept."""
+        if self._ref_counts[block_id] == 0 and block_id not in self._kept:
+            del self._free[block_id]
+            self._free_kept[block_id] = None
+        self._kept.add(block_id)
+
+    def let_go(self, block_id: int) -> None:
+        """A block is reused like others again."""
+        self._kept.discard(block_id)
+        if block_id in self._free_kept:
+            del self._free_kept[block_id]
+            self._free[block_id] = None
 
     def is_state(self, block_id: int) -> bool:
         """Whether this is a page for states."""
@@ -149,7 +169,9 @@ class BlockPool:
         self.unsaved.clear()
         self.watched.clear()
         # in order again: memory that was never written stays so as long as possible
-        self._free = OrderedDict.fromkeys(sorted(self._free))
+        self._free = OrderedDict.fromkeys(sorted([*self._free, *self._free_kept]))
+        self._free_kept.clear()
+        self._kept.clear()
         return True
 
     def _unpublish(self, block_id: int) -> None:
@@ -157,6 +179,7 @@ class BlockPool:
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._publishers.pop(block_id, None)
+            self.let_go(block_id)
             self.hot.pop(block_id, None)
             self.unsaved.pop(block_id, None)
             if block_id in self.watched:

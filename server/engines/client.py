@@ -156,6 +156,7 @@ def _merge(a: EngineOutput, b: EngineOutput) -> EngineOutput:
         b.error_kind,
         b.pooled,
         b.prediction_tokens,
+        max(a.num_prefilled, b.num_prefilled),
     )
 
 
@@ -525,7 +526,8 @@ class EngineClient:
             return
         entry.output_token_ids.extend(output.new_token_ids)
         entry.num_received += len(output.new_token_ids)
-        self._note_computed(entry)
+        if not output.num_prefilled:
+            self._note_computed(entry)
         if output.prompt_logprobs is not None:
             output = self._without_repeated(entry, output)
         if output.finish_reason is not None:

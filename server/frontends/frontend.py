@@ -18,7 +18,8 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from quire.configs.config import Config
+from quire.configs.config import Config, ServerConfig
+from quire.configs.log_format import formatter
 from quire.engine.messages import EngineStats, Progress, Ready
 from quire.server.engines.silence import Silence
 from quire.server.engines.supervisor import in_thread
@@ -45,6 +46,7 @@ if TYPE_CHECKING:  # imported late, because these imports are slow
     from quire.server.engines.pool import EnginePool
     from quire.server.generate.sampling import SamplingDefaults
     from quire.server.http.connections import Connections
+    from quire.server.http.tls import Tls
 
 logger = logging.getLogger("quire")
 
@@ -71,6 +73,7 @@ class Frontend:
         self.sampling_defaults: SamplingDefaults | None = None
         self.connections: Connections | None = None  # None until connections can be accepted
         self._http: uvicorn.Server | None = None
+        self._tls = _tls(config.server)
         self._pool: EnginePool | None = None  # set if there are several engines
         self._silences: list[Silence] = []  # one per engine, after `connect`
 
@@ -94,9 +97,14 @@ class Frontend:
         self._http = _http_server(
             RequestBoundary(self.gate, self.state), self.connections, self.config.server.timeout_keep_alive
         )
+        if self._tls is not None:
+            self._http.config.load()
+            self._http.config.ssl = self._tls.context
         loading = asyncio.create_task(self._load_routes())
         serving = asyncio.create_task(self._http.serve(sockets=[self.listener]))
         others = [loading, asyncio.create_task(self._watch())]
+        if self._tls is not None:
+            others.append(asyncio.create_task(self._tls.watch()))
         try:
             routes = await loading
             ending = {serving}
@@ -305,17 +313,24 @@ class Frontend:
         """No action: a `Frontend` has no child process."""
 
 
+def _tls(config: ServerConfig) -> Tls | None:
+    """Raises ValueError for files that cannot be used."""
+    if config.ssl_certfile is None and config.ssl_keyfile is None:
+        return None
+    from quire.server.http.tls import Tls
+
+    return Tls(config)
+
+
 def _is_busy(client: EngineClient) -> bool:
     return client.ready is not None and client.load + client.num_background > 0
 
 
-def configure_logging(level: str, name: str = "server") -> None:
+def configure_logging(config: ServerConfig, name: str = "server") -> None:
     """Log to stderr; every line has the process's name."""
-    logging.basicConfig(
-        level=level.upper(),
-        format=f"%(asctime)s %(levelname)s {name}: %(message)s",
-        handlers=[BackgroundHandler(sys.stderr)],
-    )
+    handler = BackgroundHandler(sys.stderr)
+    handler.setFormatter(formatter(config.log_format, name))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
     for noisy in ("uvicorn", "uvicorn.error", "httpx", "httpx2", "filelock"):
         logging.getLogger(noisy).setLevel("WARNING")
 

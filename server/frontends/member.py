@@ -212,7 +212,7 @@ async def _run(listener: socket.socket, end: socket.socket) -> None:
     start = await channel.receive()
     if start is None:
         return
-    configure_logging(start.config.server.log_level, f"server {start.index}")
+    configure_logging(start.config.server, f"server {start.index}")
     with contextlib.suppress(OSError):  # Linux only; the name in ps and top
         Path("/proc/self/comm").write_text(f"quire-api-{start.index}")
     await ManagedFrontend(channel, start, listener).run()

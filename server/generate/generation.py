@@ -70,6 +70,8 @@ class Generation:
         while True:
             output = await self._next_output()
             choice = self._choices[output.request_id]
+            if self.request.progress is not None and self._only_reports(output):
+                continue
             if self._metrics is not None:
                 choice.observe(self._metrics, output)
             delta = choice.advance(output)
@@ -78,6 +80,15 @@ class Generation:
             if delta.finish_reason is not None:
                 self._finish(output, delta, choice)
             return delta
+
+    def _only_reports(self, output: EngineOutput) -> bool:
+        """Tell the progress; whether the output has nothing else."""
+        progress, prompt = self.request.progress, self.request.request_id
+        if output.new_token_ids:
+            progress.note_first_token(prompt)
+            return False
+        progress.note(prompt, output.num_prefilled)
+        return output.finish_reason is None and output.prompt_logprobs is None
 
     async def _next_output(self) -> EngineOutput:
         """What piled up for a choice comes in slices, with a turn of the event loop between them."""
@@ -118,10 +129,13 @@ class Generation:
             cache_salt=request.cache_salt,
             siblings=siblings,
             background=request.background,
+            cache_key=request.cache_key,
+            cache_seconds=request.cache_seconds,
             media=[one.item for one in request.media],
             tenant=request.tenant,
             weight=request.weight,
             adapters=[one.use for one in request.adapters],
+            report_prefill=request.progress is not None,
         )
         try:
             self._stream = self._client.generate(message)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from quire.engine.messages import MediaItem, PoolingParams, SamplingParams
 from quire.server.generate.parse import Parsing
+from quire.server.generate.progress import PrefillProgress
 from quire.server.lora.adapters import Chosen
 from quire.server.media.inputs import Lease
 from quire.server.structured.structure import Structure
@@ -41,6 +42,8 @@ class GenerationRequest:
     spaces_between_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    cache_key: str | None = None  # the conversation whose cached prefix is wanted for `cache_seconds`
+    cache_seconds: float = 0.0
     background: bool = False
     tenant: str = ""  # who shares the engine with others, with `weight`
     weight: float = 1.0
@@ -52,6 +55,7 @@ class GenerationRequest:
     pooling: PoolingParams | None = None  # ask for a vector (`pooling.py`) instead of text
     media: list[Attached] = field(default_factory=list)
     adapters: list[Chosen] = field(default_factory=list)  # of LoRA
+    progress: PrefillProgress | None = None  # is told how much of the prompt is computed
 
     @property
     def num_image_tokens(self) -> int:

@@ -201,6 +201,8 @@ def _request(
         priority=spec.priority,
         # a client's salt contains no slash, so tenants cannot collide
         cache_salt=spec.cache_salt if spec.tenant is None else f"{spec.tenant}/{spec.cache_salt or ''}",
+        cache_key=spec.cache_key,
+        cache_seconds=spec.cache_seconds,
         background=spec.background,
         adapters=spec.adapters,
         arrival_time=time.time(),

@@ -129,6 +129,8 @@ class GenerationSpec:
     echo: bool = False  # the answer begins with the prompt, and with its log-probabilities if `logprobs` is set
     priority: int = 0
     cache_salt: str | None = None
+    cache_key: str | None = None  # the conversation whose cached prefix is wanted for `cache_seconds`
+    cache_seconds: float = 0.0
     tenant: str | None = None  # requests of different tenants share no cached prefixes
     background: bool = False  # yields to every request that is not; no limit of the queue counts it
     adapters: list[Chosen] = field(default_factory=list)  # of LoRA

@@ -15,6 +15,7 @@ from quire.server.generate.generation import Generation
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.prepare import check_priority
 from quire.server.http import request_options
+from quire.server.http.cache_hint import engine_key
 from quire.server.http.sse import unless_disconnected
 from quire.server.http.turns import tenant_of
 from quire.server.keys.access import allowed_priority, check_model
@@ -61,7 +62,13 @@ def admit(
         "tenant": request.scope.get("tenant"),
         "background": background,
         "adapters": adapters,
+        **_cache_hint(request),
     }
+
+
+def _cache_hint(request: Request) -> dict[str, Any]:
+    hint = request.scope.get("cache_hint")
+    return {} if hint is None else {"cache_key": engine_key(request.scope, hint.key), "cache_seconds": hint.seconds}
 
 
 async def generate(

@@ -124,7 +124,20 @@ class RequestBoundary:
             1000 * seconds,
             scope["request_id"],
             _printable(scope.get("refusal", "")),
+            extra={"fields": self._fields(scope, status, seconds)},
         )
+
+    def _fields(self, scope: Scope, status: int | None, seconds: float) -> dict[str, object]:
+        """For logs in JSON."""
+        key = scope.get("key")
+        return {
+            "method": scope["method"],
+            "path": _printable(scope["path"]),
+            "status": status,
+            "seconds": round(seconds, 6),
+            "request_id": scope["request_id"],
+            "key": key and key.name,
+        }
 
 
 class Hosts:

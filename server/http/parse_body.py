@@ -22,6 +22,7 @@ MAX_NESTING = 64  # levels of JSON that is passed to templates
 MAX_FIELDS = 256  # per object
 MAX_MEMBERS = 2**16  # per body, over all objects; decoding them holds the interpreter for about 20 ms
 _MAX_BYTES = {"chat_template_kwargs": MAX_TEMPLATE_KWARGS_BYTES, "tools": 2**20, "functions": 2**20}  # of JSON
+EVERYWHERE = frozenset({"prompt_cache_key", "prompt_cache_retention"})  # of every body: `cache_hint.py`
 MAX_UNKNOWN = 100  # names of unknown fields that are remembered
 _NEUTRAL_BYTES = 64  # maximum length of a neutral value of an unsupported field
 _SHOWN_BYTES = 2**16  # longer bodies are not searched for the value to show in an error
@@ -161,7 +162,7 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unk
         elif name in cls.unsupported:
             if not _neutral(raw, cls.unsupported[name]):
                 raise BadRequest(f"{path} is not supported by this server.", param=path, code="unsupported_parameter")
-        elif name not in cls.harmless and len(unknown) < MAX_UNKNOWN:
+        elif name not in cls.harmless and path not in EVERYWHERE and len(unknown) < MAX_UNKNOWN:
             unknown.append(path)
 
 

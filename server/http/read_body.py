@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from quire.server.errors import ApiError, PayloadTooLarge, UnsupportedMediaType
 from quire.server.http import sse
+from quire.server.http.cache_hint import read_hint
 from quire.server.http.numbers import bounded_int
 from quire.server.http.parse_body import parse
 from quire.server.http.threads import SMALL, Later
@@ -53,8 +54,11 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
     unknown: list[str] = []
 
     def work() -> R | Later[R]:
-        parsed, found = parse(unparsed.pop(), cls, strict=state.config.server.strict_params)
+        body = unparsed.pop()
+        parsed, found = parse(body, cls, strict=state.config.server.strict_params)
+        request.scope["cache_hint"] = read_hint(request, body)
         unknown.extend(found)
+        del body
         return use(parsed)
 
     # a chat template is a program: its run time does not depend on the size of the body

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -28,6 +28,16 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+class Progress(Protocol):
+    """What happens before there are frames."""
+
+    async def wait(self) -> None:
+        """Until there is something to tell."""
+
+    def take(self) -> bytes:
+        """The comment to send; empty if nothing changed since the last."""
 
 
 def event(data: bytes, kind: str | None = None) -> bytes:
@@ -69,14 +79,14 @@ async def to_the_end(
 
 class EventStream(Response):
     """Sends each of `frames` (bytes of whole events) as it comes. A comment is sent after `keep_alive` seconds of
-    silence; 0 disables it.
+    silence; 0 disables it. What `progress` tells is sent at once, and before the frames that follow it.
 
     `send` waits while the client's buffers are full; no frames are requested then, so that pending outputs are
     merged into fewer of them.
     """
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], keep_alive: float):
-        self.frames, self.keep_alive = frames, keep_alive
+    def __init__(self, frames: AsyncGenerator[bytes, None], keep_alive: float, progress: Progress | None = None):
+        self.frames, self.keep_alive, self.progress = frames, keep_alive, progress
         self.status_code, self.background, self.raw_headers = 200, None, list(HEADERS)
         self.last_sent = 0.0
         self.comment = b": waiting for the first token\n\n"
@@ -92,12 +102,13 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": True})
         pump = asyncio.create_task(self._pump(send))
         watch = asyncio.create_task(self._watch(receive, send))
+        tell = asyncio.create_task(self._tell(send))
         try:
             await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            watch.cancel()
-            pump.cancel()
-            await asyncio.gather(pump, watch, return_exceptions=True)
+            for task in (tell, watch, pump):
+                task.cancel()
+            await asyncio.gather(pump, watch, tell, return_exceptions=True)
             await self.frames.aclose()
         if not pump.cancelled():
             pump.result()
@@ -107,8 +118,18 @@ class EventStream(Response):
         async for frame in self.frames:
             self.comment = b": keep-alive\n\n"
             self.last_sent = clock()
+            if self.progress is not None:
+                frame = self.progress.take() + frame
             await send({"type": "http.response.body", "body": frame, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _tell(self, send: Send) -> None:
+        """Send the comments of `progress`, if there is one."""
+        while self.progress is not None:
+            await self.progress.wait()
+            if comment := self.progress.take():
+                self.last_sent = asyncio.get_running_loop().time()
+                await send({"type": "http.response.body", "body": comment, "more_body": True})
 
     async def _watch(self, receive: Receive, send: Send) -> None:
         """Send the comments; return after the client disconnects."""

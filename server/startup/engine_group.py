@@ -31,6 +31,7 @@ logger = logging.getLogger("quire")
 # of a model that reads images and has no chat template, such as DeepSeek-OCR: its messages, one after another
 PLAIN = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 TERMINATE_TIMEOUT = 5.0  # seconds for an engine to exit
+SAVE_TIMEOUT = 15.0  # more seconds for one that writes its KV cache to disk first
 
 
 class EngineUser(Protocol):
@@ -132,9 +133,10 @@ class EngineGroup:
         return [supervisor.engine for supervisor in self.supervisors] or self.processes
 
     async def terminate(self) -> None:
-        """Terminate all engines; kill them after TERMINATE_TIMEOUT."""
+        """Terminate all engines; kill them after TERMINATE_TIMEOUT, later if they have a folder to write to."""
+        timeout = TERMINATE_TIMEOUT + (SAVE_TIMEOUT if self.config.cache.kv_disk else 0)
         await asyncio.gather(
-            *(in_thread(functools.partial(engine.terminate, TERMINATE_TIMEOUT)) for engine in self._current())
+            *(in_thread(functools.partial(engine.terminate, timeout)) for engine in self._current())
         )
 
     def kill(self) -> None:

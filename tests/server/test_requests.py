@@ -91,3 +91,12 @@ def test_a_wrong_body(server):
     for body in ({}, {"request_ids": "x"}, {"request_ids": [1]}):
         answer = server.http.post("/abort_requests", json=body, headers=ADMIN)
         assert answer.status_code == 400 and "request_ids" in answer.text
+
+
+def test_llama_servers_routes(server):
+    props = server.http.get("/props", headers={"x-api-key": "team-key"}).json()
+    assert props["total_slots"] == 2 and props["default_generation_settings"]["n_ctx"] == 512
+    assert "im_start" in props["chat_template"] and props["modalities"] == {"vision": False, "audio": False}
+    assert server.http.get("/slots", headers={"x-api-key": "team-key"}).status_code == 403
+    slots = server.http.get("/slots", headers=ADMIN).json()
+    assert [one["id"] for one in slots] == [0, 1] and all(one["n_ctx"] == 512 for one in slots)

@@ -17,6 +17,7 @@ from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.generate.delta import Delta
 from quire.server.generate.generation_request import GenerationRequest
+from quire.server.generate.progress import PrefillProgress
 from quire.server.http import admission, sse
 from quire.server.http.turns import tenant_of
 from quire.server.state import ServerState
@@ -39,6 +40,8 @@ def admit(request: Request, body: GenerationFields, state: ServerState, prefix: 
     )
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream to be true.", param="stream_options")
+    if body.return_progress and not body.stream:
+        raise BadRequest("return_progress needs stream to be true.", param="return_progress")
     return identity
 
 
@@ -50,11 +53,16 @@ async def respond(
     Raises ApiError for everything that goes wrong before the first byte of the answer.
     """
     body = answer.body
+    progress = None
+    if body.return_progress:
+        progress = PrefillProgress({one.request_id: len(one.prompt_token_ids) for one in requests})
+        for one in requests:
+            one.progress = progress
     predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
     stream = await admission.generate(request, state, requests, param, predict)
     if body.stream:
         frames = answer.frames(stream, tenant_of(request.scope))
-        return sse.EventStream(sse.to_the_end(frames, answer.id), state.config.server.sse_keep_alive_interval)
+        return sse.EventStream(sse.to_the_end(frames, answer.id), state.config.server.sse_keep_alive_interval, progress)
     choices = await sse.unless_disconnected(request, deltas.collect(stream, len(requests) * answer.n))
     return await state.threads.run(
         answer.size(choices), lambda: sse.JsonResponse(answer.whole(choices)), tenant_of(request.scope)

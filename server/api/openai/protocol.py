@@ -124,7 +124,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "return_hidden_states": (False,),
     "return_prompt_text": (False,),
     "return_meta_info": (False,),
-    "return_progress": (False,),
     "stream_interval": (),
     "moderation": (),  # a client that asks for it relies on it
 }
@@ -251,6 +250,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: AtLeastMinusOne | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_progress: bool | None = None  # of the prompt, in comments of the stream
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     # the prompt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.server.api.ops import lora, requests, sagemaker, status
+from quire.server.api.ops import cache, lora, requests, sagemaker, status
 from quire.server.api.ops.tokenizer_info import TokenizerInfo, tokenizer_info
 from quire.server.http.route import EMPTY, Route
 
@@ -17,11 +17,10 @@ ROUTES = [
     Route("POST", "/reset_prefix_cache", status.reset_prefix_cache, answer=status.CacheReset, admin=True),
     Route("POST", "/v1/load_lora_adapter", lora.load, lora.LoadAdapter, "text/plain", admin=True),
     Route("POST", "/v1/unload_lora_adapter", lora.unload, lora.UnloadAdapter, "text/plain", admin=True),
+    Route("DELETE", "/v1/cache/{key:path}", cache.free, answer=EMPTY),
     Route("GET", "/tokenizer_info", tokenizer_info, answer=TokenizerInfo),
     Route("GET", "/requests", requests.list_requests, answer=requests.RequestList, admin=True),
-    Route(
-        "POST", "/abort_requests", requests.abort_requests, requests.AbortBody, answer=requests.Aborted, admin=True
-    ),
+    Route("POST", "/abort_requests", requests.abort_requests, requests.AbortBody, answer=requests.Aborted, admin=True),
     Route("GET", "/load", requests.load, answer=requests.Load),
     Route("GET", "/ping", sagemaker.ping, answer=EMPTY),
 ]

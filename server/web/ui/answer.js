@@ -18,7 +18,7 @@ function wireMessage(message) {
 export function requestBody(conversation, model, count = conversation.messages.length) {
   const messages = conversation.messages.slice(0, count).filter(message => !message.failed).map(wireMessage);
   if (conversation.system.trim()) messages.unshift({role: "system", content: conversation.system});
-  return {model, messages, ...requestFields(conversation.settings), stream: true,
+  return {model, messages, ...requestFields(conversation.settings), stream: true, return_progress: true,
     stream_options: {include_usage: true, continuous_usage_stats: true}};
 }
 
@@ -30,6 +30,10 @@ function addCall(calls, delta) {
 }
 
 function add(answer, event, started) {
+  if (event.prefill) {
+    answer.prefill = event.prefill;
+    return;
+  }
   if (event.usage) answer.usage = event.usage;
   const choice = event.choices[0];
   if (!choice) return;
@@ -58,6 +62,7 @@ export async function receive(answer, body, signal, changed) {
     if (signal.aborted) answer.finish = "stopped";
     else answer.failed = error.message;
   }
+  delete answer.prefill;
 }
 
 export const emptyAnswer = () => ({role: "assistant", content: "", reasoning: ""});

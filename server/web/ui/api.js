@@ -77,7 +77,10 @@ export async function getPrivileged(path) {
   }
 }
 
-/** The events of a POST as objects; ends with the stream. Throws ApiError, also for an error midway. */
+const PREFILL = /^: prefill (\d+)\/(\d+)$/;
+
+/** The events of a POST as objects; a comment on the prompt becomes {prefill: [done, total]}. Ends with the stream.
+ *  Throws ApiError, also for an error midway. */
 export async function* stream(path, body, signal) {
   const options = {method: "POST", body: JSON.stringify(body), signal, headers: {"Content-Type": "application/json"}};
   const response = await request(path, options);
@@ -87,6 +90,8 @@ export async function* stream(path, body, signal) {
     const lines = (rest + part.value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
+      const match = PREFILL.exec(line);
+      if (match) yield {prefill: [Number(match[1]), Number(match[2])]};
       if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
       const event = JSON.parse(line.slice(6));
       if (event.error) throw new ApiError(500, event);

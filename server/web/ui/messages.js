@@ -21,9 +21,15 @@ function contentOf(message, index, actions, busy) {
   if (message.role === "assistant") nodes.push(h("div", {class: "text"}, markdown(message.content)));
   else nodes.push(h("div", {class: "text plain"}, message.content));
   for (const call of message.calls ?? []) nodes.push(callNode(call, index, actions, busy));
-  if (busy && !message.content && !message.reasoning && !message.calls) nodes.push(h("p", {class: "note"}, "Waiting for the first token …"));
+  if (busy && !message.content && !message.reasoning && !message.calls) nodes.push(waiting(message.prefill));
   if (message.failed) nodes.push(h("p", {class: "problem", role: "alert"}, message.failed));
   return nodes;
+}
+
+function waiting(prefill) {
+  if (!prefill) return h("p", {class: "note"}, "Waiting for the first token …");
+  const [done, total] = prefill, words = `Reading the prompt: ${done} of ${total} tokens`;
+  return h("p", {class: "note"}, words, " ", h("progress", {max: total, value: done, "aria-label": words}));
 }
 
 export const imageOf = (url, i) => h("img", {src: url, alt: `attached image ${i + 1}`});

@@ -293,6 +293,27 @@ def test_stop_an_answer_and_send_images(browser, seeing):
     assert not browser.problems
 
 
+def test_a_long_prompt_shows_how_far_it_is_read(page, model_folder):
+    with running_server(model_folder, fake="step_delay=0.1", max_num_batched_tokens=16) as server:
+        server.wait_ready()
+        fresh(page, server.url + "/")
+        page.js(
+            "window.seen = []; new MutationObserver(() => { const bar = document.querySelector('progress'); "
+            "if (bar) seen.push([bar.value, bar.max]); }).observe(document.body, {childList: true, subtree: true})"
+        )
+        page.type("#setting-max_tokens", "2")
+        say(page, "word " * 150)
+        answered(page)
+        seen = page.js("window.seen")
+        assert (
+            len(seen) > 1
+            and seen == sorted(seen)
+            and seen[0][0] < seen[0][1]
+            and len({total for _, total in seen}) == 1
+        )
+        assert page.js("document.querySelector('progress')") is None
+
+
 def test_plots_move_and_facts_are_shown(page, scripted, monkeypatch):
     server, _ = scripted
     state, before = server.state, server.state.ready

@@ -246,6 +246,7 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
     # `max_tool_calls` counts the calls of tools that the server runs; it runs none
     harmless: ClassVar = (HARMLESS - {"metadata", "store"}) | {"max_tool_calls", "stream_options", "access_programs"}
     unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | {
+        "return_progress": (False,),
         "prompt": (),
         "context_management": ([],),
         "image": (),

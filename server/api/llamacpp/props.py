@@ -1,0 +1,63 @@
+"""llama-server's GET /props and GET /slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.http.route import Route
+from quire.server.http.sse import JsonResponse
+from quire.server.state import ServerState
+
+
+class Props(msgspec.Struct, kw_only=True):
+    default_generation_settings: dict[str, Any]  # n_ctx, and params: sampling where a request sets none
+    total_slots: int  # requests that run at once
+    model_alias: str
+    model_path: str
+    chat_template: str
+    modalities: dict[str, bool]
+    build_info: str
+
+
+class Slot(msgspec.Struct, kw_only=True):
+    id: int
+    n_ctx: int
+    is_processing: bool
+
+
+async def props(request: Request, state: ServerState) -> Response:
+    """What the server is."""
+    model = state.require_ready()
+    return JsonResponse(
+        Props(
+            default_generation_settings={
+                "n_ctx": model.max_model_len,
+                "params": model.other_defaults | model.sampling_defaults,
+            },
+            total_slots=state.ready.worker.max_num_seqs if state.ready else 0,
+            model_alias=state.names[0],
+            model_path=state.names[0],  # no path: the name that clients use
+            chat_template=state.tokenizer.chat_templates.get("default") or "",
+            modalities={"vision": not state.images.why_not, "audio": False},
+            build_info=f"quire {state.version}",
+        )
+    )
+
+
+async def slots(request: Request, state: ServerState) -> Response:
+    """One entry for each request that can run at once; the first ones are those that do."""
+    model = state.require_ready()
+    total = state.ready.worker.max_num_seqs if state.ready else 0
+    return JsonResponse(
+        [Slot(id=i, n_ctx=model.max_model_len, is_processing=i < state.stats.num_running) for i in range(total)]
+    )
+
+
+ROUTES = [
+    Route("GET", "/props", props, answer=Props),
+    Route("GET", "/slots", slots, answer=list[Slot], admin=True),
+]

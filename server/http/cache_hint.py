@@ -1,0 +1,58 @@
+"""Which conversation a request belongs to, and how long its cached prefix is wanted: `prompt_cache_key` and
+`prompt_cache_retention` of any body, else the header X-Session-ID.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Scope
+
+from quire.server.errors import BadRequest
+
+MAX_KEY_BYTES = 1024
+RETENTION = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86400.0}  # seconds
+
+
+class _Fields(msgspec.Struct):
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+_fields = msgspec.json.Decoder(_Fields).decode
+
+
+class CacheHint(msgspec.Struct, frozen=True):
+    """`key` is the client's name of a conversation, "" for none."""
+
+    key: str = ""
+    seconds: float = RETENTION["in_memory"]
+
+
+def read_hint(request: Request, body: bytes) -> CacheHint | None:
+    """The hint of a request with a valid body. Raises BadRequest."""
+    given = _fields(body) if b"prompt_cache_" in body else _Fields()
+    key, retention = given.prompt_cache_key, given.prompt_cache_retention
+    if key is not None:
+        check_key(key, "prompt_cache_key")
+    if retention is not None and (not isinstance(retention, str) or retention not in RETENTION):
+        raise BadRequest("prompt_cache_retention must be 'in_memory' or '24h'.", param="prompt_cache_retention")
+    if not key and (session := request.headers.get("x-session-id")):
+        check_key(session, "X-Session-ID")
+        key = session
+    return CacheHint(key or "", RETENTION[retention or "in_memory"]) if key else None
+
+
+def check_key(key: Any, param: str) -> None:
+    """Raises BadRequest for what names no conversation."""
+    if not isinstance(key, str):
+        raise BadRequest(f"{param}: expected str, got {type(key).__name__}.", param=param)
+    if len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:
+        raise BadRequest(f"{param} has more than {MAX_KEY_BYTES} bytes.", param=param)
+
+
+def engine_key(scope: Scope, key: str) -> str:
+    """The name of a tenant's conversation in the engine: a tenant is hexadecimal, so that names cannot collide."""
+    return f"{scope.get('tenant') or ''}/{key}"
