@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -91,13 +92,13 @@ def read_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def merges_by_score(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Every pair of pieces that makes a piece, that with the best score first, as SentencePiece merges."""
-    ranked = []
+    find, ranked = vocabulary.get, []
     for piece, token_id in vocabulary.items():
-        pairs = [
-            (vocabulary[piece[:i]], vocabulary[piece[i:]], piece[:i], piece[i:])
-            for i in range(1, len(piece))
-            if piece[:i] in vocabulary and piece[i:] in vocabulary
-        ]
-        ranked += [(-scores[token_id], *pair) for pair in sorted(pairs)]
-    ranked.sort(key=lambda entry: entry[0])
-    return [entry[3:] for entry in ranked]
+        pairs = []
+        for i in range(1, len(piece)):
+            if (left := find(piece[:i])) is not None and (right := find(piece[i:])) is not None:
+                pairs.append((left, right, i))
+        pairs.sort()
+        ranked += [(-scores[token_id], piece, i) for _, _, i in pairs]
+    ranked.sort(key=itemgetter(0))
+    return [(piece[:i], piece[i:]) for _, piece, i in ranked]
