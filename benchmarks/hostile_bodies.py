@@ -1,7 +1,8 @@
 """Measures how hostile bodies affect other requests: sends one after another while innocent streams run.
 
-python benchmarks/hostile_bodies.py [--streams 4] [--output-len 128] [--rounds 1]      (starts a server of its own with
-the model that comes with quire; needs psutil)
+    python benchmarks/hostile_bodies.py [--streams 4] [--output-len 128] [--rounds 1] [--lists audit bounds kinds]
+
+Starts a server of its own with the model that comes with quire; needs psutil.
 
 Prints a table: what was sent, the answer, the time of the innocent streams and their longest gap between two events
 (medians of all streams) beside those of the same streams alone just before, whether their texts are those of an
@@ -127,6 +128,55 @@ BOUNDS = [  # every parameter at its bound
 ]
 
 
+def schema(value: object, **fields: object) -> Callable[[], bytes]:
+    return chat(response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": value}}, **fields)
+
+
+def grammar(**fields: object) -> Callable[[], bytes]:
+    return chat(structured_outputs=fields)
+
+
+def called(arguments: str) -> Callable[[], bytes]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "done"}
+    return chat(messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}, result])
+
+
+def fields(count: int, length: int) -> dict:
+    names = (f"field_{i}".ljust(length, "x") for i in range(count))
+    return {"type": "object", "properties": {name: {"type": "string", "maxLength": 40} for name in names}}
+
+
+SCORED = {"echo": True, "logprobs": 20, "max_tokens": 1}
+KINDS = [  # found from outside since: a 500, a process killed, a wrong refusal, or other clients that waited
+    Row("history: half a surrogate pair in arguments", CHAT, called('{"city": "\\ud83d"}')),
+    Row("schema: 300 fields", CHAT, schema(fields(300, 12))),
+    Row("schema: 89 kB", CHAT, schema(fields(900, 50))),
+    Row("schema: minimum -1.797e308", CHAT, schema({"minimum": -1.797e308})),
+    Row("schema: maxLength 1e30", CHAT, schema({"type": "string", "maxLength": 1e30})),
+    Row("schema: an integer of 5,000 digits", CHAT, lambda: schema({"const": 7})().replace(b"7}", b"7" * 5000 + b"}")),
+    Row("schema: dependentSchemas that is a string", CHAT, schema({"dependentSchemas": "x"})),
+    Row("schema: it refers to itself", CHAT, schema({"$ref": "#"})),
+    Row("GBNF: an undefined rule", CHAT, grammar(grammar="root ::= foo")),
+    Row("GBNF: 100,000,000 repetitions", CHAT, grammar(grammar='root ::= "a"{99999999}')),
+    Row("regex: 10,000 repetitions of a choice", CHAT, grammar(regex="(ab|cd){10000}")),
+    Row("temperature: 1e999", TEXT, lambda: text(temperature=7)().replace(b"7", b"1e999")),
+    Row("images: 66,000,000 pixels asked for", CHAT, chat(mm_processor_kwargs={"max_pixels": 66_000_000})),
+    Row("chat_template: a width of 1,000,000,000", CHAT, chat(chat_template="{{ 'a'.ljust(1000000000) }}")),
+]
+ECHOES = [  # of 30,400 positions: garbage collections of what they hold are longer than other work on the loop
+    Row(
+        "16 echoes of 1,900 tokens with 20 logprobs", TEXT, text(prompt=[[300 + i] * 1900 for i in range(16)], **SCORED)
+    ),
+    Row(
+        "these 16 as a stream",
+        TEXT,
+        text(prompt=[[400 + i] * 1900 for i in range(16)], stream=True, **SCORED),
+    ),
+]
+LISTS = {"audit": AUDIT, "bounds": BOUNDS, "kinds": KINDS, "echoes": ECHOES}
+
+
 def post(url: str, body: bytes) -> int:
     """The status, 0 for a connection that the server closed."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
@@ -142,7 +192,7 @@ def post(url: str, body: bytes) -> int:
 
 def send(url: str, name: str) -> int:
     """Runs in its own process, so that writing the body does not slow the streams."""
-    row = next(row for row in (*AUDIT, *BOUNDS) if row.name == name)
+    row = next(row for rows in LISTS.values() for row in rows if row.name == name)
     return post(url + row.path, row.make())
 
 
@@ -247,7 +297,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
                 "| body | answer | seconds of a stream: alone, with it | x | longest gap, ms: alone, with it | "
                 "texts | MiB: server, engine |\n|---|---|---|---|---|---|---|"
             )
-            for row in AUDIT + BOUNDS:
+            for row in [row for name in arguments.lists for row in LISTS[name]]:
                 alone, beside, statuses, same = [], [], set(), True
                 for _ in range(arguments.rounds):
                     control, _ = await crowd(client, arguments.streams, arguments.output_len)
@@ -281,6 +331,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--streams", type=int, default=4, help="number of innocent streams (default: 4)")
     parser.add_argument("--output-len", type=int, default=128, help="tokens of each (default: 128)")
     parser.add_argument("--rounds", type=int, default=1, help="number of rounds (default: 1)")
+    parser.add_argument("--lists", nargs="+", choices=LISTS, default=list(LISTS), help="which bodies (default: all)")
     parser.add_argument("server_options", nargs="*", help="options of `quire serve`, after --")
     return 0 if asyncio.run(measure(parser.parse_args(argv))) else 1
 

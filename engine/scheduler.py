@@ -52,9 +52,8 @@ from quire.worker.messages import (
 )
 
 Outputs = dict[bytes, list[EngineOutput]]  # by client
-# prompt tokens with log-probabilities of a request in a step that others share: each costs a row of logits. Beside
-# requests without them, all such requests share as many, and each gets at least the second number, so that none holds
-# up the requests that wait behind it.
+# prompt tokens with log-probabilities in a step that several requests share: each costs a row of logits, and one that
+# arrives waits for the steps in flight. Each gets at least the second number, so that none holds up those behind it.
 SCORED_CHUNK, LEAST_SCORED = 256, 16
 # Background requests get one token for so many of the others in a step, and at least one, so that they neither slow the
 # others nor starve. When they are alone their steps have this fraction of the budget, because an arriving request waits
@@ -112,7 +111,7 @@ class Scheduler:
         self._unasked: list[Request] = []  # waiting requests whose prefixes were not looked up there
         self.by_priority = config.scheduling_policy == "priority"
         self._last_other = -math.inf  # time.monotonic() when a request that is not a background one was last here
-        self._scored_room = self._least_scored = SCORED_CHUNK  # of the step being scheduled
+        self._scored_room = SCORED_CHUNK  # of the step being scheduled
         self._background_budget = 0  # tokens that background requests may still get in the step being scheduled
         self.whole_prompts = ready.pooling is not None and ready.pooling.whole_prompts
         self.long_prefill_token_threshold = 0 if self.whole_prompts else config.long_prefill_token_threshold
@@ -264,7 +263,6 @@ class Scheduler:
             self._fetch()
         self.images.start_step()
         self._scored_room = SCORED_CHUNK
-        self._least_scored = SCORED_CHUNK if all(map(_is_scored, self.running)) else LEAST_SCORED
         if self.waiting and self.running and self.running.last.rank > self.waiting.first.rank:
             self._preempt_for_waiting()
         for _ in range(self.num_groups):  # stop at the first group that has work
@@ -442,7 +440,7 @@ class Scheduler:
                 return
             num_tokens = step.num_tokens
             start, room = matched.num_blocks * self.kv.block_size, self.token_budget - num_tokens
-            num_new = self._chunk_size(request, start, budget, room, alone=not self.running)
+            num_new = self._chunk_size(request, start, budget, room, alone=not self.running and len(self.waiting) == 1)
             if not num_new:  # its first image must wait
                 return
             self._admit(step, request, matched, num_new)
@@ -498,7 +496,7 @@ class Scheduler:
         if self.long_prefill_token_threshold and not alone:
             num_new = min(num_new, self.long_prefill_token_threshold)
         if request.sampling.prompt_logprobs is not None and not alone:
-            num_new = min(num_new, max(self._scored_room, self._least_scored))
+            num_new = min(num_new, max(self._scored_room, LEAST_SCORED))
             self._scored_room -= num_new
         end = self.kv.chunk_end(request, start, start + num_new)
         return (self._end_at_images(request, start, end, start + room) if request.media else end) - start
@@ -883,8 +881,3 @@ class Scheduler:
     def flush_stats(self) -> EngineStats:
         stats, self.counts = self.stats(), Counts()
         return stats
-
-
-def _is_scored(request: Request) -> bool:
-    """Whether it waits for log-probabilities of its prompt."""
-    return request.sampling.prompt_logprobs is not None and request.num_computed_tokens < request.num_prompt_tokens

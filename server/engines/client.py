@@ -39,6 +39,7 @@ from quire.server.engines.quarantine import Quarantine
 logger = logging.getLogger("quire.engine_client")
 
 _MESSAGES_PER_TURN = 64  # messages read before other tasks of the event loop run
+_BYTES_PER_TURN = 2**16  # of log-probabilities, mostly
 _RECONNECT_MS = 20  # between attempts while the engine's socket does not exist yet
 _LEAVING = 4  # messages from the engine within which it may still run a request whose client left
 
@@ -486,9 +487,11 @@ class EngineClient:
         """Read messages. The descriptor is edge-triggered, so reschedule unless everything was read, also after an
         exception in a callback.
         """
-        more = True
+        more, num_bytes = True, 0
         try:
             for _ in range(_MESSAGES_PER_TURN):
+                if num_bytes > _BYTES_PER_TURN:
+                    return
                 if self._socket is None:  # a message may end the connection
                     return
                 try:
@@ -497,6 +500,7 @@ class EngineClient:
                     more = False
                     return
                 self.num_messages += 1
+                num_bytes += len(frame)
                 self._receive(self._decode(frame))
         finally:
             if more and self._socket is not None:

@@ -106,21 +106,17 @@ def test_prompts_with_logprobs_come_in_small_chunks_while_others_run(monkeypatch
         assert [run_step(scheduler, executor)[0].input.num_scheduled for _ in expected] == expected
 
 
-def test_prompts_with_logprobs_share_one_chunk_beside_other_requests(monkeypatch):
+def test_prompts_with_logprobs_share_one_chunk(monkeypatch):
     monkeypatch.setattr("quire.engine.scheduler.SCORED_CHUNK", 40)
     monkeypatch.setattr("quire.engine.scheduler.LEAST_SCORED", 4)
     scheduler, executor = make(max_num_batched_tokens=200)
     scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    prompts = [[i, *range(10, 89)] for i in range(4)]
-    for i, prompt in enumerate(prompts[:2]):
-        scheduler.add(AddRequest(f"scored {i}", prompt, scored))
-    run_step(scheduler, executor)
-    assert run_step(scheduler, executor)[0].input.num_scheduled == [40], "they share a step with each other only"
-    for i, prompt in enumerate(prompts[2:]):
-        scheduler.add(AddRequest(f"more {i}", prompt, scored))
+    for i in range(4):
+        scheduler.add(AddRequest(f"scored {i}", [i, *range(10, 89)], scored))
+    assert run_step(scheduler, executor)[0].input.num_scheduled == [40, 4, 4, 4]
     scheduler.add(AddRequest("other", [5], greedy(50)))
     run_step(scheduler, executor)
-    while scheduler.running and any(request.sampling.prompt_logprobs is not None for request in scheduler.running):
+    while any(request.sampling.prompt_logprobs is not None for request in scheduler.running):
         step, outputs = run_step(scheduler, executor)
         assert "other" in {output.request_id for output in outputs}
         assert step.num_tokens <= 1 + 40 + 3 * 4

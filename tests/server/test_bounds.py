@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.hostile_bodies import AUDIT, BOUNDS, Row, post
+from benchmarks.hostile_bodies import AUDIT, BOUNDS, KINDS, Row, post
 from quire.server.http.sse import ClientGone, unless_disconnected
 from quire.server.http.threads import LARGE, PER_TURN, SMALL, Threads
 from quire.server.text.chat_template import ChatTemplate
@@ -49,9 +49,9 @@ def pieces(bounded_server, monkeypatch) -> Iterator[list[tuple[float, str]]]:
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("row", AUDIT + BOUNDS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", AUDIT + BOUNDS + KINDS, ids=lambda row: row.name)
 def test_no_body_holds_up_the_loop(bounded_server, pieces, row: Row):
-    """Every row of the audit's tables, and every parameter at its bound."""
+    """Every row of the audits' tables, and every parameter at its bound."""
     body = row.make()
     bounded_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1})
     for _ in range(3):  # a full garbage collection, slow because of the tests' own objects, may run during a callback
