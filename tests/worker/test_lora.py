@@ -127,6 +127,19 @@ def _scores(model, prompt):
     return logits[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_several_ranks(ranks, checkpoint, tmp_path, prompts):
+    """A rank multiplies by its share of A or B, and a stage by the matrices of its layers."""
+    folder = checkpoint("llama3")
+    adapter = make_adapter(tmp_path / "one", folder, 8)
+    engine = engine_for(folder, **ranks)
+    results = engine.generate(prompts[1:4], GREEDY, adapters=[[use(adapter)], [], [use(adapter)]])
+    engine.close()
+    adapted = merged(folder, (adapter, 1.0))
+    check(results, prompts[1:4], [adapted, merged(folder), adapted])
+
+
 def test_what_does_not_fit_the_model_is_refused(checkpoint, tmp_path):
     folder, other = checkpoint("llama3"), checkpoint("qwen3")
     engine = engine_for(folder, max_lora_rank=8)

@@ -1,0 +1,46 @@
+"""LoRA adapters of the offline `LLM`, and what `quire check` says about them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quire import LLM, LoRARequest, SamplingParams
+from quire.cli import main as cli
+from tests.checkpoints import greedy
+from tests.lora import make_adapter, merged
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+
+
+@pytest.mark.slow
+def test_adapters_of_the_offline_llm(checkpoint, tmp_path):
+    folder = checkpoint("llama-tied")
+    one, two = (make_adapter(tmp_path / name, folder, 4, seed=seed) for seed, name in enumerate("ab"))
+    models = [merged(folder), merged(folder, (one, 1.0)), merged(folder, (two, 1.0))]
+    want = [greedy(model, PROMPT, 6)[0] for model in models]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    requests = [LoRARequest("one", 1, str(one)), LoRARequest("two", 2, str(two))]
+    with LLM(folder, dtype="float32", kv_cache_memory_bytes=32 << 20, enable_lora=True) as llm:
+        prompts = [{"prompt_token_ids": PROMPT}] * 3
+        found = llm.generate(prompts, params, use_tqdm=False, lora_request=[None, *requests])
+        assert [result.outputs[0].token_ids for result in found] == want
+        (again,) = llm.generate(prompts[:1], params, use_tqdm=False, lora_request=requests[1])
+        assert again.outputs[0].token_ids == want[2]
+        with pytest.raises(ValueError, match=r"there is no adapter_config.json"):
+            llm.generate(prompts[:1], params, use_tqdm=False, lora_request=LoRARequest("x", 3, str(tmp_path)))
+        with pytest.raises(ValueError, match="lora_request: 1 for 3 prompts"):
+            llm.generate(prompts, params, use_tqdm=False, lora_request=[None])
+
+
+def test_check_tells_ranks_and_modules(checkpoint, tmp_path, capsys):
+    folder = checkpoint("llama-tied")
+    adapter = make_adapter(tmp_path / "a", folder, 6, targets=("q_proj", "up_proj"))
+    assert cli.main(["check", folder, "--lora-modules", f"sql={adapter}"]) == 0
+    assert "LoRA adapter sql: rank 6, 4 modules: q_proj, up_proj" in (out := capsys.readouterr().out)
+    assert "as many adapters of the largest rank as may be loaded" in out
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    assert cli.main(["check", folder, "--lora-modules", f"sql={adapter}"]) == 1
+    assert "--lora-modules sql: adapter_config.json: use_dora: DoRA" in capsys.readouterr().err
