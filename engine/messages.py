@@ -239,6 +239,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     accepted_per_position: list[int] = []  # drafts accepted, by their place after the last known token
     running_adapters: list[str] = []  # names of those of running requests
     waiting_adapters: list[str] = []
+    external_queries: int = 0  # tokens that the pool did not have, looked up in RAM and on disk
+    external_hits: int = 0  # tokens of them that were loaded from there
 
 
 class StepOutputs(_Message):

@@ -878,6 +878,11 @@ class Scheduler:
         )
         return msgspec.structs.replace(stats, running_adapters=running, waiting_adapters=waiting)
 
+    def _count_tiers(self) -> None:
+        if self.tiers is not None:
+            self.counts.external_queries, self.counts.external_hits = self.tiers.counts.since_last()
+
     def flush_stats(self) -> EngineStats:
+        self._count_tiers()
         stats, self.counts = self.stats(), Counts()
         return stats

@@ -22,6 +22,9 @@ class Counts:
     num_draft_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)  # drafts accepted, by place
 
+    external_queries: int = 0  # tokens looked up in lower tiers
+    external_hits: int = 0  # tokens loaded from there
+
     def count_drafts(self, num_draft: int, num_accepted: int) -> None:
         self.num_drafts += 1
         self.num_draft_tokens += num_draft
@@ -48,4 +51,6 @@ class Counts:
             self.num_drafts,
             self.num_draft_tokens,
             self.accepted_per_position,
+            external_queries=self.external_queries,
+            external_hits=self.external_hits,
         )

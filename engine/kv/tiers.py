@@ -53,6 +53,12 @@ class TierCounts:
     num_failed: int = 0  # blocks that were there and could not be read
     num_recomputed: int = 0  # fetches that were left out because computing is faster
     seconds_fetching: float = 0.0
+    reported: tuple[int, int] = (0, 0)  # queries and hits
+
+    def since_last(self) -> tuple[int, int]:
+        """Queries and hits since the last call."""
+        before, self.reported = self.reported, (self.queries, self.hits)
+        return self.queries - before[0], self.hits - before[1]
 
 
 @dataclass(slots=True)

@@ -139,6 +139,8 @@ class Metrics(Collector):
         counters = self._counters
         counters["prefix_cache_queries"] += stats.prefix_cache_queries
         counters["prefix_cache_hits"] += stats.prefix_cache_hits
+        counters["external_prefix_cache_queries"] += stats.external_queries
+        counters["external_prefix_cache_hits"] += stats.external_hits
         counters["num_preemptions"] += stats.num_preemptions
         counters["generation_tokens"] += stats.num_generation_tokens
         counters["encoder_embeddings"] += stats.num_encoded
@@ -398,6 +400,8 @@ class Metrics(Collector):
 _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "external_prefix_cache_queries": "Prompt tokens that the pool did not have, looked up in RAM and on disk.",
+    "external_prefix_cache_hits": "Prompt tokens loaded from RAM or disk.",
     "num_preemptions": "Running requests that were put back to free memory.",
     "prompt_tokens": "Prompt tokens processed, found in the cache or computed.",
     "prompt_tokens_cached": "Prompt tokens that were found in the cache.",

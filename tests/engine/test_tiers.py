@@ -80,7 +80,9 @@ def test_ram_takes_what_the_pool_reuses(tmp_path):
     for i in range(4):  # other traffic, several times the pool
         ask(engine, f"other {i}", [100 + i] * 90)
     assert ask(engine, "c", prompt) == 40
-    assert engine.scheduler.tiers.counts.hits == 40
+    counts = engine.scheduler.tiers.counts
+    assert counts.hits == 40 and counts.reported == (counts.queries, 40)  # told with the statistics
+    assert engine.scheduler.flush_stats().external_hits == 0  # since the last time
 
 
 def test_a_reset_clears_every_tier(tmp_path):

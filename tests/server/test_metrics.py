@@ -22,6 +22,8 @@ GAUGES = {
 COUNTERS = {
     "prefix_cache_queries",
     "prefix_cache_hits",
+    "external_prefix_cache_queries",
+    "external_prefix_cache_hits",
     "num_preemptions",
     "prompt_tokens",
     "prompt_tokens_cached",

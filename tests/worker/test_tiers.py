@@ -58,6 +58,24 @@ def test_a_conversation_continues_from_disk_after_a_restart(tmp_path, kind):
     again.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_each_rank_keeps_its_part(tmp_path, split):
+    folder, rng = build_family("arcee", tmp_path / "model"), random.Random(4)
+    prompt = [rng.randrange(3, VOCAB) for _ in range(100)]
+    settings = {split: 2, "kv_disk": str(tmp_path / "kv"), "kv_disk_gib": 0.01}
+    engine = engine_for(folder, **settings)
+    first = engine.generate([prompt], GREEDY)[0]
+    engine.generate([prompt], GREEDY)
+    save(engine)
+    engine.close()
+    assert len(list((tmp_path / "kv").glob("v1-*"))) == 2
+    again = engine_for(folder, **settings)
+    result = again.generate([prompt], GREEDY)[0]
+    assert result.num_cached_tokens == 96 and result.token_ids == first.token_ids
+    again.close()
+
+
 def test_ram_brings_back_what_other_traffic_evicted(tmp_path):
     folder = build_family("arcee", tmp_path / "model")
     rng = random.Random(2)

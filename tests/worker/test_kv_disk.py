@@ -1,0 +1,125 @@
+"""The files of the disk tier: their limit, their rights, several engines on one folder."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from quire.worker.cache.tiers.disk import DiskTier
+from quire.worker.cache.tiers.ram import RamTier
+
+ONE, OTHER = b"\x01" * 32, b"\x02" * 32
+
+
+def used(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def fill(tier: DiskTier, name: str, count: int, size: int = 10_000) -> None:
+    for i in range(count):
+        tier.offer(f"{name} {i}".encode(), bytes([i % 251]) * size)
+        if i % 8 == 0:
+            assert tier.flush(5.0)
+    assert tier.flush(5.0)
+
+
+def test_the_limit_holds_over_all_engines_and_at_every_instant(tmp_path):
+    limit, seen, ended = 300_000, [], threading.Event()
+    tiers = [DiskTier(tmp_path / "kv", limit, mark) for mark in (ONE, OTHER, ONE)]
+
+    def watch():
+        while not ended.is_set():
+            try:
+                seen.append(used(tmp_path / "kv"))
+            except FileNotFoundError:  # removed between the list and the look
+                continue
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    writers = [threading.Thread(target=fill, args=(tier, f"t{i}", 40)) for i, tier in enumerate(tiers)]
+    for one in writers:
+        one.start()
+    for one in writers:
+        one.join()
+    ended.set()
+    watcher.join()
+    assert 100_000 < max(seen) <= limit
+    for tier in tiers:
+        tier.stop()
+    lower = DiskTier(tmp_path / "kv", 50_000, ONE)
+    assert used(tmp_path / "kv") <= 50_000
+    lower.stop()
+
+
+def test_the_least_recently_used_go_first(tmp_path):
+    tier = DiskTier(tmp_path, 400_000, ONE)
+    fill(tier, "a", 8, 40_000)
+    tier.touch([b"a 0"])
+    fill(tier, "b", 4, 40_000)
+    assert b"a 0" in tier and b"b 3" in tier and b"a 1" not in tier
+    assert tier.read(b"a 0") == bytes(40_000) and tier.read(b"a 1") is None
+    tier.stop()
+
+
+def test_a_folder_that_exists_keeps_its_mode_and_ours_are_closed(tmp_path):
+    tmp_path.chmod(0o755)
+    tier = DiskTier(tmp_path, 1 << 20, ONE)
+    fill(tier, "a", 3)
+    tier.stop()
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+    for path in tmp_path.rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    tier = DiskTier(tmp_path / "file", 1 << 20, ONE)
+    assert "only read" in caplog.text and not tier.offer(b"k", b"x") and tier.read(b"k") is None
+    tier.clear()
+    tier.stop()
+
+
+def test_a_full_disk_pauses_writing(tmp_path, caplog, monkeypatch):
+    tier = DiskTier(tmp_path, 1 << 20, ONE)
+
+    def full(batch):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tier, "_write", full)
+    tier.offer(b"k", b"x")
+    assert tier.flush(5.0)
+    assert "No space left" in caplog.text and not tier.accepts and b"k" not in tier
+    tier.stop()
+
+
+def test_what_another_engine_writes_is_found_later_and_foreign_models_stay(tmp_path):
+    first, second = DiskTier(tmp_path, 1 << 20, ONE), DiskTier(tmp_path, 1 << 20, ONE)
+    fill(first, "a", 2)
+    second._refresh()
+    assert second.contains_all([b"a 0", b"a 1", b"a 2"]) == [True, True, False]
+    foreign = DiskTier(tmp_path, 1 << 20, OTHER)
+    assert b"a 0" not in foreign
+    foreign.clear()
+    assert first.read(b"a 0") is not None
+    first.clear()
+    assert second.read(b"a 0") is None
+    for tier in (first, second, foreign):
+        tier.stop()
+
+
+def test_an_unfinished_file_of_a_killed_engine_is_removed(tmp_path):
+    tier = DiskTier(tmp_path, 1 << 20, ONE)
+    tier.stop()
+    (tier.folder / "dead.tmp").write_bytes(b"x" * 1000)
+    DiskTier(tmp_path, 1 << 20, ONE).stop()
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("limit", [0, 25])
+def test_ram_keeps_its_limit(limit):
+    ram = RamTier(limit)
+    left = [one for i in range(5) for one in ram.add(bytes([i]), bytes(10))]
+    assert ram.used <= limit and len(left) == 5 - limit // 10 and left[0][0] == b"\x00"
