@@ -479,6 +479,9 @@ class ServerConfig:
         "objects of structured output may have properties that their schema does not name, unless it says otherwise",
     )
     log_level: str = opt("info", "how much to log", everyday=True, choices=("debug", "info", "warning", "error"))
+    otlp_traces_endpoint: str | None = opt(
+        None, "send traces to this OTLP address, as http://HOST:4318/v1/traces (extra otel)", metavar="URL"
+    )
     log_format: str = opt("text", "how a line of the log is written", choices=("text", "json"))
     slow_step_threshold: float = opt(
         10.0,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from quire.server.metrics.sink import MetricsSink
     from quire.server.startup.model_details import LazyDetails
     from quire.server.text.tokenizer import Tokenizer
+    from quire.server.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class ServerState:
     num_reserved: int = 0  # choices of admitted HTTP requests, until their answers have ended
     keys: KeyRing | None = None  # if there are API keys; set with the routes
     audit: AuditLog | None = None  # with --audit-log
+    traces: Traces | None = None  # with --otlp-traces-endpoint
     batches: Batches | None = None  # with --batch-dir
     responses: Responses | None = None  # set with the routes
     images: Images = None  # made from the settings

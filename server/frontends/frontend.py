@@ -125,6 +125,8 @@ class Frontend:
             for one in (self.state.keys, self.state.audit):
                 if one is not None:
                     one.close()
+            if self.state.traces is not None:
+                await in_thread(self.state.traces.close)
             self.state.images.close()
             self.state.adapters.close()
 
@@ -139,7 +141,7 @@ class Frontend:
         return routes
 
     def _open_keys(self) -> None:
-        """The API keys and the audit log. Raises ValueError for a file that cannot be used."""
+        """The API keys, the audit log and the traces. Raises ValueError for a file that cannot be used."""
         from quire.server.keys.audit import AuditLog
         from quire.server.keys.ring import KeyRing
 
@@ -148,6 +150,10 @@ class Frontend:
             self.state.keys = KeyRing(server)
         if server.audit_log:
             self.state.audit = AuditLog(server.audit_log)
+        if server.otlp_traces_endpoint:
+            from quire.server.traces import Traces
+
+            self.state.traces = Traces(server.otlp_traces_endpoint, self.state.names[0], self.state.version)
 
     def _open_batches(self) -> Batches | None:
         """The batches of --batch-dir. Raises ValueError for a folder that cannot be used."""

@@ -152,6 +152,7 @@ class Generation:
         self._rest = None  # a stop string may end a choice before its pile does
         if output.finish_reason is None:  # a stop string, of which the engine knows nothing
             self._stream.abort(output.request_id)
+        self.request.timing = output.timing or self.request.timing
         if self._metrics is None:
             return
         num_tokens = choice.detokenizer.num_tokens + choice.num_silent

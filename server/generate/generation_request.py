@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from quire.engine.messages import MediaItem, PoolingParams, SamplingParams
+from quire.engine.messages import MediaItem, PoolingParams, RequestTiming, SamplingParams
 from quire.server.generate.parse import Parsing
 from quire.server.generate.progress import PrefillProgress
 from quire.server.lora.adapters import Chosen
@@ -45,6 +45,7 @@ class GenerationRequest:
     cache_key: str | None = None  # the conversation whose cached prefix is wanted for `cache_seconds`
     cache_seconds: float = 0.0
     background: bool = False
+    timing: RequestTiming | None = None  # of the choice that ended last
     tenant: str = ""  # who shares the engine with others, with `weight`
     weight: float = 1.0
     arrival_time: float = field(default_factory=time.time)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quire.server.generate.generation_request import GenerationRequest
     from quire.server.keys.ring import KeyRing
     from quire.server.metrics.sink import MetricsSink
+    from quire.server.traces import Traces
 
 logger = logging.getLogger("quire.keys")
 
@@ -30,6 +31,7 @@ class Host(Protocol):
     names: list[str]
     keys: KeyRing | None
     audit: AuditLog | None
+    traces: Traces | None
     metrics: MetricsSink | None
 
 
@@ -41,6 +43,7 @@ class Account:
     scope: Scope
     key: Key | None
     background: bool
+    requests: Sequence[GenerationRequest]
     num_prompt_tokens: int
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
@@ -73,6 +76,13 @@ class Account:
             state.metrics.observe_key(key.name, self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens)
         if (log := state.audit) is not None:
             log.write(self._row(status))
+        if state.traces is not None:
+            usage = {
+                "gen_ai.usage.input_tokens": self.num_prompt_tokens,
+                "gen_ai.usage.output_tokens": self.num_output_tokens,
+                "gen_ai.response.finish_reasons": sorted(self.finish_reasons),
+            }
+            state.traces.record(self.scope, self.requests, self.opened, time.time(), usage)
 
     def _row(self, status: int | None) -> dict[str, object]:
         """Counts, never content."""
@@ -103,7 +113,7 @@ def key_of(scope: Scope, state: Host) -> Key | None:
 def open_account(scope: Scope, state: Host, requests: Sequence[GenerationRequest]) -> None:
     """Charge a request, whose answer gets the headers of its limits. Raises TooManyRequests, Unavailable."""
     key, background = key_of(scope, state), bool(scope.get("background"))
-    if key is None and state.audit is None:
+    if key is None and state.audit is None and state.traces is None:
         return
     num_tokens = sum(len(one.prompt_token_ids) for one in requests)
     if key is not None and key.is_limited:
@@ -117,7 +127,7 @@ def open_account(scope: Scope, state: Host, requests: Sequence[GenerationRequest
             if state.metrics is not None:
                 state.metrics.observe_key_refusal(key.name, error.code)
             raise
-    scope["account"] = Account(state, scope, key, background, num_tokens)
+    scope["account"] = Account(state, scope, key, background, requests, num_tokens)
 
 
 def close_account(scope: Scope, status: int | None) -> None:

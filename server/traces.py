@@ -1,0 +1,99 @@
+"""OpenTelemetry spans of requests, sent by OTLP over HTTP (--otlp-traces-endpoint; the extra `otel`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Scope
+
+from quire.engine.messages import RequestTiming
+
+if TYPE_CHECKING:
+    from quire.server.generate.generation_request import GenerationRequest
+
+_GIGA = 10**9
+
+
+class Traces:
+    """Spans are sent from a thread of the SDK, which its OTEL_ variables configure; a collector that does not answer
+    delays no request.
+    """
+
+    def __init__(self, endpoint: str, model: str, version: str):
+        """Raises ValueError for an endpoint of another protocol, and without the SDK."""
+        if not endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"--otlp-traces-endpoint {endpoint}: traces are sent by OTLP over HTTP, as to http://HOST:4318/v1/traces"
+            )
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError:
+            raise ValueError("--otlp-traces-endpoint needs the extra otel: pip install 'quire[otel]'") from None
+        resource = Resource.create({SERVICE_NAME: "quire", "service.version": version})
+        if resource.attributes[SERVICE_NAME] != "quire":  # OTEL_SERVICE_NAME
+            resource = Resource.create({"service.version": version})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("quire", version)
+        self._model = model
+
+    def record(
+        self,
+        scope: Scope,
+        requests: Sequence[GenerationRequest],
+        started: float,
+        ended: float,
+        usage: Mapping[str, Any],
+    ) -> None:
+        """A request that ended: a span, below that of the client's `traceparent`, with one for each phase of its first
+        prompt. Times are seconds of time.time(); `usage` are attributes.
+        """
+        from opentelemetry.trace import SpanKind, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        span = self._tracer.start_span(
+            "llm_request",
+            TraceContextTextMapPropagator().extract(headers),
+            SpanKind.SERVER,
+            {"gen_ai.provider.name": "quire", "gen_ai.request.model": self._model, "gen_ai.response.model": self._model}
+            | _attributes(scope, requests)
+            | usage,
+            start_time=int(started * _GIGA),
+        )
+        inside = set_span_in_context(span)
+        if requests and (timing := requests[0].timing) is not None:
+            for name, begin, end in _phases(timing):
+                child = self._tracer.start_span(name, inside, start_time=int(begin * _GIGA))
+                child.end(int(end * _GIGA))
+        span.end(int(ended * _GIGA))
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+
+def _attributes(scope: Scope, requests: Sequence[GenerationRequest]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "gen_ai.request.id": scope.get("request_id", ""),
+        "http.route": getattr(scope.get("route"), "path", scope["path"][:200]),
+    }
+    if requests:
+        sampling = requests[0].sampling
+        found |= {
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.choice.count": requests[0].n,
+        }
+    return found
+
+
+def _phases(timing: RequestTiming) -> list[tuple[str, float, float]]:
+    scheduled, first = timing.scheduled or timing.finished, timing.first_token or timing.finished
+    phases = [("queue", timing.queued, scheduled), ("prefill", scheduled, first), ("decode", first, timing.finished)]
+    return [phase for phase in phases if phase[2] > phase[1]]
