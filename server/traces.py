@@ -24,7 +24,7 @@ class Traces:
         """Raises ValueError for an endpoint of another protocol, and without the SDK."""
         if not endpoint.startswith(("http://", "https://")):
             raise ValueError(
-                f"--otlp-traces-endpoint {endpoint}: traces are sent by OTLP over HTTP, as to http://HOST:4318/v1/traces"
+                f"--otlp-traces-endpoint {endpoint}: traces go over HTTP, as to http://HOST:4318/v1/traces"
             )
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
