@@ -130,7 +130,7 @@ def running_server(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_FAKE", fake)
         server = RunningServer(make_config(folder, **settings))
-        poll(lambda: hasattr(server, "launcher"))
+        poll(lambda: hasattr(server, "launcher"), 60)
     try:
         yield server
     finally:
