@@ -227,8 +227,8 @@ def test_a_lookup_takes_less_than_50_us():
     assert lookup.propose(0, one, 16)[:2] == [3, 3]
     times = []
     for _ in range(50):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         one.add([5])
         lookup.propose(0, one, 16)
-        times.append(time.perf_counter() - begin)
+        times.append(time.thread_time() - begin)
     assert min(times) < 50e-6
