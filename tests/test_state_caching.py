@@ -9,6 +9,7 @@ import pytest
 from quire.engine.messages import SamplingParams
 from tests.families import VOCAB, build_family
 from tests.in_process import InProcessEngine
+from tests.worker.test_split_step import limit_tokens
 
 BLOCK = 16
 GREEDY = SamplingParams(max_tokens=23, temperature=0.0, ignore_eos=True)
@@ -91,3 +92,38 @@ def test_few_pages_for_states_limit_the_requests_that_run_not_the_tokens(folder)
     assert few.scheduler.max_running == 2
     assert [result.token_ids for result in few.generate(prompts, GREEDY)] == want
     few.close()
+
+
+@pytest.mark.parametrize("limit", [3, 30])
+def test_a_step_in_parts_passes_each_token_once(folder, limit):
+    """Prompts that come one after another, so that no request with a state updated in place is in the failing step."""
+    prompts, results = [words(40 + i, length) for i, length in enumerate((40, 5))], []
+    for limited in (False, True):
+        engine = engine_for(folder, max_num_seqs=1)
+        if limited:
+            tried = limit_tokens(engine, limit)
+        results.append([engine.generate([prompt], GREEDY)[0] for prompt in prompts])
+        engine.close()
+    assert max(tried) > limit >= min(tried)
+    assert all(result.error is None for result in results[1])
+    assert [result.token_ids for result in results[1]] == [result.token_ids for result in results[0]]
+
+
+def test_a_state_that_was_updated_in_place_is_not_updated_again(folder):
+    """A prompt joins requests that generate, and their step runs out of memory after states have changed."""
+    prompts = [words(50 + i, length) for i, length in enumerate((20, 21, 300))]
+    engine = engine_for(folder)
+    want = [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+    engine.close()
+    engine = engine_for(folder)
+    limit_tokens(engine, 60)
+    results = engine.generate(prompts, GREEDY)
+    again = [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+    engine.close()
+    assert again == want
+    for result, tokens in zip(results, want):
+        if result.error is None:
+            assert result.token_ids == tokens
+        else:
+            assert "recurrent state" in result.error and result.token_ids == tokens[: len(result.token_ids)]
+    assert results[2].error is None and any(result.error for result in results)

@@ -16,7 +16,8 @@ from quire.worker.batch.graphs import CudaGraphs, Replay
 from quire.worker.batch.group_metadata import adapt
 from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
 from quire.worker.batch.request_table import RequestTable
-from quire.worker.batch.split_step import Failed, Output, SplitOutput, halves, without_drafts
+from quire.worker.batch.split_step import STATE_LOST, Failed, Output, SplitOutput, halves, runs, without_drafts
+from quire.worker.batch.state_pages import SavedState, StatePages
 from quire.worker.images.step_images import StepImages
 from quire.worker.lora.adapters import Adapters
 from quire.worker.messages import NO_TOKEN_ERROR, StepInput, StepOutput, TokenLogprobs
@@ -145,6 +146,7 @@ class ModelRunner:
         self.buffers = InputBuffers(
             table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device, len(table.groups)
         )
+        self.states = StatePages(model, table)
         self.sampler = sampler or Sampler(table, platform)
         self.speculator = Speculator(speculation, self.sampler.grammars) if speculation is not None else None
         if self.speculator is not None:
@@ -168,6 +170,10 @@ class ModelRunner:
         Errors of single requests are reported in the output's `errors`. Only the last stage's output contains sampled
         tokens.
         """
+        return self._execute(step, None)
+
+    def _execute(self, step: StepInput, saved: SavedState | None) -> Output:
+        """`execute`; `saved` is the state of a part's single request, if the part updates it in place."""
         self.stage.await_token_ids(step, self.table)
         drafts = self.speculator.drafts(step) if step.num_draft else {}
         batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend, drafts)
@@ -186,7 +192,7 @@ class ModelRunner:
             action = "retrying in two halves" if self.alone else f"failing its {len(step.rows)} requests"
             logger.warning("out of memory in step %d: %s: %s", step.step, action, error)
         # Outside the except block no frame refers to the failed attempt's tensors.
-        return self._run_halves(step) if self.alone else self._abandon(batch, self.group.num_exchanges - before)
+        return self._run_halves(step, saved) if self.alone else self._abandon(batch, self.group.num_exchanges - before)
 
     def _can_abandon(self, step: StepInput) -> bool:
         """Return whether this rank can drop the step and still finish the other ranks' exchanges, so that they learn of
@@ -213,23 +219,48 @@ class ModelRunner:
             self.model.lm_head.abstain(len(batch.step.samples))
         return Failed(batch.step)
 
-    def _run_halves(self, step: StepInput) -> Output:
+    def _run_halves(self, step: StepInput, saved: SavedState | None) -> Output:
         """Run a step in two halves. If a part fails for lack of memory, skip the later parts: they may read what it
         should have computed.
         """
         self.platform.release_memory()
+        if saved is not None:
+            saved.restore()
+        elif any(lost := self.states.in_place(step.rows)):
+            return self._without_lost(step, lost)
         if step.num_draft:
             whole = without_drafts(step)
-            output = self.execute(whole.step)
+            output = self._execute(whole.step, saved)
             return SplitOutput(step, [(whole, output)], output.failed)
         uncut = self.images.uncut(step) if self.images is not None else []
         parts = halves(step, whole_prompts=self.model.spec.is_encoder, uncut=uncut)
         if parts is None:
             return Failed(step)
         first, second = parts
-        output = self.execute(first.step)
-        rest = Failed(second.step) if output.failed else self.execute(second.step)
+        output = self._execute(first.step, saved)
+        rest = Failed(second.step) if output.failed else self._run_second(second.step, of_same=len(step.rows) == 1)
         return SplitOutput(step, [(first, output), (second, rest)], rest.failed)
+
+    def _run_second(self, step: StepInput, of_same: bool) -> Output:
+        """Run the second half; `of_same`: of the same request, whose state it continues."""
+        try:
+            saved = self.states.advance(step.rows[0]) if of_same else None
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return Failed(step)
+        return self._execute(step, saved)
+
+    def _without_lost(self, step: StepInput, lost: list[bool]) -> Output:
+        """Fail the requests whose state the failed attempt may have updated in place, and run the others.
+
+        A request that reads keys and values which a failed one should have written is recomputed by the scheduler.
+        """
+        parts = [
+            (part, Failed(part.step, message=STATE_LOST) if failed else self._execute(part.step, None))
+            for failed, part in runs(step, lost)
+        ]
+        return SplitOutput(step, parts, failed=True)
 
     def _run(self, batch: InputBatch, drafts: dict[int, list[int]]) -> AsyncOutput:
         step = batch.step

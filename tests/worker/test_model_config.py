@@ -285,6 +285,10 @@ def test_biases():
         (qwen(layer_types=["chunked_attention"] * 3), "chunked_attention"),
         (qwen(layer_types=["sliding_attention"] * 3), "no sliding_window"),
         (qwen(use_sliding_window=True, sliding_window=0), "sliding_window must be a positive integer or null, not 0"),
+        (
+            {"architectures": ["Qwen3_5ForCausalLM"], "mamba_ssm_dtype": "bfloat16"},
+            "mamba_ssm_dtype 'bfloat16' is not supported: recurrent states are kept in float32",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(raw, message):

@@ -2,14 +2,15 @@
 token.
 
 A step can be split between any two tokens if their order is kept: a token attends to the keys of earlier tokens, of its
-own request or of a request whose blocks it shares. Only the tables must not be updated twice.
+own request or of a request whose blocks it shares. Only the tables must not be updated twice, nor must recurrent states
+(`state_pages.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Protocol
 
 from quire.worker.messages import StepInput, StepOutput, TokenLogprobs
@@ -17,6 +18,11 @@ from quire.worker.messages import StepInput, StepOutput, TokenLogprobs
 OUT_OF_MEMORY = (
     "the device is out of memory: not even one token of this request can be computed. Lower "
     "--gpu-memory-utilization, --max-num-seqs or --max-num-batched-tokens"
+)
+
+STATE_LOST = (
+    "the device is out of memory: a step that updates the recurrent state of this request could not be finished, and "
+    "cannot run again. Lower --gpu-memory-utilization, --max-num-seqs or --max-num-batched-tokens"
 )
 
 
@@ -73,6 +79,12 @@ def _requests(step: StepInput, start: int, stop: int) -> Part:
         ),
         list(range(start, stop)),
     )
+
+
+def runs(step: StepInput, marks: Sequence[bool]) -> list[tuple[bool, Part]]:
+    """Split a step, whose requests have `marks`, into runs of requests with the same mark."""
+    groups = [list(group) for _, group in groupby(range(len(marks)), key=lambda i: marks[i])]
+    return [(marks[group[0]], _requests(step, group[0], group[-1] + 1)) for group in groups]
 
 
 def without_drafts(step: StepInput) -> Part:
@@ -134,6 +146,7 @@ class Failed:
 
     step: StepInput
     failed: bool = True
+    message: str = OUT_OF_MEMORY
 
     def done(self) -> bool:
         return True
@@ -142,5 +155,5 @@ class Failed:
         return StepOutput(
             self.step.step,
             [[] for _ in self.step.samples],
-            errors=dict.fromkeys(range(len(self.step.rows)), OUT_OF_MEMORY),
+            errors=dict.fromkeys(range(len(self.step.rows)), self.message),
         )

@@ -18,6 +18,7 @@ STATE = "linear_attention"  # layers with a recurrent state
 # errors of arithmetic with values of config.json that are of another kind than expected
 _UNFIT = (TypeError, AttributeError, ArithmeticError, LookupError)
 _DTYPES = ("float32", "bfloat16", "float16")
+_STATE_DTYPES = ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -135,6 +136,8 @@ class ConfigReader:
             )
         ropes = cls.ropes(values, raw)
         layers = cls.layer_specs(values, raw, ropes)
+        if any(layer.state for layer in layers):
+            _check_state_dtype(raw)
         fields = {field.name for field in dataclasses.fields(ModelSpec)}
         lengths = {"max_model_len": cls.context_length(values, ropes)}
         own = {"architecture": architecture, "raw": raw, "ropes": ropes, "layers": layers, "dtype": _dtype(raw)}
@@ -255,3 +258,9 @@ def _dtype(raw: dict[str, Any]) -> str:
     if dtype and dtype not in _DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(_DTYPES)}")
     return dtype
+
+
+def _check_state_dtype(raw: dict[str, Any]) -> None:
+    for key in _STATE_DTYPES:
+        if (dtype := raw.get(key)) is not None and dtype not in ("float32", "torch.float32", "auto"):
+            raise ValueError(f"{key} {dtype!r} is not supported: recurrent states are kept in float32")

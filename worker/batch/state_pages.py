@@ -1,0 +1,57 @@
+"""The recurrent states of a step that ran out of memory and is tried again in parts.
+
+A step that reads a state from one page and writes it to another can run again. One that updates a page in place cannot:
+some layers may have passed its tokens, and these would count twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.cache.allocation import state_layers
+
+
+@dataclass(slots=True)
+class SavedState:
+    """A copy of one request's page in all layers, which is updated in place."""
+
+    pages: list[torch.Tensor]
+    page: int
+    copies: list[torch.Tensor]
+
+    def restore(self) -> None:
+        """Undo what an unfinished step did to the page."""
+        for pages, copy in zip(self.pages, self.copies):
+            pages[self.page] = copy
+
+
+class StatePages:
+    """Reads and changes the pages that `table` names for the states of `model`."""
+
+    def __init__(self, model: nn.Module, table: RequestTable):
+        self.model, self.table = model, table
+        self.group = next((g for g, group in enumerate(table.groups) if group.kind == "state"), None)
+
+    def in_place(self, rows: Sequence[int]) -> list[bool]:
+        """Whether a step updates the page of each of `rows` in place. Waits for the device."""
+        if self.group is None:
+            return [False] * len(rows)
+        return [read == write for read, write in self.table.block_tables[self.group, list(rows), :2].tolist()]
+
+    def advance(self, row: int) -> SavedState | None:
+        """From now on `row` reads the page that the part before wrote, and updates it in place. Returns a copy of the
+        page, None without states.
+        """
+        if self.group is None:
+            return None
+        pages = [pages for layer in state_layers(self.model) for pages in layer.pages]
+        entry = self.table.block_tables[self.group, row]
+        page = int(entry[1])
+        copies = [layer_pages[page].clone() for layer_pages in pages]
+        entry[0] = page
+        return SavedState(pages, page, copies)
