@@ -257,7 +257,7 @@ def test_biases():
     [
         (
             {"architectures": ["ElephantForCausalLM"]},
-            "not supported: ElephantForCausalLM. Supported: ArceeForCausalLM, AXK1ForCausalLM, Cohere",
+            "not supported: ElephantForCausalLM. Supported: ArceeForCausalLM, AXK1ForCausalLM, Bamba",
         ),
         ({}, "none named in config.json. Supported: Arcee"),
         (llama(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
