@@ -263,6 +263,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", _B | {"sliding_window": 24}),
 }
 
+# differ from their family in one formula: compared in float32 only
+VARIANTS = ("falcon_h1-gate-first", "falcon_h1-no-norm")
+WITHOUT_VARIANTS = [name for name in FAMILIES if name not in VARIANTS]
+
 
 def family_config(name: str) -> Any:
     """transformers' configuration of family `name`, as its config.json has it."""

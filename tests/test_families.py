@@ -15,7 +15,7 @@ from quire.worker.cache.spec import plan_cache
 from quire.worker.messages import most_blocks
 from quire.worker.models.registry import read_model_spec
 from quire.worker.transformer.config import cache_specs
-from tests.families import FAMILIES, VOCAB, build_family, judge, load_family, redraw
+from tests.families import FAMILIES, VOCAB, WITHOUT_VARIANTS, build_family, judge, load_family, redraw
 from tests.in_process import InProcessEngine
 
 NUM_TOKENS = 20
@@ -162,7 +162,7 @@ def test_correction_biases_that_the_files_of_axk1_lack_are_zero(prompts, tmp_pat
     assert (wrong, error < 1e-3) == (0, True)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WITHOUT_VARIANTS)
 def test_bfloat16_where_the_margin_is_clear(name, prompts, tmp_path):
     """The reference computes in float32 with the same weights, so only rounding differs. It may change which experts a
     token passes, so of mixtures of experts the median request is compared.

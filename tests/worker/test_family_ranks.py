@@ -11,7 +11,7 @@ from torch import nn
 from quire.worker.models.registry import read_model_spec
 from quire.worker.parallel import use_groups
 from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS, build_checkpoint
-from tests.families import FAMILIES, build_family
+from tests.families import FAMILIES, WITHOUT_VARIANTS, build_family
 from tests.worker.ranks import run_ranks, thread_groups
 from tests.worker.test_models import Stage
 from tests.worker.test_tensor_parallel import build, logits_of
@@ -43,7 +43,7 @@ def over_ranks(folder: str, expert_parallel: bool) -> list[torch.Tensor]:
     return run_ranks(lambda rank: logits_of(models[rank]), 2)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *CHECKPOINTS, *MOE_CHECKPOINTS])
+@pytest.mark.parametrize("name", [*WITHOUT_VARIANTS, *CHECKPOINTS, *MOE_CHECKPOINTS])
 def test_two_ranks_agree_with_one(name, tmp_path):
     folder = (build_family if name in FAMILIES else build_checkpoint)(name, tmp_path)
     expected = logits_of(build(folder))
