@@ -189,11 +189,11 @@ def test_default_on_a_gpu(checkpoint):
 
 
 def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, monkeypatch, caplog):
-    monkeypatch.setattr(native_kernels, "load", lambda background, level="auto": False)
-    lib, status = native_kernels.lib, native_kernels.status
+    monkeypatch.setattr(native_kernels, "load", lambda background, level="auto", preview=False: False)
+    lib, status = native_kernels.lib, native_kernels._status
     native_kernels.lib = None
     try:
-        native_kernels.status = "building native kernels in the background"
+        native_kernels._status = "building native kernels in the background"
         worker = _worker(checkpoint("qwen3", dtype="bfloat16"))
         choices = {name: (value, reason) for name, value, reason in memory.preview(worker.config).choices}
         assert (
@@ -202,7 +202,7 @@ def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, m
         )
         _play(worker, SAMPLING[0])
     finally:
-        native_kernels.lib, native_kernels.status = lib, status
+        native_kernels.lib, native_kernels._status = lib, status
     monkeypatch.setattr(cpu_ops, "has_amx", lambda: True)  # with AMX it is the default
     with caplog.at_level("INFO"):
         worker._change_over()
@@ -259,7 +259,7 @@ def test_log_probabilities_with_several_threads():
 )
 def test_what_does_not_go_together_is_refused(checkpoint, monkeypatch, platform, settings, words):
     monkeypatch.setattr(KERNELS, "lib", None)
-    monkeypatch.setattr(KERNELS, "status", "there are none")
+    monkeypatch.setattr(KERNELS, "_status", "there are none")
     folder = checkpoint("qwen3")
     with pytest.raises(ValueError, match=re.escape(words)):
         memory.resolve_limits(
