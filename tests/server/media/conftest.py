@@ -63,6 +63,7 @@ def seeing(seeing_folder, media_root) -> Iterator[RunningServer]:
         "allowed_local_media_path": str(media_root),
         "allowed_media_domains": ["images.example"],
         "api_key": ["none", "other"],
+        "admin_api_key": ["admin"],
     }
     with running_server(seeing_folder, fake=FAKE, max_model_len="256", **settings) as running:
         running.http.headers["Authorization"] = "Bearer none"

@@ -235,7 +235,7 @@ def test_metrics_count_images(seeing):
 
 
 def test_server_info_says_what_is_done_with_images(seeing, server):
-    info = seeing.http.get("/server_info").json()
+    info = seeing.http.get("/server_info", headers={"Authorization": "Bearer admin"}).json()
     assert {"accepted": True, "max_per_prompt": 4, "placeholder": "<image>"}.items() <= info["images"].items()
     assert info["engine"]["media"]["image_token_id"] == IMAGE_ID
     images = server.http.get("/server_info").json()["images"]
