@@ -355,7 +355,7 @@ class TestRestart:
         await client.close()
 
     @pytest.mark.parametrize("tokens_at_death", [1, 5, 12, 25])
-    @pytest.mark.parametrize("poisons", [{"3"}, {"0", "8"}], ids=str)
+    @pytest.mark.parametrize("poisons", [("3",), ("0", "8")], ids=str)
     @asynchronous
     async def test_one_that_kills_every_engine_later_fails_alone(self, poisons, tokens_at_death):
         """Every engine dies when one of the requests has received so many tokens from it, so that short trials pass."""
