@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3}; results=${RESULTS:-benchmarks/gpu.json}; device=cuda; failed=0; total=${LIMIT:-530}
 models=${MODELS:-"Llama-3.1-8B Qwen3-0.6B Qwen3-30B-A3B"}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-pytest=(-m pytest -q -m gpu --timeout 100 -p no:cacheprovider tests/worker); parallel=()
+pytest=(-m pytest -q -m gpu --timeout 100 --continue-on-collection-errors -p no:cacheprovider tests/worker); parallel=()
 if "$python" -c 'import xdist' 2> /dev/null; then parallel=(-n 6 --dist worksteal); fi
 set=first; if [ "${1:-}" = --more ]; then set=more; shift; fi
 if [ "${1:-}" = --smoke ]; then device=cpu; models=tiny; pytest+=(--collect-only); parallel=(); fi
