@@ -159,7 +159,7 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unk
                             unknown.append(f"{path}.{i} ({item.type})")
                     elif isinstance(item, msgspec.Struct):  # documents of a rerank may be texts, too
                         _check_undeclared(_members(item_raw), item, f"{path}.{i}.", unknown)
-        elif name in cls.unsupported:
+        elif name in getattr(cls, "unsupported", ()):
             if not _neutral(raw, cls.unsupported[name]):
                 raise BadRequest(f"{path} is not supported by this server.", param=path, code="unsupported_parameter")
         elif name not in cls.harmless and path not in EVERYWHERE and len(unknown) < MAX_UNKNOWN:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -10,6 +9,8 @@ import torch
 from quire.worker.layers.linear import ColumnParallelLinear, Shard
 from quire.worker.layers.quantization import blocks
 from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
+
+gguf = pytest.importorskip("gguf")
 
 
 @pytest.mark.parametrize(("available", "times"), [(10 << 30, 1), (5 << 30, 3)])
