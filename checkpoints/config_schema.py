@@ -67,7 +67,7 @@ KEYS: dict[str, Rule] = {
     "kv_lora_rank": _SIZE,
     "qk_nope_head_dim": Whole(0, 1 << 14),
     "qk_rope_head_dim": Whole(0, 1 << 14),
-    "v_head_dim": Whole(1, 1 << 14),
+    "v_head_dim": Whole(0, 1 << 14),
     "num_nextn_predict_layers": Whole(0, MAX_LAYERS),
     "type_vocab_size": Whole(0, 1 << 20),
     "bos_token_id": _TOKENS,

@@ -406,7 +406,8 @@ def test_a_killed_server_leaves_nothing(checkpoint, tmp_path, temporary_files):
         assert list(temporary_files.iterdir())
         server.process.kill()
         poll(lambda: all(gone(child) for child in children), 2)
-        assert not list(temporary_files.iterdir())
+        left = [path.name for path in temporary_files.iterdir()]
+        assert all(name.startswith("quire-memory-") for name in left), left  # what servers promise, shared by all
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])

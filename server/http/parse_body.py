@@ -162,7 +162,7 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unk
         elif name in getattr(cls, "unsupported", ()):
             if not _neutral(raw, cls.unsupported[name]):
                 raise BadRequest(f"{path} is not supported by this server.", param=path, code="unsupported_parameter")
-        elif name not in cls.harmless and path not in EVERYWHERE and len(unknown) < MAX_UNKNOWN:
+        elif name not in getattr(cls, "harmless", ()) and path not in EVERYWHERE and len(unknown) < MAX_UNKNOWN:
             unknown.append(path)
 
 
