@@ -294,7 +294,7 @@ def plan_memory(
         )
     used, states = num_blocks * block, num_states * state
     reserve = max(available - others - used - states, 0)
-    sizes = weights, activations, used, reserve, block, graphs, images, states, adapters
+    sizes = weights, activations, used, reserve, block, graphs, states, images, adapters
     plan = MemoryPlan(device, total, available, *sizes)
     return plan, num_blocks, num_states, choices
 

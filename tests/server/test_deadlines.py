@@ -97,7 +97,7 @@ def test_other_dialects(server):
     last = server.http.post(
         "/api/chat", json={"model": MODEL, "messages": HELLO, "stream": False, "options": options}, headers=headers
     ).json()
-    assert last["done_reason"] == "length" and last["eval_count"] < 100
+    assert last["done_reason"] in ("length", "stop") and last["eval_count"] < 100  # it may sample its end before
 
 
 def test_wrong_times(server):
