@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 TIMEOUT = 4.0  # seconds
-_UNIX = "unix:"
+_UNIX, _HTTPS = "unix:", "https://"
 _LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses of this machine for a server that listens on all addresses
 
 
@@ -33,27 +33,37 @@ def find_address(environ: Mapping[str, str]) -> str:
         except OSError as error:
             if not any(environ.get(name) for name in ("QUIRE_UDS", "QUIRE_HOST", "QUIRE_PORT")):
                 raise Unhealthy(f"no server has written its address to {path}: {error.strerror}") from None
+    scheme = _HTTPS if environ.get("QUIRE_SSL_CERTFILE") else ""
     if path := environ.get("QUIRE_UDS"):
-        return _UNIX + path
+        return f"{scheme}{_UNIX}{path}"
     host = environ.get("QUIRE_HOST") or "127.0.0.1"
-    return f"{_LOCAL.get(host, host)}:{environ.get('QUIRE_PORT') or 8000}"
+    return f"{scheme}{_LOCAL.get(host, host)}:{environ.get('QUIRE_PORT') or 8000}"
 
 
 def address_of(url: str) -> str:
-    """HOST:PORT of `http://HOST:PORT/v1`, or of the same without scheme or path; `unix:PATH` as it is."""
-    if url.startswith(_UNIX):
+    """HOST:PORT of `http://HOST:PORT/v1`, or of the same without scheme or path, https://HOST:PORT of one with TLS;
+    `unix:PATH` as it is.
+    """
+    if url.removeprefix(_HTTPS).startswith(_UNIX):
         return url
     scheme, _, rest = url.rpartition("://")
     address = rest.partition("/")[0]
-    if scheme not in ("", "http"):
-        raise Unhealthy(f"{url}: expected http://HOST:PORT")
-    return f"{address}:80" if scheme and ":" not in address.rpartition("]")[2] else address
+    if scheme not in ("", "http", "https"):
+        raise Unhealthy(f"{url}: expected http://HOST:PORT or https://HOST:PORT")
+    if scheme and ":" not in address.rpartition("]")[2]:
+        address = f"{address}:{443 if scheme == 'https' else 80}"
+    return _HTTPS + address if scheme == "https" else address
 
 
-def ask(address: str, timeout: float = TIMEOUT) -> str:
-    """The body of /health if the server is ready. Raises Unhealthy otherwise."""
+def ask(address: str, timeout: float = TIMEOUT, certificate: tuple[str, str | None] | None = None) -> str:
+    """The body of /health if the server is ready. Raises Unhealthy otherwise.
+
+    `certificate`: files of a client's certificate and its key, for a server that asks for one. The server's own is not
+    checked, because it rarely has the name by which its machine asks, and nothing secret is sent.
+    """
     try:
-        with _connect(address, timeout) as connection:
+        with _connect(address.removeprefix(_HTTPS), timeout) as plain:
+            connection = _secured(plain, certificate) if address.startswith(_HTTPS) else plain
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             answer = b""
             while part := connection.recv(65536):
@@ -67,6 +77,17 @@ def ask(address: str, timeout: float = TIMEOUT) -> str:
             f"{address}: HTTP {b''.join(status).decode(errors='replace')} {body.decode(errors='replace')[:500]}"
         )
     return body.decode(errors="replace")
+
+
+def _secured(plain: socket.socket, certificate: tuple[str, str | None] | None) -> socket.socket:
+    """Raises OSError."""
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if certificate is not None:
+        context.load_cert_chain(*certificate)
+    return context.wrap_socket(plain)
 
 
 def _connect(address: str, timeout: float) -> socket.socket:
@@ -86,10 +107,10 @@ def _connect(address: str, timeout: float) -> socket.socket:
     return connection
 
 
-def report(url: str | None = None) -> int:
+def report(url: str | None = None, certificate: tuple[str, str | None] | None = None) -> int:
     """Print the answer of /health; returns 0 if the server is ready, else 1."""
     try:
-        print(ask(address_of(url) if url else find_address(os.environ)))
+        print(ask(address_of(url) if url else find_address(os.environ), certificate=certificate))
     except Unhealthy as error:
         print(f"not healthy: {error}", file=sys.stderr)
         return 1
@@ -108,14 +129,19 @@ def main(argv: Sequence[str]) -> int:
         "address",
         nargs="?",
         metavar="ADDRESS",
-        help="HOST:PORT or unix:PATH "
+        help="HOST:PORT, https://HOST:PORT or unix:PATH "
         "(default: from QUIRE_ADDRESS_FILE, QUIRE_UDS, QUIRE_HOST and QUIRE_PORT, as for the server)",
     )
     parser.add_argument("--url", "--base-url", metavar="URL", help="the same as a URL, as other commands take it")
+    parser.add_argument("--cert", metavar="FILE", help="a client's certificate, for a server that asks for one")
+    parser.add_argument("--key", metavar="FILE", help="key of --cert (default: in the same file)")
     arguments = parser.parse_args(argv)
+    if arguments.key and not arguments.cert:
+        parser.error("--key needs --cert")
     if arguments.address and arguments.url:
         parser.error("the server is named twice, by ADDRESS and by --url")
-    return report(arguments.address or arguments.url)
+    certificate = (arguments.cert, arguments.key) if arguments.cert else None
+    return report(arguments.address or arguments.url, certificate)
 
 
 if __name__ == "__main__":

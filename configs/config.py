@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from quire.configs.proxies import read_proxies
 from quire.configs.speculation import read_speculation
 
 
@@ -297,6 +298,13 @@ class ServerConfig:
         "path below which a proxy serves this server (/llm), whether it strips it from requests or not",
         metavar="PATH",
     )
+    forwarded_allow_ips: str | None = opt(
+        None,
+        "addresses and networks of proxies, separated by commas, whose X-Forwarded-For and X-Forwarded-Proto are "
+        "believed; * is any (default: $FORWARDED_ALLOW_IPS, or 127.0.0.1)",
+        metavar="ADDRESSES",
+        check=read_proxies,
+    )
     ssl_certfile: str | None = opt(None, "serve HTTPS with this certificate chain, in PEM", metavar="FILE")
     ssl_keyfile: str | None = opt(None, "key of --ssl-certfile (default: in the same file)", metavar="FILE")
     ssl_ca_certs: str | None = opt(None, "certificate authorities of clients' certificates, in PEM", metavar="FILE")
@@ -422,10 +430,10 @@ class ServerConfig:
         minimum=1 << 20,
     )
     timeout_keep_alive: float = opt(
-        180.0,
+        620.0,
         (
-            "seconds that an idle connection stays open for its client's next request; balancers in front should keep "
-            "theirs for less"
+            "seconds that an idle connection stays open for its client's next request: longer than a balancer in front "
+            "keeps it (the longest of the common ones 600)"
         ),
         above=0,
         maximum=86400,

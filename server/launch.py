@@ -54,7 +54,8 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
         )
         return 1
     if config.server.address_file:
-        _announce_address(config.server.address_file, listener)
+        scheme = "https://" if config.server.ssl_certfile else ""
+        _announce_address(config.server.address_file, listener, scheme)
     if sources:
         logger.info("settings: %s", ", ".join(f"{name} ({source})" for name, source in sources.items()))
     try:
@@ -71,10 +72,10 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
                 os.unlink(config.server.uds)
 
 
-def _announce_address(path: str, listener: socket.socket) -> None:
+def _announce_address(path: str, listener: socket.socket, scheme: str) -> None:
     """A file that cannot be written is only logged: the server is usable without it."""
     try:
-        address_file.write_address(path, listener)
+        address_file.write_address(path, listener, scheme)
     except OSError as error:
         logger.warning(
             "--address-file: cannot write %s: %s; `quire health` will use QUIRE_UDS, QUIRE_HOST and QUIRE_PORT",

@@ -12,11 +12,13 @@ from quire.server.api.ollama.protocol import OllamaErrorResponse
 from quire.server.api.openai.protocol import ErrorResponse
 from quire.server.error_shapes import is_anthropic, is_ollama
 from quire.server.http.route import EVENTS, NDJSON, Route
+from quire.server.http.time_limit import TimeLimit
 
 _REF = "#/components/schemas/{name}"
 _RETRY_AFTER = {
     "Retry-After": {"description": "Seconds", "required": True, "schema": {"type": "integer", "minimum": 1}}
 }
+_IN_EVERY_BODY = msgspec.json.schema_components([TimeLimit])[1]["TimeLimit"]["properties"]
 _PARAMETER = re.compile(r"{(\w+)(?::path)?}")
 Json = dict[str, Any]
 
@@ -26,6 +28,9 @@ def document(title: str, version: str, routes: list[Route], with_key: bool = Fal
     types = {id(cls): cls for route in routes for cls in [*route.types, _error_type(route.path)]}
     described, components = msgspec.json.schema_components(types.values(), ref_template=_REF)
     schemas = dict(zip(types, described, strict=True))
+    for route in routes:
+        if isinstance(route.body, type):
+            components[route.body.__name__]["properties"] |= _IN_EVERY_BODY
     paths: dict[str, Json] = {}
     for route in routes:
         path = _PARAMETER.sub(r"{\1}", route.path)

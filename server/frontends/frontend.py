@@ -94,9 +94,7 @@ class Frontend:
         from quire.server.http.connections import Connections, Limits
 
         self.connections = Connections(Limits(max_connections()))
-        self._http = _http_server(
-            RequestBoundary(self.gate, self.state), self.connections, self.config.server.timeout_keep_alive
-        )
+        self._http = _http_server(RequestBoundary(self.gate, self.state), self.connections, self.config.server)
         if self._tls is not None:
             self._http.config.load()
             self._http.config.ssl = self._tls.context
@@ -341,7 +339,7 @@ def configure_logging(config: ServerConfig, name: str = "server") -> None:
         logging.getLogger(noisy).setLevel("WARNING")
 
 
-def _http_server(app: ASGIApp, connections: Connections, keep_alive: float) -> uvicorn.Server:
+def _http_server(app: ASGIApp, connections: Connections, config: ServerConfig) -> uvicorn.Server:
     import uvicorn
 
     from quire.server.http.connections import Connection
@@ -366,7 +364,8 @@ def _http_server(app: ASGIApp, connections: Connections, keep_alive: float) -> u
             backlog=ACCEPTS_PER_TURN,
             http=functools.partial(Connection, shared=connections),
             ws="none",
-            timeout_keep_alive=keep_alive,
+            timeout_keep_alive=config.timeout_keep_alive,
+            forwarded_allow_ips=config.forwarded_allow_ips,
             timeout_graceful_shutdown=1,
         )
     )

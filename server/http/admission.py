@@ -33,11 +33,10 @@ def admit(
     model: str | None = None,
     priority: int | None = None,
     request_id: str | None = None,
-    timeout: float | None = None,
     lora: Sequence[LoraScale] | None = None,
 ) -> dict[str, Any]:
-    """Check that the server can take a request now. `model`, `priority`, `request_id`, `timeout` (seconds) and `lora`
-    are the body's. Returns what identifies the request in its `GenerationSpec`.
+    """Check that the server can take a request now. `model`, `priority`, `request_id` and `lora` are the
+    body's. Returns what identifies the request in its `GenerationSpec`.
 
     Raises Unavailable, NotFound and Forbidden for the model, BadRequest.
     """
@@ -52,7 +51,6 @@ def admit(
         priority = allowed_priority(key, priority, info.priorities)
     priority = request.scope["priority"] = priority or 0
     check_priority(priority, info)
-    request.scope["timeout"] = timeout
     background = request.scope.get("background", False)
     if not background:
         state.require_room()

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from quire.server.errors import BadRequest
-from quire.server.http.read_body import max_body_bytes, read_body
+from quire.server.http.read_body import read_body
 from quire.server.http.route import Handler
 from quire.server.state import ServerState
 
@@ -19,7 +19,7 @@ def by_field(name: str, about: str, handlers: Mapping[str, Handler]) -> Handler:
     """`handlers` by the field that only their bodies have. `name` and `about` are for the OpenAPI document."""
 
     async def dispatch(request: Request, state: ServerState) -> Response:
-        raw = await read_body(request, max_body_bytes(state))
+        raw = await read_body(request, state)
         try:
             fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

@@ -138,7 +138,7 @@ class Connection(H11Protocol):
             return
         super().data_received(data)
         if self._busy:
-            self._count_body(len(data))
+            self.count_body(len(data))
         self._follow(len(data))
 
     def _follow(self, num_bytes: int = 0) -> None:
@@ -186,13 +186,16 @@ class Connection(H11Protocol):
 
     # ---- body memory
 
-    def _count_body(self, num_bytes: int) -> None:
+    def count_body(self, num_bytes: int) -> bool:
+        """Count bytes of the current request's body as in memory. False if they are too many: it was refused."""
         self._body_bytes += num_bytes
         self._largest_body = max(self._largest_body, self._body_bytes)
         self.shared.body_bytes += num_bytes
         alone = self.shared.body_bytes == self._body_bytes  # the limit of a single body is sufficient then
         if self.shared.body_bytes > self.limits.body_budget and not alone:
             self._refuse_for_now(f"The bodies of the requests being received exceed {self.limits.body_budget} bytes.")
+            return False
+        return True
 
     def forget_body(self) -> None:
         """The current request's body is no longer in memory."""

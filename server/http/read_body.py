@@ -14,9 +14,11 @@ from starlette.requests import ClientDisconnect, Request
 from quire.server.errors import ApiError, PayloadTooLarge, UnsupportedMediaType
 from quire.server.http import sse
 from quire.server.http.cache_hint import read_hint
+from quire.server.http.gzip_body import decompress, largest_result
 from quire.server.http.numbers import bounded_int
 from quire.server.http.parse_body import parse
 from quire.server.http.threads import SMALL, Later
+from quire.server.http.time_limit import read_timeout
 from quire.server.http.turns import tenant_of
 from quire.server.state import ServerState
 
@@ -28,6 +30,7 @@ R = TypeVar("R")
 MIN_BODY_BYTES = 2 * 2**20  # default limit of a body
 MIN_BYTES_WITH_IMAGES = 32 * 2**20  # the same for models that read images
 BYTES_PER_TOKEN = 32  # default limit per token of a long context; JSON encodes a character in up to 6 bytes
+_OF_COMPRESSED = (b"content-encoding", b"content-length")  # headers that do not describe what it decompresses to
 _MAX_NAMES = 1000  # maximum number of logged unknown names
 _RENDERED = frozenset({"messages", "instructions", "system"})  # fields of bodies whose prompt a chat template renders
 
@@ -45,9 +48,7 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
         raise UnsupportedMediaType(
             f"The body must be sent with Content-Type: application/json, not '{content_type[:100]}'."
         )
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise UnsupportedMediaType("Compressed bodies are not accepted.")
-    raw = await read_body(request, max_body_bytes(state))
+    raw = await read_body(request, state)
     num_bytes, unparsed = len(raw), [raw]
     del raw
 
@@ -57,6 +58,7 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
         body = unparsed.pop()
         parsed, found = parse(body, cls, strict=state.config.server.strict_params)
         request.scope["cache_hint"] = read_hint(request, body)
+        request.scope["timeout"] = read_timeout(body)
         unknown.extend(found)
         del body
         return use(parsed)
@@ -132,8 +134,35 @@ def max_body_bytes(state: ServerState) -> int:
     return limit or max(least, BYTES_PER_TOKEN * (state.model.max_model_len if state.model else 0))
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises PayloadTooLarge, and ClientGone if the client disconnects."""
+async def read_body(request: Request, state: ServerState) -> bytes:
+    """The whole body, decompressed.
+
+    Raises PayloadTooLarge, UnsupportedMediaType, BadRequest for bytes that are no gzip, and ClientGone if the client
+    disconnects.
+    """
+    limit, encoding = max_body_bytes(state), request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip", "x-gzip"):
+        raise UnsupportedMediaType(f"The body's Content-Encoding must be gzip or none, not '{encoding[:100]}'.")
+    raw = await _received(request, limit)
+    if encoding == "identity":
+        return raw
+    return await _decompressed(request, state, raw, limit)
+
+
+async def _decompressed(request: Request, state: ServerState, raw: bytes, limit: int) -> bytes:
+    """Raises as `read_body`."""
+    # in one of few threads: not more of them are being decompressed, and then each counts as memory
+    found = await _run(request, state, min(largest_result(raw), limit), lambda: decompress(raw, limit))
+    if found is None:
+        raise _too_large(limit)
+    connection = request.scope.get("state", {}).get("connection")
+    if connection is not None and not connection.count_body(len(found)):
+        raise sse.ClientGone  # it was refused
+    request.scope["headers"] = [one for one in request.scope["headers"] if one[0] not in _OF_COMPRESSED]
+    return found
+
+
+async def _received(request: Request, limit: int) -> bytes:
     if bounded_int(request.headers.get("content-length", "0"), 0, 2**63 - 1, "Content-Length") > limit:
         raise _too_large(limit)
     chunks, size = [], 0

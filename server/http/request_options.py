@@ -5,15 +5,15 @@ the limits of its key.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 
 from starlette.requests import Request
 
-from quire.server.errors import BadRequest, RequestTimeout
+from quire.server.errors import RequestTimeout
 from quire.server.generate.deadlines import Deadlines
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.http.numbers import bounded_int
+from quire.server.http.time_limit import seconds_of_header
 from quire.server.http.turns import tenant_of
 from quire.server.keys.account import key_of, open_account
 from quire.server.state import ServerState
@@ -52,7 +52,7 @@ def deadlines(request: Request, state: ServerState, predict: float | None = None
     token. Raises BadRequest, RequestTimeout if its time has passed.
     """
     server = state.config.server
-    asked = (server.request_timeout, request.scope.get("timeout"), _seconds_of_header(request))
+    asked = (server.request_timeout, request.scope.get("timeout"), seconds_of_header(request))
     now = asyncio.get_running_loop().time()
     gone = now - request.scope.get("state", {}).get("arrived", now)
     total = min((seconds for seconds in asked if seconds), default=None)
@@ -67,18 +67,6 @@ def deadlines(request: Request, state: ServerState, predict: float | None = None
         None if total is None else total - gone,
         predict,
     )
-
-
-def _seconds_of_header(request: Request) -> float | None:
-    if (header := request.headers.get("x-request-timeout")) is None:
-        return None
-    try:
-        total = float(header)
-    except ValueError:
-        total = math.nan
-    if not 0 < total < math.inf:
-        raise BadRequest("The X-Request-Timeout header must be a number of seconds above 0.", param="X-Request-Timeout")
-    return total
 
 
 def request_id(request: Request, given: str | None) -> str:

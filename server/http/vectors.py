@@ -21,7 +21,6 @@ from quire.server.generate.limits import (
     AtLeastMinusOne,
     CacheSalt,
     Int64,
-    Seconds,
     Text,
     TokenId,
     TokenIds,
@@ -48,7 +47,6 @@ class VectorFields(msgspec.Struct, kw_only=True):
     priority: Int64 | None = None
     cache_salt: CacheSalt | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
-    timeout: Seconds | None = None
 
     harmless: ClassVar = frozenset({"user", "metadata"})
     unsupported: ClassVar[dict[str, tuple]] = {
@@ -71,7 +69,6 @@ def admit(request: Request, body: VectorFields, state: ServerState, prefix: str)
         model=body.model,
         priority=body.priority,
         request_id=body.request_id,
-        timeout=body.timeout,
     )["request_id"]
 
 

@@ -18,11 +18,11 @@ def address_of(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def write_address(path: str, listener: socket.socket) -> None:
-    """Replace the file `path` atomically. Raises OSError."""
+def write_address(path: str, listener: socket.socket, scheme: str = "") -> None:
+    """Replace the file `path` atomically. `scheme` is "https://" for a server with TLS. Raises OSError."""
     part = f"{path}.{os.getpid()}"
     with open(part, "w", encoding="utf-8") as file:
-        file.write(address_of(listener))
+        file.write(scheme + address_of(listener))
     os.replace(part, path)
 
 

@@ -100,10 +100,33 @@ def test_other_dialects(server):
     assert last["done_reason"] in ("length", "stop") and last["eval_count"] < 100  # it may sample its end before
 
 
-def test_wrong_times(server):
-    for bad in (0, -1, "soon"):
-        answer = server.http.post(CHAT, json=LONG | {"timeout": bad})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "timeout"
+BODIES = {
+    CHAT: LONG,
+    "/v1/completions": {"prompt": "hi", "max_tokens": 400, "ignore_eos": True},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 400, "ignore_eos": True},
+    "/v1/messages": {"model": MODEL, "messages": HELLO, "max_tokens": 400},
+    "/api/chat": {"model": MODEL, "messages": HELLO, "stream": False, "options": {"num_predict": 400}},
+    "/api/generate": {"model": MODEL, "prompt": "hi", "stream": False, "options": {"num_predict": 400}},
+    "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}},
+    "/generate ": {"inputs": "hi", "parameters": {"max_new_tokens": 400}},
+    "/invocations": LONG,
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_field_in_every_dialect(server, path):
+    answer = server.http.post(path.strip(), json=BODIES[path] | {"timeout": 0.3})
+    assert answer.status_code == 200 and "timeout" not in answer.headers.get("warning", "")
+    assert answer.elapsed.total_seconds() < 2
+    for bad in (0, -1, "soon", [], True):
+        answer = server.http.post(path.strip(), json=BODIES[path] | {"timeout": bad})
+        assert answer.status_code == 400 and "timeout" in answer.text
+
+
+def test_the_field_is_described(server):
+    schemas = server.http.get("/openapi.json").json()["components"]["schemas"]
+    for name in ("ChatCompletionRequest", "InfillRequest", "MessagesRequest", "EmbeddingRequest"):
+        assert "timeout" in schemas[name]["properties"], name
 
 
 def test_a_request_that_ends_in_time_is_left_alone(server):

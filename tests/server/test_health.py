@@ -42,7 +42,10 @@ def test_an_address_may_be_a_url():
         assert health.address_of(url) == "127.0.0.1:81"
     assert health.address_of("http://[::1]/v1") == "[::1]:80" and health.address_of("unix:/a/b") == "unix:/a/b"
     with pytest.raises(health.Unhealthy, match="expected http"):
-        health.address_of("https://example.org")
+        health.address_of("ftp://example.org")
+    assert health.address_of("https://example.org/v1") == "https://example.org:443"
+    variables = {"QUIRE_SSL_CERTFILE": "c", "QUIRE_PORT": "9"}
+    assert health.find_address(variables) == "https://127.0.0.1:9"
 
 
 @pytest.mark.parametrize("spelling", [["--url", "http://127.0.0.1:{}/v1"], ["--base-url", "127.0.0.1:{}"], ["{}"]])

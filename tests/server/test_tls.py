@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from quire.cli import main as cli
 from quire.configs.config import ServerConfig
 from quire.server.http import tls
 from tests.server.conftest import poll, running_server
@@ -40,7 +41,7 @@ def serial_of(port: int) -> int:
     return int(text.decode().strip().partition("=")[2], 16)
 
 
-def test_https_and_a_renewed_certificate(model_folder, tmp_path, monkeypatch):
+def test_https_and_a_renewed_certificate(model_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tls, "RELOAD_SECONDS", 0.1)
     cert, key = certificate(tmp_path, "server", 1)
     with running_server(model_folder, ssl_certfile=cert, ssl_keyfile=key) as server:
@@ -53,6 +54,8 @@ def test_https_and_a_renewed_certificate(model_folder, tmp_path, monkeypatch):
                 assert list(answer.iter_lines())[-2] == "data: [DONE]"
             with pytest.raises(httpx.HTTPError):
                 httpx.get(f"http://127.0.0.1:{port}/live", trust_env=False)
+            assert cli.main(["health", url]) == 0 and '"ready"' in capsys.readouterr().out
+            assert cli.main(["health", f"127.0.0.1:{port}"]) == 1
             assert serial_of(port) == 1
             Path(cert).write_text("half a file")
             certificate(tmp_path, "next", 2)
@@ -73,6 +76,9 @@ def test_certificates_of_clients(model_folder, tmp_path):
         context = ssl.create_default_context(cafile=cert)
         with pytest.raises(httpx.HTTPError):
             httpx.get(url, verify=context, trust_env=False)
+        probe = ["health", url.removesuffix("/live")]
+        assert cli.main(probe) == 1
+        assert cli.main([*probe, "--cert", own, "--key", own_key]) == 0
         context.load_cert_chain(own, own_key)
         assert httpx.get(url, verify=context, trust_env=False).status_code == 200
 

@@ -48,7 +48,7 @@ Prepared = tuple[MessagesRequest, GenerationRequest]
 
 
 def _prepare(request: Request, body: MessagesRequest, state: ServerState) -> Prepared | Later[Prepared]:
-    identity = admission.admit(request, state, ID_PREFIX, model=body.model, timeout=body.timeout)
+    identity = admission.admit(request, state, ID_PREFIX, model=body.model)
     wanted = spec(body, state.formats.reasoning is not None, **identity)
 
     def finish() -> Prepared:

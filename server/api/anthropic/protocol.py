@@ -13,7 +13,6 @@ from quire.server.generate.limits import (
     CacheSalt,
     ImageText,
     NonNegative,
-    Seconds,
     Stop,
     Temperature,
     Text,
@@ -166,7 +165,6 @@ class MessagesRequest(PromptFields, kw_only=True):
     top_p: TopP | None = None
     top_k: AtLeastMinusOne | None = None
     cache_salt: CacheSalt | None = None  # beside Anthropic's own
-    timeout: Seconds | None = None  # the same
 
 
 class CountTokensRequest(PromptFields, kw_only=True):

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.errors import BadRequest
-from quire.server.http.read_body import max_body_bytes, read_body, require_deliberate
+from quire.server.http.read_body import read_body, require_deliberate
 from quire.server.http.route import Route
 from quire.server.http.sse import JsonResponse
 from quire.server.lora.fields import LoraScales
@@ -43,7 +43,7 @@ async def set_scales(request: Request, state: ServerState) -> Response:
     require_deliberate(request)
     state.require_ready()
     state.adapters.require_dynamic()
-    raw = await read_body(request, max_body_bytes(state))
+    raw = await read_body(request, state)
     try:
         scales = msgspec.json.decode(raw, type=LoraScales)
     except msgspec.DecodeError as error:

@@ -35,7 +35,6 @@ def admit(request: Request, body: GenerationFields, state: ServerState, prefix: 
         model=body.model,
         priority=body.priority,
         request_id=body.request_id,
-        timeout=body.timeout,
         lora=body.lora,
     )
     if body.stream_options is not None and not body.stream:

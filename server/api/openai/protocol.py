@@ -43,7 +43,6 @@ from quire.server.generate.limits import (
     Penalty,
     ProcessorOptions,
     RepetitionPenalty,
-    Seconds,
     Stop,
     Stops,
     StopTokenIds,
@@ -263,7 +262,6 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     cache_salt: CacheSalt | None = None
     lora: LoraScales | None = None  # llama.cpp's: adapters, if `model` names none
     request_id: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
-    timeout: Seconds | None = None  # from the request's arrival to the end of its answer
 
 
 class ImageUrl(msgspec.Struct, kw_only=True):

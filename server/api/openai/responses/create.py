@@ -105,9 +105,7 @@ async def _with_history(
 def _prepare(
     request: Request, body: ResponsesRequest, history: History | None, state: ServerState, key: str
 ) -> Work[ResponsesRequest, _Prepared]:
-    identity = admission.admit(
-        request, state, ID_PREFIX, model=body.model, priority=body.priority, timeout=body.timeout
-    )
+    identity = admission.admit(request, state, ID_PREFIX, model=body.model, priority=body.priority)
     _decide_to_store(request, body, state)
     before = [] if history is None else past.resolve(body, history)
     wanted = spec(body, before, **identity)

@@ -29,7 +29,6 @@ from quire.server.generate.limits import (
     Penalty,
     ProcessorOptions,
     RepetitionPenalty,
-    Seconds,
     Temperature,
     Text,
     TopP,
@@ -240,7 +239,6 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
     no_repeat_ngram_window_size: NonNegative | None = None
     vllm_xargs: NgramArguments | None = None
     priority: Int64 | None = None
-    timeout: Seconds | None = None  # from the request's arrival to the end of its answer
     cache_salt: CacheSalt | None = None
 
     # `max_tool_calls` counts the calls of tools that the server runs; it runs none

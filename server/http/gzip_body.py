@@ -1,0 +1,37 @@
+"""Decompresses bodies sent with `Content-Encoding: gzip`, up to a limit whatever they would become."""
+
+from __future__ import annotations
+
+import zlib
+
+from quire.server.errors import BadRequest
+
+_MAX_RATIO = 1032  # of deflate: what follows from a byte at most
+_MAX_MEMBERS = 16  # each copies the rest
+_GZIP = 16 + zlib.MAX_WBITS
+
+
+def largest_result(raw: bytes) -> int:
+    """The most bytes that `raw` can become."""
+    return _MAX_RATIO * len(raw)
+
+
+def decompress(raw: bytes, limit: int) -> bytes | None:
+    """The bytes, or None if there are more than `limit`. Raises BadRequest for what is no gzip, or cut off."""
+    parts, size = [], 0
+    while raw or not parts:
+        if len(parts) == _MAX_MEMBERS:
+            raise BadRequest(f"The gzip of the body has more than {_MAX_MEMBERS} members.")
+        stream = zlib.decompressobj(_GZIP)
+        try:
+            part = stream.decompress(raw, limit - size + 1)
+        except zlib.error as error:
+            raise BadRequest(f"The body is no gzip, as its Content-Encoding says: {error}.") from None
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            return None
+        if not stream.eof:
+            raise BadRequest("The gzip of the body is cut off.")
+        raw = stream.unused_data
+    return b"".join(parts)
