@@ -18,6 +18,7 @@ from typing import Any
 
 from quire.configs.options import Option, advice, all_options, suggestion
 from quire.configs.sources import EMBEDDED_MODEL, Settings, describe, embedded_model, resolve
+from quire.configs.speculation import LLAMACPP_FLAGS, from_llamacpp
 
 _STDOUT = 1
 _LIKE_A_MODEL = re.compile(r"[./~].*|[\w.-]+/[\w.-]+(:[\w.-]+|/.+\.gguf)?|.+\.gguf")
@@ -111,6 +112,11 @@ def add_config_flags(
         for option in all_options().values():
             if option.section == section:
                 _add_flag(group, option, visible=everyday and option.everyday)
+        if section == "scheduler":
+            for flag, key in LLAMACPP_FLAGS.items():
+                text = f"llama.cpp's flag for {key} of --speculative-config"
+                action = group.add_argument(flag, dest=flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+                action.metavar, action.full_help = "VALUE", text
 
 
 def _add_flag(group, option: Option, visible: bool) -> None:
@@ -154,7 +160,12 @@ def read_settings(
         if "model" in flags:
             parser.error("the model is set twice, by MODEL and by --model")
         flags["model"] = given["model_argument"]
+    drafts = {flag: given[flag] for flag in LLAMACPP_FLAGS if flag in given}
+    if drafts and "speculative_config" in flags:
+        parser.error(f"{next(iter(drafts))} and --speculative-config set the same: give one")
     try:
+        if drafts:
+            flags["speculative_config"] = from_llamacpp(drafts)
         settings = resolve(flags, given["config"])
     except ValueError as error:
         parser.error(str(error))

@@ -7,7 +7,7 @@ The nearest of our names would be misleading advice for them. The keys are spell
 from __future__ import annotations
 
 _STRUCTURED = "not needed: one library enforces every structure that a request asks for"
-_DRAFT_MODEL = "draft models are not supported yet; --speculative-config chooses drafts that need none"
+_DRAFT_MODEL = 'set --speculative-config \'{"method": "draft_model", "model": MODEL}\''
 _NUM_DRAFT = 'set --speculative-config \'{"num_speculative_tokens": N}\''
 _TASK = "not needed: what a model can do is read from its files; --pooling lets a text model make embeddings"
 _POOLER = "set --pooling (normalize and dimensions are fields of a request)"
@@ -82,6 +82,7 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "draft": _NUM_DRAFT,
     "draft_n": _NUM_DRAFT,
     "draft_max": _NUM_DRAFT,
+    "draft_min": "not needed: drafts of any length are verified",
     "spec_type": 'set --speculative-config \'{"method": "ngram"}\' (or suffix, grammar, auto, none)',
     "jinja": "chat templates are always Jinja",
     "chat_template_file": "set --chat-template to the file",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_DRAFT = 64  # draft tokens of one request that a step may verify
@@ -12,6 +13,28 @@ _NEED_A_MODEL = {
     "mtp": "prediction heads of checkpoints (MTP) are not supported yet",
     "eagle": "EAGLE heads are not supported yet",
     "eagle3": "EAGLE-3 heads are not supported yet",
+}
+# flags of llama.cpp -> keys, and its types of drafts -> methods
+LLAMACPP_FLAGS = {
+    "--spec-type": "method",
+    "--model-draft": "model",
+    "-md": "model",
+    "--draft-max": "num_speculative_tokens",
+    "--draft": "num_speculative_tokens",
+    "--draft-n": "num_speculative_tokens",
+    "--draft-min": "draft_min",
+}
+_LLAMACPP_TYPES = {
+    "none": "none",
+    "draft": "draft_model",
+    "draft-simple": "draft_model",
+    "draft-eagle3": "eagle3",
+    "draft-mtp": "mtp",
+    "ngram-simple": "ngram",
+    "ngram-cache": "ngram",
+    "ngram-mod": "ngram",
+    "ngram-map-k": "suffix",
+    "ngram-map-k4v": "suffix",
 }
 _KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 
@@ -50,6 +73,32 @@ def read_speculation(text: str) -> SpeculationSettings:
     if low is not None and high is not None and low > high:
         raise ValueError(f"prompt_lookup_min is {low}, but must not exceed prompt_lookup_max, which is {high}")
     return SpeculationSettings(method, num_draft, low, high)
+
+
+def from_llamacpp(given: Mapping[str, str]) -> str:
+    """`--speculative-config` of flags of llama.cpp, by flag. Raises ValueError naming the flag."""
+    values: dict[str, object] = {}
+    for flag, text in given.items():
+        key, value = LLAMACPP_FLAGS[flag], text
+        if key == "method":
+            if text not in (*_LLAMACPP_TYPES, *METHODS):
+                raise ValueError(f"{flag}: {text!r} is not one of {', '.join(_LLAMACPP_TYPES)}")
+            value = _LLAMACPP_TYPES.get(text, text)
+        elif key != "model":
+            if not text.isdecimal():
+                raise ValueError(f"{flag}: expected a whole number, got {text!r}")
+            value = int(text)
+        if key == "draft_min":
+            if value > 1:
+                raise ValueError(f"{flag}: drafts of any length are verified: leave it out, or set it to 0 or 1")
+            continue
+        if values.setdefault(key, value) != value:
+            raise ValueError(f"{flag}: {key} is set twice, to {values[key]} and to {value}")
+    try:
+        read_speculation(config := json.dumps(values))
+    except ValueError as error:
+        raise ValueError(f"{', '.join(given)}: {error}") from None
+    return config
 
 
 def _whole(values: dict[str, object], key: str, maximum: int) -> int | None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from quire.engine.messages import EngineStats
+from quire.server.api.anthropic import translate as anthropic
+from quire.server.api.anthropic.protocol import MessagesRequest
+from quire.server.api.ollama import protocol as ollama_protocol
+from quire.server.api.ollama import translate as ollama
+from quire.server.api.openai.responses import translate as responses
+from quire.server.api.openai.responses.protocol import ResponsesRequest
+from quire.server.api.textgen import sglang, tgi
+from quire.server.api.textgen.protocol import TextRequest
 from quire.server.metrics.stats_log import StatsLog
 from tests.server.conftest import poll, running_server
 from tests.server.test_chat import ask, events, post
@@ -51,9 +60,7 @@ def test_a_prediction_is_counted(drafting):
         accepted, rejected = details(answer["usage"])
         assert accepted >= 0 and rejected >= 0 and (content or (accepted, rejected) == (0, 0))
         usage = events(
-            post(
-                drafting, max_tokens=40, prediction=prediction, stream=True, stream_options={"include_usage": True}
-            )
+            post(drafting, max_tokens=40, prediction=prediction, stream=True, stream_options={"include_usage": True})
         )[-2]["usage"]
         assert details(usage) == (accepted, rejected)
         none = post(drafting, max_tokens=40, prediction=prediction, speculation=False).json()
@@ -85,6 +92,63 @@ def test_a_prediction_of_a_text_completion(drafting):
 def test_wrong_values_are_refused(drafting, fields, param):
     response = post(drafting, **fields)
     assert response.status_code == 400 and response.json()["error"]["param"].startswith(param)
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+DIALECTS = [  # route, a body, and how the answer is read
+    ("/v1/responses", {"input": "hello"}, lambda a: a["output"][-1]["content"][0]["text"]),
+    ("/v1/messages", {"model": "m", "messages": MESSAGES, "max_tokens": 20}, lambda a: a["content"][0]["text"]),
+    ("/api/chat", {"model": "m", "messages": MESSAGES, "stream": False}, lambda a: a["message"]["content"]),
+    ("/api/generate", {"model": "m", "prompt": "hello", "stream": False}, lambda a: a["response"]),
+    ("/generate", {"inputs": "hello"}, lambda a: a["generated_text"]),
+    ("/generate", {"text": "hello"}, lambda a: a["text"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "text_of"), DIALECTS, ids=[f"{one[0]}-{next(iter(one[1]))}" for one in DIALECTS]
+)
+def test_other_dialects_have_the_switch(drafting, route, body, text_of):
+    if "model" in body:
+        body = body | {"model": drafting.http.get("/v1/models").json()["data"][0]["id"]}
+    for value, code in ((False, 200), (True, 200), (None, 200), (1, 400), ("no", 400)):
+        response = drafting.http.post(route, json=body | {"speculation": value})
+        assert response.status_code == code, response.text
+        assert code == 200 or "speculation" in response.text
+        assert code == 400 or isinstance(text_of(response.json()), str)
+    if route != "/v1/responses":
+        prediction = {"type": "content", "content": "x"}
+        response = drafting.http.post(route, json=body | {"prediction": prediction})
+        assert response.status_code == 400 and "prediction is not supported" in response.text
+
+
+def test_the_switch_of_every_dialect_reaches_the_sampling():
+    def options(cls, spec, *rest, **fields):
+        bodies = (msgspec.convert(fields | {"speculation": value}, cls) for value in (False, None))
+        return [spec(body, *rest, request_id="a").options.speculation for body in bodies]
+
+    one = {"model": "m", "messages": MESSAGES}
+    assert options(ResponsesRequest, responses.spec, [], input="a") == [False, None]
+    assert options(MessagesRequest, anthropic.spec, False, max_tokens=1, **one) == [False, None]
+    assert options(ollama_protocol.ChatRequest, ollama.chat_spec, **one) == [False, None]
+    assert options(ollama_protocol.GenerateRequest, ollama.generate_spec, model="m", prompt="a") == [False, None]
+    assert options(TextRequest, tgi.spec, inputs="a") == options(TextRequest, sglang.spec, text="a") == [False, None]
+
+
+def test_a_prediction_of_a_response(drafting):
+    fields = {"input": "hello", "max_output_tokens": 40, "seed": 3}
+    plain = drafting.http.post("/v1/responses", json=fields).json()
+    text = plain["output"][-1]["content"][0]["text"]
+    assert "accepted_prediction_tokens" not in plain["usage"]["output_tokens_details"]
+    for content in (text, "", [{"type": "text", "text": text}]):
+        prediction = {"type": "content", "content": content}
+        answer = drafting.http.post("/v1/responses", json=fields | {"prediction": prediction}).json()
+        assert answer["output"][-1]["content"][0]["text"] == text
+        details = answer["usage"]["output_tokens_details"]
+        counts = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+        assert min(counts) >= 0 and (content or counts == (0, 0))
+    wrong = drafting.http.post("/v1/responses", json=fields | {"prediction": {"type": "content"}})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"].startswith("prediction")
 
 
 def test_metrics(drafting):

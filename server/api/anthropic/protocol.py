@@ -165,6 +165,9 @@ class MessagesRequest(PromptFields, kw_only=True):
     top_p: TopP | None = None
     top_k: AtLeastMinusOne | None = None
     cache_salt: CacheSalt | None = None  # beside Anthropic's own
+    speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
+
+    unsupported: ClassVar[dict[str, tuple]] = PromptFields.unsupported | {"prediction": ()}
 
 
 class CountTokensRequest(PromptFields, kw_only=True):

@@ -35,6 +35,7 @@ def spec(body: MessagesRequest, thinks: bool, **identity: Any) -> GenerationSpec
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=body.top_k,
+            speculation=body.speculation,
         ),
         structure=_structure(body),
         cache_salt=body.cache_salt,

@@ -55,9 +55,16 @@ class InfillRequest(msgspec.Struct, kw_only=True):
     t_max_predict_ms: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     model: Annotated[str, Meta(max_length=256)] | None = None  # any name; that of an adapter chooses it
     lora: LoraScales | None = None
+    speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
 
     harmless: ClassVar = frozenset({"cache_prompt", "id_slot", "n_indent", "t_max_prompt_ms"})
-    unsupported: ClassVar[dict[str, tuple]] = {"samplers": (), "grammar": ("",), "json_schema": (), "n_probs": (0,)}
+    unsupported: ClassVar[dict[str, tuple]] = {
+        "samplers": (),
+        "prediction": (),
+        "grammar": ("",),
+        "json_schema": (),
+        "n_probs": (0,),
+    }
 
 
 class InfillAnswer(msgspec.Struct, kw_only=True):
@@ -100,6 +107,7 @@ def _prepare(request: Request, body: InfillRequest, state: ServerState) -> Gener
             repetition_penalty=body.repeat_penalty,
             seed=body.seed,
             stop=body.stop or None,
+            speculation=body.speculation,
         ),
         suffix=body.input_suffix,
         clip_max_tokens=True,

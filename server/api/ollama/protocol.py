@@ -88,9 +88,10 @@ class _Generation(msgspec.Struct, kw_only=True):
     keep_alive: KeepAlive = None  # the model stays
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # alternatives per token, with `logprobs`
+    speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
 
     harmless: ClassVar = frozenset({"shift", "truncate"})
-    unsupported: ClassVar[dict[str, tuple]] = _NOTHING
+    unsupported: ClassVar[dict[str, tuple]] = {"prediction": ()}
 
 
 class CallFunction(msgspec.Struct, kw_only=True):

@@ -51,6 +51,7 @@ def _spec(
     body: ChatRequest | GenerateRequest, prompts: Conversation | list[str], param: str, identity: dict[str, Any]
 ) -> GenerationSpec:
     options = _options(body.options or Options())
+    options.speculation = body.speculation
     if body.logprobs:
         options.logprobs = body.top_logprobs or 0
     return GenerationSpec(

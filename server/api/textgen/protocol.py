@@ -108,10 +108,12 @@ class TextRequest(msgspec.Struct, kw_only=True):
     custom_logit_processor: Text | None = None  # that for DeepSeek-OCR
     rid: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
     priority: Int64 | None = None
+    speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
     lora_path: AdapterName | None = None  # the name of a LoRA adapter
 
     harmless: ClassVar = frozenset({"log_metrics"})
     unsupported: ClassVar[dict[str, tuple]] = {
+        "prediction": (),
         "return_logprob": (False,),
         "logprob_start_len": (-1,),
         "top_logprobs_num": (0,),

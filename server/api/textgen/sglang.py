@@ -42,6 +42,7 @@ def spec(body: TextRequest, **identity: Any) -> GenerationSpec:
         ignore_eos=given.ignore_eos,
         skip_special_tokens=given.skip_special_tokens,
         spaces_between_special_tokens=given.spaces_between_special_tokens,
+        speculation=body.speculation,
     )
     return GenerationSpec(
         prompts=_prompts(body),

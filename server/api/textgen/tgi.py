@@ -35,6 +35,7 @@ def spec(body: TextRequest, **identity: Any) -> GenerationSpec:
         seed=given.seed,
         stop=given.stop or None,
         truncate_prompt_tokens=given.truncate,
+        speculation=body.speculation,
     )
     return GenerationSpec(
         prompts=[body.inputs],

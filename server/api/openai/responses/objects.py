@@ -75,6 +75,9 @@ class InputTokensDetails(msgspec.Struct, kw_only=True):
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):
     reasoning_tokens: int
+    # of a request with a prediction
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):

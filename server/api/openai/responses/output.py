@@ -56,12 +56,14 @@ class Output:
         self.logprobs: list[Any] = []
         self.space = ""  # white space that may begin a message, or separate items
         self.num_cached_tokens = self.num_output_tokens = self.num_reasoning_tokens = 0
+        self.prediction_tokens: tuple[int, int] | None = None  # accepted and rejected drafts of a prediction
         self.finish_reason: str | None = None
 
     def push(self, delta: Delta) -> Iterator[ServerEvent]:
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         self.num_output_tokens += len(delta.token_ids)
         self.num_reasoning_tokens += delta.num_reasoning_tokens
+        self.prediction_tokens = delta.prediction_tokens or self.prediction_tokens
         events = delta.events
         if events is None:
             events = [Content(delta.text)] if delta.text else []
@@ -75,13 +77,18 @@ class Output:
             yield from self.finish()
 
     def usage(self) -> ResponseUsage:
+        accepted, rejected = self.prediction_tokens or (UNSET, UNSET)
         return ResponseUsage(
             input_tokens=self.num_input_tokens,
             input_tokens_details=InputTokensDetails(
                 cached_tokens=self.num_cached_tokens, image_tokens=self.num_image_tokens or UNSET
             ),
             output_tokens=self.num_output_tokens,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=self.num_reasoning_tokens),
+            output_tokens_details=OutputTokensDetails(
+                reasoning_tokens=self.num_reasoning_tokens,
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=rejected,
+            ),
             total_tokens=self.num_input_tokens + self.num_output_tokens,
         )
 

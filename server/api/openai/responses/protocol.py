@@ -14,6 +14,7 @@ from quire.server.api.openai.protocol import (
     MAX_PARTS,
     UNSUPPORTED,
     Effort,
+    Prediction,
     PromptCacheOptions,
     TemplateKwargs,
 )
@@ -240,6 +241,8 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
     vllm_xargs: NgramArguments | None = None
     priority: Int64 | None = None
     cache_salt: CacheSalt | None = None
+    speculation: bool | None = None
+    prediction: Prediction | None = None
 
     # `max_tool_calls` counts the calls of tools that the server runs; it runs none
     harmless: ClassVar = (HARMLESS - {"metadata", "store"}) | {"max_tool_calls", "stream_options", "access_programs"}

@@ -35,6 +35,7 @@ _SAME = (
     "repetition_penalty",
     "no_repeat_ngram_size",
     "no_repeat_ngram_window_size",
+    "speculation",
 )
 
 
@@ -47,6 +48,7 @@ def spec(body: ResponsesRequest, history: list[InputItem], **identity: Any) -> G
             max_tokens=body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
             no_repeat_ngram=of_vllm(body.vllm_xargs),
+            prediction=None if body.prediction is None else body.prediction.text,
             **{name: getattr(body, name) for name in _SAME},
         ),
         structure=_structure(body.text and body.text.format),
