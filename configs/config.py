@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from quire.configs.kv_events import read_kv_events
 from quire.configs.proxies import read_proxies
 from quire.configs.speculation import read_speculation
 
@@ -172,6 +173,17 @@ class CacheConfig:
         metavar="DIR",
     )
     kv_disk_gib: float = opt(16.0, "maximum GiB of all files in --kv-disk, of all engines that use it", above=0)
+    kv_events_config: str | None = opt(
+        None,
+        (
+            "which blocks are cached, for routers, as vLLM's JSON: "
+            '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": ADDRESS, "topic": NAME} '
+            "(default: off)"
+        ),
+        metavar="JSON",
+        unit="mapping",
+        check=read_kv_events,
+    )
     num_gpu_blocks_override: int | None = opt(None, "exact number of KV blocks, for tests", minimum=2)
 
 

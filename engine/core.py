@@ -1,6 +1,6 @@
 """The engine process: receive, schedule, execute, update, send.
 
-Started as `python -m quire.engine.core ADDRESS`. The parent writes its `Config` to stdin (4 bytes of length,
+Started as `python -m quire.engine.core ADDRESS [INDEX]`. The parent writes its `Config` to stdin (4 bytes of length,
 big-endian, then msgpack) and keeps stdin open. EOF means that the parent died: the engine kills itself. Any later byte
 asks the engine to shut down, with exit code 0. The engine ignores SIGINT and SIGTERM and leaves them to the parent,
 which may have requests to finish when a whole process group is signalled. A failure of the engine is logged once, sent
@@ -24,9 +24,12 @@ from typing import Any
 import msgspec
 
 from quire.configs.config import Config
+from quire.configs.kv_events import read_kv_events
 from quire.engine.executor.base import Executor, Pending, get_executor, steps_in_flight
 from quire.engine.ipc import ServerSocket
+from quire.engine.kv.events import KVEventLog
 from quire.engine.kv.manager import KVCacheManager
+from quire.engine.kv.publisher import KVEventPublisher
 from quire.engine.kv.tiers import SAVED_AT_ONCE, Tiers, tiers_below
 from quire.engine.messages import (
     AbortRequests,
@@ -74,8 +77,8 @@ CONNECT_TIMEOUT = 1.0  # seconds that a failing engine waits for a server to con
 class EngineCore:
     """The loop of one engine: call `start`, then `run`. Both raise the errors that end the engine."""
 
-    def __init__(self, config: Config, socket: ServerSocket):
-        self.config = config
+    def __init__(self, config: Config, socket: ServerSocket, index: int = 0):
+        self.config, self.index = config, index  # its number among `data_parallel_size` engines
         self.socket = socket
         self.clients: set[bytes] = set()  # ROUTER identities of servers that sent Hello
         self.progress = Progress("starting", 0.0)
@@ -90,6 +93,7 @@ class EngineCore:
         self.cache_used_at: float | None = None  # time.monotonic(); None while the KV cache's memory is given back
         self.save_due = 0.0  # time.monotonic() of the next write of hot blocks to disk
         self.saved_blocks = 1  # number of blocks that a busy engine writes at once
+        self.publisher: KVEventPublisher | None = None
         self.awaits_ops = False  # whether the workers' kernels are still being compiled
 
     # ---- the loop
@@ -139,6 +143,8 @@ class EngineCore:
         switch. Raises RuntimeError if a worker process died while the engine was idle.
         """
         idle = not self.in_flight and not self.scheduler.requests
+        if self.publisher is not None and (events := self.scheduler.kv.pool.events.take()):
+            self.publisher.publish(events)
         if idle:
             self.send_stats()
             if self.socket.wait(self.idle_wait()):
@@ -314,6 +320,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.config.scheduler, ready, kv, stages, self.open_tiers(ready, kv))
         self.report_progress("warming up", 0.0)
         self.warm_up()
+        self.publish_events(kv)
         self.awaits_ops = self.executor.call("look_for_ops")
         gc.collect()
         # exclude the objects loaded so far from later garbage collections: they live as long as the process
@@ -323,6 +330,14 @@ class EngineCore:
         for client, message in self.early_messages:
             self.handle(client, message)
         self.early_messages.clear()
+
+    def publish_events(self, kv: KVCacheManager) -> None:
+        """Begin to publish KV events, if the settings ask for it."""
+        text = self.config.cache.kv_events_config
+        settings = read_kv_events(text) if text else None
+        if settings is not None and kv.enable_prefix_caching:
+            kv.pool.events = KVEventLog(kv.block_size, kv.groups)
+            self.publisher = KVEventPublisher(settings, self.index)
 
     def open_tiers(self, ready: WorkerReady, kv: KVCacheManager) -> Tiers | None:
         """What is below the pool, if anything."""
@@ -437,7 +452,7 @@ def main() -> None:
     socket.watch(wake_on_signals())
     config = read_config(sys.stdin.fileno())
     start_logging(config.server, "engine")
-    core = EngineCore(config, socket)
+    core = EngineCore(config, socket, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     watch_parent(sys.stdin.fileno(), _request_exit, core.kill)
     exit_code = 1
     try:
@@ -457,6 +472,8 @@ def main() -> None:
         if core.executor and exit_code == 0:
             if core.ready:
                 core.save_hot()
+            if core.publisher is not None:
+                core.publisher.stop()
             core.executor.shutdown()
         _flush_stderr()
         os._exit(exit_code)  # everything is cleaned up, and tearing down an interpreter with torch is slow

@@ -82,7 +82,7 @@ class KVCacheManager:
         # a published block is looked up by its group's tag and its hash
         self._tags = [bytes([g]) for g in range(len(self.groups))]
         # state pages that the step being scheduled writes; visible to other requests from the next step on
-        self._checkpoints: dict[int, tuple[bytes, int]] = {}  # tagged hash, group of choices
+        self._checkpoints: dict[int, tuple[bytes, Request, int]] = {}  # tagged hash, whose state it is, index of block
         # the request that `match` looked up last, and the blocks it found per full group
         self._asked: Request | None = None
         self._found: dict[int, list[int]] = {}
@@ -106,10 +106,15 @@ class KVCacheManager:
 
         A request may read keys and values in the step that writes them, but not a state.
         """
-        for block_id, (tagged_hash, group) in self._checkpoints.items():
-            self.pool.publish(block_id, tagged_hash, group)
+        for block_id, (tagged_hash, request, i) in self._checkpoints.items():
+            self._publish_block(block_id, tagged_hash, request, i)
         self._checkpoints.clear()
         self.retention.expire()
+
+    def _publish_block(self, block_id: int, key: bytes, request: Request, i: int) -> None:
+        """Let others find block `i` of a request by its key."""
+        if self.pool.publish(block_id, key, request.group) and self.pool.events is not None:
+            self.pool.events.stored(key[0], request, i)
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """Unpublish these blocks, so that no later request finds them."""
@@ -235,7 +240,7 @@ class KVCacheManager:
         if not self._checkpoints or not request.reads_cache:
             return False
         pending, longer = (
-            {key for key, _ in self._checkpoints.values()},
+            {key for key, _, _ in self._checkpoints.values()},
             range(match.num_blocks, len(request.block_hashes)),
         )
         tags = [tag for tag, group in zip(self._tags, self.groups) if group.kind == "state"]
@@ -392,7 +397,7 @@ class KVCacheManager:
                 continue
             for i in range(first, num_full):
                 if ids[i] != NULL_BLOCK:
-                    self.pool.publish(ids[i], self._tags[g] + request.block_hashes[i], request.group)
+                    self._publish_block(ids[i], self._tags[g] + request.block_hashes[i], request, i)
                     published.append(ids[i])
         request.num_published = num_full
         return published
@@ -413,7 +418,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching or len(ids) < 2 or end != num_full * self.block_size:
             return []
         tagged_hash = self._tags[g] + request.block_hashes[num_full - 1]
-        self._checkpoints[ids[1]] = tagged_hash, request.group
+        self._checkpoints[ids[1]] = tagged_hash, request, num_full - 1
         if end > request.num_prompt_tokens:
             if (before := request.passing_checkpoints.pop(g, None)) and self.pool.find(before[1]) == before[0]:
                 self.pool.drop(before[0])

@@ -11,6 +11,10 @@ ref_count = 0              free
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.engine.kv.events import KVEventLog
 
 NULL_BLOCK = 0  # never allocated: padding rows read and write it
 
@@ -32,6 +36,7 @@ class BlockPool:
         self.unsaved: OrderedDict[int, None] = OrderedDict()  # those of which no lower tier was given a copy
         # hot blocks that were taken for others since a caller looked, and their hashes; None: nobody looks
         self.evicted: list[tuple[int, bytes]] | None = None
+        self.events: KVEventLog | None = None  # told which published blocks leave
         # published blocks that a caller watches; cleared when one of them is unpublished
         self.watched: set[int] = set()
         # The free queues, next block to allocate first. An OrderedDict is a hash map over a doubly linked list, in C.
@@ -130,12 +135,16 @@ class BlockPool:
         """Whether this is a page for states."""
         return block_id >= self._first_state
 
-    def publish(self, block_id: int, block_hash: bytes, group: int = -1) -> None:
-        """Register a block under its hash. If another block already has this hash, the new one stays private."""
-        if block_hash not in self._by_hash:
-            self._publishers[block_id] = group
-            self._by_hash[block_hash] = block_id
-            self._hashes[block_id] = block_hash
+    def publish(self, block_id: int, block_hash: bytes, group: int = -1) -> bool:
+        """Register a block under its hash. If another block already has this hash, the new one stays private, and the
+        result is False.
+        """
+        if block_hash in self._by_hash:
+            return False
+        self._publishers[block_id] = group
+        self._by_hash[block_hash] = block_id
+        self._hashes[block_id] = block_hash
+        return True
 
     def is_published(self, block_id: int) -> bool:
         return self._hashes[block_id] is not None
@@ -164,6 +173,8 @@ class BlockPool:
             return False
         self._hashes = [None] * len(self._hashes)
         self._by_hash.clear()
+        if self.events is not None:
+            self.events.cleared()
         self._publishers.clear()
         self.hot.clear()
         self.unsaved.clear()
@@ -178,6 +189,8 @@ class BlockPool:
         block_hash, self._hashes[block_id] = self._hashes[block_id], None
         if block_hash is not None:
             del self._by_hash[block_hash]
+            if self.events is not None:
+                self.events.removed(block_hash)
             self._publishers.pop(block_id, None)
             self.let_go(block_id)
             self.hot.pop(block_id, None)

@@ -36,7 +36,8 @@ SAVED_AT_ONCE = 64  # blocks of one call to the workers
 class _Fetch:
     keys: list[bytes]
     block_ids: list[int]
-    requests: list[Request]
+    owner: Request  # whose prefix the blocks are
+    requests: list[Request]  # that wait for them
     started: float
     heard: float  # when the last block arrived
     num_done: int = 0
@@ -132,7 +133,7 @@ class Tiers:
         self._number += 1
         self.call("load", self._number, keys, ids)
         now = time.monotonic()
-        self._fetches[self._number] = _Fetch(keys, ids, [request], now, now, num_tokens=num_tokens)
+        self._fetches[self._number] = _Fetch(keys, ids, request, [request], now, now, num_tokens=num_tokens)
         return True
 
     def _is_faster_to_compute(self, num_blocks: int, num_tokens: int) -> bool:
@@ -166,10 +167,11 @@ class Tiers:
         return ended
 
     def _publish(self, fetch: _Fetch, ok: list[bool], now: float) -> None:
-        pool = self.kv.pool
+        pool, request = self.kv.pool, fetch.owner
+        places = {one: i for i, one in enumerate(request.block_hashes)} if pool.events is not None else {}
         for key, block_id, good in zip(fetch.keys, fetch.block_ids, ok):
-            if good:
-                pool.publish(block_id, key)
+            if good and pool.publish(block_id, key) and pool.events is not None:
+                pool.events.stored(key[0], request, places[key[1:]])
         pool.note_hits([i for i, good in zip(fetch.block_ids, ok) if good and pool.is_published(i)], 0)
         pool.release(fetch.block_ids)
         self.rates.fetched = _Rates.mix(self.rates.fetched, (now - fetch.started) / len(fetch.keys))

@@ -51,7 +51,7 @@ class EngineProcess:
             )
         # -P: modules in the current folder must not shadow ours
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "quire.engine.core", self.address],
+            [sys.executable, "-P", "-m", "quire.engine.core", self.address, str(self.index)],
             stdin=subprocess.PIPE,
             env=environment,
             process_group=0,
