@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
@@ -29,6 +30,7 @@ FIND_TIMEOUT = 2.0  # seconds for a server to tell its models
 POLL_SECONDS = 0.1
 END_TIMEOUT = 15.0  # seconds for our server to end
 _PR_SET_PDEATHSIG = 1
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: list[str]) -> int:
@@ -45,15 +47,38 @@ def main(argv: list[str]) -> int:
     add_sampling_flags(group)
     add_config_flags(parser, everyday=False)
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGHUP, _end)
+    _end_on_signals()
     settings = read_settings(parser, arguments)
     return guarded(parser, lambda: _run(arguments, settings))
 
 
+def _end_on_signals() -> None:
+    """SIGTERM and SIGHUP leave by an exception, so that our server ends.
+
+    Python runs a handler between two instructions. A signal that comes just before input() waits would be seen after
+    the next key only, so a thread sends it to the main thread again until the handler ran.
+    """
+    for number in _ENDING:
+        signal.signal(number, _end)
+    wakeup, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    threading.Thread(target=_insist, args=(wakeup, threading.get_ident()), name="signals", daemon=True).start()
+
+
 def _end(number: int, frame: object) -> None:
-    """Leave by an exception, so that our server ends."""
+    for ending in _ENDING:
+        signal.signal(ending, signal.SIG_IGN)  # the server is ended once
     sys.exit(128 + number)
+
+
+def _insist(wakeup: int, main_thread: int) -> None:
+    """Send each signal that `wakeup` tells of to the main thread until `_end` ran."""
+    while True:
+        number = os.read(wakeup, 1)[0]
+        while number in _ENDING and signal.getsignal(number) is _end:
+            time.sleep(POLL_SECONDS)
+            signal.pthread_kill(main_thread, number)
 
 
 def _run(arguments: argparse.Namespace, settings: Settings) -> None:

@@ -67,6 +67,23 @@ def test_errors_are_one_line(tmp_path):
     assert run(command("--max-modellen", "3")).stderr.endswith("did you mean --max-model-len?\n")
 
 
+LOST_WAKEUP = """
+import select, signal, socket, threading
+from quire.cli.run import _end_on_signals
+_end_on_signals()
+(signals,) = [thread for thread in threading.enumerate() if thread.name == "signals"]
+threading.Timer(0.2, signal.pthread_kill, (signals.ident, signal.SIGTERM)).start()
+pair = socket.socketpair()
+select.select([pair[0]], [], [])
+"""
+
+
+def test_a_signal_just_before_waiting_ends_it():
+    """The handler is due, but nothing interrupts the main thread: as if the signal came just before its select()."""
+    result = subprocess.run([sys.executable, "-c", LOST_WAKEUP], timeout=20, check=False)
+    assert result.returncode == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize("end", ["ctrl-d", signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_its_server_ends_with_it(model_folder, end, tmp_path):
     terminal, child_side = pty.openpty()
