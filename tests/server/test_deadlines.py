@@ -85,7 +85,7 @@ def test_the_whole_answer(server):
 def test_other_dialects(server):
     with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as client:
         message = client.messages.create(
-            model=MODEL, max_tokens=300, messages=HELLO, extra_body={"timeout": 0.5}, timeout=30
+            model=MODEL, max_tokens=300, messages=HELLO, extra_body={"timeout": 0.5, "ignore_eos": True}, timeout=30
         )
     assert message.stop_reason == "max_tokens" and message.usage.output_tokens < 100
     response = server.http.post(
