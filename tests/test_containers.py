@@ -126,7 +126,7 @@ def test_the_health_check_follows_the_server():
     assert json.loads(check[check.index("[") :]) == ["python", "-I", "-S", "/opt/quire/health.py"]
     assert "--start-interval" not in check  # stops podman 4
     for stage in ("build-cpu", "build-cuda"):
-        assert "site-packages/quire/cli/health.py /opt/quire/health.py" in STAGES[stage][-1][1]
+        assert position(stage, "RUN", "site-packages/quire/cli/health.py /opt/quire/health.py")
     assert (ROOT / "cli" / "health.py").is_file()
     environment = dict(
         pair.split("=", 1) for key, rest in STAGES["base"] if key == "ENV" for pair in rest.split() if "=" in pair
@@ -155,6 +155,17 @@ def test_the_file_of_settings_names_every_everyday_variable():
     known = {option.variable: option for option in all_options().values()}
     assert set(named) <= set(known)
     assert {name for name, option in known.items() if option.everyday} - {"QUIRE_DEVICE"} <= set(named)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not os.environ.get("QUIRE_TEST_CONTAINERS"), reason="builds an image for some 10 minutes: set QUIRE_TEST_CONTAINERS"
+)
+@pytest.mark.skipif(not (shutil.which("podman") or shutil.which("docker")), reason="needs podman or docker")
+def test_the_image_is_built_and_run():
+    """TORCH_WHEEL and PIP_CERT as tools/containers.sh says."""
+    done = subprocess.run([ROOT / "tools" / "containers.sh"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.endswith("\nhealthy\n"), done.stdout + done.stderr
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
