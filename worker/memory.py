@@ -17,6 +17,7 @@ from quire.worker.attention.registry import Selection, select_backend
 from quire.worker.batch.graphs import padded_sizes
 from quire.worker.cache.spec import CachePlan, plan_cache
 from quire.worker.cache.storage import KVStorage, resolve_storage
+from quire.worker.encoder_dtype import resolve_encoder_dtype
 from quire.worker.layers.linear import split_kv_heads
 from quire.worker.layers.lora import StepLora
 from quire.worker.layers.mla import EXPANDED_BYTES
@@ -76,7 +77,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     dtype, reason = (
         _quantized_dtype(config)
         if config.model.quantization
-        else platform.resolve_dtype(config.model.dtype, spec.dtype)
+        else resolve_encoder_dtype(config, spec, platform) or platform.resolve_dtype(config.model.dtype, spec.dtype)
     )
     if config.model.dtype == "auto" or _dtype_name(dtype) != config.model.dtype:
         choices.append(("dtype", _dtype_name(dtype), reason))

@@ -53,6 +53,10 @@ class Platform(ABC):
             raise ValueError(f"dtype {name!r} is not supported: set --dtype to one of auto, {', '.join(DTYPES)}")
         return DTYPES[name], "dtype of the checkpoint" if requested == "auto" else "as requested"
 
+    def prefers_bfloat16(self) -> bool:
+        """Whether encoders in float32 are better computed in bfloat16, where their embeddings allow it."""
+        return False
+
     @abstractmethod
     def start(
         self,

@@ -64,6 +64,9 @@ class CpuPlatform(Platform):
             )
         return dtype, reason
 
+    def prefers_bfloat16(self) -> bool:
+        return native.level()[0] != "none" and not native.warning()
+
     def start(
         self,
         num_threads: int | None,
