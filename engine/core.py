@@ -179,6 +179,7 @@ class EngineCore:
         given = self.scheduler.save(most)
         # an idle engine goes on at once, but looks for messages in between
         self.save_due = now + (SAVE_RETRY if not given else 0.0 if idle else SAVE_INTERVAL)
+        self.schedule_stats()
 
     def give_back_memory(self) -> None:
         """Return the KV cache's memory to the system, and forget cached prefixes, if the workers find that it is time:
@@ -230,6 +231,7 @@ class EngineCore:
             "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
             "load_lora": lambda key, folder: self.executor.call("load_lora", key, folder),
             "unload_lora": lambda key: self.executor.call("unload_lora", key),
+            "describe_tiers": lambda: self.scheduler.tiers and self.scheduler.tiers.describe(),
             "describe_ops": lambda: self.executor.call("describe_ops"),
             "waiting": self.scheduler.not_begun,
             "requests": self.scheduler.describe,

@@ -56,6 +56,7 @@ __all__ = [
     "SamplingParams",
     "StepOutputs",
     "ThinkingBudget",
+    "TierStats",
     "ToEngine",
     "TokenLogprobs",
     "Vocabulary",
@@ -220,6 +221,15 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     num_prefilled: int = 0  # with `report_prefill`, before the first token: prompt tokens in the KV cache
 
 
+class TierStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What the first rank of an engine has in the tiers below its pool, and did since the previous message."""
+
+    used: dict[str, int] = {}  # bytes by tier: ram, disk
+    counts: dict[str, float] = {}  # by name, see `TierStore.stats`
+    store_sizes: list[int] = []  # bytes of each transfer from the pool
+    load_sizes: list[int] = []  # bytes of each transfer into the pool
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Current gauges, and counts since the previous message."""
 
@@ -241,6 +251,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     waiting_adapters: list[str] = []
     external_queries: int = 0  # tokens that the pool did not have, looked up in RAM and on disk
     external_hits: int = 0  # tokens of them that were loaded from there
+    tiers: TierStats | None = None  # of RAM and disk, if it was asked for since the last message
 
 
 class StepOutputs(_Message):

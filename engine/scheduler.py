@@ -881,6 +881,7 @@ class Scheduler:
     def _count_tiers(self) -> None:
         if self.tiers is not None:
             self.counts.external_queries, self.counts.external_hits = self.tiers.counts.since_last()
+            self.counts.tiers = self.tiers.stats(now=not self.requests)
 
     def flush_stats(self) -> EngineStats:
         self._count_tiers()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.engine.messages import EngineStats
+from quire.engine.messages import EngineStats, TierStats
 
 
 @dataclass(slots=True)
@@ -24,6 +24,7 @@ class Counts:
 
     external_queries: int = 0  # tokens looked up in lower tiers
     external_hits: int = 0  # tokens loaded from there
+    tiers: TierStats | None = None
 
     def count_drafts(self, num_draft: int, num_accepted: int) -> None:
         self.num_drafts += 1
@@ -53,4 +54,5 @@ class Counts:
             self.accepted_per_position,
             external_queries=self.external_queries,
             external_hits=self.external_hits,
+            tiers=self.tiers,
         )

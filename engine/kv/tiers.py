@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.kv.manager import KVCacheManager
+from quire.engine.messages import TierStats
 from quire.engine.request import Request
 from quire.worker.messages import WorkerReady
 
@@ -29,6 +30,7 @@ SILENCE = 2.0  # seconds without a loaded block after which a fetch is given up
 PAUSE = 30.0  # seconds without fetches after that
 MEASURED_TOKENS = 128  # a step with as many tokens measures how fast prompts are computed
 WORTHWHILE = 0.05  # seconds: a fetch that takes less is not compared with computing
+MEASURE_INTERVAL = 1.0  # seconds between looks at the workers' counts while requests run
 SAVED_AT_ONCE = 64  # blocks of one call to the workers
 
 
@@ -93,6 +95,8 @@ class Tiers:
         self._fetches: dict[int, _Fetch] = {}
         self._number = 0
         self._paused_until = 0.0
+        self._measured = 0.0  # time.monotonic() of the last look at the workers' counts
+        self._totals: dict[str, float] = {}
         kv.pool.evicted = []
 
     @property
@@ -104,6 +108,34 @@ class Tiers:
     def num_unsaved(self) -> int:
         """Number of hot blocks in the pool of which the disk has no copy."""
         return len(self.kv.pool.unsaved) if self.has_disk else 0
+
+    # ---- seen
+
+    def stats(self, now: bool) -> TierStats | None:
+        """What the workers have and did since the last call; None if it was lately and `now` is False."""
+        if not now and time.monotonic() - self._measured < MEASURE_INTERVAL:
+            return None
+        self._measured = time.monotonic()
+        found = self.call("stats")
+        totals, before = found["counts"], self._totals
+        self._totals = totals
+        counts = {name: value - before.get(name, 0) for name, value in totals.items() if value != before.get(name, 0)}
+        return TierStats(found["used"], counts, found["store_sizes"], found["load_sizes"])
+
+    def describe(self) -> dict[str, Any]:
+        """The totals since the start, for a person."""
+        found, counts = self.call("stats", False), self.counts
+        fetches = {
+            "queried_tokens": counts.queries,
+            "hit_tokens": counts.hits,
+            "fetches": counts.num_fetches,
+            "failed_blocks": counts.num_failed,
+            "recomputed": counts.num_recomputed,
+            "fetch_seconds": counts.seconds_fetching,
+            "seconds_per_block_fetched": self.rates.fetched,
+            "seconds_per_token_computed": self.rates.computed,
+        }
+        return {"used_bytes": found["used"]} | found["counts"] | fetches
 
     # ---- up
 

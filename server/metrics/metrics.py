@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire.engine.messages import EngineStats, RequestTiming
+from quire.server.metrics.tiers import SIZES, TierMetrics
 
 if TYPE_CHECKING:
     from quire.server.generate.generation_request import GenerationRequest
@@ -98,6 +99,7 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
     histograms: dict[str, tuple[list[int], float]]  # counts per bucket, total
     keys: list[tuple[tuple[str, str, str], int]] = []  # by (metric, name of an API key, code of a refusal)
     accepted_per_position: list[int] = []
+    tiers: dict[str, float] = {}
 
 
 class Metrics(Collector):
@@ -108,11 +110,12 @@ class Metrics(Collector):
 
     def __init__(self, model_name: str, max_model_len: int, vllm_names: bool = True, engine: int = 0):
         self._made_of = (model_name, max_model_len, vllm_names, engine)
-        self._labels = {"model_name": model_name, "engine": str(engine)}
+        self.labels = {"model_name": model_name, "engine": str(engine)}
         self._prefixes = ("quire:", "vllm:") if vllm_names else ("quire:",)
         self._stats = EngineStats()
         self._cache_config: dict[str, str] = {}
         self.max_loras = 0  # 0: there are no adapters
+        self.tiers = TierMetrics()
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
         self._accepted_per_position: list[int] = []  # drafts, by their place after the last known token
@@ -144,6 +147,8 @@ class Metrics(Collector):
         counters["num_preemptions"] += stats.num_preemptions
         counters["generation_tokens"] += stats.num_generation_tokens
         counters["encoder_embeddings"] += stats.num_encoded
+        if stats.tiers is not None:
+            self.tiers.observe(stats.tiers, self._histograms)
         if stats.num_drafts:
             counters["spec_decode_num_drafts"] += stats.num_drafts
             counters["spec_decode_num_draft_tokens"] += stats.num_draft_tokens
@@ -256,6 +261,7 @@ class Metrics(Collector):
             {name: (list(histogram.counts), histogram.total) for name, histogram in self._histograms.items()},
             list(self._keys.items()),
             list(self._accepted_per_position),
+            dict(self.tiers.counts),
         )
 
     def add(self, counts: Counts) -> None:
@@ -271,6 +277,7 @@ class Metrics(Collector):
         for name, (buckets, total) in counts.histograms.items():
             self._histograms[name].add(buckets, total)
         self._add_accepted(counts.accepted_per_position)
+        self.tiers.add(counts.tiers)
 
     def _add_accepted(self, counts: list[int]) -> None:
         accepted = self._accepted_per_position
@@ -283,11 +290,16 @@ class Metrics(Collector):
         result = Metrics(*self._made_of)
         result._stats, result._cache_config = self._stats, self._cache_config
         result.max_loras = self.max_loras
+        result.tiers.copy_gauges(self.tiers)
         for counts in (self.counts(), *others):
             result.add(counts)
         return result
 
     # ---- publishing
+
+    def histogram(self, name: str) -> Histogram:
+        """The histogram of this name, without a prefix."""
+        return self._histograms[name]
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -304,24 +316,27 @@ class Metrics(Collector):
         yield from self._of_keys()
         for prefix in self._prefixes:
             yield from self._gauges(prefix)
+            yield from self.tiers.collect(prefix, self)
             for name, value in self._counters.items():
-                yield self._family(CounterMetricFamily, prefix + name, _COUNTERS[name], [({}, value)])
-            yield self._family(
+                yield self.family(CounterMetricFamily, prefix + name, _COUNTERS[name], [({}, value)])
+            yield self.family(
                 CounterMetricFamily,
                 prefix + "request_success",
                 "Requests that ended, by how.",
                 [({"finished_reason": reason}, count) for reason, count in self._finished.items()],
             )
             if self._accepted_per_position:
-                yield self._family(
+                yield self.family(
                     CounterMetricFamily,
                     prefix + "spec_decode_num_accepted_tokens_per_pos",
                     "Draft tokens that were accepted, by their place in the draft.",
                     [({"position": str(i)}, count) for i, count in enumerate(self._accepted_per_position)],
                 )
             for name, histogram in self._histograms.items():
-                family = HistogramMetricFamily(prefix + name, _HISTOGRAMS[name][1], labels=list(self._labels))
-                family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.total)
+                if name in _OF_TIERS and not self.tiers.limits:
+                    continue
+                family = HistogramMetricFamily(prefix + name, _HISTOGRAMS[name][1], labels=list(self.labels))
+                family.add_metric(list(self.labels.values()), histogram.buckets(), histogram.total)
                 yield family
 
     def _of_keys(self) -> Iterator[Any]:
@@ -352,48 +367,49 @@ class Metrics(Collector):
         stats = self._stats
         if self.max_loras:
             yield self._lora(prefix)
-        yield self._family(
+        yield self.family(
             GaugeMetricFamily,
             prefix + "num_requests_running",
             "Requests in the engine's batch.",
             [({}, stats.num_running)],
         )
-        yield self._family(
+        yield self.family(
             GaugeMetricFamily,
             prefix + "num_requests_waiting",
             "Requests waiting to be scheduled.",
             [({}, stats.num_waiting)],
         )
-        yield self._family(
+        yield self.family(
             GaugeMetricFamily,
             prefix + "num_requests_waiting_by_reason",
             "Requests waiting to be scheduled, by why: for room (capacity), or for something else (deferred).",
             [({"reason": "capacity"}, stats.num_waiting), ({"reason": "deferred"}, 0)],
         )
-        yield self._family(
+        yield self.family(
             GaugeMetricFamily,
             prefix + "kv_cache_usage_perc",
             "Part of the KV cache in use, 0 to 1.",
             [({}, stats.kv_cache_usage)],
         )
-        yield self._family(
+        yield self.family(
             GaugeMetricFamily,
             prefix + "encoder_cache_usage_perc",
             "Part of the room for embeddings of images in use, 0 to 1.",
             [({}, stats.encoder_cache_usage)],
         )
         if self._cache_config:
-            labels = {**self._cache_config, "engine": self._labels["engine"]}
+            labels = {**self._cache_config, "engine": self.labels["engine"]}
             family = GaugeMetricFamily(
                 prefix + "cache_config_info", "The KV cache's configuration, in the labels.", labels=list(labels)
             )
             family.add_metric(list(labels.values()), 1)
             yield family
 
-    def _family(self, cls: type, name: str, documentation: str, samples: list[tuple[dict[str, str], float]]) -> Any:
-        family = cls(name, documentation, labels=[*self._labels, *samples[0][0]])
+    def family(self, cls: type, name: str, documentation: str, samples: list[tuple[dict[str, str], float]]) -> Any:
+        """A family with one sample per (labels, value), in addition to the labels of all."""
+        family = cls(name, documentation, labels=[*self.labels, *samples[0][0]])
         for labels, value in samples:
-            family.add_metric([*self._labels.values(), *labels.values()], value)
+            family.add_metric([*self.labels.values(), *labels.values()], value)
         return family
 
 
@@ -415,6 +431,7 @@ _COUNTERS = {
     "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
     "encoder_embeddings": "Embeddings of images that the encoder computed.",
 }
+_OF_TIERS = ("kv_offload_store_size", "kv_offload_load_size")
 _OF_KEYS = {
     "key_requests": "Requests accepted, by API key.",
     "key_prompt_tokens": "Prompt tokens of accepted requests, by API key.",
@@ -439,6 +456,8 @@ _HISTOGRAMS = {  # name: (bounds, or None for token counts up to the context len
     "request_params_max_tokens": (None, "The max_tokens that requests ask for."),
     "iteration_tokens_total": (_STEP_TOKENS, "Tokens per engine step."),
     "request_num_preemptions": ((1, 2, 3, 4, 5, 10, 20), "Preemptions per sequence."),
+    "kv_offload_store_size": (SIZES, "Bytes per transfer from the KV cache to RAM or disk."),
+    "kv_offload_load_size": (SIZES, "Bytes per transfer from RAM or disk to the KV cache."),
     "request_prefill_kv_computed_tokens": (
         None,
         "Prompt tokens per sequence that were computed, not found in the cache.",

@@ -22,10 +22,16 @@ def make_metrics(config: Config, model_name: str, worker: WorkerReady) -> Metric
     ]
     for metrics in every:
         metrics.max_loras = worker.max_loras
+        metrics.tiers.limits = tier_limits(worker)
         metrics.set_cache_config(
             **{**dataclasses.asdict(config.cache), "block_size": worker.block_size, "num_gpu_blocks": worker.num_blocks}
         )
     return MetricsPool(every) if len(every) > 1 else every[0]
+
+
+def tier_limits(worker: WorkerReady) -> dict[str, int]:
+    """The bytes that the tiers below the KV cache may have."""
+    return {tier: size for tier, size in (("ram", worker.offload_bytes), ("disk", worker.disk_bytes)) if size}
 
 
 class MetricsPool(Collector):

@@ -46,11 +46,22 @@ def plan_table(ready: WorkerReady) -> str:
         f"  fits {num_tokens:,} tokens: {num_tokens / ready.max_model_len:.1f} requests of the full length of "
         f"{ready.max_model_len:,}"
     )
+    lines += [f"  {line}" for line in _below(ready)]
     if ready.choices:
         width = max(len(setting) for setting, _, _ in ready.choices)
         lines.append("chosen automatically:")
         lines += [f"  {setting:<{width}} = {value}  ({reason})" for setting, value, reason in ready.choices]
     return "\n".join(lines)
+
+
+def _below(ready: WorkerReady) -> list[str]:
+    """The room of blocks in lower tiers."""
+    tiers = [("in RAM", ready.offload_bytes), ("on disk", ready.disk_bytes)]
+    return [
+        f"{where}, at most: {format_bytes(limit)} of blocks that were used again and leave the KV cache"
+        for where, limit in tiers
+        if limit
+    ]
 
 
 def _percent(part: int, whole: int) -> str:

@@ -85,6 +85,30 @@ def test_ram_takes_what_the_pool_reuses(tmp_path):
     assert engine.scheduler.flush_stats().external_hits == 0  # since the last time
 
 
+def test_what_moves_is_counted(tmp_path):
+    engine, prompt = engine_of(tmp_path / "kv", ram=4000, blocks=32), list(range(1, 42))
+    tiers = engine.scheduler.tiers
+    assert tiers.stats(now=True).counts == {} and tiers.stats(now=False) is None
+    told = []
+    flush = engine.scheduler.flush_stats
+    engine.scheduler.flush_stats = lambda: (told.append(flush()), told[-1])[1]
+    ask(engine, "a", prompt)
+    ask(engine, "b", prompt)
+    for i in range(4):
+        ask(engine, f"other {i}", [100 + i] * 90)
+    assert ask(engine, "c", prompt) == 40
+    described = engine.core.call(Call(1, "describe_tiers")).value
+    assert described["hit_tokens"] == 40 and described["load_bytes"] > 0 and described["store_bytes"] > 0
+    assert described["ram_read_blocks"] + described["disk_read_blocks"] == 10
+    assert described["used_bytes"]["ram"] <= 4000
+    last = [stats.tiers for stats in told if stats.tiers]
+    for name in ("load_bytes", "store_bytes", "ram_written_bytes", "disk_read_blocks"):
+        assert sum(one.counts.get(name, 0) for one in last) == described[name]
+    assert sum(size for one in last for size in one.load_sizes) == described["load_bytes"]
+    assert sum(size for one in last for size in one.store_sizes) == described["store_bytes"]
+    assert last[-1].used["ram"] == described["used_bytes"]["ram"]
+
+
 def test_a_reset_clears_every_tier(tmp_path):
     engine, prompt = engine_of(tmp_path / "kv", ram=1 << 20), list(range(1, 42))
     ask(engine, "a", prompt)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.messages import EngineStats, RequestTiming, SamplingParams
+from quire.engine.messages import EngineStats, RequestTiming, SamplingParams, TierStats
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.metrics.metrics import Counts, Histogram, Metrics
 from quire.server.metrics.stats_log import StatsLog
@@ -97,6 +97,31 @@ def test_names_types_and_labels(metrics):
         "error",
         "repetition",
     }
+
+
+def test_tiers_have_vllms_names_and_one_series_per_tier(metrics):
+    assert not any("kv_offload" in name or "kv_tier" in name for name in families(metrics))
+    metrics.tiers.limits = {"ram": 1000, "disk": 5000}
+    counts = {"store_bytes": 300, "store_time": 0.5, "load_bytes": 7, "disk_read_bytes": 4, "ram_evicted": 2}
+    for _ in range(2):
+        metrics.observe_stats(EngineStats(tiers=TierStats({"ram": 250, "disk": 40}, counts, [100, 200], [7])))
+    metrics.observe_stats(EngineStats())
+    for prefix in ("quire:", "vllm:"):
+        offload = f"{prefix}kv_offload_"
+        assert sample(metrics, f"{offload}store_bytes_total") == 600
+        assert sample(metrics, f"{offload}total_bytes_total", transfer_type="GPU_to_CPU") == 600
+        assert sample(metrics, f"{offload}total_bytes_total", transfer_type="CPU_to_GPU") == 14
+        assert sample(metrics, f"{offload}total_time_total", transfer_type="GPU_to_CPU") == 1
+        assert sample(metrics, f"{offload}size_count", transfer_type="GPU_to_CPU") == 4
+        assert sample(metrics, f"{offload}load_size_sum") == 14
+        assert sample(metrics, f"{offload}cpu_cache_usage_perc") == 0.25
+        assert sample(metrics, f"{prefix}kv_tier_used_bytes", tier="disk") == 40
+        assert sample(metrics, f"{prefix}kv_tier_limit_bytes", tier="ram") == 1000
+        assert sample(metrics, f"{prefix}kv_tier_read_bytes_total", tier="disk") == 8
+        assert sample(metrics, f"{prefix}kv_tier_evicted_total", tier="ram") == 4
+    both = metrics.plus([metrics.counts()])
+    assert sample(both, "vllm:kv_offload_store_bytes_total") == 1200
+    assert sample(both, "vllm:kv_tier_used_bytes", tier="ram") == 250
 
 
 def test_without_the_aliases():

@@ -45,6 +45,7 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     health: Health
     config: dict[str, dict[str, Any]]
     engine: dict[str, Any] | None
+    kv_tiers: Any  # null without tiers below the KV cache; a list if engines differ
     kernels: Any
     formats: dict[str, Any] | None
     images: dict[str, Any]
@@ -96,7 +97,8 @@ async def server_info(request: Request, state: ServerState) -> Response:
             "health": state.health(),
             "config": _shown(state.config),
             "engine": state.ready and _engine(state.ready),
-            "kernels": await _kernels(state),
+            "kv_tiers": await _asked(state, "describe_tiers"),
+            "kernels": await _asked(state, "describe_ops"),
             "formats": state.formats and state.formats.describe(),
             "images": state.images.describe(),
             "sampling_defaults": state.model and state.model.other_defaults | state.model.sampling_defaults,
@@ -108,10 +110,12 @@ async def server_info(request: Request, state: ServerState) -> Response:
     )
 
 
-async def _kernels(state: ServerState) -> Any:
-    """The kernels in use, the progress of their compilation and since when they are in use; None if no engine says."""
+async def _asked(state: ServerState, method: str) -> Any:
+    """What the engines say: the kernels in use, the progress of their compilation and since when they are in use, or
+    what is in the tiers below the KV cache. None if no engine says.
+    """
     try:
-        return await state.client.call("describe_ops", timeout=2.0)
+        return await state.client.call(method, timeout=2.0)
     except (RuntimeError, TimeoutError):  # not ready, or in a long step
         return None
 

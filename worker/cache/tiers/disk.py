@@ -44,6 +44,7 @@ class DiskTier:
         self.writable = True
         self.used = 0  # bytes of all files when they were last counted
         self.written = self.num_evicted = self.num_damaged = 0  # bytes, files, files or blocks
+        self.seconds_writing = 0.0
         self._index: dict[bytes, Place] = {}
         self._known: dict[str, list[bytes]] = {}  # keys by file name, also of files that are not ours
         self._queue: dict[bytes, bytes] = {}  # blocks that wait for the writer
@@ -255,8 +256,10 @@ class DiskTier:
                     return
                 batch = self._next_batch()
                 self._writing = len(batch)
+            start = time.monotonic()
             try:
                 self._write(batch)
+                self.seconds_writing += time.monotonic() - start
             except OSError as error:
                 self._paused_until = time.monotonic() + PAUSE
                 self._drop_queue()

@@ -10,6 +10,7 @@ class RamTier:
 
     def __init__(self, limit: int):
         self.limit, self.used = limit, 0
+        self.added = self.num_evicted = 0  # bytes, blocks since the start
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
 
     def __contains__(self, key: bytes) -> bool:
@@ -31,10 +32,12 @@ class RamTier:
             return []
         self._blocks[key] = content
         self.used += len(content)
+        self.added += len(content)
         left = []
         while self.used > self.limit:
             left.append(self._blocks.popitem(last=False))
             self.used -= len(left[-1][1])
+        self.num_evicted += len(left)
         return left
 
     def clear(self) -> None:

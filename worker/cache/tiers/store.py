@@ -12,7 +12,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from quire.worker.cache.tiers.disk import DiskTier
 from quire.worker.cache.tiers.ram import RamTier
@@ -21,6 +22,7 @@ COPY_BYTES = 64 << 20  # bytes that one poll copies into blocks
 READ_AHEAD_BYTES = 256 << 20  # bytes that were read and not copied yet
 
 MISS, ON_DISK, IN_RAM = 0, 1, 2
+TIERS = {IN_RAM: "ram", ON_DISK: "disk"}
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +31,18 @@ class _Load:
     block_ids: list[int]
     ok: list[bool] = field(default_factory=list)  # of the blocks handled so far
     cancelled: bool = False
+    size: int = 0  # bytes copied
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Totals of this rank since the start."""
+
+    store_bytes: int = 0  # copied from the pool
+    store_time: float = 0.0  # seconds
+    load_bytes: int = 0  # copied into the pool
+    load_time: float = 0.0  # of reading and copying
+    stores_skipped: int = 0  # blocks that no tier had room or time for
 
 
 class TierStore:
@@ -45,8 +59,12 @@ class TierStore:
         agree: Callable[[list[int]], list[int]] = lambda numbers: numbers,
     ):
         self.gather, self.scatter, self.ram, self.disk, self.agree = gather, scatter, ram, disk, agree
-        self.num_loaded = {IN_RAM: 0, ON_DISK: 0}  # bytes
-        self.seconds_loading = 0.0
+        self.counts = _Counts()
+        measured = ("bytes", "blocks", "seconds")
+        self.tier_counts = {f"{tier}_read_{what}": 0.0 for tier in TIERS.values() for what in measured}
+        # bytes of each transfer since the last `stats`
+        self._store_sizes: list[int] = []
+        self._load_sizes: list[int] = []
         self._loads: dict[int, _Load] = {}  # by the engine's number
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._read: queue.SimpleQueue = queue.SimpleQueue()  # (load, content or None)
@@ -66,29 +84,47 @@ class TierStore:
 
     def store(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Keep blocks that are about to be reused: in RAM, or else on disk if the writer has room."""
+        before = self.counts.store_bytes
         for block_id, key in blocks:
             if self.ram is not None:
                 if key not in self.ram:
-                    self._demote(self.ram.add(key, self.gather(block_id)))
+                    self._demote(self.ram.add(key, self._gather(block_id)))
             elif self.disk is not None:
-                self.disk.offer(key, lambda block_id=block_id: self.gather(block_id))
+                self._offer(key, lambda block_id=block_id: self._gather(block_id))
+        self._note_store(before)
 
     def save(self, blocks: Sequence[tuple[int, bytes]]) -> int:
         """Write blocks to disk that stay in the pool. Returns for how many of the first ones that was begun, on every
         rank; 0 without a disk tier that takes any.
         """
-        done = 0
+        done, before = 0, self.counts.store_bytes
         if self.disk is not None:
             for block_id, key in blocks:
-                if not self.disk.offer(key, lambda block_id=block_id: self.gather(block_id)):
+                if not self.disk.offer(key, lambda block_id=block_id: self._gather(block_id)):
                     break
                 done += 1
+        self._note_store(before)
         return self.agree([done])[0]
 
     def _demote(self, blocks: list[tuple[bytes, bytes]]) -> None:
         if self.disk is not None:
             for key, content in blocks:
-                self.disk.offer(key, content)
+                self._offer(key, content)
+
+    def _offer(self, key: bytes, content: bytes | Callable[[], bytes]) -> None:
+        if not self.disk.offer(key, content):
+            self.counts.stores_skipped += 1
+
+    def _gather(self, block_id: int) -> bytes:
+        start = time.monotonic()
+        content = self.gather(block_id)
+        self.counts.store_time += time.monotonic() - start
+        self.counts.store_bytes += len(content)
+        return content
+
+    def _note_store(self, before: int) -> None:
+        if size := self.counts.store_bytes - before:
+            self._store_sizes.append(size)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the disk has what it was given."""
@@ -125,9 +161,16 @@ class TierStore:
             if load.cancelled:
                 continue
             if content is not None:
-                self.scatter(load.block_ids[len(load.ok)], content)
+                self._copy(load, content)
             load.ok.append(content is not None)
         return self._reports()
+
+    def _copy(self, load: _Load, content: bytes) -> None:
+        start = time.monotonic()
+        self.scatter(load.block_ids[len(load.ok)], content)
+        self.counts.load_time += time.monotonic() - start
+        self.counts.load_bytes += len(content)
+        load.size += len(content)
 
     def _reports(self) -> list[tuple[int, list[bool] | int]]:
         numbers = list(self._loads)
@@ -140,6 +183,7 @@ class TierStore:
                 continue
             reports.append((number, [bool(ok) for ok in self.agree([int(ok) for ok in load.ok])]))
             del self._loads[number]
+            self._load_sizes.append(load.size)
         return reports
 
     def cancel(self, number: int) -> None:
@@ -165,8 +209,10 @@ class TierStore:
             tier = IN_RAM
         else:
             content, tier = self.disk.read(key) if self.disk else None, ON_DISK
-        self.seconds_loading += time.monotonic() - start
-        self.num_loaded[tier] += len(content or b"")
+        if content is not None:
+            seconds, counts = time.monotonic() - start, self.tier_counts
+            for what, value in (("bytes", len(content)), ("blocks", 1), ("seconds", seconds)):
+                counts[f"{TIERS[tier]}_read_{what}"] += value
         return content
 
     # ---- both
@@ -183,16 +229,21 @@ class TierStore:
         if self.disk is not None:
             self.disk.stop()
 
-    def stats(self) -> dict[str, float]:
-        """Bytes and counts of this rank, by name."""
-        ram, disk = self.ram, self.disk
-        return {
-            "ram_bytes": ram.used if ram else 0,
-            "disk_bytes": disk.used if disk else 0,
-            "ram_loaded_bytes": self.num_loaded[IN_RAM],
-            "disk_loaded_bytes": self.num_loaded[ON_DISK],
-            "disk_written_bytes": disk.written if disk else 0,
-            "disk_evicted_files": disk.num_evicted if disk else 0,
-            "disk_damaged": disk.num_damaged if disk else 0,
-            "seconds_loading": self.seconds_loading,
-        }
+    def stats(self, take: bool = True) -> dict[str, Any]:
+        """What this rank has and did: `used`, bytes by tier; `counts`, totals since the start; `store_sizes` and
+        `load_sizes`, the bytes of each transfer from and to the pool since the last call
+        with `take`.
+        """
+        used, counts = {}, asdict(self.counts) | self.tier_counts
+        counts["load_time"] += counts["ram_read_seconds"] + counts["disk_read_seconds"]
+        if self.ram is not None:
+            used["ram"] = self.ram.used
+            counts |= {"ram_written_bytes": self.ram.added, "ram_evicted": self.ram.num_evicted}
+        if (disk := self.disk) is not None:
+            used["disk"] = disk.used
+            counts |= {"disk_written_bytes": disk.written, "disk_written_seconds": disk.seconds_writing}
+            counts |= {"disk_evicted": disk.num_evicted, "disk_damaged": disk.num_damaged}
+        sizes = {"store_sizes": self._store_sizes, "load_sizes": self._load_sizes}
+        if take:
+            self._store_sizes, self._load_sizes = [], []
+        return {"used": used, "counts": counts} | sizes
