@@ -15,6 +15,7 @@ from quire.checkpoints import hub
 from quire.checkpoints.files import check_model_folder
 from quire.checkpoints.weight_summary import weight_summary
 from quire.configs.config import Config
+from quire.configs.speculation import draft_model_of
 from quire.server.startup.plan_table import plan_table
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ def plan(config: Config, target: str) -> str:
         folder, has_weights = hub.resolve_headers(options.model, target=target, **where)
     config = dataclasses.replace(config, model=dataclasses.replace(options, model=folder))
     check_model_folder(folder, needs_weights=has_weights and options.load_format != "dummy")
+    if (draft := draft_model_of(config.scheduler.speculative_config)) is not None:
+        draft = hub.resolve(draft, tokenizer_only=True, download_dir=options.download_dir)
+        check_model_folder(draft, needs_weights=False)
+        config = config.with_draft_model(draft)
     # imported by name: torch loads only when this command runs
     model = importlib.import_module("quire.worker.weights.loader").check_model(config, files=has_weights)
     adapters = importlib.import_module("quire.worker.lora.preview").describe_adapters(config.lora, model)

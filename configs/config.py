@@ -8,8 +8,9 @@ reports the result in `Ready` instead of editing the configuration.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from quire.configs.kv_events import read_kv_events
@@ -214,8 +215,8 @@ class SchedulerConfig:
         None,
         (
             "several tokens of a request per step, as vLLM's JSON: "
-            '{"method": "auto"|"ngram"|"suffix"|"grammar"|"none", "num_speculative_tokens": 1 to 64} (default: auto '
-            "where it cannot change a text)"
+            '{"method": "auto"|"ngram"|"suffix"|"grammar"|"draft_model"|"none", "model": MODEL of a draft_model, '
+            '"num_speculative_tokens": 1 to 64} (default: auto where it cannot change a text)'
         ),
         metavar="JSON",
         unit="mapping",
@@ -613,3 +614,8 @@ class Config:
         if values:
             raise ValueError(f"unknown setting: {', '.join(sorted(values))}")
         return cls(**sections)
+
+    def with_draft_model(self, folder: str) -> Config:
+        """The same with the folder of the draft model that `--speculative-config` names."""
+        settings = json.loads(self.scheduler.speculative_config) | {"model": folder}
+        return replace(self, scheduler=replace(self.scheduler, speculative_config=json.dumps(settings)))

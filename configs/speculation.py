@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_DRAFT = 64  # draft tokens of one request that a step may verify
-METHODS = ("auto", "ngram", "suffix", "grammar", "none")
+METHODS = ("auto", "ngram", "suffix", "grammar", "draft_model", "none")
 _NEED_A_MODEL = {
-    "draft_model": "a draft model is not supported yet",
     "mtp": "prediction heads of checkpoints (MTP) are not supported yet",
     "eagle": "EAGLE heads are not supported yet",
     "eagle3": "EAGLE-3 heads are not supported yet",
@@ -36,7 +35,7 @@ _LLAMACPP_TYPES = {
     "ngram-map-k": "suffix",
     "ngram-map-k4v": "suffix",
 }
-_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,7 @@ class SpeculationSettings:
     num_draft: int | None = None
     min_match: int | None = None
     max_match: int | None = None
+    model: str | None = None  # with method draft_model: folder, GGUF file or Hub id
 
 
 def read_speculation(text: str) -> SpeculationSettings:
@@ -57,13 +57,12 @@ def read_speculation(text: str) -> SpeculationSettings:
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError(f"must be a JSON object, got {text}")
-    method = values.get("method", "ngram" if "prompt_lookup_max" in values else "auto")
+    inferred = "draft_model" if "model" in values else "ngram" if "prompt_lookup_max" in values else "auto"
+    method, model = values.get("method", inferred), values.get("model")
     if not isinstance(method, str) or method not in (*METHODS, *_NEED_A_MODEL):
         raise ValueError(f"method is {json.dumps(method)}, but must be one of {', '.join(METHODS)}")
     if method in _NEED_A_MODEL:
         raise ValueError(f"method {method}: {_NEED_A_MODEL[method]}; use one of {', '.join(METHODS)}")
-    if "model" in values:
-        raise ValueError("model: a draft model is not supported yet; the methods that exist need none")
     if unknown := sorted(values.keys() - set(_KEYS)):
         raise ValueError(f"unknown key {', '.join(unknown)}; the keys are {', '.join(_KEYS)}")
     num_draft = _whole(values, "num_speculative_tokens", MAX_DRAFT)
@@ -72,7 +71,16 @@ def read_speculation(text: str) -> SpeculationSettings:
         raise ValueError(f"prompt_lookup_min and prompt_lookup_max belong to method ngram, not to {method}")
     if low is not None and high is not None and low > high:
         raise ValueError(f"prompt_lookup_min is {low}, but must not exceed prompt_lookup_max, which is {high}")
-    return SpeculationSettings(method, num_draft, low, high)
+    if method == "draft_model" and not (isinstance(model, str) and model):
+        raise ValueError("method draft_model needs a model: its folder, GGUF file or Hub id")
+    if method != "draft_model" and model is not None:
+        raise ValueError(f"model belongs to method draft_model, not to {method}")
+    return SpeculationSettings(method, num_draft, low, high, model)
+
+
+def draft_model_of(text: str | None) -> str | None:
+    """The draft model that `--speculative-config` names, if it does."""
+    return read_speculation(text).model if text is not None else None
 
 
 def from_llamacpp(given: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from quire.configs.config import Config
 from quire.worker.attention.base import AttentionSpec
 from quire.worker.attention.registry import Selection, select_backend
 from quire.worker.batch.graphs import padded_sizes
-from quire.worker.cache.spec import CachePlan, plan_cache
+from quire.worker.cache.spec import CachePlan, add_drafting, plan_cache
 from quire.worker.cache.storage import KVStorage, resolve_storage
 from quire.worker.encoder_dtype import resolve_encoder_dtype
 from quire.worker.layers.linear import split_kv_heads
@@ -31,6 +31,7 @@ from quire.worker.platforms.base import Platform
 from quire.worker.platforms.ops import Ops
 from quire.worker.platforms.platform import get_platform
 from quire.worker.sampling.speculation.choice import Speculation, resolve_speculation
+from quire.worker.sampling.speculation.draft_spec import draft_quantization, read_draft_spec
 from quire.worker.transformer.config import LayerSpec, ModelSpec, cache_specs, state_specs
 from quire.worker.transformer.decoder import stage_layers
 from quire.worker.transformer.moe_spec import MoESpec
@@ -63,6 +64,7 @@ class Limits:
     auto_model_len: bool
     deterministic: bool
     speculation: Speculation
+    draft: ModelSpec | None  # of a draft model
     choices: list[Choice]
 
 
@@ -87,8 +89,9 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     choices.append(("deterministic", "on" if deterministic else "off", reason))
     speculation, choice = resolve_speculation(config, spec, platform, deterministic)
     choices.append(choice)
+    draft = read_draft_spec(config, spec, speculation.model) if speculation.model else None
     order = ("cpu_fixed",) if deterministic else platform.attention_order
-    specs = attention_specs(config, spec, platform, dtype, kv)
+    specs = attention_specs(config, spec, platform, dtype, kv, draft)
     attention = select_backend(order, specs, config.device.attention_backend)
     if not specs and config.cache.block_size:  # a block is the distance of possible checkpoints of states
         attention = replace(attention, block_size=config.cache.block_size)
@@ -117,6 +120,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
         auto,
         deterministic,
         speculation,
+        draft,
         choices,
     )
 
@@ -129,6 +133,13 @@ def estimate_weights(
     """
     text = weight_bytes(replace(spec, vision=None), dtype, quantization, ops)
     return text // world_size + weight_bytes(spec, dtype, quantization, ops) - text
+
+
+def estimate_draft_weights(config: Config, limits: Limits, ops: Ops) -> int:
+    """Bytes of the weights of a draft model."""
+    if limits.draft is None:
+        return 0
+    return weight_bytes(limits.draft, limits.dtype, draft_quantization(config, limits.draft), ops)
 
 
 def media_info(spec: ModelSpec, limits: Limits, platform: Platform) -> MediaInfo | None:
@@ -150,8 +161,13 @@ def estimate_images(spec: ModelSpec, limits: Limits, platform: Platform) -> int:
 
 
 def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
-    """Bytes that the largest step needs in addition to weights and KV cache: the widest layer, the logits, gathered
-    keys and values, and tables.
+    """Bytes that the largest step needs in addition to weights and KV cache, of the draft model if that needs more."""
+    specs = (spec,) if limits.draft is None else (spec, limits.draft)
+    return max(_activations(one, limits, tp) for one in specs)
+
+
+def _activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
+    """Bytes that the largest step of a model needs: the widest layer, the logits, gathered keys and values, and tables.
 
     The logits exist in three copies: in the model's dtype or this rank's share, in float32, and raw, before penalties
     and masks, for log-probabilities.
@@ -169,7 +185,7 @@ def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
 
 def estimate_workspace(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> int:
     """Bytes of temporary memory that the attention backend allocates for steps of the largest batch."""
-    specs = attention_specs(config, spec, platform, limits.dtype, limits.kv)
+    specs = attention_specs(config, spec, platform, limits.dtype, limits.kv, limits.draft)
     workspace = limits.attention.backend.workspace
     return max((workspace(one, limits.max_num_seqs, limits.max_model_len) for one in specs), default=0)
 
@@ -229,7 +245,10 @@ def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platf
 def cache_plan(config: Config, spec: ModelSpec, limits: Limits) -> CachePlan:
     """The groups of layers that share block tables, the same on every rank."""
     tp, kv = config.parallel.tensor_parallel_size, limits.kv
-    return plan_cache(cache_specs(spec, kv.dtype.itemsize, tp, kv.scale_bytes), state_specs(spec, tp))
+    plan = plan_cache(cache_specs(spec, kv.dtype.itemsize, tp, kv.scale_bytes), state_specs(spec, tp))
+    if limits.draft is None:
+        return plan
+    return add_drafting(plan, cache_specs(limits.draft, kv.dtype.itemsize, tp, kv.scale_bytes))
 
 
 def bytes_per_block(config: Config, spec: ModelSpec, limits: Limits) -> int:
@@ -385,7 +404,8 @@ def preview(config: Config) -> WorkerReady:
         device=platform.name,
         total=total,
         available=available,
-        weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization, platform.ops),
+        weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization, platform.ops)
+        + estimate_draft_weights(config, limits, platform.ops),
         activations=estimate_activations(spec, limits, tp) + estimate_workspace(config, spec, limits, platform),
         graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, spec, limits, platform) else 0,
         images=estimate_images(spec, limits, platform),
@@ -471,12 +491,19 @@ def _quantized_dtype(config: Config) -> tuple[torch.dtype, str]:
 
 
 def attention_specs(
-    config: Config, spec: ModelSpec, platform: Platform, dtype: torch.dtype, kv: KVStorage
+    config: Config,
+    spec: ModelSpec,
+    platform: Platform,
+    dtype: torch.dtype,
+    kv: KVStorage,
+    draft: ModelSpec | None = None,
 ) -> list[AttentionSpec]:
-    """What the layers require of attention, without repetitions: layers of one shape differ only in their windows."""
+    """What the layers, and those of a draft model, require of attention, without repetitions: layers of one shape
+    differ only in their windows.
+    """
     tp = config.parallel.tensor_parallel_size
     shapes: dict[tuple[int, ...], list[LayerSpec]] = {}
-    for layer in spec.layers:
+    for layer in spec.layers + (draft.layers if draft else ()):
         if layer.attends and layer.latent is None and layer.mixer != "bidirectional":
             shape = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, False, False
             shapes.setdefault(shape, []).append(layer)

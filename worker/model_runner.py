@@ -29,7 +29,9 @@ from quire.worker.sampling.logprobs import Entries, PromptLogprobs, prompt_messa
 from quire.worker.sampling.pooling import Pooled, Pooling
 from quire.worker.sampling.sampler import RowLogprobs, Sampled, Sampler
 from quire.worker.sampling.speculation.choice import Speculation
+from quire.worker.sampling.speculation.draft_model import DraftModel
 from quire.worker.sampling.speculation.speculator import Speculator, accepted
+from quire.worker.transformer.decoder import CausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +138,7 @@ class ModelRunner:
         sampler: Sampler | None = None,
         speculation: Speculation | None = None,
         adapters: Adapters | None = None,
+        draft: CausalLM | None = None,
     ) -> None:
         self.model, self.table, self.backend, self.platform = model, table, backend, platform
         self.stage = stage or SingleStage()
@@ -148,8 +151,12 @@ class ModelRunner:
         )
         self.states = StatePages(model, table)
         self.sampler = sampler or Sampler(table, platform)
-        self.speculator = Speculator(speculation, self.sampler.grammars) if speculation is not None else None
-        if self.speculator is not None:
+        self.speculator = None
+        if speculation is not None:
+            drafting = None
+            if draft is not None:
+                drafting = DraftModel(draft, table, backend, platform, max_num_tokens, self.sampler)
+            self.speculator = Speculator(speculation, self.sampler.grammars, drafting)
             table.register(self.speculator)
         self.prompt_logprobs = PromptLogprobs(table, platform)
         table.register(self.prompt_logprobs)
@@ -175,8 +182,8 @@ class ModelRunner:
     def _execute(self, step: StepInput, saved: SavedState | None) -> Output:
         """`execute`; `saved` is the state of a part's single request, if the part updates it in place."""
         self.stage.await_token_ids(step, self.table)
-        drafts = self.speculator.drafts(step) if step.num_draft else {}
-        batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend, drafts)
+        make_drafts = (lambda: self.speculator.drafts(step)) if step.num_draft else None
+        batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend, make_drafts)
         if not self.shares_outputs:
             num_prompt = [self.table.num_prompt_tokens[row] for row in step.rows]
             limit_outputs(batch.attn, self.table.groups, step.num_computed, step.num_scheduled, num_prompt)
@@ -185,7 +192,7 @@ class ModelRunner:
             self.images.prepare(batch)
         before, self._reached = self.group.num_exchanges, _FORWARD
         try:
-            return self._run(batch, drafts)
+            return self._run(batch)
         except RuntimeError as error:
             if not is_out_of_memory(error) or not (self.alone or self._can_abandon(step)):
                 raise
@@ -262,7 +269,7 @@ class ModelRunner:
         ]
         return SplitOutput(step, parts, failed=True)
 
-    def _run(self, batch: InputBatch, drafts: dict[int, list[int]]) -> AsyncOutput:
+    def _run(self, batch: InputBatch) -> AsyncOutput:
         step = batch.step
         errors = (
             {i: self.table.errors[row] for i, row in enumerate(step.rows) if row in self.table.errors}
@@ -299,6 +306,8 @@ class ModelRunner:
                 batch.max_seq_len,
             )
             self.stage.send_token_ids(sampled.token_ids)
+        if self.speculator is not None:
+            self.speculator.follow(step)
         event = self.platform.event()
         if token_ids is not None:
             self.sampler.grammars.sampled(batch.sampling, token_ids, event)
@@ -314,7 +323,7 @@ class ModelRunner:
             abandoned,
             pooled=pooled,
             speculator=self.speculator,
-            drafts=drafts,
+            drafts=batch.drafts,
         )
 
     def _sampling_errors(self, batch: InputBatch, sampled: Sampled) -> dict[int, str]:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from quire.configs.config import Config
 from quire.worker import memory
@@ -30,6 +31,8 @@ from quire.worker.pipeline import SingleStage, pipeline_stage
 from quire.worker.platforms.base import Platform, is_out_of_memory
 from quire.worker.platforms.platform import get_platform
 from quire.worker.sampling.sampler import Sampler
+from quire.worker.sampling.speculation.draft_model import place_after
+from quire.worker.sampling.speculation.draft_spec import draft_quantization
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.pooling import Pooler, pooling_info, read_pooling
@@ -68,6 +71,7 @@ class Worker:
         self.local_rank = rank if local_rank is None else local_rank
         self.local_size = world_size if local_size is None else local_size
         self.runner: ModelRunner | None = None
+        self.draft: CausalLM | None = None
         self.warmer: kv_cache.Warmer | None = None
         self.tiers: TierStore | None = None  # below the KV cache
         self.gave_back = False  # whether the KV cache's memory was given back since the last step
@@ -110,10 +114,11 @@ class Worker:
         limits = memory.resolve_limits(config, spec, platform)
         model = self._load_model(spec, limits, platform, progress)
         one_call = pack_experts(model)
+        self.draft = self._load_draft(spec, limits, platform, progress)
         if pooling is not None:
             model.pooler = Pooler(pooling, spec.hidden_size, platform.device)
         adapters = self._adapters(model, spec, limits, platform)
-        weights = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
+        weights = sum(map(_weight_bytes, (model, self.draft)))
 
         progress("profiling memory", 0.0)
         depth = config.scheduler.steps_in_flight or pp().size + 1
@@ -157,7 +162,18 @@ class Worker:
         )
         check_ranks, max_model_len = config.parallel.debug_check_ranks, ready.max_model_len
         self.runner = _make_runner(
-            model, spec, platform, limits, cache, num_blocks, num_states, max_model_len, stage, check_ranks, adapters
+            model,
+            spec,
+            platform,
+            limits,
+            cache,
+            num_blocks,
+            num_states,
+            max_model_len,
+            stage,
+            check_ranks,
+            adapters,
+            self.draft,
         )
         if adapters is not None:
             ready = msgspec.structs.replace(ready, max_loras=adapters.max_active)
@@ -174,7 +190,7 @@ class Worker:
                 choices=[*ready.choices, ("pooling", "+".join(pooling.methods), pooling.reason)],
             )
         if platform.device.type == "cpu" and not spec.is_encoder and kv_cache.attention_layers(model):
-            self.weights, self.warmer = weights, _start_warmer(model, weights)
+            self.weights, self.warmer = weights, _start_warmer(self._cached(), weights)
             ready = msgspec.structs.replace(ready, gives_back=True)
         ready = self._open_tiers(ready, limits, platform)
         progress("allocating KV cache", 1.0)
@@ -190,9 +206,9 @@ class Worker:
         )
         self.tiers = open_tiers(
             config,
-            self.runner.model,
+            self._cached(),
             ready,
-            str(limits.kv),
+            str(limits.kv) + (f", drafts of {limits.speculation.model}" if limits.draft else ""),
             (self.rank, self.world_size, config.parallel.tensor_parallel_size),
             lambda numbers: self._least(numbers, platform),
         )
@@ -254,9 +270,32 @@ class Worker:
             fix_order(model)
         return model
 
-    def _adapters(
-        self, model: CausalLM, spec: ModelSpec, limits: memory.Limits, platform: Platform
-    ) -> Adapters | None:
+    def _load_draft(
+        self, spec: ModelSpec, limits: memory.Limits, platform: Platform, progress: ReportProgress
+    ) -> CausalLM | None:
+        """Build and load the draft model, if there is one."""
+        draft, options = limits.draft, self.config.model
+        if draft is None:
+            return None
+        quantization = draft_quantization(self.config, draft)
+        model = build_model(draft, limits.dtype, platform.device, limits.max_model_len, quantization, platform.ops)
+        load_weights(
+            model,
+            draft,
+            limits.speculation.model,
+            options.load_format,
+            options.seed,
+            lambda fraction: progress("loading the draft model", fraction),
+        )
+        pack_experts(model)
+        place_after(model, len(spec.layers))
+        return model
+
+    def _cached(self) -> nn.ModuleList:
+        """The modules whose layers have a KV cache."""
+        return nn.ModuleList([self.runner.model] if self.draft is None else [self.runner.model, self.draft])
+
+    def _adapters(self, model: CausalLM, spec: ModelSpec, limits: memory.Limits, platform: Platform) -> Adapters | None:
         """What LoRA adapters need; None if the server has none."""
         if not self.config.lora.enabled:
             return None
@@ -271,7 +310,7 @@ class Worker:
         if step.stores:
             self.tiers.store(step.stores)
         if self.gave_back:
-            self.gave_back, self.warmer = False, _start_warmer(self.runner.model, self.weights)
+            self.gave_back, self.warmer = False, _start_warmer(self._cached(), self.weights)
         if self.warmer is None:
             return self.runner.execute(step)
         self.warmer.follow(step)
@@ -336,7 +375,7 @@ class Worker:
             self.warmer.stop()
         if self.tiers is not None:
             self.tiers.stop()
-        self.runner = self.warmer = self.tiers = None
+        self.runner = self.warmer = self.tiers = self.draft = None
         shutdown_distributed()
 
     def _agree_on_ops(self, platform: Platform) -> None:
@@ -355,6 +394,8 @@ class Worker:
         self.runner.backend = limits.attention.backend
         if self.runner.speculator is not None:
             self.runner.speculator.use(limits.speculation)
+            if self.runner.speculator.model is not None:
+                self.runner.speculator.model.use(platform.ops, limits.attention.backend)
         if limits.deterministic:
             fix_order(model)
         if self.runner.adapters is not None:
@@ -373,7 +414,13 @@ class Worker:
         return self._least([num_blocks], platform)[0]
 
 
-def _start_warmer(model: CausalLM, weights: int) -> kv_cache.Warmer:
+def _weight_bytes(model: CausalLM | None) -> int:
+    if model is None:
+        return 0
+    return sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
+
+
+def _start_warmer(model: nn.Module, weights: int) -> kv_cache.Warmer:
     """Start making the KV cache on CPU resident ahead of use; `weights` are the bytes of the model."""
     ahead = max(WARM_SHARE * weights, MIN_WARM_BYTES)
     return kv_cache.Warmer(
@@ -393,10 +440,12 @@ def _make_runner(
     stage: SingleStage,
     check_ranks: bool = False,
     adapters: Adapters | None = None,
+    draft: CausalLM | None = None,
 ) -> ModelRunner:
     """Allocate the KV cache and the request table, and build the model runner."""
     block_size = limits.attention.block_size
-    kv_cache.allocate(kv_cache.attention_layers(model), cache, num_blocks, block_size, limits.kv, platform.device)
+    layers = kv_cache.attention_layers(model) + (kv_cache.attention_layers(draft) if draft else [])
+    kv_cache.allocate(layers, cache, num_blocks, block_size, limits.kv, platform.device)
     kv_cache.allocate_states(kv_cache.state_layers(model), cache, num_states, platform.device)
     table = RequestTable(
         limits.max_num_seqs, max_model_len, block_size, spec.vocab_size, platform, cache.groups, num_blocks
@@ -412,6 +461,7 @@ def _make_runner(
         sampler,
         limits.speculation if limits.speculation.is_on else None,
         adapters,
+        draft,
     )
 
 

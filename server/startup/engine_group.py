@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from quire.checkpoints import hub
 from quire.checkpoints.files import check_model_folder
 from quire.configs.config import Config
+from quire.configs.speculation import draft_model_of
 from quire.engine.messages import EngineStats, Progress, WorkerReady
 from quire.server.engines.process import EngineProcess
 from quire.server.engines.supervisor import Supervisor, in_thread
@@ -51,23 +52,30 @@ class EngineGroup:
 
     def __init__(self, config: Config):
         self.config = config
+        self.draft = draft_model_of(config.scheduler.speculative_config)
         self.folder: str | None = None  # the model folder, once it is on this machine
         self.processes: list[EngineProcess] = []
         self.supervisors: list[Supervisor] = []
 
     def start_if_local(self) -> None:
-        """`start` if the model needs no download. Raises ValueError."""
-        if (folder := hub.local_folder(self.config.model.model)) is not None:
-            self.start(folder)
+        """`start` if the model, and the draft model if there is one, need no download. Raises ValueError."""
+        folder, draft = hub.local_folder(self.config.model.model), None
+        if folder is not None and self.draft is not None:
+            draft = hub.local_folder(self.draft)
+        if folder is not None and (draft is None) == (self.draft is None):
+            self.start(folder, draft)
 
-    def start(self, folder: str) -> None:
-        """Start one process per engine.
+    def start(self, folder: str, draft: str | None = None) -> None:
+        """Start one process per engine, with the models in `folder` and `draft`.
 
-        Raises ValueError if the folder has no model or the system cannot start a process.
+        Raises ValueError if a folder has no model or the system cannot start a process.
         """
         check_model_folder(folder, needs_weights=self.config.model.load_format != "dummy")
         self.folder = folder
         config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=folder))
+        if draft is not None:
+            check_model_folder(draft, needs_weights=self.config.model.load_format != "dummy")
+            config = config.with_draft_model(draft)
         for index in range(config.parallel.data_parallel_size):
             engine = EngineProcess(config, index)
             try:
@@ -91,7 +99,9 @@ class EngineGroup:
         """
         if self.folder is None:
             progress("resolving model", 0.0)
-            self.start(await self._resolve(self.config.model.model, progress))
+            folder = await self._resolve(self.config.model.model, progress)
+            draft = None if self.draft is None else await self._resolve(self.draft, progress, is_draft=True)
+            self.start(folder, draft)
 
         def on_progress(engine: int, message: Progress) -> None:
             if engine == 0:  # show one progress bar; the other engines load the same model
@@ -116,13 +126,19 @@ class EngineGroup:
             folder = await self._resolve(tokenizer, progress, tokenizer_only=True)
         await user.load_tokenizer(self.folder, folder)
 
-    async def _resolve(self, model: str, progress: Callable[[str, float], None], tokenizer_only: bool = False) -> str:
+    async def _resolve(
+        self,
+        model: str,
+        progress: Callable[[str, float], None],
+        tokenizer_only: bool = False,
+        is_draft: bool = False,
+    ) -> str:
         """The folder of a model on this machine, downloaded if needed. Raises ValueError."""
         loop, options = asyncio.get_running_loop(), self.config.model
         return await in_thread(
             lambda: hub.resolve(
                 model,
-                revision=None if tokenizer_only else options.revision,
+                revision=None if tokenizer_only or is_draft else options.revision,
                 download_dir=options.download_dir,
                 tokenizer_only=tokenizer_only,
                 progress=lambda phase, fraction: loop.call_soon_threadsafe(progress, phase, fraction),

@@ -17,6 +17,7 @@ from tests.configs.test_cli import refused, served  # noqa: F401
         ('{"method": "none"}', SpeculationSettings("none")),
         ('{"method": "grammar", "num_speculative_tokens": 1}', SpeculationSettings("grammar", 1)),
         ('{"method": "suffix", "num_speculative_tokens": 64}', SpeculationSettings("suffix", 64)),
+        ('{"model": "org/small"}', SpeculationSettings("draft_model", model="org/small")),
         ('{"prompt_lookup_max": 4, "prompt_lookup_min": 2}', SpeculationSettings("ngram", None, 2, 4)),
     ],
 )
@@ -34,6 +35,9 @@ def test_settings(text, settings):
         ('{"num_speculative_tokens": 65}', "num_speculative_tokens is 65"),
         ('{"num_speculative_tokens": true}', "num_speculative_tokens is true"),
         ('{"num_speculative_tokens": 2.5}', "num_speculative_tokens is 2.5"),
+        ('{"method": "draft_model"}', "method draft_model needs a model"),
+        ('{"model": ""}', "method draft_model needs a model"),
+        ('{"model": "m", "method": "ngram"}', "model belongs to method draft_model, not to ngram"),
         ('{"method": "suffix", "prompt_lookup_max": 3}', "belong to method ngram"),
         ('{"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 4}', "must not exceed"),
     ],
@@ -48,6 +52,8 @@ def test_wrong_settings_are_refused_at_start(refused, text, message):  # noqa: F
     [
         (["--spec-type", "ngram-simple", "--draft-max", "8"], {"method": "ngram", "num_speculative_tokens": 8}),
         (["--spec-type=none"], {"method": "none"}),
+        (["-md", "small", "--draft-max", "8"], {"model": "small", "num_speculative_tokens": 8}),
+        (["--spec-type", "draft-simple", "--model-draft", "s"], {"method": "draft_model", "model": "s"}),
         (["--draft", "5", "--draft-min", "1"], {"num_speculative_tokens": 5}),
         (["--draft_n", "5", "--draft-max", "5"], {"num_speculative_tokens": 5}),
     ],

@@ -31,5 +31,5 @@ class ManyModels:
         """Make rank 1 sample other tokens than rank 0 from now on."""
         if self.rank == 1:
             sampler = self.worker.runner.sampler
-            choose = sampler._choose
-            sampler._choose = lambda logits, batch: (choose(logits, batch) + 1) % 500
+            choose = sampler.choose
+            sampler.choose = lambda logits, batch: (choose(logits, batch) + 1) % 500

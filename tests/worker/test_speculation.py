@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 
 import msgspec
 import numpy as np
@@ -59,8 +61,8 @@ def check_equal(engine: InProcessEngine, drafters=None) -> int:
         texts = [prompt + result.token_ids for prompt, result in zip(prompts, plain)]
         engine.executor._worker.runner.speculator.drafters = [drafters(texts)]
     engine.scheduler.flush_stats()
-    drafted = engine.generate(prompts, sampling)
-    for i, (a, b) in enumerate(zip(plain, drafted)):
+    with_drafts = engine.generate(prompts, sampling)
+    for i, (a, b) in enumerate(zip(plain, with_drafts)):
         assert a.error is None and a.token_ids == b.token_ids, i
         assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason), i
         assert a.logprobs == b.logprobs and len(b.logprobs) in (0, len(b.token_ids)), i
@@ -121,8 +123,8 @@ def test_quantized_weights(checkpoint, native_kernels):
 def test_choices_of_one_prompt(bfloat16):
     prompt, sampling = PERIOD * 6, SamplingParams(temperature=0.8, seed=40, max_tokens=30, logprobs=1)
     plain = bfloat16.generate([prompt], msgspec.structs.replace(sampling, speculation=False), n=4)
-    drafted = bfloat16.generate([prompt], sampling, n=4)
-    assert [(one.token_ids, one.logprobs) for one in plain] == [(one.token_ids, one.logprobs) for one in drafted]
+    with_drafts = bfloat16.generate([prompt], sampling, n=4)
+    assert [(one.token_ids, one.logprobs) for one in plain] == [(one.token_ids, one.logprobs) for one in with_drafts]
 
 
 def test_a_prediction_is_a_draft_and_is_counted(bfloat16):
@@ -227,3 +229,76 @@ def test_a_lookup_searches_the_newest_tokens_only():
     lookup = LookupDrafter(3, 16, False)
     assert lookup.propose(0, history([*old, *middle, 2, 3, 4]), 3) == []
     assert lookup.propose(0, history([*old, *middle[100:], 2, 3, 4]), 3) == [5, 6, 7]
+
+
+# ---- draft models
+
+
+def drafted(draft: str, num: int | None = 3) -> dict[str, str]:
+    config = {"method": "draft_model", "model": draft} | ({"num_speculative_tokens": num} if num else {})
+    return {"speculative_config": json.dumps(config)}
+
+
+def drafting_engine(target: str, draft: str, num: int | None = 3, **settings) -> InProcessEngine:
+    return engine_of(target, **drafted(draft, num) | settings)
+
+
+@pytest.mark.parametrize("num", [1, 4, None])
+def test_a_model_that_drafts_for_itself_is_always_right(checkpoint, num):
+    """Its keys and values are where the model's are, whatever the chunks, shared prefixes and drafts before."""
+    folder = checkpoint("qwen3")
+    engine = drafting_engine(folder, folder, num, max_num_batched_tokens=24, enable_prefix_caching=True)
+    prompts, _ = requests()
+    for sampling in (
+        SamplingParams(temperature=0.0, max_tokens=30),
+        SamplingParams(temperature=0.8, seed=4, max_tokens=30),
+    ):
+        plain = engine.generate(prompts, msgspec.structs.replace(sampling, speculation=False))
+        engine.scheduler.flush_stats()
+        with_drafts = engine.generate(prompts, sampling)
+        assert [one.token_ids for one in plain] == [one.token_ids for one in with_drafts]
+        stats = engine.scheduler.flush_stats()
+        assert sum(stats.accepted_per_position) >= 0.98 * stats.num_draft_tokens > 50
+        assert num is None or stats.num_draft_tokens <= stats.num_drafts * num
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_gpu_blocks_override": 13, "max_model_len": "128"}, {"max_num_batched_tokens": 24}]
+)
+def test_drafts_of_another_model_change_nothing(checkpoint, native_kernels, settings):
+    other = checkpoint("qwen3", seed=1, num_hidden_layers=1, head_dim=16)
+    engine = drafting_engine(checkpoint("qwen3"), other, deterministic=True, dtype="bfloat16", **settings)
+    check_equal(engine)
+    prompt, sampling = PERIOD * 6, SamplingParams(temperature=0.8, seed=40, max_tokens=30, logprobs=1)
+    plain = engine.generate([prompt], msgspec.structs.replace(sampling, speculation=False), n=4)
+    with_drafts = engine.generate([prompt], sampling, n=4)
+    assert [(one.token_ids, one.logprobs) for one in plain] == [(one.token_ids, one.logprobs) for one in with_drafts]
+
+
+def refused(target: str, draft: str, **settings) -> str:
+    with pytest.raises(ValueError) as caught:
+        drafting_engine(target, draft, **settings)
+    assert str(caught.value).startswith("--speculative-config: model: ")
+    return str(caught.value)
+
+
+def test_draft_models_that_cannot_draft_are_refused_at_start(checkpoint, tmp_path):
+    target = checkpoint("qwen3")
+    assert "vocab_size is 640, but that of the model is" in refused(target, checkpoint("qwen3", vocab_size=640))
+    assert "no recurrent states" in refused(checkpoint("qwen3", vocab_size=128), build_family("lfm2", tmp_path / "s"))
+    assert "config.json" in refused(target, str(tmp_path))
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint("qwen3"), other)
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["added_tokens"][0]["content"] = "<changed>"
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    assert "the vocabularies differ in 1 tokens: token" in refused(target, str(other))
+
+
+def test_a_draft_model_counts_in_the_plan(checkpoint):
+    """Its weights, and its keys and values in the same blocks."""
+    target, draft = checkpoint("qwen3"), checkpoint("qwen3", seed=1, num_hidden_layers=1, head_dim=16)
+    alone, both = (engine_of(target, **one).ready for one in ({}, drafted(draft)))
+    kv = alone.plan.bytes_per_block // 3 // 2  # three layers, and heads half as wide
+    assert both.plan.bytes_per_block - alone.plan.bytes_per_block == kv
+    assert both.plan.weights > alone.plan.weights and both.groups == alone.groups

@@ -7,6 +7,7 @@ the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 
@@ -84,6 +85,7 @@ class InputBatch:
     sampling: SamplingBatch
     # ascending indices of the tokens whose hidden states are needed; None: all
     needed_rows: torch.Tensor | None = None
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # batch position -> drafts that the step verifies
     images: ImageEmbeds | None = None  # on the first stage, if the step computes placeholders of images
 
 
@@ -93,10 +95,10 @@ def prepare_inputs(
     buffers: InputBuffers,
     platform: Platform,
     backend: AttentionBackend,
-    drafts: dict[int, list[int]] | None = None,
+    make_drafts: Callable[[], dict[int, list[int]]] | None = None,
 ) -> InputBatch:
-    """Update the tables with `step` and compute the token ids, positions and KV slots of its tokens. `drafts` are the
-    draft tokens of the batch positions in `step.num_draft`.
+    """Update the tables with `step` and compute the token ids, positions and KV slots of its tokens. `make_drafts`,
+    called when the tables are up to date, returns the draft tokens of the batch positions in `step.num_draft`.
     """
     scheduled, computed = step.num_scheduled, step.num_computed
     num_reqs, num_tokens = len(step.rows), sum(scheduled)
@@ -117,6 +119,7 @@ def prepare_inputs(
     )
     if updates.block_indices or updates.token_rows:
         table.write(updates, *sent.split(sizes)[5:])
+    drafts = make_drafts() if make_drafts is not None else {}
     if drafts:
         _write_drafts(step, table, lengths, drafts)
     width = max(-(-max(lengths) // table.block_size), 2 if table.has_states else 1)
@@ -137,6 +140,7 @@ def prepare_inputs(
         _verifying(step, lengths, starts, drafts, platform)
         if drafts
         else SamplingBatch([step.rows[i] for i in step.samples], [lengths[i] for i in step.samples], *sampling),
+        drafts=drafts,
     )
 
 

@@ -69,9 +69,12 @@ def allocate(
         mine = [by_index[i] for i in members if i in by_index]
         slabs += [[] for _ in range(len(mine) - len(slabs))]
         for slab, layer in zip(slabs, mine):
-            assert layer.cache_spec(storage.dtype.itemsize, storage.scale_bytes) == plan.specs[layer.layer_index]
-            layer.cache_group = g
+            _bind(layer, plan, g, storage)
             slab.append(layer)
+    drafting = [layer for layer in layers if layer.layer_index >= len(plan.specs) and layer.kv_from is None]
+    for layer in drafting:
+        _bind(layer, plan, plan.draft_group, storage)
+        slabs.append([layer])
     if device.type == "cpu":
         tensors_of_slabs = _parts_in_blocks(slabs, plan, num_blocks, block_size, storage)
     else:
@@ -83,6 +86,11 @@ def allocate(
         if layer.kv_from is not None:
             source = by_index[layer.kv_from]
             layer.k_cache, layer.v_cache, layer.cache_group = source.k_cache, source.v_cache, source.cache_group
+
+
+def _bind(layer: Attention, plan: CachePlan, group: int, storage: KVStorage) -> None:
+    assert layer.cache_spec(storage.dtype.itemsize, storage.scale_bytes) == plan.spec_of(layer.layer_index)
+    layer.cache_group = group
 
 
 _Part = tuple[int, int, torch.dtype]  # of what a layer keeps per token: heads, entries per head, their type
@@ -103,7 +111,8 @@ def _caches(tensors: list[torch.Tensor], layer: Attention, storage: KVStorage) -
         return tensors[0], tensors[-1][..., : layer.v_head_dim]
     constant = storage.constants is not None
     if constant:
-        numbers = torch.tensor(storage.constants[layer.layer_index], dtype=SCALE, device=tensors[0].device)
+        scales = storage.constants.get(layer.layer_index, (1.0, 1.0))  # the checkpoint has none of a draft model
+        numbers = torch.tensor(scales, dtype=SCALE, device=tensors[0].device)
         values, scales = tensors, [number.expand(*tensors[0].shape[:3], 2) for number in numbers]
     else:
         values, scales = tensors[::2], tensors[1::2]
@@ -139,8 +148,8 @@ def _parts_on_device(
     """
     if not _have_equal_parts(layers, plan, storage):
         pages = torch.zeros(num_blocks, plan.layer_page_bytes(block_size), dtype=torch.uint8, device=device)
-        return [_views(pages, plan.specs[layer.layer_index], block_size, storage) for layer in layers]
-    parts = _parts(plan.specs[layers[0].layer_index], storage)
+        return [_views(pages, plan.spec_of(layer.layer_index), block_size, storage) for layer in layers]
+    parts = _parts(plan.spec_of(layers[0].layer_index), storage)
     tensors = [
         torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device) for heads, dim, dtype in parts
     ]
@@ -148,7 +157,7 @@ def _parts_on_device(
 
 
 def _have_equal_parts(layers: list[Attention], plan: CachePlan, storage: KVStorage) -> bool:
-    return len({tuple(_parts(plan.specs[layer.layer_index], storage)) for layer in layers}) == 1
+    return len({tuple(_parts(plan.spec_of(layer.layer_index), storage)) for layer in layers}) == 1
 
 
 def _parts_in_blocks(
@@ -160,16 +169,16 @@ def _parts_in_blocks(
         if not _have_equal_parts(slab, plan, storage)
         else sum(heads * block_size * dim * dtype.itemsize for heads, dim, dtype in _parts(spec, storage))
         for slab in slabs
-        for spec in [plan.specs[slab[0].layer_index]]
+        for spec in [plan.spec_of(slab[0].layer_index)]
     ]
     # A whole number of rows of each part, so that backends may count in rows.
-    parts = {part for slab in slabs for layer in slab for part in _parts(plan.specs[layer.layer_index], storage)}
+    parts = {part for slab in slabs for layer in slab for part in _parts(plan.spec_of(layer.layer_index), storage)}
     rows = lcm(*(dim * dtype.itemsize for _, dim, dtype in parts))
     blocks = huge_pages.zeros(num_blocks, -(-sum(sizes) // rows) * rows, dtype=torch.uint8)
     start, found = 0, []
     for slab, size in zip(slabs, sizes):
         pages, start = blocks[:, start : start + size], start + size
-        found.append([_views(pages, plan.specs[layer.layer_index], block_size, storage) for layer in slab])
+        found.append([_views(pages, plan.spec_of(layer.layer_index), block_size, storage) for layer in slab])
     return found
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.worker.messages import CacheGroup
 
@@ -144,6 +144,13 @@ class CachePlan:
     layers_per_group: int
     specs: tuple[CacheSpec | None, ...]  # one per layer, None for a layer without a cache of its own
     states: tuple[State | None, ...] = ()  # one per layer, None for a layer without a state; () if there are none
+    # of layers that draft tokens, whose indices follow those of the others: each has memory of its own in the pages of
+    # the group `draft_group`
+    drafting: tuple[CacheSpec | None, ...] = ()
+    draft_group: int = 0
+
+    def spec_of(self, layer: int) -> CacheSpec | None:
+        return (self.specs + self.drafting)[layer]
 
     def layer_page_bytes(self, block_size: int) -> int:
         """Bytes that one page reserves per layer: the size of the largest layer, rounded up to whole rows of every
@@ -160,7 +167,8 @@ class CachePlan:
 
     def page_bytes(self, block_size: int, layers: Sequence[int] | None = None) -> int:
         """Bytes of a page on a rank that has `layers`, by default all."""
-        return self.num_slabs(layers) * self.layer_page_bytes(block_size)
+        drafting = sum(spec.page_bytes(block_size) for spec in self.drafting if spec)
+        return self.num_slabs(layers) * self.layer_page_bytes(block_size) + drafting
 
     def num_slabs(self, layers: Sequence[int] | None = None) -> int:
         """Maximum number of layers of one group among `layers`: a rank needs memory for that many layers per page."""
@@ -200,6 +208,18 @@ def plan_cache(specs: Sequence[CacheSpec | None], states: Sequence[State | None]
         groups.append(CacheGroup("state"))
         members.append(tuple(i for i, state in enumerate(states) if state))
     return CachePlan(tuple(groups), tuple(members), size, tuple(specs), tuple(states) if any(states) else ())
+
+
+def add_drafting(plan: CachePlan, specs: Sequence[CacheSpec | None]) -> CachePlan:
+    """Give layers that draft tokens a place in the blocks of a group that keeps all tokens.
+
+    They see the blocks of that group, so a prefix that is found is found for them, too. Raises ValueError without such
+    a group.
+    """
+    for g, group in enumerate(plan.groups):
+        if group.kind == "full" and not group.window:
+            return replace(plan, drafting=tuple(specs), draft_group=g)
+    raise ValueError("no layer of the model attends to all tokens: a draft model's keys would have no blocks")
 
 
 def _group_size(counts: list[int]) -> int:

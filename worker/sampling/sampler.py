@@ -156,7 +156,7 @@ class Sampler:
         for processor in active:
             processor.apply(logits, batch)
         masks.end(logits)
-        token_ids = self._choose(logits, batch)
+        token_ids = self.choose(logits, batch)
         size = max(1, _LOGPROBS_ELEMENTS // logits.shape[1])
         logprobs = []
         for key, which in requested.items():
@@ -174,7 +174,8 @@ class Sampler:
             and not self.grammars.needed(batch)
         )
 
-    def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """The token of each row of processed logits, int64 `[S]`; -1 if none is possible."""
         params, rows = self.params, batch.rows
         native = self.platform.ops.sample(logits, batch.rows_tensor, batch.positions_tensor, params.floats, params.ints)
         if native is not None:

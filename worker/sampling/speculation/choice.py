@@ -24,10 +24,11 @@ class Speculation:
     lookup: tuple[int, int] | None = None
     num_draft: int | None = None
     by_match: bool = False  # no more drafts than tokens that matched
+    model: str | None = None  # folder of a draft model
 
     @property
     def is_on(self) -> bool:
-        return self.prediction or self.grammar or self.lookup is not None
+        return self.prediction or self.grammar or self.lookup is not None or self.model is not None
 
 
 def resolve_speculation(
@@ -60,6 +61,8 @@ def _of_method(settings: SpeculationSettings) -> Speculation:
             return Speculation(True, False, (low, high), settings.num_draft)
         case "suffix":
             return Speculation(True, False, (1, 24), settings.num_draft, by_match=settings.num_draft is None)
+        case "draft_model":
+            return Speculation(True, False, None, settings.num_draft, model=settings.model)
         case "grammar":
             return Speculation(True, True, None, settings.num_draft)
     return Speculation(True, True, (1 if settings.num_draft else 3, 16), settings.num_draft)

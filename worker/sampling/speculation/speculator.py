@@ -14,10 +14,12 @@ from quire.configs.speculation import MAX_DRAFT
 from quire.worker.messages import NewRequest, StepInput
 from quire.worker.sampling.grammar import GrammarRows
 from quire.worker.sampling.speculation.choice import ADAPTIVE_MAX, Speculation
+from quire.worker.sampling.speculation.draft_model import DraftModel
 from quire.worker.sampling.speculation.drafter import Drafter, History
 from quire.worker.sampling.speculation.forced import GrammarDrafter
 from quire.worker.sampling.speculation.lookup import LookupDrafter, PredictionDrafter
 
+_NOT_YET = -1  # a draft that the draft model will make
 _FIRST_LENGTH = 4  # drafts of a request before any was verified
 _MAX_PAUSE = 32  # steps without drafts after drafts that were wrong again and again
 _STEP_DRAFTS = 32  # drafts of all requests that a step may verify when their number adapts
@@ -42,6 +44,7 @@ class _Row:
     history: History
     draft: list[int]
     is_prediction: bool = False
+    by_model: bool = False  # `draft` is made when it is verified: until then only its length is right
     length: int = _FIRST_LENGTH  # of the next draft, when it adapts
     pause: int = 0  # steps until the next draft
     num_wrong: int = 0  # drafts in a row of which no token was right
@@ -59,8 +62,8 @@ class _Row:
 class Speculator:
     """A `RowState`. One step at a time: `after_step` sees a step's tokens before the next step begins."""
 
-    def __init__(self, speculation: Speculation, grammars: GrammarRows) -> None:
-        self.grammars = grammars
+    def __init__(self, speculation: Speculation, grammars: GrammarRows, model: DraftModel | None = None) -> None:
+        self.grammars, self.model = grammars, model
         self.rows: dict[int, _Row] = {}
         self.use(speculation)
 
@@ -79,6 +82,7 @@ class Speculator:
         sampling, speculation = new.sampling, self.speculation
         may_draft = (
             speculation.lookup is not None
+            or self.model is not None
             or (speculation.grammar and sampling.grammar)
             or (speculation.prediction and sampling.prediction)
         )
@@ -89,8 +93,18 @@ class Speculator:
         self.rows.pop(row, None)
 
     def drafts(self, step: StepInput) -> dict[int, list[int]]:
-        """Batch position -> the drafts that `step` verifies."""
-        return {i: self.rows[step.rows[i]].draft[:count] for i, count in step.num_draft.items()}
+        """Batch position -> the drafts that `step`, whose tables are up to date, verifies."""
+        rows = {i: self.rows[step.rows[i]] for i in step.num_draft}
+        if counts := {i: step.num_draft[i] for i, row in rows.items() if row.by_model}:
+            for i, draft in self.model.draft(step, counts).items():
+                rows[i].draft = draft
+        return {i: row.draft[: step.num_draft[i]] for i, row in rows.items()}
+
+    def follow(self, step: StepInput) -> None:
+        """Let the draft model take the tokens of `step`."""
+        if self.model is not None:
+            by_model = (i for i in step.num_draft if self.rows[step.rows[i]].by_model)
+            self.model.follow(step, {i: step.num_draft[i] for i in by_model})
 
     def after_step(
         self, step: StepInput, verified: dict[int, list[int]], token_ids: list[list[int]]
@@ -130,6 +144,7 @@ class Speculator:
             if draft and row.history.has_grammar and not isinstance(drafter, GrammarDrafter):
                 draft = draft[: self.grammars.allowed(number, draft)]
             if draft:
-                row.is_prediction = isinstance(drafter, PredictionDrafter)
+                row.is_prediction, row.by_model = isinstance(drafter, PredictionDrafter), False
                 return draft
-        return []
+        row.is_prediction, row.by_model = False, self.model is not None
+        return [_NOT_YET] * limit if self.model is not None else []
