@@ -231,6 +231,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8}
         | {"use_bias": True},
     ),
+    "nemotron_h-experts": (
+        "nemotron_h",
+        {key: value for key, value in _H.items() if key != "num_hidden_layers"}
+        | _EXPERTS
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "ssm_state_size": 16}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8, "n_routed_experts": 8}
+        | {"n_group": 4, "topk_group": 2, "moe_shared_expert_intermediate_size": 24, "routed_scaling_factor": 1.5}
+        | {"moe_latent_size": 20},
+    ),
     "olmo2": ("olmo2", _B),
     "olmo3": ("olmo3", _B | {"sliding_window": 24}),
     "opt": (

@@ -49,7 +49,7 @@ _SERVED = {
     "FalconH1ForCausalLM": {"mamba_d_head": 8},
     "GraniteMoeHybridForCausalLM": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
     "Mamba2ForCausalLM": {"head_dim": 64},
-    "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*"},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*E"},
 }
 _TAIL = """
 *Tested* means that a tiny random checkpoint, saved by transformers, gives transformers' tokens and log-probabilities in
@@ -67,7 +67,7 @@ formats of checkpoints (docs/quantization.md) are those of every family, GGUF fi
 
 """
 _REFUSED = """Refused, with the reason, are models
-with recurrent layers that are not above (Kimi-Linear, MiniMax-Text, Zamba 2, Nemotron-H with experts), and models whose
+with recurrent layers that are not above (Kimi-Linear, MiniMax-Text, Zamba 2), and models whose
 attention does not go through transformers' interface (BLOOM, GPT-J).
 """
 

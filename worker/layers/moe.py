@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer: many small gated MLPs, of which each token passes a few.
+"""The experts of a mixture-of-experts layer: many small MLPs, most of them gated, of which each token passes a few.
 
 Two forms hold them. `StackedExperts` has all of a rank's experts in two tensors, for grouped products on a GPU.
 `ListedExperts` has linear layers per expert, so that every format of weights works, and a checkpoint is packed or
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.worker.layers.activation import GATED
+from quire.worker.layers.activation import ACTIVATIONS, GATED
 from quire.worker.layers.layer_ops import LayerOps
 from quire.worker.layers.linear import (
     PLAIN,
@@ -152,14 +152,7 @@ class Expert(nn.Module):
     def __init__(self, hidden_size: int, moe: MoESpec, prefix: str, weights: WeightFormat):
         super().__init__()
         self.gate_up_proj = ExpertGateUp(hidden_size, moe, prefix, weights.linear(f"{prefix}.gate_up_proj"))
-        self.down_proj = RowParallelLinear(
-            moe.intermediate_size,
-            hidden_size,
-            moe.bias,
-            f"{prefix}.down_proj",
-            "moe_intermediate_size",
-            weights.linear(f"{prefix}.down_proj"),
-        )
+        self.down_proj = _down_proj(hidden_size, moe, prefix, weights)
 
     def also_fused(self, parts: FusedParts, expert: int) -> None:
         """Let the parameters also be loaded from tensors of all experts."""
@@ -180,6 +173,29 @@ class Expert(nn.Module):
         return self.down_proj.method.apply(self.down_proj, self.gate_up_proj(x))
 
 
+class UngatedExpert(nn.Module):
+    """An `Expert` without a gate: down(activation(up(x)))."""
+
+    def __init__(self, hidden_size: int, moe: MoESpec, prefix: str, weights: WeightFormat):
+        super().__init__()
+        size, method = moe.intermediate_size, weights.linear(f"{prefix}.up_proj")
+        self.up_proj = MergedColumnParallelLinear(
+            hidden_size, size, ("up_proj",), moe.bias, prefix, "moe_intermediate_size", method
+        )
+        self.down_proj = _down_proj(hidden_size, moe, prefix, weights)
+        self.activation = ACTIVATIONS[moe.activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj.product(self.activation(self.up_proj(x)))
+
+
+def _down_proj(hidden_size: int, moe: MoESpec, prefix: str, weights: WeightFormat) -> RowParallelLinear:
+    method = weights.linear(f"{prefix}.down_proj")
+    return RowParallelLinear(
+        moe.intermediate_size, hidden_size, moe.bias, f"{prefix}.down_proj", "moe_intermediate_size", method
+    )
+
+
 def forms(moe: MoESpec) -> tuple[bool, bool]:
     """Whether tensors of all experts are transposed: first as the family has them, then the other way."""
     return moe.transposed, not moe.transposed
@@ -198,11 +214,10 @@ class ListedExperts(nn.Module):
         self.local, self.weigh_inputs, self.biased = local_experts(moe), moe.weigh_inputs, moe.bias
         parts = FusedParts(moe, hidden_size, prefix, *local_slice(moe))
         # with expert parallelism, an expert is not split
+        make, self.gated = Expert if moe.gated else UngatedExpert, moe.gated
         with use_groups(tp=Group() if ep().size > 1 else None):
-            self.experts = nn.ModuleDict(
-                {str(i): Expert(hidden_size, moe, f"{prefix}.{i}", weights) for i in self.local}
-            )
-        for i in self.local:
+            self.experts = nn.ModuleDict({str(i): make(hidden_size, moe, f"{prefix}.{i}", weights) for i in self.local})
+        for i in self.local if moe.gated else ():
             self.experts[str(i)].also_fused(parts, i)
         self._by_id = {int(i): expert for i, expert in self.experts.items()}
         self._ops: LayerOps | None = None
@@ -215,7 +230,7 @@ class ListedExperts(nn.Module):
     def packed(self) -> Callable[..., torch.Tensor] | None:
         """The platform's product of all experts, or None if it has none. Call it when the weights are loaded."""
         if self._ops:
-            self._native, self._ops = self._ops.packed_experts(self), None
+            self._native, self._ops = self._ops.packed_experts(self) if self.gated else None, None
         return self._native
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -322,7 +337,7 @@ def _one_expert(x, gate_up, down, gate_up_bias, down_bias, activate) -> torch.Te
 def make_experts(hidden_size: int, moe: MoESpec, prefix: str, weights: WeightFormat) -> ListedExperts | StackedExperts:
     """This rank's experts of the layer whose experts' tensors are at `prefix`."""
     plain = weights.linear(f"{prefix}.0.gate_up_proj") is PLAIN
-    if plain and torch.get_default_device().type != "cpu":
+    if plain and moe.gated and torch.get_default_device().type != "cpu":
         return StackedExperts(hidden_size, moe, prefix)
     return ListedExperts(hidden_size, moe, prefix, weights)
 

@@ -1,4 +1,6 @@
-"""Nemotron-H: layers of a single mixer, MLP or mixture of experts; attention has no rotary embedding."""
+"""Nemotron-H and Nemotron 3: layers of a single mixer, MLP or mixture of experts; attention has no rotary embedding.
+Experts have no gate, and may have a width of their own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ from typing import Any
 
 from quire.worker.transformer.config import LayerSpec
 from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, sigmoid_routing
+from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, STATE
 from quire.worker.transformer.rope import RopeSpec
 from quire.worker.transformer.state_spec import Mamba2Spec
@@ -16,27 +20,36 @@ _PATTERN = {"M": STATE, "-": _MLP, "*": FULL, "E": _MOE}
 
 
 class NemotronH(CausalLM):
-    config_defaults = COMMON_DEFAULTS | {
-        "model_type": "nemotron_h",
-        "vocab_size": 131072,
-        "intermediate_size": 21504,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "relu2",
-        "hybrid_override_pattern": None,
-        "layers_block_type": None,
-        "ssm_state_size": 128,
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 64,
-        "n_groups": 8,
-        "conv_kernel": 4,
-        "use_conv_bias": True,
-        "use_bias": False,
-        "time_step_min": 0.001,
-    }
-    aliases = CausalLM.aliases | {"mlp_hidden_act": "hidden_act"}
+    config_defaults = (
+        COMMON_DEFAULTS
+        | MOE_DEFAULTS
+        | {
+            "model_type": "nemotron_h",
+            "vocab_size": 131072,
+            "intermediate_size": 21504,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "relu2",
+            "hybrid_override_pattern": None,
+            "layers_block_type": None,
+            "ssm_state_size": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "use_bias": False,
+            "time_step_min": 0.001,
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "moe_latent_size": None,
+        }
+    )
+    aliases = CausalLM.aliases | MoEFamily.aliases | {"mlp_hidden_act": "hidden_act"}
     facts = {"form": "single", "mlp": "plain", "rope": None}
     state_kinds = {STATE: STATE, "mamba": STATE, "attention": FULL, _MLP: _MLP, _MOE: _MOE}
     renames = {
@@ -47,6 +60,7 @@ class NemotronH(CausalLM):
         "mamba": "mixer",
         "self_attn": "mixer",
         "mlp": "mixer",
+        "mlp.shared_expert": "mixer.shared_experts",
     }
 
     @classmethod
@@ -65,13 +79,29 @@ class NemotronH(CausalLM):
         return {}
 
     @classmethod
+    def moe(cls, values: dict[str, Any]) -> MoESpec:
+        """The spec of the layers with experts."""
+        latent = values["moe_latent_size"] or 0
+        if latent and values["mlp_bias"]:
+            raise ValueError("mlp_bias true is not supported with moe_latent_size")
+        return MoESpec(
+            sigmoid_routing(values),
+            values["moe_intermediate_size"],
+            activation=values["hidden_act"],
+            gated=False,
+            latent_size=latent,
+            bias=values["mlp_bias"],
+            shared_size=values["moe_shared_expert_intermediate_size"] if values["n_shared_experts"] else 0,
+        )
+
+    @classmethod
     def layer(cls, values: dict[str, Any], index: int, kind: str, layer: LayerSpec) -> LayerSpec:
         layer = super().layer(values, index, kind, layer)
         match kind:
             case "mlp":
                 return replace(layer, mixer="none", attends=False)
             case "moe":
-                raise ValueError("layers of the type moe are not implemented: their experts have no gate")
+                return replace(layer, mixer="none", mlp="moe", attends=False, moe=cls.moe(values))
             case "full_attention":
                 return replace(layer, mlp="none", rope=None)
         state = Mamba2Spec(

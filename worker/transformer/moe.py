@@ -9,13 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quire.worker.layers.activation import ACTIVATIONS
 from quire.worker.layers.linear import (
     PLAIN,
     PLAIN_WEIGHTS,
+    ColumnParallelLinear,
     GateUpParallelLinear,
     Linear,
+    MergedColumnParallelLinear,
     Part,
     RowParallelLinear,
+    Shard,
     WeightFormat,
     empty_parameter,
 )
@@ -100,6 +104,30 @@ class SharedExpert(nn.Module):
         return self.down_proj.product(self.gate_up_proj(x))
 
 
+class UngatedSharedExpert(nn.Module):
+    """A `SharedExpert` without a gate: down(activation(up(x)))."""
+
+    def __init__(self, spec: ModelSpec, moe: MoESpec, prefix: str, weights: WeightFormat):
+        super().__init__()
+        hidden_size, size, bias, method = spec.hidden_size, moe.shared_size, spec.mlp_bias, weights.linear
+        self.up_proj = MergedColumnParallelLinear(
+            hidden_size, size, ("up_proj",), bias, prefix, "shared_size", method(f"{prefix}.up_proj")
+        )
+        self.down_proj = RowParallelLinear(
+            size, hidden_size, bias, f"{prefix}.down_proj", "shared_size", method(f"{prefix}.down_proj")
+        )
+        self.activation = ACTIVATIONS[moe.activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj.product(self.activation(self.up_proj(x)))
+
+
+def _whole(in_features: int, out_features: int, prefix: str, weights: WeightFormat) -> ColumnParallelLinear:
+    """A projection without bias, all of it on every rank."""
+    shard = Shard(prefix, out_features, 0, out_features)
+    return ColumnParallelLinear(in_features, [shard], False, weights.linear(prefix))
+
+
 class MoE(nn.Module):
     """Maps x `[T, H]` to `[T, H]`."""
 
@@ -111,10 +139,16 @@ class MoE(nn.Module):
         moe, hidden = spec.layers[layer].moe, spec.hidden_size
         self.group, self.hidden_size, self.prefix, self.num_experts = tp(), hidden, prefix, moe.routing.num_experts
         self.gate = self.router(hidden, moe.routing, f"{prefix}.{self.router.place}")
-        self.experts = make_experts(hidden, moe, f"{prefix}.experts", weights)
+        self.experts = make_experts(moe.latent_size or hidden, moe, f"{prefix}.experts", weights)
+        # to and from the width of the experts, both linear: the second one multiplies a part of the sum over the ranks
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if moe.latent_size:
+            self.fc1_latent_proj = _whole(hidden, moe.latent_size, f"{prefix}.fc1_latent_proj", weights)
+            self.fc2_latent_proj = _whole(moe.latent_size, hidden, f"{prefix}.fc2_latent_proj", weights)
         self.shared_expert = self.shared_expert_gate = None
         if moe.shared_size:
-            self.shared_expert = SharedExpert(spec, moe, f"{prefix}.shared_expert", weights)
+            make = SharedExpert if moe.gated else UngatedSharedExpert
+            self.shared_expert = make(spec, moe, f"{prefix}.shared_expert", weights)
         if moe.shared_gate:
             self.shared_expert_gate = nn.Module()
             self.shared_expert_gate.weight = empty_parameter(
@@ -122,7 +156,11 @@ class MoE(nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.experts(x, *self.gate(x))
+        chosen = self.gate(x)
+        if self.fc1_latent_proj is None:
+            out = self.experts(x, *chosen)
+        else:
+            out = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), *chosen))
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_expert_gate is not None:

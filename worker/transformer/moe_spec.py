@@ -39,7 +39,9 @@ class MoESpec:
 
     routing: RoutingSpec
     intermediate_size: int  # of each expert
-    activation: str = "silu"  # a key of `activation.GATED`
+    activation: str = "silu"  # a key of `activation.GATED`, of experts without gate one of `activation.ACTIVATIONS`
+    gated: bool = True  # whether an expert has a gate projection
+    latent_size: int = 0  # width of the experts' inputs and outputs, which are projections; 0: the hidden size
     bias: bool = False  # of the experts
     weigh_inputs: bool = False  # the weights multiply the experts' inputs, not their outputs
     # how the checkpoint holds experts if all are in one tensor
