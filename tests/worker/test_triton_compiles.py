@@ -1,4 +1,6 @@
-"""Every Triton kernel compiles to machine code for GPUs that this machine does not have."""
+"""Every Triton kernel compiles to machine code for GPUs that this machine does not have, without spilling registers and
+within their shared memory.
+"""
 
 import os
 import subprocess
@@ -6,24 +8,36 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 pytest.importorskip("triton")
 
+from triton import knobs
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("capability", [80, 90])
-def test_every_kernel_compiles(capability):
+PTXAS = [knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell]
+
+
+def has_ptxas() -> bool:
+    try:
+        return all(os.access(tool.path, os.X_OK) for tool in PTXAS)
+    except RuntimeError:  # raised by Triton where it finds none
+        return False
+
+
+pytestmark = pytest.mark.skipif(not has_ptxas(), reason="this Triton comes without ptxas")
+
+
+def compile_kernels(*arguments: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.worker.compile_kernels", str(capability)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    command = [sys.executable, "-m", "tools.compile_kernels", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_kernel_compiles_without_spills(capability):
+    done = compile_kernels("--capability", str(capability))
     assert done.returncode == 0, done.stdout + done.stderr
-    compiled = {line.partition(":")[0] for line in done.stdout.splitlines()}
+    compiled = {line.partition(":")[0].split()[1] for line in done.stdout.splitlines()}
     assert compiled == {
         "_add_rms_norm_kernel",
         "_silu_and_mul_kernel",
@@ -41,3 +55,37 @@ def test_every_kernel_compiles(capability):
         "_groups_kernel",
         "_blocks_kernel",
     }
+
+
+LAUNCHES = """
+import torch, triton, triton.language as tl
+from tools import compile_kernels
+
+@triton.jit
+def _sum_of_squares(x, out, SIZE: tl.constexpr):
+    row, column = tl.arange(0, SIZE), tl.arange(0, 64)
+    a = tl.load(x + row[:, None] * 64 + column[None, :])
+    tl.store(out + row[:, None] * SIZE + row[None, :], tl.dot(a, tl.trans(a)))
+
+def part():
+    x = torch.zeros(128, 64, dtype=torch.bfloat16)
+    for size in (64, 128):
+        _sum_of_squares[(1,)](x, torch.zeros(size, size), SIZE=size, num_warps=256 // size)
+
+compile_kernels.PARTS = (part,)
+raise SystemExit(compile_kernels.main(["--capability", "90"]))
+"""
+
+
+def test_a_kernel_that_takes_too_much_is_a_fault(tmp_path):
+    """A tile of 64 x 64 fits, one of 128 x 128 in two warps does not."""
+    file = tmp_path / "launches.py"
+    file.write_text(LAUNCHES)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.getcwd()
+    done = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert " 0 bytes spilled" in lines[0] and len(lines) == 2
+    (fault,) = [line for line in done.stderr.splitlines() if ": spills " in line]
+    assert "SIZE=128" in fault

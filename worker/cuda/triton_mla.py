@@ -143,6 +143,7 @@ def latent_attention(
     if isinstance(cache, ScaledLatents):
         values, both = as_bytes(cache.values), cache.scales[:, :, 0].unbind(-1)
         scales = [*both, *both[0].stride()]
+    kind = kind_of(cache)  # converting 8 bits takes registers
     block_r, block_p = (max(16, triton.next_power_of_2(size)) for size in (rank, width - rank))
     _attend_latent_kernel[(num_blocks, head_blocks, num_splits)](
         q, values, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens, scale * LOG2_E,
@@ -150,7 +151,7 @@ def latent_attention(
         values.stride(0), values.stride(1), *scales,
         NUM_HEADS=num_heads, RANK=rank, BLOCK_R=block_r, ROPE_DIM=width - rank, BLOCK_P=block_p, PAGE_SIZE=block_size,
         BLOCK_Q=block_q, BLOCK_G=block_g, BLOCK_N=32 if q.element_size() == 2 else 16, SPLIT=num_splits > 1,
-        KIND=kind_of(cache), num_warps=4 if block_q * block_g <= 16 else 8, num_stages=2,
+        KIND=kind, num_warps=4 if block_q * block_g <= 16 and kind == 0 else 8, num_stages=2,
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(num_tokens, num_heads)](

@@ -16,6 +16,7 @@ import math
 import torch
 
 from quire.worker.cache.scaled import KVCache, ScaledCache, as_bytes, values_of
+from quire.worker.cuda import limits
 from quire.worker.cuda.triton_scaled import kind_of
 
 try:
@@ -205,8 +206,10 @@ def paged_attention(
     num_tokens, num_heads, head_dim, v_dim = *q.shape, v_cache.shape[3]
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     num_reqs, group = seq_lens.shape[0], num_heads // num_kv_heads
-    block_g = triton.next_power_of_2(group)
-    block_q = 1 if max_query_len == 1 else max(1, 64 // block_g)
+    block_g, kind = triton.next_power_of_2(group), kind_of(k_cache)
+    block_d, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, v_dim))
+    rows, max_keys = _tile_of_step(max_query_len, max(block_d, block_v), kind, q.device)
+    block_q = 1 if max_query_len == 1 else max(1, rows // block_g)
     block_g = max(block_g, 16 // block_q)  # tl.dot needs 16 rows
     num_blocks = num_tokens if block_q == 1 else num_tokens // block_q + num_reqs
     if num_splits is None:
@@ -217,13 +220,12 @@ def paged_attention(
     partial_shape = (num_tokens, num_heads, num_splits) if num_splits > 1 else (0,)
     partial_max, partial_sum = (q.new_empty(partial_shape, dtype=torch.float32) for _ in range(2))
     partial_out = q.new_empty((*partial_shape, v_dim), dtype=torch.float32)
-    block_d, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, v_dim))
     k, v = values_of(k_cache), values_of(v_cache)
     scales = [None, None, *[0] * 6]
     if isinstance(k_cache, ScaledCache):
         k, v = as_bytes(k), as_bytes(v)
         scales = [k_cache.scales, v_cache.scales, *k_cache.scales.stride(), *v_cache.scales.stride()]
-    block_n = _tile_of_keys(64 if max_query_len == 1 else 128, block_q * block_g, block_d, q)
+    block_n = _tile_of_keys(max_keys, block_q * block_g, block_d, q)
     _attend_kernel[(num_blocks, num_kv_heads, num_splits)](
         q, k, v, out, partial_out, partial_max, partial_sum, sinks, block_table, query_start_loc, seq_lens,
         scale * LOG2_E, num_reqs, num_splits, block_table.stride(0), q.stride(0), q.stride(1), out.stride(0),
@@ -232,7 +234,7 @@ def paged_attention(
         GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, V_DIM=v_dim, BLOCK_V=block_v, PAGE_SIZE=block_size,
         BLOCK_Q=block_q, BLOCK_G=block_g, BLOCK_N=block_n,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap or 0.0, SPLIT=num_splits > 1, NUM_HEADS=num_heads,
-        KIND=kind_of(k_cache), num_warps=4 if block_q * block_g <= 32 else 8, num_stages=2,
+        KIND=kind, num_warps=4 if block_q * block_g <= 32 else 8, num_stages=2,
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(num_tokens, num_heads)](
@@ -241,15 +243,23 @@ def paged_attention(
     return out
 
 
+def _tile_of_step(max_query_len: int, block_d: int, kind: int, device: torch.device) -> tuple[int, int]:
+    """Return (tokens x heads, keys at most) of a program: as many rows as eight warps have registers for, which is two
+    of Hopper's products of 64 rows. tools/compile_kernels.py shows which sizes spill.
+    """
+    if max_query_len == 1:
+        return 16, 64
+    capability, heavy = limits.of(device).capability, block_d > 128 or kind > 0
+    if capability < 90:
+        return (64 if heavy else 128), 64
+    return 128, 128 if not heavy else 32 if capability >= 100 and block_d > 128 else 64
+
+
 def _tile_of_keys(max_keys: int, rows: int, block_d: int, q: torch.Tensor) -> int:
     """Return the largest number of keys, at most `max_keys`, whose K and V tiles, in two stages, leave room for the
     queries in the device's shared memory.
     """
-    shared = (
-        torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-        if q.device.type == "cuda"
-        else 227 << 10
-    )
+    shared = limits.of(q.device).shared
     while max_keys > 16 and (4 * max_keys + rows) * block_d * q.element_size() > shared:
         max_keys //= 2
     return max_keys

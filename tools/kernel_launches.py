@@ -1,20 +1,10 @@
-"""Compiles every Triton kernel for a GPU that need not be there, by running the functions that launch them and
-compiling instead of launching.
-
-python -m tests.worker.compile_kernels [CAPABILITY]      (default 90; prints a line per kernel and variant). Not with
-TRITON_INTERPRET set.
+"""The launches that `tools/compile_kernels.py` compiles: every Triton kernel, called by the functions that launch it,
+with the shapes of real models.
 """
 
 from __future__ import annotations
 
-import sys
-import time
-
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
 from quire.worker.cache.scaled import ScaledCache, ScaledLatents
 from quire.worker.cuda import (
@@ -29,58 +19,6 @@ from quire.worker.cuda import (
 )
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
 from quire.worker.layers.quantization.packing import E2M1_TABLE
-
-TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.float64: "fp64",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-}
-
-
-def compile_launches(capability: int) -> None:
-    """Make every launch compile its kernel to machine code for `capability` with the given arguments, without running
-    it.
-    """
-
-    def run(kernel: JITFunction, *args, grid, warmup, **kwargs):
-        values = dict(zip(kernel.arg_names, args)) | kwargs
-        signature, constants, attributes = {}, {}, {}
-        for i, parameter in enumerate(kernel.params):
-            value = values.pop(parameter.name)
-            if (
-                parameter.is_constexpr
-                or value is None
-                or (value == 1 if isinstance(value, int) and not parameter.do_not_specialize else False)
-            ):
-                signature[parameter.name], constants[parameter.name] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = "*" + TYPES[value.dtype]
-                attributes[i,] = [["tt.divisibility", 16]]
-            else:
-                signature[parameter.name] = (
-                    "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
-                )
-                if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
-                    attributes[i,] = [["tt.divisibility", 16]]
-        start = time.perf_counter()
-        source = ASTSource(kernel, signature, constants, attributes)
-        # the remaining options are num_warps and num_stages
-        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=values)
-        assert len(binary.asm["cubin"]) > 1000
-        print(
-            (
-                f"{kernel.__name__}: {len(binary.asm['cubin'])} bytes, {binary.metadata.shared} of shared memory, "
-                f"{time.perf_counter() - start:.1f} s"
-            ),
-            flush=True,
-        )
-
-    JITFunction.run = run
 
 
 def attention() -> None:
@@ -245,7 +183,4 @@ def quantized() -> None:
             triton_quantized.multiply_blocks(x, blocks, kind, torch.zeros(rows, 12288, dtype=torch.bfloat16))
 
 
-if __name__ == "__main__":
-    compile_launches(int(sys.argv[1]) if len(sys.argv) > 1 else 90)
-    for part in (operations, sampler, attention, eight_bits, latent_attention, experts, quantized):
-        part()
+PARTS = operations, sampler, attention, eight_bits, latent_attention, experts, quantized

@@ -1,0 +1,156 @@
+"""Compiles every Triton kernel for GPUs that need not be there, by running the functions that launch them and compiling
+instead of launching, and reports what each takes of a multiprocessor.
+
+python -m tools.compile_kernels [--capability 80 --capability 90 --capability 100] [--part experts]
+
+Needs Triton and the ptxas that it brings; not with TRITON_INTERPRET set. Prints a line per variant of a kernel:
+registers of a thread, bytes that do not fit into registers (spills), shared memory of a block. Exits with 1 if a kernel
+spills or takes more shared memory than the GPU has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from quire.worker.cuda import limits
+from tools.kernel_launches import PARTS
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+_REGISTERS = 1 << 16  # of a multiprocessor
+_FEW_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a variant of a kernel takes: registers per thread, bytes of spills per thread and of shared memory."""
+
+    name: str
+    variant: str
+    warps: int
+    registers: int
+    spills: int
+    shared: int
+    seconds: float
+
+    def line(self) -> str:
+        return (
+            f"{self.name}: {self.registers} registers, {self.spills} bytes spilled, {self.shared} bytes shared, "
+            f"{self.warps} warps, {self.seconds:.1f} s; {self.variant}"
+        )
+
+    def faults(self, capability: int) -> list[str]:
+        """Reasons why the variant is slow or cannot run. Some bytes are no fault where registers are left: ptxas then
+        chose to let more blocks run at once.
+        """
+        limit, most = limits.KNOWN[capability].shared, min(255, _REGISTERS // (32 * self.warps))
+        short = self.spills > _FEW_BYTES or (self.spills and self.registers >= most - 8)
+        faults = [f"spills {self.spills} bytes"] if short else []
+        return faults + ([f"takes {self.shared} of {limit} bytes of shared memory"] if self.shared > limit else [])
+
+
+def compile_launches(capability: int, found: Callable[[Compiled], None]) -> None:
+    """From now on in this process every launch compiles its kernel for `capability` with the given arguments, without
+    running it, and passes the result to `found`; equal variants once.
+    """
+    seen: set[tuple] = set()
+    target = GPUTarget("cuda", capability, 32)
+
+    def run(kernel: JITFunction, *args, grid, warmup, **kwargs):
+        values = dict(zip(kernel.arg_names, args)) | kwargs
+        signature, constants, attributes = _specialized(kernel, values)
+        options = {name: value for name, value in values.items() if name not in kernel.arg_names}
+        key = kernel.__name__, str(signature), str(constants), str(attributes), str(options)
+        if key in seen:
+            return
+        seen.add(key)
+        start, log = time.perf_counter(), io.StringIO()
+        with contextlib.redirect_stdout(log):
+            source = ASTSource(kernel, signature, constants, attributes)
+            binary = triton.compile(source, target=target, options=options)
+        registers, spills = read_log(log.getvalue())
+        variant = ", ".join(f"{name}={constants[name]}" for name in kernel.arg_names if name in constants)
+        seconds = time.perf_counter() - start
+        metadata = binary.metadata
+        found(Compiled(kernel.__name__, variant, metadata.num_warps, registers, spills, metadata.shared, seconds))
+
+    knobs.compilation.always_compile = True  # a kernel from the cache has no log
+    knobs.nvidia.dump_ptxas_log = True
+    limits.of = lambda device: limits.KNOWN[capability]
+    JITFunction.run = run
+
+
+def _specialized(kernel: JITFunction, values: dict) -> tuple[dict, dict, dict]:
+    """(signature, constants, attributes) of a launch with the arguments `values`, as Triton specializes it."""
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        name, value = parameter.name, values[parameter.name]
+        free = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and free):
+            signature[name], constants[name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and free):
+            attributes[i,] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+def read_log(log: str) -> tuple[int, int]:
+    """(registers per thread, bytes spilled) of `ptxas -v`. Raises ValueError if the log does not have them."""
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    if registers is None or spills is None:
+        raise ValueError(f"not a log of ptxas -v: {log!r}")
+    return int(registers[1]), max(map(int, spills.groups()))
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, action="append", choices=limits.KNOWN, help="default: all of them")
+    parts = {part.__name__: part for part in PARTS}
+    parser.add_argument("--part", action="append", choices=parts, help="default: all of them")
+    arguments = parser.parse_args(argv)
+    faults: list[str] = []
+    for capability in arguments.capability or limits.KNOWN:
+
+        def found(compiled: Compiled, capability: int = capability) -> None:
+            print(f"sm_{capability} {compiled.line()}", flush=True)
+            faults.extend(f"sm_{capability} {compiled.line()}: {fault}" for fault in compiled.faults(capability))
+
+        compile_launches(capability, found)
+        for name in arguments.part or parts:
+            parts[name]()
+    print("\n".join(faults), file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
