@@ -252,6 +252,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     external_queries: int = 0  # tokens that the pool did not have, looked up in RAM and on disk
     external_hits: int = 0  # tokens of them that were loaded from there
     tiers: TierStats | None = None  # of RAM and disk, if it was asked for since the last message
+    num_ended: int = 0  # requests that ended after they ran, without those of batches
 
 
 class StepOutputs(_Message):

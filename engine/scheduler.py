@@ -841,6 +841,7 @@ class Scheduler:
         """Finish a request, whether it is running or waiting."""
         if request.status is Status.RUNNING:
             self._free_row_and_blocks(request, discard)
+            self.counts.num_ended += not request.background
         elif request.status is Status.FETCHING:
             self.tiers.cancel(request)
         else:

@@ -25,6 +25,7 @@ class Counts:
     external_queries: int = 0  # tokens looked up in lower tiers
     external_hits: int = 0  # tokens loaded from there
     tiers: TierStats | None = None
+    num_ended: int = 0  # requests that ended after they ran, without those of batches
 
     def count_drafts(self, num_draft: int, num_accepted: int) -> None:
         self.num_drafts += 1
@@ -55,4 +56,5 @@ class Counts:
             external_queries=self.external_queries,
             external_hits=self.external_hits,
             tiers=self.tiers,
+            num_ended=self.num_ended,
         )

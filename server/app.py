@@ -20,6 +20,7 @@ from quire.server.http.route import Handler
 from quire.server.http.sse import ClientGone, JsonResponse
 from quire.server.keys.ledger import LIMIT_HEADERS
 from quire.server.openapi import document
+from quire.server.queue_wait import retry_after
 from quire.server.routes import ROUTES
 from quire.server.state import ServerState
 from quire.server.web.pages import add_pages
@@ -82,6 +83,9 @@ async def _api_error(request: Request, error: ApiError) -> Response:
     # clients should retry on another server
     if isinstance(error, EngineError) and request.app.state.server.status in ("draining", "failed"):
         error = Unavailable(error.message, code="shutting_down", retry_after=5)
+    if isinstance(error, Unavailable) and error.retry_after is None:
+        state: ServerState = request.app.state.server
+        error.retry_after = retry_after(state.queue_wait.seconds(state.would_wait(1)))
     note_refusal(request.scope, error)
     return JsonResponse(body_of(error, request.scope["path"]), status_code=error.status, headers=error.headers)
 

@@ -137,18 +137,20 @@ class NotInstalled(ApiError):
 
 
 class Unavailable(ApiError):
-    """`retry_after` is in seconds; `code` is model_loading, overloaded, shutting_down or engine_dead."""
+    """`retry_after` is in seconds, None until it is known; `code` is model_loading, overloaded, queue_timeout,
+    shutting_down or engine_dead.
+    """
 
     status = 503
     code = "overloaded"
 
-    def __init__(self, message: str, *, code: str | None = None, retry_after: int = 1):
+    def __init__(self, message: str, *, code: str | None = None, retry_after: int | None = 1):
         super().__init__(message, code=code)
         self.retry_after = retry_after
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Retry-After": str(self.retry_after)}
+        return {"Retry-After": str(self.retry_after or 1)}
 
 
 def error_object(message: str, type: str, param: str | None = None, code: str | None = None) -> dict:

@@ -19,14 +19,15 @@ from quire.server.errors import NotFound
 from quire.server.http.by_field import by_field
 from quire.server.http.route import ANY_OBJECT, EVENTS, Route
 from quire.server.http.sse import JsonResponse
+from quire.server.keys.access import names_for, require_model
 from quire.server.state import ServerState
 
 
 async def models(request: Request, state: ServerState) -> Response:
     """The names this server answers to; in Anthropic's form for its clients."""
     if "anthropic-version" in request.headers:
-        return JsonResponse(anthropic_models.model_list(state))
-    return JsonResponse(openai_models.model_list(state))
+        return JsonResponse(anthropic_models.model_list(state, names_for(request, state)))
+    return JsonResponse(openai_models.model_list(state, names_for(request, state)))
 
 
 async def model(request: Request, state: ServerState) -> Response:
@@ -34,8 +35,9 @@ async def model(request: Request, state: ServerState) -> Response:
     name = request.path_params["model_id"]
     if not name:
         raise NotFound("There is no GET /v1/models/; the path is /v1/models.")
-    state.require_model(name)
-    name = state.shown_name(name)
+    require_model(request.scope, name, state)
+    if name not in names_for(request, state):  # an alias, which no answer shows
+        name = state.shown_name(name)
     if "anthropic-version" in request.headers:
         return JsonResponse(anthropic_models.model_info(state, name))
     return JsonResponse(openai_models.model_card(state, name))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from quire.server.incidents import Incidents
 from quire.server.lora.adapters import Adapters
 from quire.server.media.service import Images
 from quire.server.model_info import ModelInfo
+from quire.server.queue_wait import QueueWait, retry_after
 from quire.server.structured.service import Structures
 
 if TYPE_CHECKING:
@@ -66,10 +69,12 @@ class ServerState:
     scrape: Callable[[], Awaitable[bytes]] | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while num_in_flight is 0
     threads: Threads = field(default_factory=Threads)
+    queue_wait: QueueWait = field(default_factory=QueueWait)
     incidents: Incidents = field(default_factory=Incidents)
     structures: Structures = field(default_factory=Structures)
     unknown_fields: set[str] = field(default_factory=set)  # already logged
     num_reserved: int = 0  # choices of admitted HTTP requests, until their answers have ended
+    num_waiting_of: Counter[str] = field(default_factory=Counter)  # admitted choices without a token, by name of a key
     keys: KeyRing | None = None  # if there are API keys; set with the routes
     audit: AuditLog | None = None  # with --audit-log
     traces: Traces | None = None  # with --otlp-traces-endpoint
@@ -136,10 +141,7 @@ class ServerState:
         BadRequest for the field `param` if a limit would be exceeded even on an idle server.
         """
         server, load = self.config.server, max(self.client.load, self.num_reserved)
-        num_open = load + num_choices
-        num_waiting = max(num_open - (self.ready.worker.max_num_seqs if self.ready else 0), 0)
-        if stuck := min(self.stats.num_waiting, self.client.load):  # the KV cache is full but rows are free
-            num_waiting = max(num_waiting, stuck + num_choices)
+        num_waiting = self.would_wait(num_choices)
         num_waiting_tokens = self.client.num_waiting_tokens + num_tokens if num_waiting else 0
         for count, limit, what, flag in (
             (num_waiting, server.max_num_queued_reqs, "choices of requests", "--max-num-queued-reqs"),
@@ -151,9 +153,20 @@ class ServerState:
                         f"{param}: {count} {what} would have to wait, and this server's limit is {limit} ({flag}).",
                         param=param,
                     )
+                seconds = self.queue_wait.seconds(num_waiting)
                 raise Unavailable(
-                    f"With this request {count} {what} would wait, and the limit is {limit} ({flag}).", retry_after=1
+                    f"With this request {count} {what} would wait, and the limit is {limit} ({flag}). The last of "
+                    f"them would wait for about {math.ceil(seconds)} seconds.",
+                    retry_after=retry_after(seconds),
                 )
+
+    def would_wait(self, num_choices: int = 0) -> int:
+        """The number of choices that wait, or would with so many more."""
+        num_open = max(self.client.load, self.num_reserved) + num_choices
+        num_waiting = max(num_open - (self.ready.worker.max_num_seqs if self.ready else 0), 0)
+        if stuck := min(self.stats.num_waiting, self.client.load):  # the KV cache is full but rows are free
+            num_waiting = max(num_waiting, stuck + num_choices)
+        return num_waiting
 
     def require_batches(self) -> Batches:
         """Raises NotFound without --batch-dir."""
@@ -174,12 +187,12 @@ class ServerState:
         """The name for the answer to a request for `name`: the same if it is listed, else the first."""
         return name if name in self.all_names else self.names[0]
 
-    def require_model(self, name: str | None) -> None:
-        """Raises NotFound unless `name` is absent, empty or a name of the model."""
+    def require_model(self, name: str | None, known: Sequence[str]) -> None:
+        """Raises NotFound, which names the `known` ones, unless `name` is absent, empty or a name of the model."""
         if name and name not in self.all_names and name not in self.aliases:
-            known = ", ".join(f"'{known}'" for known in self.all_names[:20])
+            names = ", ".join(f"'{one}'" for one in known[:20]) or "no model for this key"
             raise NotFound(
-                f"The model '{name[:200]}' does not exist. This server has {known}.",
+                f"The model '{name[:200]}' does not exist. This server has {names}.",
                 param="model",
                 code="model_not_found",
             )

@@ -258,6 +258,7 @@ class Frontend:
 
     def _observe_stats(self, engine: int, stats: EngineStats) -> None:
         self._engine_stats[engine] = stats
+        self.state.queue_wait.observe(engine, stats)
         every = self._engine_stats
         self.state.stats = EngineStats(
             sum(one.num_running for one in every),

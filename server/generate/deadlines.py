@@ -70,6 +70,7 @@ def _expired(name: str, in_queue: bool) -> ApiError:
     code = {"queue": "queue_timeout", "first token": "first_token_timeout", "request": "timeout"}[name]
     if in_queue:
         what = "may wait in the queue" if name == "queue" else f"has for its {name}" if "token" in name else "has"
-        return Unavailable(f"The time that the request {what} has passed, and it was not begun.", code=code)
+        message = f"The time that the request {what} has passed, and it was not begun."
+        return Unavailable(message, code=code, retry_after=None)
     what = "its first token" if name == "first token" else "it"
     return GatewayTimeout(f"The time that the request has for {what} has passed without a token.", code=code)

@@ -18,7 +18,7 @@ from quire.server.http import request_options
 from quire.server.http.cache_hint import engine_key
 from quire.server.http.sse import unless_disconnected
 from quire.server.http.turns import tenant_of
-from quire.server.keys.access import allowed_priority, check_model
+from quire.server.keys.access import allowed_priority, check_model, require_model
 from quire.server.keys.account import key_of
 from quire.server.lora.fields import LoraScale
 from quire.server.state import ServerState
@@ -41,11 +41,10 @@ def admit(
     Raises Unavailable, NotFound and Forbidden for the model, BadRequest.
     """
     info = state.require_ready()
-    state.require_model(model)
+    require_model(request.scope, model, state)
     adapters = state.adapters.choose(model, lora)
     priority = request_options.priority(request, priority)
     if (key := key_of(request.scope, state)) is not None:
-        check_model(key, model, state)
         for one in adapters if lora else ():
             check_model(key, one.adapter.name, state)
         priority = allowed_priority(key, priority, info.priorities)

@@ -15,6 +15,7 @@ from quire.server.generate.generation_request import GenerationRequest
 from quire.server.http.numbers import bounded_int
 from quire.server.http.time_limit import seconds_of_header
 from quire.server.http.turns import tenant_of
+from quire.server.keys.access import check_queue
 from quire.server.keys.account import key_of, open_account
 from quire.server.state import ServerState
 
@@ -34,6 +35,8 @@ def reserve_room(request: Request, state: ServerState, requests: Sequence[Genera
         return
     num_choices = sum(one.n for one in requests)
     state.require_room(num_choices, sum(one.n * len(one.prompt_token_ids) for one in requests), param)
+    if key is not None:
+        check_queue(key, num_choices, state)
     state.num_reserved += num_choices
     request.scope["num_reserved"] = num_choices
     open_account(request.scope, state, requests)

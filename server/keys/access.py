@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from quire.server.errors import BadRequest, Forbidden
+from starlette.requests import Request
+from starlette.types import Scope
+
+from quire.server.errors import BadRequest, Forbidden, TooManyRequests
+from quire.server.keys.account import key_of
 from quire.server.keys.key import Key
+from quire.server.queue_wait import retry_after
 from quire.server.state import ServerState
+
+
+def require_model(scope: Scope, name: str | None, state: ServerState) -> None:
+    """Raises NotFound unless `name` is absent, empty or a name of the model, Forbidden if the request's key may not ask
+    for it.
+    """
+    key = key_of(scope, state)
+    state.require_model(name, visible_names(key, state))
+    if key is not None:
+        check_model(key, name, state)
 
 
 def check_model(key: Key, model: str | None, state: ServerState) -> None:
@@ -18,6 +33,35 @@ def check_model(key: Key, model: str | None, state: ServerState) -> None:
             param="model",
             code="model_not_found",
         )
+
+
+def names_for(request: Request, state: ServerState) -> list[str]:
+    """The names that the API lists for the request's key."""
+    return visible_names(key_of(request.scope, state), state)
+
+
+def visible_names(key: Key | None, state: ServerState) -> list[str]:
+    """The same of a key; with aliases that it was given by name."""
+    if key is None or key.models is None:
+        return state.all_names
+    return [name for name in (*state.all_names, *sorted(state.aliases)) if name in key.models]
+
+
+def check_queue(key: Key, num_choices: int, state: ServerState) -> None:
+    """Raises TooManyRequests if the server is full, and more choices of the key would wait than it may have waiting."""
+    limit = key.max_queued_requests
+    if limit is None or not state.would_wait(num_choices):
+        return
+    count = state.num_waiting_of[key.name] + num_choices
+    if count > limit:
+        error = TooManyRequests(
+            f"With this request {count} choices of '{key.name}' would wait, and its limit is {limit} "
+            "(max_queued_requests).",
+            retry_after=retry_after(state.queue_wait.seconds(count - num_choices)),
+        )
+        if state.metrics is not None:
+            state.metrics.observe_key_refusal(key.name, error.code)
+        raise error
 
 
 def allowed_priority(key: Key, priority: int | None, are_used: bool) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -29,6 +30,7 @@ class Host(Protocol):
     """The server whose requests are counted."""
 
     names: list[str]
+    num_waiting_of: Counter[str]
     keys: KeyRing | None
     audit: AuditLog | None
     traces: Traces | None
@@ -45,16 +47,30 @@ class Account:
     background: bool
     requests: Sequence[GenerationRequest]
     num_prompt_tokens: int
+    num_waiting: int = 0  # choices without a token, which the key may have so many of
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     finish_reasons: set[str] = field(default_factory=set)
     opened: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        if self.key is not None and not self.background:
+            self.num_waiting = sum(one.n for one in self.requests)
+            self.state.num_waiting_of[self.key.name] += self.num_waiting
+
+    def _begun(self, num_choices: int) -> None:
+        """They wait no longer."""
+        if self.num_waiting:
+            self.num_waiting -= num_choices
+            self.state.num_waiting_of[self.key.name] -= num_choices
 
     async def observed(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """`deltas`, counted."""
         cached: dict[int, int] = {}
         try:
             async for delta in deltas:
+                if delta.index not in cached:
+                    self._begun(1)
                 self.num_output_tokens += len(delta.token_ids)
                 cached[delta.index] = max(cached.get(delta.index, 0), delta.num_cached_tokens)
                 if delta.finish_reason is not None:
@@ -67,6 +83,7 @@ class Account:
     def close(self, status: int | None) -> None:
         """`status` is the answer's; None if there was none, because the client left."""
         state, key = self.state, self.key
+        self._begun(self.num_waiting)
         if key is not None and key.is_limited:
             try:
                 state.keys.ledger.end(key, self.num_output_tokens, self.background)

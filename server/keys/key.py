@@ -22,6 +22,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: Name
     key: Annotated[str, Meta(min_length=1)]  # the key itself, or "sha256:" and the hexadecimal hash of its UTF-8 bytes
     max_concurrent_requests: Limit | None = None
+    max_queued_requests: Limit | None = None  # choices that wait, per frontend, while the server is full
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None  # prompt and output
     tokens_per_day: Limit | None = None  # of a day in UTC

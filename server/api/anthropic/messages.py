@@ -16,6 +16,7 @@ from quire.server.http import admission, sse
 from quire.server.http.read_body import take
 from quire.server.http.threads import Later
 from quire.server.http.turns import tenant_of
+from quire.server.keys.access import require_model
 from quire.server.parsers.events import Content
 from quire.server.state import ServerState
 
@@ -71,7 +72,7 @@ async def count_tokens(request: Request, state: ServerState) -> Response:
 
     def work(body: CountTokensRequest) -> TokenCount | Later[TokenCount]:
         state.require_ready()
-        state.require_model(body.model)
+        require_model(request.scope, body.model, state)
         prompt = conversation(body, state.formats.reasoning is not None)
         count = lambda: TokenCount(len(encode_conversation(prompt, state, False)))  # noqa: E731
         return after_images(prompt, state, request.scope.get("tenant"), count)

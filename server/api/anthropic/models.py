@@ -35,9 +35,9 @@ def model_info(state: ServerState, name: str) -> ModelInfo:
     return ModelInfo(id=name, display_name=name, created_at=timestamp(state.created), max_input_tokens=limit)
 
 
-def model_list(state: ServerState) -> ModelPage:
+def model_list(state: ServerState, names: list[str]) -> ModelPage:
     return ModelPage(
-        data=[model_info(state, name) for name in state.all_names],
-        first_id=state.all_names[0],
-        last_id=state.all_names[-1],
+        data=[model_info(state, name) for name in names],
+        first_id=names[0] if names else None,
+        last_id=names[-1] if names else None,
     )

@@ -13,6 +13,7 @@ from quire.server.errors import BadRequest, EngineError
 from quire.server.generate.pooling import text_limit
 from quire.server.http import sse
 from quire.server.http.read_body import take
+from quire.server.keys.access import names_for, require_model
 from quire.server.startup.model_details import ModelDetails, in_words
 from quire.server.state import ServerState
 from quire.server.text.infill import infill_of
@@ -70,7 +71,7 @@ def _model(name: str, found: ModelDetails, state: ServerState) -> dict[str, Any]
 async def tags(request: Request, state: ServerState) -> Response:
     """The models there are."""
     found = await _read(state)
-    return sse.JsonResponse({"models": [_model(name, found, state) for name in state.all_names]})
+    return sse.JsonResponse({"models": [_model(name, found, state) for name in names_for(request, state)]})
 
 
 async def running(request: Request, state: ServerState) -> Response:
@@ -83,7 +84,7 @@ async def running(request: Request, state: ServerState) -> Response:
         "size_vram": plan.weights + plan.activations + plan.kv_cache if plan and plan.device != "cpu" else 0,
         "context_length": state.model.max_model_len,
     }
-    return sse.JsonResponse({"models": [_model(name, found, state) | more for name in state.all_names]})
+    return sse.JsonResponse({"models": [_model(name, found, state) | more for name in names_for(request, state)]})
 
 
 async def show(request: Request, state: ServerState) -> Response:
@@ -93,7 +94,7 @@ async def show(request: Request, state: ServerState) -> Response:
     if not name:
         raise BadRequest("Missing required parameter: model.", param="model")
     model = state.require_ready()
-    state.require_model(served_name(name, state))
+    require_model(request.scope, served_name(name, state), state)
     found = await _read(state)
     # clients size their prompts by it: what is served may be less than what the model was trained for
     embeds = model.pooling is not None and "embed" in model.pooling.tasks

@@ -7,8 +7,8 @@ from quire.server.startup.model_names import default_name
 from quire.server.state import ServerState
 
 
-def model_list(state: ServerState) -> ModelList:
-    return ModelList(data=[model_card(state, name) for name in state.all_names])
+def model_list(state: ServerState, names: list[str]) -> ModelList:
+    return ModelList(data=[model_card(state, name) for name in names])
 
 
 def model_card(state: ServerState, name: str) -> ModelCard:

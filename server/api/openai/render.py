@@ -17,6 +17,7 @@ from quire.server.generate.prepare import encode_rendered
 from quire.server.http.read_body import take
 from quire.server.http.sse import JsonResponse
 from quire.server.http.threads import Later
+from quire.server.keys.access import require_model
 from quire.server.state import ServerState
 
 R = TypeVar("R")
@@ -55,7 +56,7 @@ async def _rendered(request: Request, state: ServerState, show: Callable[[Render
 
     def work(body: ChatCompletionRequest) -> R | Later[R]:
         state.require_ready()
-        state.require_model(body.model)
+        require_model(request.scope, body.model, state)
         prompt = conversation(body)
         tenant = request.scope.get("tenant")
         return after_images(prompt, state, tenant, lambda: show(render_conversation(prompt, state), body))

@@ -14,23 +14,24 @@ from quire.server.generate.prepare import encode_conversation, encode_texts
 from quire.server.http.read_body import take
 from quire.server.http.sse import JsonResponse
 from quire.server.http.threads import Later
+from quire.server.keys.access import require_model
 from quire.server.state import ServerState
 
 
 async def tokenize(request: Request, state: ServerState) -> Response:
     """Token ids of a prompt or a conversation."""
-    tenant = request.scope.get("tenant")
-    return JsonResponse(await take(request, TokenizeRequest, state, lambda body: _tokenized(body, state, tenant)))
+    return JsonResponse(await take(request, TokenizeRequest, state, lambda body: _tokenized(request, body, state)))
 
 
-def _tokenized(body: TokenizeRequest, state: ServerState, tenant: str | None) -> bytes | Later[bytes]:
+def _tokenized(request: Request, body: TokenizeRequest, state: ServerState) -> bytes | Later[bytes]:
     state.require_ready()
-    state.require_model(body.model)
+    require_model(request.scope, body.model, state)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("Give exactly one of prompt and messages.", param="prompt")
     if body.messages is not None:
         prompt = conversation(body)
         special = bool(body.add_special_tokens)
+        tenant = request.scope.get("tenant")
         return after_images(
             prompt, state, tenant, lambda: _answer(encode_conversation(prompt, state, special), body, state)
         )
@@ -45,12 +46,12 @@ def _answer(ids: list[int], body: TokenizeRequest, state: ServerState) -> bytes:
 
 async def detokenize(request: Request, state: ServerState) -> Response:
     """The text of token ids."""
-    return JsonResponse(await take(request, DetokenizeRequest, state, lambda body: _detokenized(body, state)))
+    return JsonResponse(await take(request, DetokenizeRequest, state, lambda body: _detokenized(request, body, state)))
 
 
-def _detokenized(body: DetokenizeRequest, state: ServerState) -> bytes:
+def _detokenized(request: Request, body: DetokenizeRequest, state: ServerState) -> bytes:
     model = state.require_ready()
-    state.require_model(body.model)
+    require_model(request.scope, body.model, state)
     if body.tokens and max(body.tokens) >= model.vocab_size:
         raise BadRequest(f"tokens: ids must be below the vocabulary size of {model.vocab_size}.", param="tokens")
     return msgspec.json.encode(DetokenizeResponse(state.tokenizer.decode(body.tokens, skip_special_tokens=False)))

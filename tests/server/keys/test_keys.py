@@ -28,6 +28,7 @@ KEYS = [
     {"name": "tokens", "key": "k-tokens", "tokens_per_minute": 30},
     {"name": "day", "key": "k-day", "tokens_per_day": 5},
     {"name": "alias", "key": "k-alias", "models": ["alias"]},
+    {"name": "none", "key": "k-none", "models": []},
     {"name": "low", "key": "k-low", "max_priority": 5},
     {"name": "one", "key": "k-one", "max_concurrent_requests": 1},
 ]
@@ -132,6 +133,32 @@ def test_models_of_a_key(server):
     assert ask(server, "k-alias").status_code == 200  # without a name: the model that is served
     assert error_of(ask(server, "k-alias", model=MODEL)) == (403, "model_not_found")
     assert ask(server, "k-alias", model="other").status_code == 404
+    for path in ("/tokenize", "/apply-template", "/v1/chat/completions/render", "/v1/messages/count_tokens"):
+        assert ask(server, "k-alias", path, model=MODEL).status_code == 403, path
+
+
+LISTS = {
+    "/v1/models": lambda answer: [one["id"] for one in answer["data"]],
+    "/v1/models ": lambda answer: [one["id"] for one in answer["data"]],  # in Anthropic's form
+    "/api/tags": lambda answer: [one["name"] for one in answer["models"]],
+    "/api/ps": lambda answer: [one["name"] for one in answer["models"]],
+}
+
+
+@pytest.mark.parametrize("path", LISTS)
+def test_a_key_sees_its_models(server, path):
+    headers = {"anthropic-version": "2023-06-01"} if path.endswith(" ") else {}
+    for key, names in (("k-free", [MODEL, "alias"]), ("k-alias", ["alias"]), ("k-none", [])):
+        answer = server.http.get(path.strip(), headers=headers | bearer(key)).json()
+        assert LISTS[path](answer) == names
+
+
+def test_a_key_sees_no_other_model(server):
+    assert server.http.get("/v1/models/alias", headers=bearer("k-alias")).json()["id"] == "alias"
+    assert server.http.get(f"/v1/models/{MODEL}", headers=bearer("k-alias")).status_code == 403
+    answer = server.http.get("/v1/models/other", headers=bearer("k-alias"))
+    assert answer.status_code == 404 and MODEL not in answer.text
+    assert server.http.post("/api/show", json={"model": MODEL}, headers=bearer("k-alias")).status_code == 403
 
 
 def test_priorities_of_a_key(server):

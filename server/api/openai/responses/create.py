@@ -45,6 +45,7 @@ from quire.server.http.parse_body import is_left_out
 from quire.server.http.read_body import in_turns, take
 from quire.server.http.threads import SMALL, Later
 from quire.server.http.turns import tenant_of
+from quire.server.keys.access import require_model
 from quire.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -287,7 +288,7 @@ async def count_input_tokens(request: Request, state: ServerState) -> Response:
 
     def work(body: ResponsePrompt, history: History | None) -> Work[ResponsePrompt, InputTokens]:
         state.require_ready()
-        state.require_model(body.model)
+        require_model(request.scope, body.model, state)
         before = [] if history is None else past.resolve(body, history)
         prompt = conversation(body, before)
 
