@@ -285,6 +285,11 @@ class DeviceConfig:
         "llama.cpp does) and weights of 4 bits, else 16, which is finer than bfloat16",
         choices=("auto", "8", "16"),
     )
+    torch_profiler_dir: str | None = opt(
+        None,
+        "folder for the traces of /start_profile and /stop_profile (default: these routes answer 404)",
+        metavar="DIR",
+    )
     num_threads: int | None = opt(
         None, "number of compute threads on CPU (default: the cores that this process may use)", minimum=1
     )

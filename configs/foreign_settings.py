@@ -33,6 +33,7 @@ FOREIGN_SETTINGS: dict[str, str] = {
     "swap_space": "not needed: a preempted request is computed again instead of swapped",
     "enable_chunked_prefill": "prompts are always prefilled in chunks; --max-num-batched-tokens sets their size",
     "compilation_config": "torch.compile is not used; --enforce-eager turns CUDA graphs off",
+    "profiler_config": "set --torch-profiler-dir",
     "disable_log_requests": "set --log-level warning to omit the access log",
     "enable_log_requests": "requests are logged with --log-level info",
     "disable_log_stats": "set --log-stats-interval 0",

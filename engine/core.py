@@ -233,6 +233,8 @@ class EngineCore:
             "unload_lora": lambda key: self.executor.call("unload_lora", key),
             "describe_tiers": lambda: self.scheduler.tiers and self.scheduler.tiers.describe(),
             "describe_ops": lambda: self.executor.call("describe_ops"),
+            "start_profile": lambda: self.executor.call("start_profile"),
+            "stop_profile": lambda: self.executor.call("stop_profile"),
             "waiting": self.scheduler.not_begun,
             "requests": self.scheduler.describe,
             "abort": self.abort,

@@ -162,7 +162,8 @@ class Call(_Message):
     """A utility call, answered by `CallResult`: reset_prefix_cache() -> bool, stats() -> dict of EngineStats fields,
     waiting(request ids) -> those never scheduled, requests() -> all, as dicts (`Request.describe`), abort(request ids)
     -> those that there were, which end with finish reason abort,
-    load_lora(key, folder) -> why not, unload_lora(key).
+    load_lora(key, folder) -> why not, unload_lora(key), start_profile() -> why not, stop_profile() -> (why not, name of
+    the first rank's file).
     """
 
     call_id: int

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -28,14 +30,20 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
+def profiles(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("profiles") / "new"
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory, profiles):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log_path = tmp_path_factory.mktemp("serve") / "log"
+    settings = ["--kv-cache-memory-bytes", "64M", "--torch-profiler-dir", str(profiles)]
     with log_path.open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "quire", "serve", "--port", str(port), "--kv-cache-memory-bytes", "64M"],
+            [sys.executable, "-m", "quire", "serve", "--port", str(port), *settings],
             stdout=log,
             stderr=log,
         )
@@ -92,6 +100,19 @@ def test_it_is_the_only_model(client):
 )
 def test_answers(client, question, answer):
     assert ask(client, question) == answer
+
+
+def test_a_profile_of_the_steps(client, profiles):
+    with httpx.Client(base_url=str(client.base_url).removesuffix("/v1/"), trust_env=False, timeout=120) as http:
+        assert http.post("/stop_profile").status_code == 409
+        assert http.post("/start_profile", headers={"origin": "https://example.org"}).status_code == 415
+        assert http.post("/start_profile").json() == {"status": "started", "files": []}
+        assert http.post("/start_profile", json={}).status_code == 409
+        ask(client, "Hello")
+        (name,) = http.post("/stop_profile").json()["files"]
+    events = json.loads(gzip.decompress((profiles / name).read_bytes()))["traceEvents"]
+    assert any(event.get("name", "").startswith("aten::") for event in events)
+    assert ask(client, "What is 12 + 30?") == "12 + 30 = 42"
 
 
 NOT_ASCII = [

@@ -30,6 +30,7 @@ from quire.worker.parallel import init_distributed, pp, shutdown_distributed, tp
 from quire.worker.pipeline import SingleStage, pipeline_stage
 from quire.worker.platforms.base import Platform, is_out_of_memory
 from quire.worker.platforms.platform import get_platform
+from quire.worker.profiling import StepProfiler
 from quire.worker.sampling.sampler import Sampler
 from quire.worker.sampling.speculation.draft_model import place_after
 from quire.worker.sampling.speculation.draft_spec import draft_quantization
@@ -76,6 +77,7 @@ class Worker:
         self.tiers: TierStore | None = None  # below the KV cache
         self.gave_back = False  # whether the KV cache's memory was given back since the last step
         self.weights = 0  # bytes
+        self.profiler = StepProfiler(config.device.torch_profiler_dir, rank)
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         """Load the model and allocate the KV cache, reporting (phase, fraction).
@@ -306,6 +308,7 @@ class Worker:
     def execute(self, step: StepInput) -> Output:
         """Launch a step. Another thread may wait for its result."""
         assert self.runner is not None, "initialize first"
+        self.profiler.step()
         self.look_for_ops()
         if step.stores:
             self.tiers.store(step.stores)
@@ -337,6 +340,12 @@ class Worker:
         """Forget a LoRA adapter, unless requests use it."""
         if self.runner.adapters is not None:
             self.runner.adapters.unload(key)
+
+    def start_profile(self) -> str:
+        return self.profiler.start()
+
+    def stop_profile(self) -> tuple[str, str]:
+        return self.profiler.stop()
 
     def work_idle(self) -> bool:
         """Do one piece of deferred work, some tenths of a second at most, while no step is in flight. Returns whether

@@ -473,6 +473,10 @@ class EngineClient:
         finally:
             self._calls.pop(call_id, None)
 
+    async def call_each(self, method: str, *args: Any, timeout: float = 10.0) -> list[Any]:
+        """The answer of each engine, of which there is one. Raises as `call`."""
+        return [await self.call(method, *args, timeout=timeout)]
+
     # ---- the socket
 
     def _send(self, message: ToEngine) -> None:

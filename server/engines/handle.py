@@ -36,5 +36,8 @@ class EngineHandle(Protocol):
     async def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
         """Call a method of the engine. Raises EngineCallError, EngineUnavailable, TimeoutError."""
 
+    async def call_each(self, method: str, *args: Any, timeout: float = 10.0) -> list[Any]:
+        """The same of each engine."""
+
     async def close(self, reason: str = ...) -> None:
         """Fail every open request, and every later one. Idempotent."""

@@ -75,8 +75,12 @@ class EnginePool:
 
         Raises the same errors as `EngineClient.call`.
         """
-        answers = await asyncio.gather(*(client.call(method, *args, timeout=timeout) for client in self.clients))
+        answers = await self.call_each(method, *args, timeout=timeout)
         return answers[0] if all(answer == answers[0] for answer in answers) else answers
+
+    async def call_each(self, method: str, *args: Any, timeout: float = 10.0) -> list[Any]:
+        """The answer of every engine. Raises as `call`."""
+        return await asyncio.gather(*(client.call(method, *args, timeout=timeout) for client in self.clients))
 
     async def close(self, reason: str = "the server is shutting down") -> None:
         for client in self.clients:

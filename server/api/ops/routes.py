@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.server.api.ops import cache, lora, requests, sagemaker, status
+from quire.server.api.ops import cache, lora, profile, requests, sagemaker, status
 from quire.server.api.ops.tokenizer_info import TokenizerInfo, tokenizer_info
 from quire.server.http.route import EMPTY, Route
 
@@ -22,5 +22,7 @@ ROUTES = [
     Route("GET", "/requests", requests.list_requests, answer=requests.RequestList, admin=True),
     Route("POST", "/abort_requests", requests.abort_requests, requests.AbortBody, answer=requests.Aborted, admin=True),
     Route("GET", "/load", requests.load, answer=requests.Load),
+    Route("POST", "/start_profile", profile.start_profile, answer=profile.Profile, admin=True),
+    Route("POST", "/stop_profile", profile.stop_profile, answer=profile.Profile, admin=True),
     Route("GET", "/ping", sagemaker.ping, answer=EMPTY),
 ]

@@ -1,0 +1,58 @@
+"""/start_profile and /stop_profile, as vLLM has them: what the workers' steps spend their time on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.errors import Conflict, EngineError, NotFound, Unavailable
+from quire.server.http.read_body import require_deliberate
+from quire.server.http.sse import JsonResponse
+from quire.server.state import ServerState
+
+_WRITE_SECONDS = 300.0  # a long profile takes a while to be written
+
+
+class Profile(msgspec.Struct):
+    status: str  # started or stopped
+    files: list[str] = []  # the traces of the first rank of each engine, in --torch-profiler-dir
+
+
+async def start_profile(request: Request, state: ServerState) -> Response:
+    """Begin a profile of all workers. It takes 2,000 steps or two minutes at most."""
+    for reason in await _in_engines(request, state, "start_profile"):
+        _refuse(reason)
+    return JsonResponse(Profile("started"))
+
+
+async def stop_profile(request: Request, state: ServerState) -> Response:
+    """End the profile and write its traces, during which no tokens are generated."""
+    files = []
+    for reason, name in await _in_engines(request, state, "stop_profile"):
+        _refuse(reason)
+        files.append(name)
+    return JsonResponse(Profile("stopped", files))
+
+
+def _refuse(reason: str) -> None:
+    """Raises Conflict unless the reason is empty."""
+    if reason:
+        raise Conflict(f"{reason[:1].upper()}{reason[1:]}.")
+
+
+async def _in_engines(request: Request, state: ServerState, method: str) -> list[Any]:
+    """The answer of each engine. Raises NotFound without a folder for profiles, Unavailable, EngineError."""
+    if state.config.device.torch_profiler_dir is None:
+        raise NotFound("This server takes no profiles: start it with --torch-profiler-dir DIR.")
+    if any(name in request.headers for name in ("origin", "sec-fetch-site")):  # a web page
+        require_deliberate(request)
+    state.require_ready()
+    try:
+        return await state.client.call_each(method, timeout=_WRITE_SECONDS)
+    except TimeoutError:
+        raise Unavailable("The engine did not answer in time.", code="engine_busy") from None
+    except RuntimeError as error:
+        raise EngineError(f"The engine did not answer: {error}") from error
