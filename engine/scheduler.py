@@ -136,6 +136,7 @@ class Scheduler:
         self.running = RequestQueue()
         self.requests: dict[tuple[bytes, str], Request] = {}
         self.free_rows = list(range(ready.max_num_seqs))  # a heap: the lowest free row is used first
+        self._with_drafts: list[Request] = []  # of which the worker has drafts, for the next step only
         self._in_flight: deque[Step] = deque()  # scheduled, results not processed yet
         self.counts = Counts()
         self._num_added = 0
@@ -624,6 +625,9 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.note_step(step.num_tokens, time.monotonic() - step.scheduled)
         prompt_logprobs = self._new_prompt_logprobs(step, output)
+        for request in self._with_drafts:
+            request.num_draft = 0
+        self._with_drafts = [step.requests[i] for i in output.num_draft or ()]
         for i, token_ids, logprobs in zip(
             step.input.samples, output.token_ids, output.logprobs or [None] * len(output.token_ids), strict=True
         ):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.configs.config import Config
+from quire.configs.speculation import MAX_DRAFT
 from quire.worker.attention.base import AttentionSpec
 from quire.worker.attention.registry import Selection, select_backend
 from quire.worker.batch.graphs import padded_sizes
@@ -30,7 +31,7 @@ from quire.worker.parallel import Group, split_size
 from quire.worker.platforms.base import Platform
 from quire.worker.platforms.ops import Ops
 from quire.worker.platforms.platform import get_platform
-from quire.worker.sampling.speculation.choice import Speculation, resolve_speculation
+from quire.worker.sampling.speculation.choice import STEP_DRAFTS, Speculation, resolve_speculation
 from quire.worker.sampling.speculation.draft_spec import draft_quantization, read_draft_spec
 from quire.worker.transformer.config import LayerSpec, ModelSpec, cache_specs, state_specs
 from quire.worker.transformer.decoder import stage_layers
@@ -348,6 +349,17 @@ def _num_states(config: Config, limits: Limits, state: int, kv_bytes: int, block
     return num_states, choices
 
 
+def spare_states(limits: Limits, num_states: int) -> int:
+    """How many of the pages for states are for drafts: as many as a step verifies, out of those that running requests
+    do not need.
+    """
+    if not limits.speculation.is_on:
+        return 0
+    asked = limits.speculation.num_draft
+    most = STEP_DRAFTS if asked is None else min(asked * limits.max_num_seqs, MAX_DRAFT)
+    return max(min(most, num_states - _STATES_PER_REQUEST * limits.max_num_seqs), 0)
+
+
 def fit_model_len(
     limits: Limits, num_blocks: int, plan: MemoryPlan, groups: Sequence[CacheGroup]
 ) -> tuple[int, list[Choice]]:
@@ -440,6 +452,12 @@ def report(
     Raises ValueError as `fit_model_len` does.
     """
     max_model_len, fitted = fit_model_len(limits, num_blocks, plan, groups)
+    num_spares = spare_states(limits, num_states)
+    if num_spares:
+        fitted.append(
+            ("spare states", str(num_spares), "pages for the states between drafts, out of those for prefixes")
+        )
+    num_states -= num_spares
     depth = platform.default_depth if pp == 1 else pp + 1  # one step per stage, and one for the scheduler
     return WorkerReady(
         num_blocks=num_blocks,

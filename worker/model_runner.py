@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quire.configs.speculation import MAX_DRAFT
 from quire.worker.attention.base import AttentionBackend, GroupedMetadata
 from quire.worker.attention.output_window import limit_outputs
 from quire.worker.batch.graphs import CudaGraphs, Replay
 from quire.worker.batch.group_metadata import adapt
 from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
 from quire.worker.batch.request_table import RequestTable
+from quire.worker.batch.spare_states import SpareStates
 from quire.worker.batch.split_step import STATE_LOST, Failed, Output, SplitOutput, halves, runs, without_drafts
 from quire.worker.batch.state_pages import SavedState, StatePages
+from quire.worker.cache.allocation import state_layers
 from quire.worker.images.step_images import StepImages
 from quire.worker.lora.adapters import Adapters
 from quire.worker.messages import NO_TOKEN_ERROR, StepInput, StepOutput, TokenLogprobs
@@ -30,7 +33,7 @@ from quire.worker.sampling.pooling import Pooled, Pooling
 from quire.worker.sampling.sampler import RowLogprobs, Sampled, Sampler
 from quire.worker.sampling.speculation.choice import Speculation
 from quire.worker.sampling.speculation.draft_model import DraftModel
-from quire.worker.sampling.speculation.speculator import Speculator, accepted
+from quire.worker.sampling.speculation.speculator import Speculator, accepted, num_accepted
 from quire.worker.transformer.decoder import CausalLM
 
 logger = logging.getLogger(__name__)
@@ -139,6 +142,7 @@ class ModelRunner:
         speculation: Speculation | None = None,
         adapters: Adapters | None = None,
         draft: CausalLM | None = None,
+        num_spares: int = 0,
     ) -> None:
         self.model, self.table, self.backend, self.platform = model, table, backend, platform
         self.stage = stage or SingleStage()
@@ -150,13 +154,18 @@ class ModelRunner:
             table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device, len(table.groups)
         )
         self.states = StatePages(model, table)
+        self.spare_states = None
+        if num_spares:
+            num_pages = len(state_layers(model)[0].pages[0])
+            self.spare_states = SpareStates(model, table, num_pages - num_spares, num_spares)
         self.sampler = sampler or Sampler(table, platform)
         self.speculator = None
         if speculation is not None:
             drafting = None
             if draft is not None:
                 drafting = DraftModel(draft, table, backend, platform, max_num_tokens, self.sampler)
-            self.speculator = Speculator(speculation, self.sampler.grammars, drafting)
+            most = num_spares if table.has_states else MAX_DRAFT * table.max_num_reqs
+            self.speculator = Speculator(speculation, self.sampler.grammars, most, drafting)
             table.register(self.speculator)
         self.prompt_logprobs = PromptLogprobs(table, platform)
         table.register(self.prompt_logprobs)
@@ -184,6 +193,8 @@ class ModelRunner:
         self.stage.await_token_ids(step, self.table)
         make_drafts = (lambda: self.speculator.drafts(step)) if step.num_draft else None
         batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend, make_drafts)
+        if batch.drafts and self.spare_states is not None:
+            self.spare_states.begin(batch)
         if not self.shares_outputs:
             num_prompt = [self.table.num_prompt_tokens[row] for row in step.rows]
             limit_outputs(batch.attn, self.table.groups, step.num_computed, step.num_scheduled, num_prompt)
@@ -306,6 +317,8 @@ class ModelRunner:
                 batch.max_seq_len,
             )
             self.stage.send_token_ids(sampled.token_ids)
+        if batch.drafts and self.spare_states is not None:
+            self.spare_states.keep(batch, self._num_accepted(batch, token_ids.tolist()))
         if self.speculator is not None:
             self.speculator.follow(step)
         event = self.platform.event()
@@ -325,6 +338,16 @@ class ModelRunner:
             speculator=self.speculator,
             drafts=batch.drafts,
         )
+
+    @staticmethod
+    def _num_accepted(batch: InputBatch, token_ids: list[int]) -> dict[int, int]:
+        """Batch position -> how many of its drafts were right."""
+        counts, first = {}, 0
+        for i in batch.step.samples:
+            draft = batch.drafts.get(i, [])
+            counts[i] = num_accepted(token_ids[first : first + len(draft) + 1], draft)
+            first += len(draft) + 1
+        return counts
 
     def _sampling_errors(self, batch: InputBatch, sampled: Sampled) -> dict[int, str]:
         """The sampler's errors by batch position; it names the first sampling row of a request."""

@@ -176,6 +176,7 @@ class Worker:
             check_ranks,
             adapters,
             self.draft,
+            num_states - ready.num_states,
         )
         if adapters is not None:
             ready = msgspec.structs.replace(ready, max_loras=adapters.max_active)
@@ -450,6 +451,7 @@ def _make_runner(
     check_ranks: bool = False,
     adapters: Adapters | None = None,
     draft: CausalLM | None = None,
+    num_spares: int = 0,
 ) -> ModelRunner:
     """Allocate the KV cache and the request table, and build the model runner."""
     block_size = limits.attention.block_size
@@ -471,6 +473,7 @@ def _make_runner(
         limits.speculation if limits.speculation.is_on else None,
         adapters,
         draft,
+        num_spares,
     )
 
 

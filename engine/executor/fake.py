@@ -361,7 +361,11 @@ class FakeExecutor(Executor):
         while len(new) <= num_draft and new == draft[: len(new)]:
             end = known + len(new)
             new.append(self._next(row.states[end - 1], row, end))
+        computed = row.states[: known + len(new) - 1]
         del row.token_ids[known:], row.states[known:]
+        for g, group in enumerate(self.ready.groups):
+            if group.kind == "state" and num_draft:
+                self._slots[row.block_ids[g][1] * self.ready.block_size] = (g, computed[-1])
         self._append(row, new)
         return new
 

@@ -25,7 +25,9 @@ configurations = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
     }
 )
-group_mixes = st.sampled_from(["full", "full", "window:5", "full+window:9", "full+chunk:6", "chunk:4+window:5"])
+group_mixes = st.sampled_from(
+    ["full", "full", "window:5", "full+window:9", "full+chunk:6", "chunk:4+window:5", "full+state", "state+window:7"]
+)
 
 
 def fake_engine(options: str, **configuration) -> Engine:

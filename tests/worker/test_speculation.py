@@ -41,16 +41,16 @@ def requests():
 class Adversary:
     """Drafts that are right for a while, wrong in the middle, out of the text, or the end-of-sequence token."""
 
-    def __init__(self, texts: list[list[int]]) -> None:
-        self.texts, self.random = texts, random.Random(1)
+    def __init__(self, texts: list[list[int]], vocab_size: int = 512) -> None:
+        self.texts, self.vocab_size, self.random = texts, vocab_size, random.Random(1)
 
     def propose(self, row: int, history: History, limit: int) -> list[int]:
         text = history.tokens.tolist()
         rest = next((one[len(text) :] for one in self.texts if one[: len(text)] == text), [])[:limit]
         for k in range(len(rest)):
             if self.random.random() < 0.25:
-                rest[k] = self.random.choice([0, 1, 2, 23, 511])
-        return rest[: self.random.randint(0, limit)] or [self.random.randrange(512)]
+                rest[k] = self.random.choice([0, 1, 2, 23, self.vocab_size - 1])
+        return rest[: self.random.randint(0, limit)] or [self.random.randrange(self.vocab_size)]
 
 
 def check_equal(engine: InProcessEngine, drafters=None) -> int:
@@ -155,11 +155,34 @@ def test_the_choice_and_its_reason_are_reported(checkpoint, settings, value, rea
     assert (engine.scheduler.flush_stats().num_drafts > 0) == (value == "suffix")
 
 
-def test_models_with_states_do_not_speculate(tmp_path):
-    engine = engine_of(build_family("qwen3_5", tmp_path))
-    assert "recurrent states" in {name: why for name, _, why in engine.ready.choices}["speculation"]
-    engine.generate([PERIOD * 5], SamplingParams(temperature=0.0, max_tokens=10))
-    assert engine.scheduler.flush_stats().num_drafts == 0
+@pytest.mark.parametrize(
+    ("family", "more"), [("qwen3_5", {}), ("lfm2", {}), ("jamba", {}), ("mamba2", {"num_gpu_blocks_override": None})]
+)
+def test_a_rejected_draft_leaves_no_trace_in_a_recurrent_state(tmp_path, family, more):
+    engine = engine_of(build_family(family, tmp_path), max_num_seqs=4, **more)
+    runner = engine.executor._worker.runner
+    prompts = [[3, 9, 7, 4] * 5, [(7 * i) % 120 + 4 for i in range(23)], [5, 6]]
+    for sampling in (
+        SamplingParams(temperature=0.0, max_tokens=40),
+        SamplingParams(temperature=0.7, seed=5, max_tokens=40),
+    ):
+        plain = engine.generate(prompts, msgspec.structs.replace(sampling, speculation=False))
+        runner.speculator.drafters = [Adversary([p + one.token_ids for p, one in zip(prompts, plain)], 128)]
+        engine.scheduler.flush_stats()
+        with_drafts = engine.generate(prompts, sampling)
+        assert [one.token_ids for one in with_drafts] == [one.token_ids for one in plain]
+        stats = engine.scheduler.flush_stats()
+        assert 20 < sum(stats.accepted_per_position) < stats.num_draft_tokens
+
+
+def test_a_conversation_of_a_model_with_states_finds_its_checkpoints(tmp_path):
+    engine = engine_of(build_family("qwen3_5", tmp_path), max_num_seqs=4, block_size=4)
+    text = [3, 9, 7, 4] * 3
+    for _ in range(4):
+        sampling = [SamplingParams(temperature=0.0, max_tokens=30, speculation=on) for on in (True, False)]
+        drafted, plain = (engine.generate([text], one)[0] for one in sampling)
+        assert drafted.token_ids == plain.token_ids
+        text = [*text, *plain.token_ids, 8]
 
 
 # ---- units

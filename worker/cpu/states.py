@@ -7,11 +7,12 @@ import torch.nn.functional as F
 
 from quire.worker.cpu.native import KERNELS
 from quire.worker.layers import delta_rule, linear_attention, short_conv
-from quire.worker.layers.state import StateStep
+from quire.worker.layers.state import StateStep, by_stages
 
 _WIDEST, _MOST = 16, 1024  # of convolutions; entries of keys and values
 
 
+@by_stages(0)
 def causal_conv(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -38,6 +39,7 @@ def causal_conv(
     return F.silu(out, inplace=True) if silu else out
 
 
+@by_stages(0, 1, 2, 3, 4)
 def gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -69,6 +71,7 @@ def gated_delta_rule(
     return out
 
 
+@by_stages(0, 1, 2, 3)
 def scan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, pages: torch.Tensor, step: StateStep
 ) -> torch.Tensor:

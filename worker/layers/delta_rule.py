@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.worker.layers.state import StateStep
+from quire.worker.layers.state import StateStep, by_stages
 
 CHUNK = 64  # tokens whose update of the state is one matrix product
 CHUNK_PER_CHANNEL = 16  # the same if each channel of a key has its decay: takes memory for each pair of tokens
@@ -71,6 +71,7 @@ def _pairs(a: torch.Tensor, b: torch.Tensor, decay: torch.Tensor) -> torch.Tenso
     return torch.einsum("hik,hjk,hijk->hij", a, b, between)
 
 
+@by_stages(0, 1, 2, 3, 4)
 def gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

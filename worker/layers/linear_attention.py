@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.worker.layers.state import StateStep
+from quire.worker.layers.state import StateStep, by_stages
 
 CHUNK = 64  # tokens whose update of the state is one matrix product
 
@@ -40,6 +40,7 @@ def linear_many(
     return torch.cat(outputs, 1).transpose(0, 1), state
 
 
+@by_stages(0, 1, 2, 3)
 def linear_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, pages: torch.Tensor, step: StateStep
 ) -> torch.Tensor:

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from quire.worker.layers.state import StateStep
+from quire.worker.layers.state import StateStep, by_stages
 
 CHUNK = 64  # tokens of a parallel scan
 
@@ -45,6 +45,7 @@ def scan_many(
     return torch.cat(outputs), state
 
 
+@by_stages(0, 1, 3, 4)
 def selective_scan(
     x: torch.Tensor,
     dt: torch.Tensor,

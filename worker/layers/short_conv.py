@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from quire.worker.layers.state import StateStep
+from quire.worker.layers.state import StateStep, by_stages
 
 
 def conv_one(
@@ -36,6 +36,7 @@ def conv_many(
     return (y if bias is None else y.add_(bias)), inputs[n:]
 
 
+@by_stages(0)
 def causal_conv(
     x: torch.Tensor,
     weight: torch.Tensor,

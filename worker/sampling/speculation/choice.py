@@ -9,6 +9,7 @@ from quire.configs.speculation import SpeculationSettings, read_speculation
 from quire.worker.platforms.base import Platform
 from quire.worker.transformer.config import ModelSpec
 
+STEP_DRAFTS = 32  # drafts of all requests that a step may verify when their number adapts
 ADAPTIVE_MAX = 16  # drafts of a request in a step without num_speculative_tokens
 
 
@@ -79,6 +80,4 @@ def _obstacle(config: Config, spec: ModelSpec, platform: Platform) -> str | None
         return "not supported yet on GPUs, whose steps overlap"
     if (config.scheduler.steps_in_flight or platform.default_depth) > 1:
         return "not supported yet with --steps-in-flight above 1: drafts follow the tokens of the step before"
-    if any(layer.state for layer in spec.layers):
-        return "not supported yet for models with recurrent states, which a rejected draft would have to restore"
     return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from quire.configs.speculation import MAX_DRAFT
 from quire.worker.messages import NewRequest, StepInput
 from quire.worker.sampling.grammar import GrammarRows
-from quire.worker.sampling.speculation.choice import ADAPTIVE_MAX, Speculation
+from quire.worker.sampling.speculation.choice import ADAPTIVE_MAX, STEP_DRAFTS, Speculation
 from quire.worker.sampling.speculation.draft_model import DraftModel
 from quire.worker.sampling.speculation.drafter import Drafter, History
 from quire.worker.sampling.speculation.forced import GrammarDrafter
@@ -22,7 +22,6 @@ from quire.worker.sampling.speculation.lookup import LookupDrafter, PredictionDr
 _NOT_YET = -1  # a draft that the draft model will make
 _FIRST_LENGTH = 4  # drafts of a request before any was verified
 _MAX_PAUSE = 32  # steps without drafts after drafts that were wrong again and again
-_STEP_DRAFTS = 32  # drafts of all requests that a step may verify when their number adapts
 
 
 def accepted(token_ids: list[int], draft: list[int]) -> list[int]:
@@ -31,10 +30,16 @@ def accepted(token_ids: list[int], draft: list[int]) -> list[int]:
     A draft is accepted if it is the token sampled before it; the token sampled after the last accepted one is new, too.
     -1, for a position at which no token can be sampled, is left to the next step, unless it is the first.
     """
+    num = num_accepted(token_ids, draft)
+    return token_ids[:num] if num and token_ids[num] < 0 else token_ids[: num + 1]
+
+
+def num_accepted(token_ids: list[int], draft: list[int]) -> int:
+    """How many tokens of a draft are those that were sampled before them."""
     num = 0
     while num < len(draft) and token_ids[num] == draft[num]:
         num += 1
-    return token_ids[:num] if num and token_ids[num] < 0 else token_ids[: num + 1]
+    return num
 
 
 @dataclass(slots=True)
@@ -62,8 +67,11 @@ class _Row:
 class Speculator:
     """A `RowState`. One step at a time: `after_step` sees a step's tokens before the next step begins."""
 
-    def __init__(self, speculation: Speculation, grammars: GrammarRows, model: DraftModel | None = None) -> None:
-        self.grammars, self.model = grammars, model
+    def __init__(
+        self, speculation: Speculation, grammars: GrammarRows, most: int, model: DraftModel | None = None
+    ) -> None:
+        """A step may verify `most` drafts."""
+        self.grammars, self.most, self.model = grammars, most, model
         self.rows: dict[int, _Row] = {}
         self.use(speculation)
 
@@ -122,21 +130,21 @@ class Speculator:
             if i in verified:
                 row.learn(len(verified[i]), len(ids) - 1)
             row.history.add(ids)
-            row.draft = self._propose(step.rows[i], row, len(step.samples))
+            row.draft = self._propose(step.rows[i], row, len(step.samples), self.most - sum(num_draft.values()))
             if row.draft:
                 num_draft[i] = len(row.draft)
                 if row.is_prediction:
                     predicted.append(i)
         return num_draft, predicted
 
-    def _propose(self, number: int, row: _Row, num_rows: int) -> list[int]:
+    def _propose(self, number: int, row: _Row, num_rows: int, room: int) -> list[int]:
         limit = self.speculation.num_draft
         if limit is None:
             if row.pause:
                 row.pause -= 1
                 return []
-            limit = min(row.length, _STEP_DRAFTS // num_rows)
-        limit = min(limit, MAX_DRAFT)
+            limit = min(row.length, STEP_DRAFTS // num_rows)
+        limit = min(limit, MAX_DRAFT, room)
         if limit <= 0:
             return []
         for drafter in self.drafters:
