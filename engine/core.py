@@ -35,6 +35,7 @@ from quire.engine.messages import (
     AbortRequests,
     AddRequest,
     Call,
+    CalledTools,
     CallResult,
     EngineDead,
     EngineOutput,
@@ -205,6 +206,8 @@ class EngineCore:
             case AbortRequests():
                 self.scheduler.abort(message.request_ids, client)
                 self.schedule_stats()
+            case CalledTools():
+                self.scheduler.kv.retention.called_tools(client, message.request_ids)
             case Call():
                 self.post(client, self.call(message))
 
@@ -226,7 +229,7 @@ class EngineCore:
     def call(self, message: Call) -> CallResult:
         """Run a utility method. Its error is returned to the caller and does not affect the engine."""
         methods = {
-            "free_cache": self.scheduler.kv.retention.free,
+            "free_cache": self.scheduler.free_cache,
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
             "load_lora": lambda key, folder: self.executor.call("load_lora", key, folder),

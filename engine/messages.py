@@ -37,6 +37,7 @@ __all__ = [
     "AddRequest",
     "Call",
     "CallResult",
+    "CalledTools",
     "Choice",
     "EngineDead",
     "EngineOutput",
@@ -115,8 +116,11 @@ class AddRequest(_Message):
     weight: float = 1.0  # the tenant's share, above 0
     adapters: list[LoraUse] = []  # of LoRA; what they add is summed
     report_prefill: bool = False  # outputs without tokens tell how much of the prompt is computed
-    cache_key: str | None = None  # the conversation whose blocks are kept before others' for `cache_seconds`
+    # tenant/name of the conversation whose blocks are kept before others' for `cache_seconds`; without a name, how the
+    # prompt begins stands for it
+    cache_key: str | None = None
     cache_seconds: float = 0.0
+    may_call_tools: bool = False  # `CalledTools` may follow its end
 
     @property
     def choices(self) -> list[Choice]:
@@ -149,11 +153,18 @@ class AddRequest(_Message):
             self.report_prefill,
             self.cache_key,
             self.cache_seconds,
+            self.may_call_tools,
         )
 
 
 class AbortRequests(_Message):
     """Free these requests before the next step. Idempotent; no output follows."""
+
+    request_ids: list[str]
+
+
+class CalledTools(_Message):
+    """The answers of these requests, which have ended, called tools: their client comes back with the results."""
 
     request_ids: list[str]
 
@@ -275,5 +286,5 @@ class EngineDead(_Message):
     reason: str
 
 
-ToEngine = Hello | AddRequest | AbortRequests | Call
+ToEngine = Hello | AddRequest | AbortRequests | CalledTools | Call
 FromEngine = Progress | Ready | StepOutputs | CallResult | EngineDead

@@ -49,6 +49,7 @@ class Request:
         "junction",
         "key",
         "max_total_tokens",
+        "may_call_tools",
         "media",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -108,6 +109,7 @@ class Request:
         self.pools_all = pools_all
         self.cache_salt = message.cache_salt
         self.cache_key, self.cache_seconds = message.cache_key, message.cache_seconds
+        self.may_call_tools = message.may_call_tools
         self.media = message.media
         self.adapters = message.adapters
         self.group = group

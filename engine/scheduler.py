@@ -242,6 +242,13 @@ class Scheduler:
             self.tiers.clear()
         return True
 
+    def free_cache(self, key: str) -> bool:
+        """Forget a conversation (`AddRequest.cache_key`) in every tier. Returns whether it was known."""
+        keys = self.kv.free_key(key)
+        if keys and self.tiers is not None:
+            self.tiers.remove(keys)
+        return keys is not None
+
     def _unsettled(self) -> set[int]:
         """Blocks that steps in flight fill, which may still fail."""
         return {i for step in self._in_flight for ids in step.published.values() for i in ids}

@@ -453,6 +453,20 @@ class KVCacheManager:
     def _release(self, block_ids: list[int]) -> None:
         self.pool.release([block_id for block_id in block_ids if block_id != NULL_BLOCK])
 
+    def free_key(self, key: str) -> list[bytes] | None:
+        """Forget a conversation that clients asked to keep. Returns the keys of its blocks that are found no more, of
+        all groups, or None if it was not known.
+        """
+        hashes = self.retention.free(key)
+        if hashes is None:
+            return None
+        keys = [tag + one for one in dict.fromkeys(one[1:] for one in hashes) for tag in self._tags]
+        for one in keys:
+            block_id = self.pool.find(one)
+            if block_id is not None and self.pool.is_state(block_id) and not self.pool.is_held(block_id):
+                self.pool.drop(block_id)
+        return [one for one in keys if self.pool.find(one) is None]
+
     def reset_prefix_cache(self) -> bool:
         """Unpublish all blocks. Returns False, and does nothing, while requests hold any block."""
         forgotten = self.pool.forget_all()

@@ -4,8 +4,12 @@ There are two kinds of pages: blocks with the keys and values of some tokens, an
 differ in size, so each kind has a free queue; ids and hashes are common to both.
 
 ref_count > 0              held by that many requests
-ref_count = 0, published   free, but still found by its hash until it is reused (least recently used first)
+ref_count = 0, published   free, but still found by its hash until it is reused
 ref_count = 0              free
+
+Free blocks are reused in the order of (what clients asked for: `keep`; whether another request than its own found it;
+time of the last use; depth: the end of a prefix before its beginning). So a block is never reused before those that
+continue it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from quire.engine.kv.events import KVEventLog
 
 NULL_BLOCK = 0  # never allocated: padding rows read and write it
+MAX_LEVEL = 3  # of `keep`
 
 
 class BlockPool:
@@ -41,15 +46,19 @@ class BlockPool:
         self.watched: set[int] = set()
         # The free queues, next block to allocate first. An OrderedDict is a hash map over a doubly linked list, in C.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        # published blocks that clients asked to keep: reused after all others
-        self._free_kept: OrderedDict[int, None] = OrderedDict()
-        self._kept: set[int] = set()
+        # hot ones: reused as if their last use were as many allocations later as the pool has blocks
+        self._free_hot: OrderedDict[int, None] = OrderedDict()
+        # published blocks to keep, by level - 1: reused after all others, the higher levels last
+        self._free_kept: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(MAX_LEVEL)]
+        self._levels: dict[int, int] = {}  # of blocks to keep
+        self._num_taken = 0  # blocks allocated since the start
+        self._released = [0] * (num_blocks + num_states)  # its value when a block became free
         self._free_states: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks, num_blocks + num_states))
 
     @property
     def num_free(self) -> int:
         """Number of free blocks."""
-        return len(self._free) + len(self._free_kept)
+        return len(self._free) + len(self._free_hot) + (sum(map(len, self._free_kept)) if self._levels else 0)
 
     @property
     def num_free_states(self) -> int:
@@ -68,14 +77,24 @@ class BlockPool:
         """
         block_ids = []
         for _ in range(count):
-            free = self._free_states if state else self._free or self._free_kept
+            free = self._free_states if state else self._next_queue()
             block_id, _ = free.popitem(last=False)
             if self.evicted is not None and block_id in self.hot:
                 self.evicted.append((block_id, self._hashes[block_id]))
-            self._unpublish(block_id)
             self._ref_counts[block_id] = 1
+            self._unpublish(block_id)
             block_ids.append(block_id)
+        self._num_taken += 0 if state else count
         return block_ids
+
+    def _next_queue(self) -> OrderedDict[int, None]:
+        """The queue whose first block is reused next."""
+        if not self._free_hot:
+            return self._free or next(queue for queue in self._free_kept if queue)
+        if self._free:
+            hot, other = (self._released[next(iter(queue))] for queue in (self._free_hot, self._free))
+            return self._free if other <= hot + self.num_usable else self._free_hot
+        return self._free_hot
 
     def share(self, block_ids: list[int]) -> None:
         """Add a reference to published blocks, free or not."""
@@ -109,27 +128,40 @@ class BlockPool:
             if self._ref_counts[block_id] == 0:
                 free = self._queue(block_id)
                 free[block_id] = None
+                self._released[block_id] = self._num_taken
                 if self._hashes[block_id] is None:
-                    free.move_to_end(block_id, last=False)
+                    self._reuse_next(block_id)
 
     def _queue(self, block_id: int) -> OrderedDict[int, None]:
         if block_id >= self._first_state:
             return self._free_states
-        return self._free_kept if block_id in self._kept else self._free
+        if level := self._levels.get(block_id):
+            return self._free_kept[level - 1]
+        return self._free_hot if block_id in self.hot else self._free
 
-    def keep(self, block_id: int) -> None:
-        """Reuse a published block after all that are not kept."""
-        if self._ref_counts[block_id] == 0 and block_id not in self._kept:
-            del self._free[block_id]
-            self._free_kept[block_id] = None
-        self._kept.add(block_id)
+    def _reuse_next(self, block_id: int) -> None:
+        """Reuse a free block before all others in its queue."""
+        self._queue(block_id).move_to_end(block_id, last=False)
+        self._released[block_id] = 0
 
-    def let_go(self, block_id: int) -> None:
-        """A block is reused like others again."""
-        self._kept.discard(block_id)
-        if block_id in self._free_kept:
-            del self._free_kept[block_id]
-            self._free[block_id] = None
+    def keep(self, block_id: int, level: int) -> None:
+        """Reuse a published block after all of lower levels, up to MAX_LEVEL; level 0: like others again."""
+        if level == self._levels.get(block_id, 0):
+            return
+        free = self._queue(block_id) if self._ref_counts[block_id] == 0 else None
+        if level:
+            self._levels[block_id] = level
+        else:
+            del self._levels[block_id]
+        if free is not None:
+            del free[block_id]
+            self._queue(block_id)[block_id] = None
+            self._released[block_id] = self._num_taken
+
+    @property
+    def kept(self) -> dict[int, int]:
+        """The levels of the blocks that are kept."""
+        return self._levels
 
     def is_state(self, block_id: int) -> bool:
         """Whether this is a page for states."""
@@ -160,7 +192,7 @@ class BlockPool:
         """Unpublish a block and, if it is free, reuse it before all others."""
         self._unpublish(block_id)
         if self._ref_counts[block_id] == 0:
-            self._queue(block_id).move_to_end(block_id, last=False)
+            self._reuse_next(block_id)
 
     def forget(self, block_ids: list[int]) -> None:
         """Unpublish these blocks, so that no later request finds them."""
@@ -180,9 +212,11 @@ class BlockPool:
         self.unsaved.clear()
         self.watched.clear()
         # in order again: memory that was never written stays so as long as possible
-        self._free = OrderedDict.fromkeys(sorted([*self._free, *self._free_kept]))
-        self._free_kept.clear()
-        self._kept.clear()
+        queues = (self._free, self._free_hot, *self._free_kept)
+        self._free = OrderedDict.fromkeys(sorted(block_id for queue in queues for block_id in queue))
+        for queue in queues[1:]:
+            queue.clear()
+        self._levels.clear()
         return True
 
     def _unpublish(self, block_id: int) -> None:
@@ -192,7 +226,10 @@ class BlockPool:
             if self.events is not None:
                 self.events.removed(block_hash)
             self._publishers.pop(block_id, None)
-            self.let_go(block_id)
+            self.keep(block_id, 0)
+            if block_id in self._free_hot:
+                del self._free_hot[block_id]
+                self._free[block_id] = None
             self.hot.pop(block_id, None)
             self.unsaved.pop(block_id, None)
             if block_id in self.watched:

@@ -252,6 +252,13 @@ class Tiers:
             del pool.unsaved[block_id]
         return done
 
+    def remove(self, keys: list[bytes]) -> None:
+        """Have the lower tiers forget these blocks."""
+        gone = set(keys)
+        if self.kv.pool.evicted:
+            self.kv.pool.evicted = [(block_id, key) for block_id, key in self.kv.pool.evicted if key not in gone]
+        self.call("remove", keys)
+
     def clear(self) -> None:
         """Forget what the lower tiers have. The pool holds no blocks."""
         self.kv.pool.evicted = []

@@ -22,6 +22,7 @@ from quire.engine.messages import (
     AbortRequests,
     AddRequest,
     Call,
+    CalledTools,
     CallResult,
     Choice,
     EngineDead,
@@ -123,6 +124,10 @@ class OutputStream:
             self._unfinished.discard(request_id)
             self._pending.pop(request_id, None)
             self._client._abort([request_id])
+
+    def called_tools(self, request_id: str) -> None:
+        """The answer of a choice, which has ended, called tools."""
+        self._client._send(CalledTools([request_id]))
 
     async def aclose(self) -> None:
         """Abort what is unfinished. Idempotent."""

@@ -43,6 +43,9 @@ async def run(
         async for delta in stage(deltas):
             if delta.error is not None:
                 raise BadRequest(delta.error) if delta.error_kind == "invalid_request" else EngineError(delta.error)
+            if delta.finish_reason == "tool_calls":
+                generation = generations[delta.index // generations[0].request.n]
+                generation.called_tools(delta.index % generation.request.n)
             yield delta
     finally:
         for number, generation in enumerate(generations, start=1):

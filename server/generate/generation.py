@@ -101,6 +101,12 @@ class Generation:
             output, self._rest = _split(output)
         return output
 
+    @property
+    def _ids(self) -> list[str]:
+        """The engine requests of all choices."""
+        name, n = self.request.request_id, self.request.n
+        return [name] if n == 1 else [f"{name}/{index}" for index in range(n)]
+
     async def aclose(self) -> None:
         """Abort what still runs. Idempotent."""
         if self._stream is not None:
@@ -112,12 +118,14 @@ class Generation:
         for one in self.request.media:
             one.lease.release()
 
+    def called_tools(self, index: int) -> None:
+        """The answer of a choice, which has ended, called tools: the engine keeps its cached prefix for a while."""
+        if self._stream is not None:
+            self._stream.called_tools(self._ids[index])
+
     def _start(self) -> None:
-        request = self.request
+        request, ids = self.request, self._ids
         assert request.structure is None or request.sampling.grammar is not None, "not compiled"
-        ids = (
-            [request.request_id] if request.n == 1 else [f"{request.request_id}/{index}" for index in range(request.n)]
-        )
         siblings = [
             Choice(request_id, _int64(request.sampling.seed + index)) for index, request_id in enumerate(ids) if index
         ]
@@ -131,6 +139,7 @@ class Generation:
             background=request.background,
             cache_key=request.cache_key,
             cache_seconds=request.cache_seconds,
+            may_call_tools=request.parsing is not None and bool(request.parsing.tools),
             media=[one.item for one in request.media],
             tenant=request.tenant,
             weight=request.weight,

@@ -42,6 +42,8 @@ class PoolingSpec:
     refuses_long: bool = False  # with `truncate_prompt_tokens` None: long texts are an error in any case
     priority: int = 0
     cache_salt: str | None = None
+    cache_key: str | None = None  # the conversation whose cached prefix is wanted for `cache_seconds`
+    cache_seconds: float = 0.0
     tenant: str | None = None
     background: bool = False  # yields to every request that is not; no limit of the queue counts it
     adapters: list[Chosen] = field(default_factory=list)  # of LoRA
@@ -195,6 +197,8 @@ def to_request(spec: PoolingSpec, ids: list[int], model: ModelInfo) -> Generatio
         sampling=_NO_OUTPUT,
         priority=spec.priority,
         cache_salt=spec.cache_salt if spec.tenant is None else f"{spec.tenant}/{spec.cache_salt or ''}",
+        cache_key=spec.cache_key,
+        cache_seconds=spec.cache_seconds,
         arrival_time=time.time(),
         pooling=spec.params,
         background=spec.background,
@@ -233,6 +237,8 @@ def _message(request: GenerationRequest) -> AddRequest:
         request.sampling,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        cache_key=request.cache_key,
+        cache_seconds=request.cache_seconds,
         pooling=request.pooling,
         background=request.background,
         tenant=request.tenant,

@@ -59,11 +59,12 @@ def admit(
         "tenant": request.scope.get("tenant"),
         "background": background,
         "adapters": adapters,
-        **_cache_hint(request),
+        **cache_hint(request),
     }
 
 
-def _cache_hint(request: Request) -> dict[str, Any]:
+def cache_hint(request: Request) -> dict[str, Any]:
+    """The fields of a spec that say which conversation the request belongs to, if it says so."""
     hint = request.scope.get("cache_hint")
     return {} if hint is None else {"cache_key": engine_key(request.scope, hint.key), "cache_seconds": hint.seconds}
 

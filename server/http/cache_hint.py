@@ -1,5 +1,6 @@
 """Which conversation a request belongs to, and how long its cached prefix is wanted: `prompt_cache_key` and
-`prompt_cache_retention` of any body, else the header X-Session-ID.
+`prompt_cache_retention` of any body, else `session_id`, else the header X-Session-ID. Some dialects have hints of their
+own, without a name: `wanted_for`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from starlette.types import Scope
 from quire.server.errors import BadRequest
 
 MAX_KEY_BYTES = 1024
+MAX_SECONDS = 86400.0
 RETENTION = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86400.0}  # seconds
 
 
 class _Fields(msgspec.Struct):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    session_id: Any = None
 
 
 _fields = msgspec.json.Decoder(_Fields).decode
@@ -33,16 +36,30 @@ class CacheHint(msgspec.Struct, frozen=True):
 
 def read_hint(request: Request, body: bytes) -> CacheHint | None:
     """The hint of a request with a valid body. Raises BadRequest."""
-    given = _fields(body) if b"prompt_cache_" in body else _Fields()
+    given = _fields(body) if b'"prompt_cache_' in body or b'"session_id"' in body else _Fields()
     key, retention = given.prompt_cache_key, given.prompt_cache_retention
     if key is not None:
         check_key(key, "prompt_cache_key")
     if retention is not None and (not isinstance(retention, str) or retention not in RETENTION):
         raise BadRequest("prompt_cache_retention must be 'in_memory' or '24h'.", param="prompt_cache_retention")
+    if given.session_id is not None:
+        check_key(given.session_id, "session_id")
+        key = key or given.session_id
     if not key and (session := request.headers.get("x-session-id")):
         check_key(session, "X-Session-ID")
         key = session
     return CacheHint(key or "", RETENTION[retention or "in_memory"]) if key else None
+
+
+def wanted_for(identity: dict[str, Any], seconds: float, name: str = "") -> dict[str, Any]:
+    """The fields of a spec with a hint that the dialect has: the cached prefix is wanted for `seconds`. The name of a
+    conversation that the client gave counts more than `name`; without any, how the prompt begins stands for it.
+    """
+    if seconds <= 0:
+        return identity
+    seconds = min(max(seconds, identity.get("cache_seconds", 0.0)), MAX_SECONDS)
+    key = identity.get("cache_key") or f"{identity.get('tenant') or ''}/{name}"
+    return identity | {"cache_key": key, "cache_seconds": seconds}
 
 
 def check_key(key: Any, param: str) -> None:

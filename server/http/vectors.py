@@ -82,6 +82,7 @@ def to_spec(request: Request, body: VectorFields, state: ServerState, request_id
         priority=request.scope["priority"],
         cache_salt=body.cache_salt,
         tenant=request.scope.get("tenant"),
+        **admission.cache_hint(request),
         background=request.scope.get("background", False),
         adapters=state.adapters.choose(body.model),
         prompt_param=param,

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from quire.engine.executor.fake import FakeOptions, expected_tokens
-from quire.engine.messages import Call, CallResult, SamplingParams
+from quire.engine.messages import AddRequest, Call, CallResult, SamplingParams
 from quire.worker.cache.tiers import store as store_module
+from quire.worker.cache.tiers.disk import DiskTier
 from tests.engine.harness import VOCAB, Engine, fake_config
 
 GIB = 1 << 30
@@ -83,6 +85,54 @@ def test_ram_takes_what_the_pool_reuses(tmp_path):
     counts = engine.scheduler.tiers.counts
     assert counts.hits == 40 and counts.reported == (counts.queries, 40)  # told with the statistics
     assert engine.scheduler.flush_stats().external_hits == 0  # since the last time
+
+
+@pytest.mark.parametrize("groups", ["full", "full+state", "full+window:8"])
+def test_freeing_a_conversation_frees_it_in_every_tier(tmp_path, monkeypatch, groups):
+    monkeypatch.setenv("QUIRE_FAKE", f"groups={groups}")
+    folder, mine, other = tmp_path / "kv", list(range(1, 42)), list(range(500, 541))
+    engine = engine_of(folder, ram=1 << 20)
+    for i in range(3):
+        for name, prompt, key in (("mine", mine, "t/mine"), ("other", other, None)):
+            engine.put(AddRequest(f"{name}{i}", prompt, SamplingParams(max_tokens=5), cache_key=key, cache_seconds=60))
+            engine.run()
+    engine.core.save_hot()
+    before = {path.name for path in files_of(folder)}
+    assert before
+    assert engine.core.call(Call(1, "free_cache", ["t/mine"])).value is True
+    assert [engine.core.call(Call(3, "free_cache", [key])).value for key in ("t/mine", "t/never")] == [False, False]
+    assert engine.scheduler.tiers.call("flush", 5.0)
+    assert {path.name for path in files_of(folder)}.isdisjoint(before)
+    assert ask(engine, "again", mine) == 0
+    assert ask(engine, "others", other) >= 36
+    engine.core.executor.shutdown()
+    later = engine_of(folder)
+    assert ask(later, "others", other) >= 36 and ask(later, "mine", mine) == 0
+
+
+def test_blocks_that_are_freed_while_they_are_written_leave_the_disk(tmp_path):
+    tier = DiskTier(tmp_path / "kv", 1 << 20, b"f" * 32)
+    begun, go = threading.Event(), threading.Event()
+    write = tier._write
+
+    def slow(batch):
+        begun.set()
+        assert go.wait(5.0)
+        write(batch)
+
+    tier._write = slow
+    for key in (b"a", b"b", b"c"):
+        assert tier.offer(key, key * 100)
+    assert begun.wait(5.0)
+    tier.remove([b"a", b"never seen"])
+    assert b"a" not in tier and tier.read(b"a") is None and b"b" in tier
+    go.set()
+    assert tier.flush(5.0)
+    assert b"a" not in tier and (tier.read(b"b"), tier.read(b"c")) == (b"b" * 100, b"c" * 100)
+    again = DiskTier(tmp_path / "kv", 1 << 20, b"f" * 32)
+    assert [key in again for key in (b"a", b"b", b"c")] == [False, True, True]
+    for one in (tier, again):
+        one.stop()
 
 
 def test_what_moves_is_counted(tmp_path):

@@ -71,6 +71,9 @@ class Stream:
     def abort(self, request_id: str) -> None:
         self.outputs = [output for output in self.outputs if output.request_id != request_id]
 
+    def called_tools(self, request_id: str) -> None:
+        assert request_id
+
     async def aclose(self) -> None:
         self.outputs = []
 

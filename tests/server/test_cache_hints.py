@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from types import SimpleNamespace
+
 import pytest
 
+from quire.server.generate import deltas
+from quire.server.generate.delta import Delta
 from tests.server.conftest import MODEL
 
 MESSAGES = [{"role": "user", "content": "What is kept?"}]
@@ -51,3 +57,153 @@ def test_a_session_is_a_key(server):
 def test_an_unknown_key_is_404(server):
     answer = server.http.delete("/v1/cache/never/seen")
     assert answer.status_code == 404 and answer.json()["error"]["param"] == "key"
+
+
+VECTORS = {
+    "/v1/embeddings": {"input": "hi"},
+    "/pooling": {"input": "hi"},
+    "/v1/rerank": {"query": "hi", "documents": ["a"]},
+    "/v1/score": {"text_1": "hi", "text_2": "a"},
+    "/classify": {"input": "hi"},
+    "/api/embed": {"input": "hi"},
+}
+
+
+@pytest.mark.parametrize("path", VECTORS)
+def test_routes_with_vectors_refuse_a_wrong_key_too(server, path):
+    for name, value in (("prompt_cache_key", 5), ("session_id", "x" * 1025), ("prompt_cache_retention", "1h")):
+        answer = server.http.post(path, json={"model": MODEL, name: value} | VECTORS[path])
+        assert answer.status_code == 400 and name in answer.text
+
+
+@pytest.fixture
+def sent(server, monkeypatch):
+    """The requests that reach the engine."""
+    requests, generate = [], server.state.client.generate
+
+    def generate_and_note(message):
+        requests.append(message)
+        return generate(message)
+
+    monkeypatch.setattr(server.state.client, "generate", generate_and_note)
+    return requests
+
+
+def marked(ttl: str | None) -> dict:
+    return {"type": "ephemeral"} | ({"ttl": ttl} if ttl else {})
+
+
+HINTS = {
+    "session_id": ("/v1/chat/completions", {"session_id": "s2"}, "/s2", 600),
+    "a key before a session": ("/v1/completions", {"session_id": "s2", "prompt_cache_key": "k"}, "/k", 600),
+    "cache_control": (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": marked(None)}]}]},
+        "/",
+        300,
+    ),
+    "of the system": (
+        "/v1/messages",
+        {"system": [{"type": "text", "text": "a", "cache_control": marked("1h")}], "cache_control": marked("5m")},
+        "/",
+        3600,
+    ),
+    "with a key": ("/v1/messages", {"cache_control": marked("1h"), "prompt_cache_key": "k"}, "/k", 3600),
+    "keep_alive": ("/api/chat", {"keep_alive": "1h30m"}, "/", 5400),
+    "seconds": ("/api/generate", {"keep_alive": 42.5}, "/", 42.5),
+    "for ever": ("/api/generate", {"keep_alive": -1}, "/", 86400),
+    "not at all": ("/api/chat", {"keep_alive": 0}, None, 0),
+    "none": ("/v1/messages", {}, None, 0),
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_hints_of_every_dialect_reach_the_engine(server, sent, name):
+    path, fields, key, seconds = HINTS[name]
+    answer = post(server, path, **fields)
+    assert answer.status_code == 200 and "cache" not in answer.headers.get("warning", "")
+    assert [(one.cache_key, one.cache_seconds) for one in sent] == [(key, seconds)]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/api/chat", {"keep_alive": "soon"}, "keep_alive"),
+        ("/api/generate", {"keep_alive": "5 m"}, "keep_alive"),
+        ("/v1/messages", {"cache_control": marked("2h")}, "cache_control.ttl"),
+        ("/v1/messages", {"system": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]}, "cache_control"),
+        ("/v1/completions", {"session_id": 7}, "session_id"),
+    ],
+)
+def test_wrong_hints_are_refused(server, path, fields, param):
+    answer = post(server, path, **fields)
+    assert answer.status_code == 400 and param in answer.text
+
+
+def test_a_chain_of_responses_is_one_conversation(server, sent):
+    first = post(server, "/v1/responses").json()
+    second = post(server, "/v1/responses", previous_response_id=first["id"]).json()
+    post(server, "/v1/responses", previous_response_id=second["id"])
+    assert [one.cache_key for one in sent] == [None, f"/{first['id']}", f"/{first['id']}"]
+    assert server.http.delete(f"/v1/cache/{first['id']}").status_code == 204
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_says_exactly_what_was_read_and_what_created(server, stream):
+    def usage(text: str, **fields) -> dict:
+        block = {"type": "text", "text": text} | fields
+        answer = post(server, "/v1/messages", messages=[{"role": "user", "content": [block]}], stream=stream)
+        if not stream:
+            return answer.json()["usage"]
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+        return events[0]["message"]["usage"] | events[-2]["usage"]
+
+    text = f"How much of this is cached, and how much is not? {stream} " * 3
+    plain = usage(text)
+    assert plain["cache_creation_input_tokens"] == 0 and "cache_creation" not in plain
+    total = plain["input_tokens"] + plain["cache_read_input_tokens"]
+    longer = text + "Something new, of more than one block of tokens, follows here."
+    first, again = (usage(longer, cache_control=marked("1h")) for _ in range(2))
+    size = server.state.ready.worker.block_size
+    assert first["cache_creation_input_tokens"] > 0 and first["cache_read_input_tokens"] > 0
+    assert first["cache_creation"] == {
+        "ephemeral_5m_input_tokens": 0,
+        "ephemeral_1h_input_tokens": first["cache_creation_input_tokens"],
+    }
+    cached = first["cache_read_input_tokens"] + first["cache_creation_input_tokens"]
+    assert again["cache_read_input_tokens"] == cached and again["cache_creation_input_tokens"] == 0
+    counts = [sum(one[f"{n}input_tokens"] for n in ("", "cache_read_", "cache_creation_")) for one in (first, again)]
+    assert counts[0] == counts[1] > total and cached == (counts[0] - 1) // size * size
+
+
+class Stub:
+    """A generation of two choices, which end like this."""
+
+    def __init__(self, reasons: list[str]):
+        self.request, self.client = SimpleNamespace(n=2), None
+        self.deltas = [Delta(i, "", [], None, None, reason, None, 0, None) for i, reason in enumerate(reasons)]
+        self.called: list[int] = []
+
+    def called_tools(self, index: int) -> None:
+        self.called.append(index)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self) -> Delta:
+        if not self.deltas:
+            raise StopAsyncIteration
+        return self.deltas.pop(0)
+
+    async def aclose(self) -> None:
+        pass
+
+
+def test_tool_calls_are_told_to_the_engine():
+    async def run() -> list[tuple[int, int]]:
+        stubs = [Stub(["stop", "length"]), Stub(["tool_calls", "stop"]), Stub(["stop", "tool_calls"])]
+        async for _ in deltas.run(stubs):
+            pass
+        return [(i, index) for i, stub in enumerate(stubs) for index in stub.called]
+
+    assert asyncio.run(run()) == [(1, 0), (2, 1)]

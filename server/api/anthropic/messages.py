@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.api.anthropic import stream as streams
+from quire.server.api.anthropic.caching import Caching, caching, seconds_wanted
 from quire.server.api.anthropic.protocol import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.api.anthropic.translate import conversation, spec
 from quire.server.generate import deltas
@@ -13,6 +14,7 @@ from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.images import after_images
 from quire.server.generate.prepare import encode_conversation, prepare
 from quire.server.http import admission, sse
+from quire.server.http.cache_hint import wanted_for
 from quire.server.http.read_body import take
 from quire.server.http.threads import Later
 from quire.server.http.turns import tenant_of
@@ -25,45 +27,48 @@ ID_PREFIX = "msg_"
 
 async def create_message(request: Request, state: ServerState) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
-    body, one = await take(request, MessagesRequest, state, lambda body: _prepare(request, body, state))
+    body, one, cached = await take(request, MessagesRequest, state, lambda body: _prepare(request, body, state))
     generation = await admission.generate(request, state, [one], "messages")
     message = MessageResponse(
         id=ID_PREFIX + request.scope["request_id"],
         model=state.shown_name(body.model),
         content=[],
-        usage=streams.usage(len(one.prompt_token_ids), 0, 0),
+        usage=cached.usage(len(one.prompt_token_ids), 0, 0),
     )
     clipped = one.sampling.max_tokens < body.max_tokens
     if body.stream:
-        frames = streams.Stream(message, len(one.prompt_token_ids), clipped).frames(generation)
+        frames = streams.Stream(message, len(one.prompt_token_ids), clipped, cached).frames(generation)
         return sse.EventStream(
             sse.to_the_end(frames, message.id, streams.error_event, b""), state.config.server.sse_keep_alive_interval
         )
     (choice,) = await sse.unless_disconnected(request, deltas.collect(generation, 1))
     return await state.threads.run(
-        deltas.answer_size([choice]), lambda: _whole(message, choice, one, clipped), tenant_of(request.scope)
+        deltas.answer_size([choice]), lambda: _whole(message, choice, one, clipped, cached), tenant_of(request.scope)
     )
 
 
-Prepared = tuple[MessagesRequest, GenerationRequest]
+Prepared = tuple[MessagesRequest, GenerationRequest, Caching]
 
 
 def _prepare(request: Request, body: MessagesRequest, state: ServerState) -> Prepared | Later[Prepared]:
-    identity = admission.admit(request, state, ID_PREFIX, model=body.model)
+    seconds = seconds_wanted(body)
+    identity = wanted_for(admission.admit(request, state, ID_PREFIX, model=body.model), seconds)
     wanted = spec(body, state.formats.reasoning is not None, **identity)
 
     def finish() -> Prepared:
         (one,) = prepare(wanted, state)
         body.messages, wanted.prompts = [], []  # freed here, in the thread: it takes long
-        return body, one
+        return body, one, caching(seconds, len(one.prompt_token_ids), state)
 
     return after_images(wanted, state, wanted.tenant, finish)
 
 
-def _whole(message: MessageResponse, choice: deltas.Choice, one: GenerationRequest, clipped: bool) -> Response:
+def _whole(
+    message: MessageResponse, choice: deltas.Choice, one: GenerationRequest, clipped: bool, cached: Caching
+) -> Response:
     message.content = streams.blocks(choice.events if one.parsing else [Content(choice.text)])
     message.stop_reason, message.stop_sequence = streams.stopped(choice.finish_reason, choice.stop_reason, clipped)
-    message.usage = streams.usage(len(one.prompt_token_ids), choice.num_cached_tokens, len(choice.token_ids))
+    message.usage = cached.usage(len(one.prompt_token_ids), choice.num_cached_tokens, len(choice.token_ids))
     return sse.JsonResponse(message)
 
 

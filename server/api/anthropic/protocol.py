@@ -26,10 +26,22 @@ ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0
 Json = Annotated[dict[str, Any], Meta(max_length=MAX_SCHEMA_FIELDS)]
 _NOTHING: dict[str, tuple] = {}
 # `type` tells the kinds of a block apart, and is no field of the types here
-_BLOCK = frozenset({"type", "cache_control"})
+_BLOCK = frozenset({"type"})
+
+
+class CacheControl(msgspec.Struct, kw_only=True):
+    """The prompt up to here is wanted again, within `ttl`."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    harmless: ClassVar = frozenset({"scope"})
+    unsupported: ClassVar = _NOTHING
 
 
 class _Block(msgspec.Struct, kw_only=True, tag_field="type"):
+    cache_control: CacheControl | None = None
+
     harmless: ClassVar = _BLOCK
     unsupported: ClassVar = _NOTHING
 
@@ -99,8 +111,9 @@ class Tool(msgspec.Struct, kw_only=True):
     description: Annotated[str, Meta(max_length=2**17)] | None = None
     type: Name | None = None  # only "custom": the others are tools that Anthropic runs
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
-    harmless: ClassVar = frozenset({"cache_control", "eager_input_streaming"})
+    harmless: ClassVar = frozenset({"eager_input_streaming"})
     unsupported: ClassVar[dict[str, tuple]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 
 
@@ -148,9 +161,10 @@ class PromptFields(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older place of `output_config.format`
+    cache_control: CacheControl | None = None  # as that of the last block
 
     harmless: ClassVar = frozenset(
-        {"metadata", "service_tier", "inference_geo", "cache_control", "context_management", "betas", "user_profile_id"}
+        {"metadata", "service_tier", "inference_geo", "context_management", "betas", "user_profile_id"}
     )
     unsupported: ClassVar[dict[str, tuple]] = {"mcp_servers": ([],), "container": (), "speed": ("standard",)}
 
@@ -177,11 +191,18 @@ class CountTokensRequest(PromptFields, kw_only=True):
 # ---- responses
 
 
+class CacheCreation(msgspec.Struct, kw_only=True):
+    ephemeral_5m_input_tokens: int = 0
+    ephemeral_1h_input_tokens: int = 0
+
+
 class MessageUsage(msgspec.Struct, kw_only=True):
-    input_tokens: int  # without those that were cached
+    input_tokens: int  # without those of the other two
     output_tokens: int
     cache_read_input_tokens: int = 0
+    # of a request with cache_control: tokens that were not cached and are now, so that the same prompt reads them
     cache_creation_input_tokens: int = 0
+    cache_creation: CacheCreation | UnsetType = UNSET
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):

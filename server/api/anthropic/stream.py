@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from quire.server.api.anthropic.protocol import ContentBlock, MessageResponse, MessageUsage
+from quire.server.api.anthropic.caching import Caching
+from quire.server.api.anthropic.protocol import ContentBlock, MessageResponse
 from quire.server.error_shapes import anthropic_body
 from quire.server.errors import ApiError
 from quire.server.generate.delta import Delta
@@ -29,14 +30,6 @@ def stopped(finish_reason: str | None, stop_reason: int | str | None, clipped: b
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return "stop_sequence", stop_reason
     return finish_reason and _STOP_REASONS.get(finish_reason, "end_turn"), None
-
-
-def usage(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> MessageUsage:
-    return MessageUsage(
-        input_tokens=num_prompt_tokens - num_cached_tokens,
-        output_tokens=num_output_tokens,
-        cache_read_input_tokens=num_cached_tokens,
-    )
 
 
 def events_of(delta: Delta) -> list[Event]:
@@ -81,8 +74,8 @@ def blocks(events: list[Event]) -> list[ContentBlock]:
 class Stream:
     """Writes the deltas of one choice as events."""
 
-    def __init__(self, message: MessageResponse, num_prompt_tokens: int, clipped: bool):
-        self.message, self.num_prompt_tokens, self.clipped = message, num_prompt_tokens, clipped
+    def __init__(self, message: MessageResponse, num_prompt_tokens: int, clipped: bool, cached: Caching):
+        self.message, self.num_prompt_tokens, self.clipped, self.cached = message, num_prompt_tokens, clipped, cached
         self.num_output_tokens = self.num_cached_tokens = 0
         self.begun = False
         self.index = -1  # of the block that is open
@@ -100,7 +93,7 @@ class Stream:
     def _frames(self, delta: Delta) -> Iterator[bytes]:
         if not self.begun:
             self.begun, self.num_cached_tokens = True, delta.num_cached_tokens
-            self.message.usage = usage(self.num_prompt_tokens, delta.num_cached_tokens, 0)
+            self.message.usage = self.cached.usage(self.num_prompt_tokens, delta.num_cached_tokens, 0)
             yield _event("message_start", message=self.message)
         self.num_output_tokens += len(delta.token_ids)
         for event in events_of(delta):
@@ -111,7 +104,7 @@ class Stream:
             yield _event(
                 "message_delta",
                 delta={"stop_reason": reason, "stop_sequence": sequence},
-                usage=usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens),
+                usage=self.cached.usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens),
             )
             yield _event("message_stop")
 

@@ -85,7 +85,7 @@ class _Generation(msgspec.Struct, kw_only=True):
     format: Format = None
     options: Options | None = None
     think: Think = None
-    keep_alive: KeepAlive = None  # the model stays
+    keep_alive: KeepAlive = None  # how long the cached prefix of the prompt is wanted
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # alternatives per token, with `logprobs`
     speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)

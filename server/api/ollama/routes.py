@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from quire.server.api.ollama import protocol
 from quire.server.api.ollama.answer import Answer, now
+from quire.server.api.ollama.keep_alive import keep_alive_seconds
 from quire.server.api.ollama.models import running, served_name, show, shown_name, tags, version
 from quire.server.api.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
 from quire.server.api.ollama.translate import chat_spec, generate_spec
@@ -22,6 +23,7 @@ from quire.server.generate.pooling import Vector, embed_params
 from quire.server.generate.prepare import prepare
 from quire.server.generate.request import GenerationSpec
 from quire.server.http import admission, sse
+from quire.server.http.cache_hint import wanted_for
 from quire.server.http.read_body import take
 from quire.server.http.route import NDJSON, Route
 from quire.server.http.threads import Later
@@ -73,7 +75,8 @@ def _prepare(body: B, spec: GenerationSpec | None, state: ServerState) -> Work[B
 
 
 def _admit(request: Request, state: ServerState, body: ChatRequest | GenerateRequest) -> dict[str, Any]:
-    return admission.admit(request, state, ID_PREFIX, model=served_name(body.model, state))
+    identity = admission.admit(request, state, ID_PREFIX, model=served_name(body.model, state))
+    return wanted_for(identity, keep_alive_seconds(body.keep_alive))
 
 
 async def _respond(
@@ -124,6 +127,7 @@ async def embed(request: Request, state: ServerState) -> Response:
     started = time.monotonic_ns()
 
     def work(body: EmbedRequest) -> tuple[EmbedRequest, list[GenerationRequest]]:
+        keep_alive_seconds(body.keep_alive)
         texts = [body.input] if isinstance(body.input, str) else body.input
         return body, _vector_requests(request, state, body.model, texts, body.dimensions, body.truncate, "input")
 
@@ -144,6 +148,7 @@ async def embeddings(request: Request, state: ServerState) -> Response:
     """The embedding of one text."""
 
     def work(body: EmbeddingsRequest) -> list[GenerationRequest]:
+        keep_alive_seconds(body.keep_alive)
         return _vector_requests(request, state, body.model, [body.prompt], None, True, "prompt")
 
     requests = await take(request, EmbeddingsRequest, state, work)

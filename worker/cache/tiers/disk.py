@@ -49,6 +49,9 @@ class DiskTier:
         self._known: dict[str, list[bytes]] = {}  # keys by file name, also of files that are not ours
         self._queue: dict[bytes, bytes] = {}  # blocks that wait for the writer
         self._queued_bytes = self._writing = 0
+        self._batch: set[bytes] = set()  # blocks of the file that is being written
+        self._doomed: set[bytes] = set()  # those of them that were removed meanwhile
+        self._shrinking: set[str] = set()  # files from which blocks were removed
         self._paused_until = self._refreshed = self._warned = 0.0
         self._stopped = False
         self._changed = threading.Condition()
@@ -60,7 +63,7 @@ class DiskTier:
     # ---- lookups; any thread
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._index or key in self._queue
+        return (key in self._index or key in self._queue) and key not in self._doomed
 
     def contains_all(self, keys: list[bytes]) -> list[bool]:
         """Which of these blocks are here. Other engines' new files are found some seconds later."""
@@ -72,6 +75,8 @@ class DiskTier:
 
     def read(self, key: bytes) -> bytes | None:
         """The content of a block, or None."""
+        if key in self._doomed:
+            return None
         if (content := self._queue.get(key)) is not None:
             return content
         if (place := self._index.get(key)) is None:
@@ -115,7 +120,21 @@ class DiskTier:
     def flush(self, timeout: float) -> bool:
         """Wait until all offered blocks are written, at most `timeout` seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self._writing, timeout)
+            return self._changed.wait_for(
+                lambda: not self._queue and not self._writing and not self._shrinking, timeout
+            )
+
+    def remove(self, keys: list[bytes]) -> None:
+        """Forget these blocks at once; the writer removes them from their files."""
+        with self._changed:
+            for key in keys:
+                if key in self._batch:
+                    self._doomed.add(key)
+                elif (content := self._queue.pop(key, None)) is not None:
+                    self._queued_bytes -= len(content)
+                if (place := self._index.pop(key, None)) is not None and self.writable:
+                    self._shrinking.add(place.path.name)
+            self._changed.notify_all()
 
     def clear(self) -> None:
         """Remove all blocks of this engine's model and format."""
@@ -249,16 +268,21 @@ class DiskTier:
     def _write_queued(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._stopped)
-                if not self._stopped:  # blocks come in groups: fewer, larger files
+                self._changed.wait_for(lambda: self._queue or self._shrinking or self._stopped)
+                if not self._shrinking and not self._stopped:  # blocks come in groups: fewer, larger files
                     self._changed.wait_for(lambda: self._stopped or self._queued_bytes >= self.segment_bytes, GATHER)
                 if self._stopped:
                     return
-                batch = self._next_batch()
-                self._writing = len(batch)
+                shrinking, self._shrinking = self._shrinking, set()
+                batch = self._next_batch() if not shrinking else []
+                self._writing = len(batch) + len(shrinking)
+                self._batch = {key for key, _ in batch}
             start = time.monotonic()
             try:
-                self._write(batch)
+                for name in shrinking:
+                    self._shrink(name)
+                if batch:
+                    self._write(batch)
                 self.seconds_writing += time.monotonic() - start
             except OSError as error:
                 self._paused_until = time.monotonic() + PAUSE
@@ -270,8 +294,24 @@ class DiskTier:
                 for key, content in batch:
                     if self._queue.pop(key, None) is not None:
                         self._queued_bytes -= len(content)
+                for key in self._doomed:
+                    if (place := self._index.pop(key, None)) is not None:
+                        self._shrinking.add(place.path.name)
                 self._writing = 0
+                self._batch, self._doomed = set(), set()
                 self._changed.notify_all()
+
+    def _shrink(self, name: str) -> None:
+        """Remove a file from which blocks were removed; the others' are written again."""
+        places = [(key, place) for key in self._known.get(name, ()) if (place := self._index.get(key)) is not None]
+        contents = [(key, self.read(key)) for key, place in places if place.path.name == name]
+        with self._locked():
+            self._remove(self.folder / name)
+        with self._changed:
+            for key, content in contents:
+                if content is not None and key not in self._queue:
+                    self._queue[key] = content
+                    self._queued_bytes += len(content)
 
     def _next_batch(self) -> list[tuple[bytes, bytes]]:
         """The blocks of the next file, which stay in the queue until it is written."""

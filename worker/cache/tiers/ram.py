@@ -40,6 +40,12 @@ class RamTier:
         self.num_evicted += len(left)
         return left
 
+    def remove(self, keys: list[bytes]) -> None:
+        """Forget these blocks."""
+        for key in keys:
+            if (content := self._blocks.pop(key, None)) is not None:
+                self.used -= len(content)
+
     def clear(self) -> None:
         self._blocks.clear()
         self.used = 0

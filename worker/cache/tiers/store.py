@@ -217,6 +217,12 @@ class TierStore:
 
     # ---- both
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Forget these blocks in both tiers."""
+        for tier in (self.ram, self.disk):
+            if tier is not None:
+                tier.remove(list(keys))
+
     def clear(self) -> None:
         """Forget every block of this model in both tiers."""
         if self.ram is not None:

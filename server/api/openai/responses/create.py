@@ -40,6 +40,7 @@ from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.images import after_images
 from quire.server.generate.prepare import encode_conversation, prepare
 from quire.server.http import admission, sse
+from quire.server.http.cache_hint import RETENTION, wanted_for
 from quire.server.http.paging import owner
 from quire.server.http.parse_body import is_left_out
 from quire.server.http.read_body import in_turns, take
@@ -107,6 +108,8 @@ def _prepare(
     request: Request, body: ResponsesRequest, history: History | None, state: ServerState, key: str
 ) -> Work[ResponsesRequest, _Prepared]:
     identity = admission.admit(request, state, ID_PREFIX, model=body.model, priority=body.priority)
+    if history is not None and (name := history.name):
+        identity = wanted_for(identity, RETENTION["in_memory"], name)
     _decide_to_store(request, body, state)
     before = [] if history is None else past.resolve(body, history)
     wanted = spec(body, before, **identity)

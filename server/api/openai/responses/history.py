@@ -44,6 +44,12 @@ class History:
         whole = [*self.chain, *self.referenced, *([self.conversation] if self.conversation else [])]
         return sum(len(one.body) + len(one.items) for one in whole)
 
+    @property
+    def name(self) -> str | None:
+        """The id of the conversation, or of the response with which the chain began."""
+        first = self.conversation or (self.chain[0] if self.chain else None)
+        return first and first.id
+
 
 def conversation_id(body: ResponsePrompt) -> str | None:
     given = body.conversation
