@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.anthropic import models as anthropic_models
 from quire.server.api.anthropic import routes as anthropic
 from quire.server.api.llamacpp import adapters, infill, props
@@ -20,17 +21,16 @@ from quire.server.http.by_field import by_field
 from quire.server.http.route import ANY_OBJECT, EVENTS, Route
 from quire.server.http.sse import JsonResponse
 from quire.server.keys.access import names_for, require_model
-from quire.server.state import ServerState
 
 
-async def models(request: Request, state: ServerState) -> Response:
+async def models(request: Request, state: needs.Listing) -> Response:
     """The names this server answers to; in Anthropic's form for its clients."""
     if "anthropic-version" in request.headers:
         return JsonResponse(anthropic_models.model_list(state, names_for(request, state)))
     return JsonResponse(openai_models.model_list(state, names_for(request, state)))
 
 
-async def model(request: Request, state: ServerState) -> Response:
+async def model(request: Request, state: needs.Listing) -> Response:
     """One of the names this server answers to."""
     name = request.path_params["model_id"]
     if not name:

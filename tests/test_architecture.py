@@ -5,6 +5,7 @@ separate process.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import pytest
 from setuptools import find_packages
+
+from quire.server.state import ServerState
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("checkpoints", "cli", "configs", "engine", "server", "worker")  # each is the package quire.<folder>
@@ -158,6 +161,46 @@ def test_generation_knows_no_dialect_and_dialects_not_each_other():
     for dialect in dialects:
         others = tuple(f"quire.server.api.{other}" for other in dialects - {dialect})
         assert not [str(found) for found in select(f"quire.server.api.{dialect}", of=others)]
+
+
+def test_the_server_is_passed_as_the_parts_that_are_used():
+    """Only its composition knows `ServerState`; a parameter of another type has each attribute that is used of it."""
+    composition = "quire.server.app", "quire.server.frontends.frontend", "quire.server.offline.runtime"
+    users = {found.module for found in select("quire", of=("quire.server.state",))}
+    assert users <= {*composition, "quire.server.http.route"}, "type it with protocols of server/needs.py"
+    missing = []
+    for module, path in MODULES.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            for argument in (one for one in function.args.args if one.arg == "state"):
+                if (cls := _protocol(module, argument.annotation)) is not None:
+                    used = {node.attr for node in ast.walk(function) if _is_attribute_of(node, "state")}
+                    missing += [f"{path}:{function.lineno}: {name}" for name in sorted(used - members(cls))]
+    assert not missing
+
+
+def _is_attribute_of(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
+
+
+def _protocol(module: str, annotation: ast.expr | None) -> type | None:
+    """The protocol that types a parameter: of server/needs.py, or of the module itself."""
+    if isinstance(annotation, ast.Attribute) and ast.unparse(annotation).startswith("needs."):
+        return getattr(importlib.import_module("quire.server.needs"), annotation.attr)
+    found = isinstance(annotation, ast.Name) and getattr(importlib.import_module(module), annotation.id, None)
+    bases = found.__mro__[1:] if isinstance(found, type) else ()
+    return found if "quire.server.needs" in {base.__module__ for base in bases} else None
+
+
+def members(cls: type) -> set[str]:
+    """Attributes and methods that a protocol requires."""
+    return {name for base in cls.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", ()))}
+
+
+def test_the_server_has_every_part():
+    needs, has = importlib.import_module("quire.server.needs"), members(ServerState)
+    parts = [one for one in vars(needs).values() if isinstance(one, type) and one.__module__ == needs.__name__]
+    assert parts and not [f"{one.__name__}.{name}" for one in parts for name in members(one) - has if name[0] != "_"]
 
 
 def test_parsers_know_only_text():

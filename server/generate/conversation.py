@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.messages import ThinkingBudget
+from quire.server import needs
 from quire.server.errors import BadRequest
 from quire.server.generate.formats import Formats
 from quire.server.generate.generic_tools import with_generic_tools
@@ -14,7 +15,6 @@ from quire.server.generate.parse import Parsing
 from quire.server.generate.request import Conversation
 from quire.server.generate.thinking import Thinking, resolve
 from quire.server.generate.tool_structure import called_tools, structure_of
-from quire.server.state import ServerState
 from quire.server.structured.structure import Structure
 from quire.server.text.chat_template import ChatTemplate
 
@@ -43,7 +43,7 @@ class Rendered:
     illustrated: Illustrated | None = None  # for a prompt with images, whose `text` it has
 
 
-def render_conversation(conversation: Conversation, state: ServerState) -> Rendered:
+def render_conversation(conversation: Conversation, state: needs.Prompting) -> Rendered:
     """Raises BadRequest naming the option at fault."""
     check_conversation(conversation, state)
     tools = [tool.for_template() for tool in conversation.tools]
@@ -78,7 +78,7 @@ def render_conversation(conversation: Conversation, state: ServerState) -> Rende
     return Rendered(illustrated.text, template, thinking, illustrated)
 
 
-def check_conversation(conversation: Conversation, state: ServerState) -> None:
+def check_conversation(conversation: Conversation, state: needs.Settings) -> None:
     """Raises BadRequest for options that the server does not allow or that contradict each other."""
     if conversation.chat_template is not None and not state.config.server.trust_request_chat_template:
         raise BadRequest(
@@ -100,7 +100,7 @@ def check_conversation(conversation: Conversation, state: ServerState) -> None:
 
 
 def _fit_to(
-    template: ChatTemplate, conversation: Conversation, tools: list[dict[str, Any]], state: ServerState
+    template: ChatTemplate, conversation: Conversation, tools: list[dict[str, Any]], state: needs.Prompting
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Messages and tools in a form that the template prints. Raises BadRequest if it cannot print them."""
     messages = after_results(conversation.messages)
@@ -130,7 +130,7 @@ def _fit_to(
     return messages, tools
 
 
-def _without_generic(state: ServerState) -> str:
+def _without_generic(state: needs.Settings) -> str:
     server = state.config.server
     flags = ["--no-generic-tool-prompt"] if server.generic_tool_prompt is False else []
     flags += [f"--tool-call-parser {server.tool_call_parser}"] if server.tool_call_parser != "auto" else []
@@ -152,7 +152,7 @@ class Reading:
 
 
 def read_answer(
-    conversation: Conversation, rendered: Rendered, structure: Structure | None, state: ServerState
+    conversation: Conversation, rendered: Rendered, structure: Structure | None, state: needs.Formats
 ) -> Reading:
     """`structure` is what the request wants of the content."""
     formats: Formats = state.formats

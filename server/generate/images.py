@@ -19,8 +19,8 @@ from quire.server.http.threads import Later
 from quire.server.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
+    from quire.server import needs
     from quire.server.media.inputs import ImageInput, Lease, PreparedImage
-    from quire.server.state import ServerState
 
 R = TypeVar("R")
 
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 def after_images(
-    prompt: Conversation | GenerationSpec, state: ServerState, tenant: str | None, then: Callable[[], R]
+    prompt: Conversation | GenerationSpec, state: needs.Images, tenant: str | None, then: Callable[[], R]
 ) -> R | Later[R]:
     """`then()`, once the images of `prompt` are loaded: at once if it has none. Raises BadRequest."""
     load = loading(prompt, state, tenant)
@@ -37,7 +37,7 @@ def after_images(
 
 
 def loading(
-    prompt: Conversation | GenerationSpec, state: ServerState, tenant: str | None
+    prompt: Conversation | GenerationSpec, state: needs.Images, tenant: str | None
 ) -> Callable[[str], Awaitable[None]] | None:
     """What loads the images of `prompt`, in turns of the tenant that it is given; None if it has none. Raises
     BadRequest for options that the model has not.
@@ -123,7 +123,7 @@ class Illustrated:
     token_id: int
 
     @classmethod
-    def join(cls, parts: Sequence[str], inputs: Sequence[ImageInput], state: ServerState, param: str) -> Illustrated:
+    def join(cls, parts: Sequence[str], inputs: Sequence[ImageInput], state: needs.Media, param: str) -> Illustrated:
         """`parts` with the images between them. Raises BadRequest if there are not as many images as gaps."""
         if len(inputs) != len(parts) - 1:
             raise BadRequest(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from quire.engine.messages import SamplingParams
+from quire.server import needs
 from quire.server.errors import BadRequest
 from quire.server.generate.request import GenerationSpec
-from quire.server.state import ServerState
 from quire.server.text.infill import Infill, infill_of
 
 
-def infill_prompts(spec: GenerationSpec, state: ServerState) -> tuple[list[list[int]], Infill]:
+def infill_prompts(spec: GenerationSpec, state: needs.Encoding) -> tuple[list[list[int]], Infill]:
     """Token ids of each prompt, which a middle follows. Raises BadRequest if the model or the request cannot do it."""
     found = infill_of(state.tokenizer)
     if found is None:
@@ -31,7 +31,7 @@ def infill_prompts(spec: GenerationSpec, state: ServerState) -> tuple[list[list[
     return [found.prompt(before, after, context) for before in befores], found
 
 
-def _context(spec: GenerationSpec, found: Infill, state: ServerState) -> list[int]:
+def _context(spec: GenerationSpec, found: Infill, state: needs.Text) -> list[int]:
     """The other files, each behind the token for it, or as plain text in formats without one."""
     ids: list[int] = []
     for name, text in spec.context:

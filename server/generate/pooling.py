@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from quire.engine.messages import AddRequest, EngineOutput, PoolingInfo, PoolingParams, SamplingParams
+from quire.server import needs
 from quire.server.engines.client import OutputStream
 from quire.server.errors import BadRequest, ContextLengthExceeded, EngineError
 from quire.server.generate.generation_request import GenerationRequest
@@ -21,7 +22,6 @@ from quire.server.generate.prepare import encode_texts
 from quire.server.generate.sampling import fit
 from quire.server.lora.adapters import Chosen
 from quire.server.model_info import ModelInfo
-from quire.server.state import ServerState
 from quire.server.text.tokenizer import Tokenizer
 
 PER_TURN = 128  # prompts of one request that are begun before others get their turn
@@ -103,7 +103,7 @@ def _check_dimensions(dimensions: int, pooling: PoolingInfo) -> None:
         raise BadRequest(f"dimensions must be one of {sizes} for this model, not {dimensions}.", param="dimensions")
 
 
-def prepare(spec: PoolingSpec, state: ServerState) -> list[GenerationRequest]:
+def prepare(spec: PoolingSpec, state: needs.Encoding) -> list[GenerationRequest]:
     """The requests for the engine, one per prompt. Runs in a thread. Raises BadRequest naming the parameter."""
     prompts, model, param = spec.prompts, state.model, spec.prompt_param
     if len(prompts) > MAX_PROMPTS:
@@ -141,7 +141,7 @@ def side_of(spec: PoolingSpec, model: ModelInfo) -> str:
     return spec.truncation_side or (model.pooling.truncation_side if model.pooling is not None else "right")
 
 
-def _encode(spec: PoolingSpec, texts: Sequence[str], state: ServerState, size: int | None) -> list[list[int]]:
+def _encode(spec: PoolingSpec, texts: Sequence[str], state: needs.Encoding, size: int | None) -> list[list[int]]:
     """Token ids of each text. A text is truncated between its special tokens, as Hugging Face's tokenizers do."""
     special, param = spec.add_special_tokens, spec.prompt_param
     if prompt := state.model.pooling.prompt:
@@ -206,7 +206,7 @@ def to_request(spec: PoolingSpec, ids: list[int], model: ModelInfo) -> Generatio
     )
 
 
-async def run(state: ServerState, requests: Sequence[GenerationRequest]) -> list[Vector]:
+async def run(state: needs.Running, requests: Sequence[GenerationRequest]) -> list[Vector]:
     """The vectors of all requests. Cancelling it aborts what still runs.
 
     Raises EngineError when a request fails, BadRequest when the engine refuses it.
@@ -247,7 +247,7 @@ def _message(request: GenerationRequest) -> AddRequest:
     )
 
 
-def _vector(state: ServerState, request: GenerationRequest, stream: OutputStream, output: EngineOutput) -> Vector:
+def _vector(state: needs.Scrape, request: GenerationRequest, stream: OutputStream, output: EngineOutput) -> Vector:
     """The result of a request, which has one output."""
     if state.metrics is not None:
         metrics = state.metrics.of(stream.engine)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.engine.messages import SamplingParams
+from quire.server import needs
 from quire.server.errors import BadRequest, ContextLengthExceeded
 from quire.server.generate.conversation import Reading, Rendered, read_answer, render_conversation
 from quire.server.generate.generation_request import Attached, GenerationRequest
@@ -22,13 +23,12 @@ from quire.server.generate.limits import MAX_CHOICES, MAX_PROMPTS
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.generate.sampling import check_max_tokens, fit, to_sampling_params, too_long
 from quire.server.model_info import ModelInfo
-from quire.server.state import ServerState
 from quire.server.text.detokenizer import StopStrings
 
 _serial = itertools.count()
 
 
-def prepare(spec: GenerationSpec, state: ServerState) -> list[GenerationRequest]:
+def prepare(spec: GenerationSpec, state: needs.Prompting) -> list[GenerationRequest]:
     """The requests for the engine, one per prompt. The model must be ready (`state.require_ready`).
 
     Raises BadRequest naming the parameter and its limit.
@@ -88,7 +88,7 @@ def check_priority(priority: int, model: ModelInfo) -> None:
 # ---- prompts -> token ids
 
 
-def prompt_ids(spec: GenerationSpec, state: ServerState) -> list[list[int]]:
+def prompt_ids(spec: GenerationSpec, state: needs.Encoding) -> list[list[int]]:
     """Token ids of each prompt, not yet truncated. Raises BadRequest for `spec.prompt_param`."""
     prompts, may_truncate = spec.prompts, spec.options.truncate_prompt_tokens is not None
     if len(prompts) > MAX_PROMPTS:
@@ -104,19 +104,19 @@ def prompt_ids(spec: GenerationSpec, state: ServerState) -> list[list[int]]:
     return prompts
 
 
-def encode_conversation(conversation: Conversation, state: ServerState, add_special_tokens: bool) -> list[int]:
+def encode_conversation(conversation: Conversation, state: needs.Prompting, add_special_tokens: bool) -> list[int]:
     """Token ids of the rendered template, of any number. Raises BadRequest naming the option at fault."""
     return encode_rendered(render_conversation(conversation, state), state, add_special_tokens)
 
 
-def encode_rendered(rendered: Rendered, state: ServerState, add_special_tokens: bool) -> list[int]:
+def encode_rendered(rendered: Rendered, state: needs.Encoding, add_special_tokens: bool) -> list[int]:
     """Token ids of a rendered template, of any number. Raises BadRequest."""
     (ids,) = encode_texts([rendered.text], state, add_special_tokens, "messages", may_truncate=True)
     return ids if rendered.illustrated is None else rendered.illustrated.expand(ids, "messages")[0]
 
 
 def encode_texts(
-    texts: Sequence[str], state: ServerState, add_special_tokens: bool, param: str, *, may_truncate: bool = False
+    texts: Sequence[str], state: needs.Encoding, add_special_tokens: bool, param: str, *, may_truncate: bool = False
 ) -> list[list[int]]:
     """Token ids of each text.
 
@@ -132,7 +132,7 @@ def encode_texts(
         raise BadRequest(f"{param}: {error}.", param=param) from error
 
 
-def _prediction_ids(text: str, state: ServerState) -> list[int]:
+def _prediction_ids(text: str, state: needs.Encoding) -> list[int]:
     """Token ids of a predicted output, as many as the context holds."""
     text = text[: state.model.max_model_len * state.tokenizer.max_token_chars]
     (ids,) = encode_texts([text], state, False, "prediction", may_truncate=True)
@@ -152,7 +152,7 @@ def _kept_texts(spec: GenerationSpec) -> list[str | None]:
 
 
 def _expand(
-    illustrated: Illustrated, ids: list[int], spec: GenerationSpec, state: ServerState
+    illustrated: Illustrated, ids: list[int], spec: GenerationSpec, state: needs.Model
 ) -> tuple[list[int], list[Attached]]:
     """The ids with those of the images, and where each of these is. Raises BadRequest."""
     if spec.options.truncate_prompt_tokens is not None:
@@ -177,7 +177,7 @@ def _request(
     ids: list[int],
     text: str | None,
     reading: Reading,
-    state: ServerState,
+    state: needs.Model,
 ) -> GenerationRequest:
     options, model = spec.options, state.model
     ids = truncate(ids, options, sampling, model)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import mul
 
 from quire.engine.messages import PoolingInfo, PoolingParams
+from quire.server import needs
 from quire.server.errors import BadRequest
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import MAX_PROMPTS
@@ -20,7 +21,6 @@ from quire.server.generate.pooling import (
     to_request,
     truncated_size,
 )
-from quire.server.state import ServerState
 
 _MAX_CUTS = 4  # attempts to fit a rendered pair into its limit
 
@@ -44,7 +44,7 @@ class Scoring:
 
 
 def prepare_scoring(
-    spec: PoolingSpec, pairs: Sequence[tuple[str, str]], state: ServerState, use_activation: bool | None = None
+    spec: PoolingSpec, pairs: Sequence[tuple[str, str]], state: needs.Encoding, use_activation: bool | None = None
 ) -> Scoring:
     """Runs in a thread. `spec` has neither prompts nor parameters yet. Raises BadRequest naming the parameter."""
     if len(pairs) > MAX_PROMPTS:
@@ -63,7 +63,7 @@ def prepare_scoring(
 def _cross_encoder(
     spec: PoolingSpec,
     pairs: Sequence[tuple[str, str]],
-    state: ServerState,
+    state: needs.Encoding,
     pooling: PoolingInfo,
     use_activation: bool | None,
 ) -> Scoring:
@@ -117,7 +117,7 @@ def _balanced(first: int, second: int, room: int) -> tuple[int, int]:
     return (less, more) if first <= second else (more, less)
 
 
-def _rendered(spec: PoolingSpec, query: str, document: str, state: ServerState, size: int | None) -> list[int]:
+def _rendered(spec: PoolingSpec, query: str, document: str, state: needs.Encoding, size: int | None) -> list[int]:
     """Token ids of a pair in the model's chat template, as messages of the roles query and document. The document is
     shortened until they are at most `size`.
     """

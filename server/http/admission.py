@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from quire.server import needs
 from quire.server.generate import deltas
 from quire.server.generate.delta import Delta
 from quire.server.generate.generation import Generation
@@ -21,13 +22,12 @@ from quire.server.http.turns import tenant_of
 from quire.server.keys.access import allowed_priority, check_model, require_model
 from quire.server.keys.account import key_of
 from quire.server.lora.fields import LoraScale
-from quire.server.state import ServerState
 from quire.server.structured.service import constrain
 
 
 def admit(
     request: Request,
-    state: ServerState,
+    state: needs.Admission,
     prefix: str,
     *,
     model: str | None = None,
@@ -71,7 +71,7 @@ def cache_hint(request: Request) -> dict[str, Any]:
 
 async def generate(
     request: Request,
-    state: ServerState,
+    state: needs.Generation,
     requests: Sequence[GenerationRequest],
     param: str,
     predict: float | None = None,

@@ -9,16 +9,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
+from quire.server import needs
 from quire.server.errors import BadRequest
 from quire.server.http.read_body import read_body
 from quire.server.http.route import Handler
-from quire.server.state import ServerState
 
 
 def by_field(name: str, about: str, handlers: Mapping[str, Handler]) -> Handler:
     """`handlers` by the field that only their bodies have. `name` and `about` are for the OpenAPI document."""
 
-    async def dispatch(request: Request, state: ServerState) -> Response:
+    async def dispatch(request: Request, state: needs.Completion) -> Response:
         raw = await read_body(request, state)
         try:
             fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])

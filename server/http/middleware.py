@@ -11,13 +11,15 @@ import logging
 import re
 import time
 import uuid
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server import needs
 from quire.server.error_shapes import body_of, internal_body
 from quire.server.errors import ApiError, EngineError, Forbidden
+from quire.server.incidents import Incidents
 from quire.server.keys.account import close_account
-from quire.server.state import ServerState
 
 access_logger = logging.getLogger("quire.access")
 logger = logging.getLogger(__name__)
@@ -47,12 +49,19 @@ async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
     await send_json(send, error.status, body_of(error, scope["path"]), error.headers)
 
 
+class _Server(needs.Drain, needs.Settings, needs.Accounts, Protocol):
+    """The part of the server that the boundary keeps."""
+
+    num_reserved: int
+    incidents: Incidents
+
+
 class RequestBoundary:
     """The outermost layer: gives every request an id and returns it as `X-Request-Id`, writes the access log, counts
     requests in flight, and turns unexpected exceptions into 500.
     """
 
-    def __init__(self, app: ASGIApp, state: ServerState):
+    def __init__(self, app: ASGIApp, state: _Server):
         self.app, self.state = app, state
         self.root_path = "/" + root if (root := state.config.server.root_path.strip("/")) else ""
         self.keep_alive = b"timeout=%d" % max(state.config.server.timeout_keep_alive, 1)

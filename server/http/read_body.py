@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from quire.server import needs
 from quire.server.errors import ApiError, PayloadTooLarge, UnsupportedMediaType
 from quire.server.http import sse
 from quire.server.http.cache_hint import read_hint
@@ -20,7 +21,6 @@ from quire.server.http.parse_body import parse
 from quire.server.http.threads import SMALL, Later
 from quire.server.http.time_limit import read_timeout
 from quire.server.http.turns import tenant_of
-from quire.server.state import ServerState
 
 logger = logging.getLogger("quire.requests")
 
@@ -35,7 +35,7 @@ _MAX_NAMES = 1000  # maximum number of logged unknown names
 _RENDERED = frozenset({"messages", "instructions", "system"})  # fields of bodies whose prompt a chat template renders
 
 
-async def take(request: Request, cls: type[T], state: ServerState, use: Callable[[T], R | Later[R]]) -> R:
+async def take(request: Request, cls: type[T], state: needs.Body, use: Callable[[T], R | Later[R]]) -> R:
     """The result of `use(body)`, with `body` parsed as `cls`, or of what it leaves for later. The event loop frees the
     parts of a large body that `use` keeps. Unknown fields are noted for the response's `Warning` header.
 
@@ -76,7 +76,7 @@ async def take(request: Request, cls: type[T], state: ServerState, use: Callable
     return used
 
 
-async def in_turns(request: Request, state: ServerState, size: int, work: Callable[[], R | Later[R]]) -> R:
+async def in_turns(request: Request, state: needs.Threads, size: int, work: Callable[[], R | Later[R]]) -> R:
     """The result of `work`, or of what it leaves for later, for a part of a body of `size` bytes. Raises as `take`."""
     used = await _run(request, state, size, work)
     while isinstance(used, Later):
@@ -85,7 +85,7 @@ async def in_turns(request: Request, state: ServerState, size: int, work: Callab
     return used
 
 
-async def _run(request: Request, state: ServerState, size: int, work: Callable[[], R]) -> R:
+async def _run(request: Request, state: needs.Threads, size: int, work: Callable[[], R]) -> R:
     """The result of `work`, whose errors keep no large body alive. Raises as it does."""
 
     def guarded() -> tuple[R | None, ApiError | None]:
@@ -128,13 +128,13 @@ def _content_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-def max_body_bytes(state: ServerState) -> int:
+def max_body_bytes(state: needs.BodyLimit) -> int:
     limit = state.config.server.max_body_size
     least = MIN_BODY_BYTES if state.images.why_not else MIN_BYTES_WITH_IMAGES
     return limit or max(least, BYTES_PER_TOKEN * (state.model.max_model_len if state.model else 0))
 
 
-async def read_body(request: Request, state: ServerState) -> bytes:
+async def read_body(request: Request, state: needs.Body) -> bytes:
     """The whole body, decompressed.
 
     Raises PayloadTooLarge, UnsupportedMediaType, BadRequest for bytes that are no gzip, and ClientGone if the client
@@ -149,7 +149,7 @@ async def read_body(request: Request, state: ServerState) -> bytes:
     return await _decompressed(request, state, raw, limit)
 
 
-async def _decompressed(request: Request, state: ServerState, raw: bytes, limit: int) -> bytes:
+async def _decompressed(request: Request, state: needs.Threads, raw: bytes, limit: int) -> bytes:
     """Raises as `read_body`."""
     # in one of few threads: not more of them are being decompressed, and then each counts as memory
     found = await _run(request, state, min(largest_result(raw), limit), lambda: decompress(raw, limit))
@@ -181,7 +181,7 @@ def _too_large(limit: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"The body is larger than {limit} bytes, the limit that --max-body-size sets.")
 
 
-def _log_once(unknown: list[str], state: ServerState) -> None:
+def _log_once(unknown: list[str], state: needs.Body) -> None:
     for name in unknown:
         if name not in state.unknown_fields and len(state.unknown_fields) < _MAX_NAMES:
             state.unknown_fields.add(name)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from starlette.requests import Request
 
+from quire.server import needs
 from quire.server.errors import RequestTimeout
 from quire.server.generate.deadlines import Deadlines
 from quire.server.generate.generation_request import GenerationRequest
@@ -17,10 +18,9 @@ from quire.server.http.time_limit import seconds_of_header
 from quire.server.http.turns import tenant_of
 from quire.server.keys.access import check_queue
 from quire.server.keys.account import key_of, open_account
-from quire.server.state import ServerState
 
 
-def reserve_room(request: Request, state: ServerState, requests: Sequence[GenerationRequest], param: str) -> None:
+def reserve_room(request: Request, state: needs.Reservation, requests: Sequence[GenerationRequest], param: str) -> None:
     """Say whose requests they are, and reserve room in the queue; the outermost middleware releases it after the
     answer. A background request needs none: who runs it bounds the number of them.
 
@@ -49,7 +49,7 @@ def priority(request: Request, given: int | None) -> int | None:
     return bounded_int(header, -(2**63), 2**63 - 1, "X-Vllm-Priority")
 
 
-def deadlines(request: Request, state: ServerState, predict: float | None = None) -> Deadlines:
+def deadlines(request: Request, state: needs.Settings, predict: float | None = None) -> Deadlines:
     """How long the request has from now: the shortest of the server's time for requests, the body's field `timeout` and
     the X-Request-Timeout header, all of which count from its arrival, and the server's for the queue and the first
     token. Raises BadRequest, RequestTimeout if its time has passed.

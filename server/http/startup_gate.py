@@ -7,9 +7,9 @@ import asyncio
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.server import needs
 from quire.server.errors import ApiError
 from quire.server.http.middleware import PROBES, send_error, send_json
-from quire.server.state import ServerState
 
 POLL_SECONDS = 0.02
 
@@ -17,7 +17,7 @@ POLL_SECONDS = 0.02
 class StartupGate:
     """Forwards to `app` once it is set."""
 
-    def __init__(self, state: ServerState):
+    def __init__(self, state: needs.Health):
         self.state = state
         self.app: ASGIApp | None = None
 

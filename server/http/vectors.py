@@ -11,6 +11,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from quire.engine.messages import PoolingParams
+from quire.server import needs
 from quire.server.errors import BadRequest
 from quire.server.generate import pooling
 from quire.server.generate.deadlines import all_wait, within
@@ -28,7 +29,6 @@ from quire.server.generate.limits import (
 from quire.server.generate.pooling import PoolingSpec, Vector
 from quire.server.http import admission, request_options
 from quire.server.http.sse import unless_disconnected
-from quire.server.state import ServerState
 
 Prompts = Annotated[
     list[Text | TokenId | TokenIds],
@@ -57,7 +57,7 @@ class VectorFields(msgspec.Struct, kw_only=True):
     }
 
 
-def admit(request: Request, body: VectorFields, state: ServerState, prefix: str) -> str:
+def admit(request: Request, body: VectorFields, state: needs.Admission, prefix: str) -> str:
     """Check that the server can take a request now. Returns the request's id.
 
     Raises Unavailable, NotFound for the model, BadRequest.
@@ -72,7 +72,7 @@ def admit(request: Request, body: VectorFields, state: ServerState, prefix: str)
     )["request_id"]
 
 
-def to_spec(request: Request, body: VectorFields, state: ServerState, request_id: str, param: str) -> PoolingSpec:
+def to_spec(request: Request, body: VectorFields, state: needs.Adapters, request_id: str, param: str) -> PoolingSpec:
     """What the fields of `body` say about its prompts, which are in its field `param`."""
     return PoolingSpec(
         request_id=request_id,
@@ -92,7 +92,7 @@ def to_spec(request: Request, body: VectorFields, state: ServerState, request_id
 def to_requests(
     request: Request,
     body: VectorFields,
-    state: ServerState,
+    state: needs.Preparing,
     request_id: str,
     prompts: list[str] | list[list[int]],
     params: PoolingParams,
@@ -122,7 +122,7 @@ def prompts_of(given: str | list[str | int | list[int]], param: str) -> list[str
 
 
 async def vectors(
-    request: Request, state: ServerState, requests: Sequence[GenerationRequest], param: str
+    request: Request, state: needs.Running, requests: Sequence[GenerationRequest], param: str
 ) -> list[Vector]:
     """The vectors of all prompts.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.types import Scope
 
+from quire.server import needs
 from quire.server.errors import BadRequest, Forbidden, TooManyRequests
 from quire.server.keys.account import key_of
 from quire.server.keys.key import Key
 from quire.server.queue_wait import retry_after
-from quire.server.state import ServerState
 
 
-def require_model(scope: Scope, name: str | None, state: ServerState) -> None:
+def require_model(scope: Scope, name: str | None, state: needs.Choice) -> None:
     """Raises NotFound unless `name` is absent, empty or a name of the model, Forbidden if the request's key may not ask
     for it.
     """
@@ -22,7 +22,7 @@ def require_model(scope: Scope, name: str | None, state: ServerState) -> None:
         check_model(key, name, state)
 
 
-def check_model(key: Key, model: str | None, state: ServerState) -> None:
+def check_model(key: Key, model: str | None, state: needs.Names) -> None:
     """Raises Forbidden unless the key may ask for the model by this name; without one, by any of its names."""
     if key.models is None:
         return
@@ -35,19 +35,19 @@ def check_model(key: Key, model: str | None, state: ServerState) -> None:
         )
 
 
-def names_for(request: Request, state: ServerState) -> list[str]:
+def names_for(request: Request, state: needs.Choice) -> list[str]:
     """The names that the API lists for the request's key."""
     return visible_names(key_of(request.scope, state), state)
 
 
-def visible_names(key: Key | None, state: ServerState) -> list[str]:
+def visible_names(key: Key | None, state: needs.Names) -> list[str]:
     """The same of a key; with aliases that it was given by name."""
     if key is None or key.models is None:
         return state.all_names
     return [name for name in (*state.all_names, *sorted(state.aliases)) if name in key.models]
 
 
-def check_queue(key: Key, num_choices: int, state: ServerState) -> None:
+def check_queue(key: Key, num_choices: int, state: needs.Reservation) -> None:
     """Raises TooManyRequests if the server is full, and more choices of the key would wait than it may have waiting."""
     limit = key.max_queued_requests
     if limit is None or not state.would_wait(num_choices):

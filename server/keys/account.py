@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire.keys")
 
 
-class Host(Protocol):
-    """The server whose requests are counted."""
+class Accounts(Protocol):
+    """Where requests are counted; each is None if it is not configured."""
 
     names: list[str]
     num_waiting_of: Counter[str]
@@ -41,7 +41,7 @@ class Host(Protocol):
 class Account:
     """Opened when a request is admitted, closed when its answer has ended."""
 
-    state: Host
+    state: Accounts
     scope: Scope
     key: Key | None
     background: bool
@@ -120,14 +120,14 @@ class Account:
         }
 
 
-def key_of(scope: Scope, state: Host) -> Key | None:
+def key_of(scope: Scope, state: Accounts) -> Key | None:
     """Whose request it is: of a line of a batch, who began the batch."""
     if scope.get("background") and state.keys is not None and scope.get("owner"):
         return state.keys.of_owner(scope["owner"])
     return scope.get("key")
 
 
-def open_account(scope: Scope, state: Host, requests: Sequence[GenerationRequest]) -> None:
+def open_account(scope: Scope, state: Accounts, requests: Sequence[GenerationRequest]) -> None:
     """Charge a request, whose answer gets the headers of its limits. Raises TooManyRequests, Unavailable."""
     key, background = key_of(scope, state), bool(scope.get("background"))
     if key is None and state.audit is None and state.traces is None:

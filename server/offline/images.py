@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from quire.server import needs
 from quire.server.errors import Unavailable
 from quire.server.generate.images import loading
 from quire.server.generate.request import Conversation, GenerationSpec
 from quire.server.media.inputs import ImageInput
-from quire.server.state import ServerState
 
 PICTURE = "image_pil"  # type of a part that holds a PIL.Image.Image
 MAX_TURNS = 64  # prompts with images at once
@@ -75,7 +75,7 @@ def has_images(spec: GenerationSpec) -> bool:
 class ImageTurns:
     """Lets prompts with images run some at a time: the images of running requests share limited memory."""
 
-    def __init__(self, state: ServerState):
+    def __init__(self, state: needs.Media):
         self._state = state
         state.images.may_enlarge = True
         self._slots = asyncio.Semaphore(MAX_TURNS)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from quire.server import needs
 from quire.server.errors import BadRequest
 from quire.server.lora.adapters import Chosen
-from quire.server.state import ServerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +21,14 @@ class LoRARequest:
     lora_path: str
 
 
+class _Server(needs.Engine, needs.Adapters, Protocol):
+    """The part of the server that loads adapters."""
+
+
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
-async def chosen(state: ServerState, requests: LoRARequests, num_prompts: int) -> list[list[Chosen]]:
+async def chosen(state: _Server, requests: LoRARequests, num_prompts: int) -> list[list[Chosen]]:
     """The adapters of each prompt, loaded if they are new. Raises BadRequest."""
     if requests is None or isinstance(requests, LoRARequest):
         requests = [requests] * num_prompts

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.messages import PoolingParams
+from quire.server import needs
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.pooling import PoolingSpec, Vector, embed_params, prepare, require_task
 from quire.server.generate.scoring import Scoring, activated, prepare_scoring
-from quire.server.state import ServerState
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class PooledRequestOutput:
 def embedding_requests(
     request_id: str,
     prompts: list[str] | list[list[int]],
-    state: ServerState,
+    state: needs.Encoding,
     dimensions: int | None,
     normalize: bool | None,
     truncate_prompt_tokens: int | None,
@@ -53,7 +53,7 @@ def embedding_requests(
 
 
 def classification_requests(
-    request_id: str, prompts: list[str] | list[list[int]], state: ServerState, truncate_prompt_tokens: int | None
+    request_id: str, prompts: list[str] | list[list[int]], state: needs.Encoding, truncate_prompt_tokens: int | None
 ) -> list[GenerationRequest]:
     """Raises BadRequest."""
     require_task(state.model, "classify")
@@ -62,7 +62,11 @@ def classification_requests(
 
 
 def scoring(
-    request_id: str, first: Sequence[str], second: Sequence[str], state: ServerState, truncate_prompt_tokens: int | None
+    request_id: str,
+    first: Sequence[str],
+    second: Sequence[str],
+    state: needs.Encoding,
+    truncate_prompt_tokens: int | None,
 ) -> Scoring:
     """One text of `first` for all of `second`, or as many. Raises BadRequest, ValueError."""
     if len(first) not in (1, len(second)):

@@ -5,25 +5,29 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Annotated, Any, BinaryIO, ClassVar, Literal
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from quire.server import needs
 from quire.server.api.anthropic.models import timestamp
 from quire.server.batches.store import OPEN, Batch, Store
 from quire.server.errors import ApiError, BadRequest, NotFound
 from quire.server.http.paging import owner, page_size
 from quire.server.http.read_body import require_deliberate, take
 from quire.server.http.sse import JsonResponse, one_line
-from quire.server.state import ServerState
 
 ENDPOINT = "/v1/messages"
 MAX_REQUESTS = 50_000
 WINDOW, WINDOW_SECONDS = "24h", 86400
 _ENDED = {"cancelled": "canceled", "expired": "expired"}
+
+
+class _Posting(needs.Body, needs.Batches, Protocol):
+    """To begin a batch."""
 
 
 class Item(msgspec.Struct, kw_only=True):
@@ -76,7 +80,7 @@ class Deleted(msgspec.Struct, kw_only=True):
     type: Literal["message_batch_deleted"] = "message_batch_deleted"
 
 
-async def create_batch(request: Request, state: ServerState) -> Response:
+async def create_batch(request: Request, state: _Posting) -> Response:
     """Begin a batch of messages."""
     content = await take(request, MessageBatchRequest, state, _lines)
     batches = state.require_batches()
@@ -107,7 +111,7 @@ def _lines(body: MessageBatchRequest) -> io.BytesIO:
     return out
 
 
-async def list_batches(request: Request, state: ServerState) -> Response:
+async def list_batches(request: Request, state: needs.Batches) -> Response:
     """The caller's batches, newest first."""
     batches = state.require_batches()
     limit, after = page_size(request, 100), request.query_params.get("after_id")
@@ -123,12 +127,12 @@ async def list_batches(request: Request, state: ServerState) -> Response:
     )
 
 
-async def retrieve_batch(request: Request, state: ServerState) -> Response:
+async def retrieve_batch(request: Request, state: needs.Batches) -> Response:
     """Status and progress of a batch."""
     return JsonResponse(_shown(await _batch(request, state), request))
 
 
-async def cancel_batch(request: Request, state: ServerState) -> Response:
+async def cancel_batch(request: Request, state: needs.Batches) -> Response:
     """End a batch; the results so far remain."""
     require_deliberate(request)
     batches, batch = state.require_batches(), await _batch(request, state)
@@ -138,7 +142,7 @@ async def cancel_batch(request: Request, state: ServerState) -> Response:
     return JsonResponse(_shown(batch, request))
 
 
-async def delete_batch(request: Request, state: ServerState) -> Response:
+async def delete_batch(request: Request, state: needs.Batches) -> Response:
     """Forget a batch that has ended, and its files."""
     batches, batch = state.require_batches(), await _batch(request, state)
     if batch.status in OPEN:
@@ -147,7 +151,7 @@ async def delete_batch(request: Request, state: ServerState) -> Response:
     return JsonResponse(Deleted(id=_outer_id(batch)))
 
 
-async def results(request: Request, state: ServerState) -> Response:
+async def results(request: Request, state: needs.Batches) -> Response:
     """One JSON object per line, in no particular order."""
     batches, batch = state.require_batches(), await _batch(request, state)
     if batch.status in OPEN:
@@ -189,7 +193,7 @@ def _result(line: dict[str, Any]) -> bytes:
     return one_line(msgspec.json.encode({"custom_id": line["custom_id"], "result": result}))
 
 
-async def _batch(request: Request, state: ServerState) -> Batch:
+async def _batch(request: Request, state: needs.Batches) -> Batch:
     batches = state.require_batches()
     name = request.path_params["batch_id"]
     batch = await batches.run(batches.store.batch, _inner_id(name), owner(request))

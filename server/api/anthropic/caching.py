@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
+from quire.server import needs
 from quire.server.api.anthropic.protocol import CacheControl, CacheCreation, MessageUsage, PromptFields, ToolResult
-from quire.server.state import ServerState
 
 _SECONDS = {"5m": 300.0, "1h": 3600.0}
 
@@ -36,7 +36,7 @@ def seconds_wanted(body: PromptFields) -> float:
     return max((_SECONDS[mark.ttl or "5m"] for mark in _marks(body) if mark is not None), default=0.0)
 
 
-def caching(seconds: float, num_prompt_tokens: int, state: ServerState) -> Caching:
+def caching(seconds: float, num_prompt_tokens: int, state: needs.ConfiguredEngine) -> Caching:
     """What a request with so many tokens leaves in the cache. The last token is always computed."""
     size = state.ready.worker.block_size if state.ready is not None else 0
     if not seconds or not size or not state.config.cache.enable_prefix_caching:

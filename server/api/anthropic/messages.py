@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.anthropic import stream as streams
 from quire.server.api.anthropic.caching import Caching, caching, seconds_wanted
 from quire.server.api.anthropic.protocol import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
@@ -20,12 +21,11 @@ from quire.server.http.threads import Later
 from quire.server.http.turns import tenant_of
 from quire.server.keys.access import require_model
 from quire.server.parsers.events import Content
-from quire.server.state import ServerState
 
 ID_PREFIX = "msg_"
 
 
-async def create_message(request: Request, state: ServerState) -> Response:
+async def create_message(request: Request, state: needs.Completion) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
     body, one, cached = await take(request, MessagesRequest, state, lambda body: _prepare(request, body, state))
     generation = await admission.generate(request, state, [one], "messages")
@@ -50,7 +50,7 @@ async def create_message(request: Request, state: ServerState) -> Response:
 Prepared = tuple[MessagesRequest, GenerationRequest, Caching]
 
 
-def _prepare(request: Request, body: MessagesRequest, state: ServerState) -> Prepared | Later[Prepared]:
+def _prepare(request: Request, body: MessagesRequest, state: needs.Preparing) -> Prepared | Later[Prepared]:
     seconds = seconds_wanted(body)
     identity = wanted_for(admission.admit(request, state, ID_PREFIX, model=body.model), seconds)
     wanted = spec(body, state.formats.reasoning is not None, **identity)
@@ -72,7 +72,7 @@ def _whole(
     return sse.JsonResponse(message)
 
 
-async def count_tokens(request: Request, state: ServerState) -> Response:
+async def count_tokens(request: Request, state: needs.Tokenizing) -> Response:
     """The size of a prompt, without an answer."""
 
     def work(body: CountTokensRequest) -> TokenCount | Later[TokenCount]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from quire.server.state import ServerState
+from quire.server import needs
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):
@@ -30,12 +30,12 @@ def timestamp(seconds: int | None) -> str | None:
     return seconds and datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def model_info(state: ServerState, name: str) -> ModelInfo:
+def model_info(state: needs.Listing, name: str) -> ModelInfo:
     limit = state.model and state.model.max_model_len
     return ModelInfo(id=name, display_name=name, created_at=timestamp(state.created), max_input_tokens=limit)
 
 
-def model_list(state: ServerState, names: list[str]) -> ModelPage:
+def model_list(state: needs.Listing, names: list[str]) -> ModelPage:
     return ModelPage(
         data=[model_info(state, name) for name in names],
         first_id=names[0] if names else None,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.errors import BadRequest
 from quire.server.http.read_body import read_body, require_deliberate
 from quire.server.http.route import Route
 from quire.server.http.sse import JsonResponse
 from quire.server.lora.fields import LoraScales
-from quire.server.state import ServerState
+
+
+class _Posting(needs.Body, needs.Readiness, needs.Adapters, Protocol):
+    """To set the adapters' scales."""
 
 
 class ListedAdapter(msgspec.Struct, kw_only=True):
@@ -25,7 +31,7 @@ class Done(msgspec.Struct):
     success: bool
 
 
-async def list_adapters(request: Request, state: ServerState) -> Response:
+async def list_adapters(request: Request, state: needs.Adapters) -> Response:
     """The LoRA adapters and their default scales."""
     adapters = state.adapters
     return JsonResponse(
@@ -38,7 +44,7 @@ async def list_adapters(request: Request, state: ServerState) -> Response:
     )
 
 
-async def set_scales(request: Request, state: ServerState) -> Response:
+async def set_scales(request: Request, state: _Posting) -> Response:
     """Set the scales of requests that name the base model and have no `lora`; adapters left out have scale 0."""
     require_deliberate(request)
     state.require_ready()

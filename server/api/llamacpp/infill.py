@@ -10,6 +10,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.generate.delta import Delta
@@ -21,7 +22,6 @@ from quire.server.http import admission, sse
 from quire.server.http.read_body import take
 from quire.server.http.route import EVENTS, Route
 from quire.server.lora.fields import LoraScales
-from quire.server.state import ServerState
 from quire.server.text.infill import infill_of
 
 ID_PREFIX = "infill-"
@@ -78,7 +78,7 @@ class InfillAnswer(msgspec.Struct, kw_only=True):
     truncated: bool
 
 
-async def infill(request: Request, state: ServerState) -> Response:
+async def infill(request: Request, state: needs.Completion) -> Response:
     """The text between two others."""
     body, one = await take(request, InfillRequest, state, lambda body: (body, _prepare(request, body, state)))
     predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
@@ -91,7 +91,7 @@ async def infill(request: Request, state: ServerState) -> Response:
     return sse.JsonResponse(end | {"content": choice.text, "tokens": choice.token_ids})
 
 
-def _prepare(request: Request, body: InfillRequest, state: ServerState) -> GenerationRequest:
+def _prepare(request: Request, body: InfillRequest, state: needs.Preparing) -> GenerationRequest:
     if infill_of(state.tokenizer) is None:
         raise BadRequest("This model has no tokens for filling in the middle.", param="input_suffix")
     limit = body.n_predict

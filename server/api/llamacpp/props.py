@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.http.route import Route
 from quire.server.http.sse import JsonResponse
-from quire.server.state import ServerState
+
+
+class _Server(needs.Version, needs.Engine, needs.Media, needs.Text, needs.Names, Protocol):
+    """To describe the server to clients of llama.cpp."""
 
 
 class Props(msgspec.Struct, kw_only=True):
@@ -29,7 +33,7 @@ class Slot(msgspec.Struct, kw_only=True):
     is_processing: bool
 
 
-async def props(request: Request, state: ServerState) -> Response:
+async def props(request: Request, state: _Server) -> Response:
     """What the server is."""
     model = state.require_ready()
     return JsonResponse(
@@ -48,7 +52,7 @@ async def props(request: Request, state: ServerState) -> Response:
     )
 
 
-async def slots(request: Request, state: ServerState) -> Response:
+async def slots(request: Request, state: needs.Engine) -> Response:
     """One entry for each request that can run at once; the first ones are those that do."""
     model = state.require_ready()
     total = state.ready.worker.max_num_seqs if state.ready else 0

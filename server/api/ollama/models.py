@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.ollama.protocol import ShowRequest
 from quire.server.errors import BadRequest, EngineError
 from quire.server.generate.pooling import text_limit
@@ -15,26 +16,41 @@ from quire.server.http import sse
 from quire.server.http.read_body import take
 from quire.server.keys.access import names_for, require_model
 from quire.server.startup.model_details import ModelDetails, in_words
-from quire.server.state import ServerState
 from quire.server.text.infill import infill_of
 
 API_VERSION = "0.12.11"  # the release of Ollama whose API is spoken; clients refuse older ones
 FAR_AWAY = "2318-12-31T00:00:00Z"  # a served model stays
 
 
-def served_name(name: str, state: ServerState) -> str:
+class _Reading(needs.Details, needs.Readiness, Protocol):
+    """To read the details of the model's files."""
+
+
+class _Listing(needs.Settings, _Reading, needs.Names, Protocol):
+    """To list the model."""
+
+
+class _Running(_Listing, needs.Engine, needs.Model, Protocol):
+    """To list the loaded model."""
+
+
+class _Showing(_Listing, needs.Tokenizing, Protocol):
+    """To show the model."""
+
+
+def served_name(name: str, state: needs.Names) -> str:
     """A model's name without the tag that Ollama's clients add."""
     plain = name.removesuffix(":latest")
     known = (*state.all_names, *state.aliases)
     return plain if name not in known and plain in known else name
 
 
-def shown_name(name: str, state: ServerState) -> str:
+def shown_name(name: str, state: needs.Names) -> str:
     """The name for the answer to a request for `name`."""
     return name if served_name(name, state) in state.all_names else state.names[0]
 
 
-async def _read(state: ServerState) -> ModelDetails:
+async def _read(state: _Reading) -> ModelDetails:
     state.require_ready()
     try:
         return await state.details.get()
@@ -42,7 +58,7 @@ async def _read(state: ServerState) -> ModelDetails:
         raise EngineError("The files of the model cannot be read.") from error
 
 
-def _details(found: ModelDetails, state: ServerState) -> dict[str, Any]:
+def _details(found: ModelDetails, state: needs.Settings) -> dict[str, Any]:
     return {
         "parent_model": "",
         "format": found.format,
@@ -57,7 +73,7 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _model(name: str, found: ModelDetails, state: ServerState) -> dict[str, Any]:
+def _model(name: str, found: ModelDetails, state: needs.Settings) -> dict[str, Any]:
     return {
         "name": name,
         "model": name,
@@ -68,13 +84,13 @@ def _model(name: str, found: ModelDetails, state: ServerState) -> dict[str, Any]
     }
 
 
-async def tags(request: Request, state: ServerState) -> Response:
+async def tags(request: Request, state: _Listing) -> Response:
     """The models there are."""
     found = await _read(state)
     return sse.JsonResponse({"models": [_model(name, found, state) for name in names_for(request, state)]})
 
 
-async def running(request: Request, state: ServerState) -> Response:
+async def running(request: Request, state: _Running) -> Response:
     """The models that are loaded."""
     found = await _read(state)
     plan = state.ready.worker.plan if state.ready else None
@@ -87,7 +103,7 @@ async def running(request: Request, state: ServerState) -> Response:
     return sse.JsonResponse({"models": [_model(name, found, state) | more for name in names_for(request, state)]})
 
 
-async def show(request: Request, state: ServerState) -> Response:
+async def show(request: Request, state: _Showing) -> Response:
     """What is known about a model."""
     body = await take(request, ShowRequest, state, lambda body: body)
     name = body.model or body.name
@@ -114,7 +130,7 @@ async def show(request: Request, state: ServerState) -> Response:
     )
 
 
-def _capabilities(state: ServerState) -> list[str]:
+def _capabilities(state: needs.Prompting) -> list[str]:
     pooling, formats = state.model.pooling, state.formats
     found = ["embedding"] if pooling is not None and pooling.tasks else []
     if pooling is not None and not pooling.generates:
@@ -126,6 +142,6 @@ def _capabilities(state: ServerState) -> list[str]:
     return found + (["vision"] if state.images.why_not is None else [])
 
 
-async def version(request: Request, state: ServerState) -> Response:
+async def version(request: Request, state: needs.Version) -> Response:
     """The version of Ollama's API, and of this server."""
     return sse.JsonResponse({"version": API_VERSION, "quire": state.version})

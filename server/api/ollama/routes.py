@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.ollama import protocol
 from quire.server.api.ollama.answer import Answer, now
 from quire.server.api.ollama.keep_alive import keep_alive_seconds
@@ -28,7 +29,6 @@ from quire.server.http.read_body import take
 from quire.server.http.route import NDJSON, Route
 from quire.server.http.threads import Later
 from quire.server.http.vectors import VectorFields, to_requests, vectors
-from quire.server.state import ServerState
 
 ID_PREFIX = "ollama-"
 HEADERS = [(b"content-type", NDJSON.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -37,7 +37,7 @@ B = TypeVar("B", ChatRequest, GenerateRequest)
 Work = tuple[B, GenerationRequest | None] | Later[tuple[B, GenerationRequest | None]]
 
 
-async def chat(request: Request, state: ServerState) -> Response:
+async def chat(request: Request, state: needs.Completion) -> Response:
     """Answer a conversation."""
 
     def work(body: ChatRequest) -> Work[ChatRequest]:
@@ -47,7 +47,7 @@ async def chat(request: Request, state: ServerState) -> Response:
     return await _respond(request, state, *await take(request, ChatRequest, state, work))
 
 
-async def generate(request: Request, state: ServerState) -> Response:
+async def generate(request: Request, state: needs.Completion) -> Response:
     """Answer or continue a text."""
 
     def work(body: GenerateRequest) -> Work[GenerateRequest]:
@@ -57,7 +57,7 @@ async def generate(request: Request, state: ServerState) -> Response:
     return await _respond(request, state, *await take(request, GenerateRequest, state, work))
 
 
-def _prepare(body: B, spec: GenerationSpec | None, state: ServerState) -> Work[B]:
+def _prepare(body: B, spec: GenerationSpec | None, state: needs.Prompting) -> Work[B]:
     """`spec` is None for a request that only loads the model."""
     if spec is None:
         return body, None
@@ -74,13 +74,13 @@ def _prepare(body: B, spec: GenerationSpec | None, state: ServerState) -> Work[B
     return after_images(spec, state, spec.tenant, finish)
 
 
-def _admit(request: Request, state: ServerState, body: ChatRequest | GenerateRequest) -> dict[str, Any]:
+def _admit(request: Request, state: needs.Admission, body: ChatRequest | GenerateRequest) -> dict[str, Any]:
     identity = admission.admit(request, state, ID_PREFIX, model=served_name(body.model, state))
     return wanted_for(identity, keep_alive_seconds(body.keep_alive))
 
 
 async def _respond(
-    request: Request, state: ServerState, body: ChatRequest | GenerateRequest, one: GenerationRequest | None
+    request: Request, state: needs.Completion, body: ChatRequest | GenerateRequest, one: GenerationRequest | None
 ) -> Response:
     answer_to_chat = isinstance(body, ChatRequest)
     if one is None:  # a request to load the model, which it is
@@ -122,7 +122,7 @@ def _error_line(error: ApiError) -> bytes:
 # ---- embeddings
 
 
-async def embed(request: Request, state: ServerState) -> Response:
+async def embed(request: Request, state: needs.Vectors) -> Response:
     """Embeddings of one or several texts."""
     started = time.monotonic_ns()
 
@@ -144,7 +144,7 @@ async def embed(request: Request, state: ServerState) -> Response:
     )
 
 
-async def embeddings(request: Request, state: ServerState) -> Response:
+async def embeddings(request: Request, state: needs.Vectors) -> Response:
     """The embedding of one text."""
 
     def work(body: EmbeddingsRequest) -> list[GenerationRequest]:
@@ -158,7 +158,7 @@ async def embeddings(request: Request, state: ServerState) -> Response:
 
 def _vector_requests(
     request: Request,
-    state: ServerState,
+    state: needs.Preparing,
     model: str,
     texts: list[str],
     dimensions: int | None,
@@ -175,7 +175,7 @@ def _vector_requests(
 # ---- what there is not
 
 
-async def no_such_action(request: Request, state: ServerState) -> Response:
+async def no_such_action(request: Request, state: object) -> Response:
     """Ollama's other routes change its library of models."""
     raise NotFound(
         f"{request.method} {request.scope['path']} is not available: this server serves the one model that it was "

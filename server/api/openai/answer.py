@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.openai.protocol import GenerationFields, Usage
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
@@ -20,10 +21,9 @@ from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.progress import PrefillProgress
 from quire.server.http import admission, sse
 from quire.server.http.turns import tenant_of
-from quire.server.state import ServerState
 
 
-def admit(request: Request, body: GenerationFields, state: ServerState, prefix: str) -> dict[str, Any]:
+def admit(request: Request, body: GenerationFields, state: needs.Admission, prefix: str) -> dict[str, Any]:
     """Check that the server can take a request now. Returns what identifies it in its `GenerationSpec`.
 
     Raises Unavailable, NotFound for the model, BadRequest.
@@ -45,7 +45,7 @@ def admit(request: Request, body: GenerationFields, state: ServerState, prefix: 
 
 
 async def respond(
-    request: Request, state: ServerState, answer: Answer, requests: Sequence[GenerationRequest], param: str
+    request: Request, state: needs.Completion, answer: Answer, requests: Sequence[GenerationRequest], param: str
 ) -> Response:
     """Generate, and write the answer whole or as a stream. `param` is the field that holds the prompt.
 
@@ -74,7 +74,7 @@ class Answer(ABC):
     def __init__(
         self,
         body: GenerationFields,
-        state: ServerState,
+        state: needs.Completion,
         answer_id: str,
         prompts: list[list[int]],
         num_image_tokens: int = 0,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.openai.protocol import Name
 from quire.server.batches.store import Batch
 from quire.server.errors import BadRequest
 from quire.server.http.paging import ends, owner, page_size
 from quire.server.http.read_body import require_deliberate, take
 from quire.server.http.sse import JsonResponse
-from quire.server.state import ServerState
 
 ENDPOINTS = (
     "/v1/chat/completions",
@@ -31,6 +31,14 @@ ENDPOINTS = (
 )
 MAX_WINDOW = 30 * 86400  # seconds
 _UNITS = {"m": 60, "h": 3600, "d": 86400}
+
+
+class _Reading(needs.Batches, needs.Names, Protocol):
+    """To show batches."""
+
+
+class _Posting(_Reading, needs.Body, Protocol):
+    """To begin a batch."""
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
@@ -104,7 +112,7 @@ class BatchList(msgspec.Struct, kw_only=True):
     has_more: bool
 
 
-async def create_batch(request: Request, state: ServerState) -> Response:
+async def create_batch(request: Request, state: _Posting) -> Response:
     """Begin a batch. Raises NotFound for its file, BadRequest."""
     body = await take(request, BatchRequest, state, lambda body: body)
     batches = state.require_batches()
@@ -132,7 +140,7 @@ def _seconds(window: str) -> int:
     return seconds
 
 
-async def list_batches(request: Request, state: ServerState) -> Response:
+async def list_batches(request: Request, state: _Reading) -> Response:
     """The caller's batches, newest first."""
     batches = state.require_batches()
     limit = page_size(request, 100)
@@ -142,13 +150,13 @@ async def list_batches(request: Request, state: ServerState) -> Response:
     return JsonResponse(BatchList(data=shown, has_more=len(found) > limit, **ends(shown)))
 
 
-async def retrieve_batch(request: Request, state: ServerState) -> Response:
+async def retrieve_batch(request: Request, state: _Reading) -> Response:
     """Status and progress of a batch."""
     batches = state.require_batches()
     return _answer(await batches.run(batches.store.batch, request.path_params["batch_id"], owner(request)), state)
 
 
-async def cancel_batch(request: Request, state: ServerState) -> Response:
+async def cancel_batch(request: Request, state: _Reading) -> Response:
     """End a batch; the results so far remain."""
     require_deliberate(request)
     batches = state.require_batches()
@@ -157,11 +165,11 @@ async def cancel_batch(request: Request, state: ServerState) -> Response:
     return _answer(batch, state)
 
 
-def _answer(batch: Batch, state: ServerState) -> Response:
+def _answer(batch: Batch, state: needs.Names) -> Response:
     return JsonResponse(_shown(batch, state))
 
 
-def _shown(batch: Batch, state: ServerState) -> BatchObject:
+def _shown(batch: Batch, state: needs.Names) -> BatchObject:
     same: dict[str, Any] = {
         name: getattr(batch, name) for name in BatchObject.__struct_fields__ if hasattr(batch, name)
     }

@@ -7,6 +7,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.openai.answer import Answer, admit, respond
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.parsed import EventWriter
@@ -30,12 +31,11 @@ from quire.server.http import sse
 from quire.server.http.read_body import take
 from quire.server.http.threads import Later
 from quire.server.parsers.events import Content
-from quire.server.state import ServerState
 
 ID_PREFIX = "chatcmpl-"
 
 
-async def chat_completions(request: Request, state: ServerState) -> Response:
+async def chat_completions(request: Request, state: needs.Completion) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
     body, one = await take(request, ChatCompletionRequest, state, lambda body: _prepare(request, body, state))
     answer = ChatAnswer(body, state, ID_PREFIX + request.scope["request_id"], one)
@@ -45,7 +45,7 @@ async def chat_completions(request: Request, state: ServerState) -> Response:
 Prepared = tuple[ChatCompletionRequest, GenerationRequest]
 
 
-def _prepare(request: Request, body: ChatCompletionRequest, state: ServerState) -> Prepared | Later[Prepared]:
+def _prepare(request: Request, body: ChatCompletionRequest, state: needs.Preparing) -> Prepared | Later[Prepared]:
     identity = admit(request, body, state, ID_PREFIX)
     spec = chat_spec(body, **identity)
 
@@ -63,7 +63,7 @@ class ChatAnswer(Answer):
 
     body: ChatCompletionRequest
 
-    def __init__(self, body: ChatCompletionRequest, state: ServerState, answer_id: str, one: GenerationRequest):
+    def __init__(self, body: ChatCompletionRequest, state: needs.Completion, answer_id: str, one: GenerationRequest):
         super().__init__(body, state, answer_id, [one.prompt_token_ids], one.num_image_tokens)
         self.parsed = one.parsing is not None
         self.writer = EventWriter(body, state.config.server.reasoning_field)

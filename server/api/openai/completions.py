@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.messages import TokenLogprobs
+from quire.server import needs
 from quire.server.api.openai.answer import Answer, admit, respond
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.protocol import (
@@ -24,12 +25,11 @@ from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.prepare import prepare
 from quire.server.http import sse
 from quire.server.http.read_body import take
-from quire.server.state import ServerState
 
 ID_PREFIX = "cmpl-"
 
 
-async def completions(request: Request, state: ServerState) -> Response:
+async def completions(request: Request, state: needs.Completion) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
     body, requests = await take(request, CompletionRequest, state, lambda body: (body, _prepare(request, body, state)))
     answer = CompletionAnswer(
@@ -42,7 +42,7 @@ async def completions(request: Request, state: ServerState) -> Response:
     return await respond(request, state, answer, requests, "prompt")
 
 
-def _prepare(request: Request, body: CompletionRequest, state: ServerState) -> list[GenerationRequest]:
+def _prepare(request: Request, body: CompletionRequest, state: needs.Preparing) -> list[GenerationRequest]:
     identity = admit(request, body, state, ID_PREFIX)
     requests = prepare(completion_spec(body, **identity), state)
     body.prompt = ""  # freed here, in the thread: it takes long
@@ -57,7 +57,7 @@ class CompletionAnswer(Answer):
     def __init__(
         self,
         body: CompletionRequest,
-        state: ServerState,
+        state: needs.Completion,
         answer_id: str,
         prompts: list[list[int]],
         texts: list[str | None],

@@ -10,6 +10,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import Text
 from quire.server.generate.pooling import embed_params
@@ -27,7 +28,6 @@ from quire.server.http.vectors import (
     vectors,
     written,
 )
-from quire.server.state import ServerState
 
 ID_PREFIX = "embd-"
 
@@ -59,7 +59,7 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
     created: int
 
 
-async def embeddings(request: Request, state: ServerState) -> Response:
+async def embeddings(request: Request, state: needs.Vectors) -> Response:
     """Raises ApiError."""
 
     def prepare(body: EmbeddingRequest) -> tuple[EmbeddingRequest, str, list[GenerationRequest]]:

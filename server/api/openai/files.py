@@ -11,6 +11,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
+from quire.server import needs
 from quire.server.batches.disk import or_full
 from quire.server.batches.runner import Batches
 from quire.server.batches.store import File
@@ -19,7 +20,6 @@ from quire.server.http.numbers import bounded_int
 from quire.server.http.paging import ends, owner, page_size
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import ClientGone, JsonResponse
-from quire.server.state import ServerState
 
 MAX_FILE_BYTES = 200 << 20
 MAX_FORM_BYTES = 1 << 16  # beside the file
@@ -70,7 +70,7 @@ class FileDeleted(msgspec.Struct, kw_only=True):
     deleted: bool = True
 
 
-async def create_file(request: Request, state: ServerState) -> Response:
+async def create_file(request: Request, state: needs.Batches) -> Response:
     """Store an upload. Raises BadRequest, NotInstalled, PayloadTooLarge, UnsupportedMediaType, InsufficientStorage,
     ClientGone.
     """
@@ -161,7 +161,7 @@ def _life(form: FormData) -> int | None:
     return None if given is None else bounded_int(given, MIN_LIFE, MAX_LIFE, "expires_after[seconds]")
 
 
-async def list_files(request: Request, state: ServerState) -> Response:
+async def list_files(request: Request, state: needs.Batches) -> Response:
     """The caller's files, newest first unless `order` is asc."""
     batches, query = state.require_batches(), request.query_params
     order = query.get("order", "desc")
@@ -175,12 +175,12 @@ async def list_files(request: Request, state: ServerState) -> Response:
     return JsonResponse(FileList(data=shown, has_more=len(files) > limit, **ends(shown)))
 
 
-async def retrieve_file(request: Request, state: ServerState) -> Response:
+async def retrieve_file(request: Request, state: needs.Batches) -> Response:
     """What is known about a file."""
     return JsonResponse(_shown(await _file(request, state)))
 
 
-async def file_content(request: Request, state: ServerState) -> Response:
+async def file_content(request: Request, state: needs.Batches) -> Response:
     """The bytes of a file."""
     batches, file = state.require_batches(), await _file(request, state)
     content = await batches.run(batches.store.open, file.id)
@@ -193,14 +193,14 @@ def _parts(content: BinaryIO) -> Iterator[bytes]:
             yield part
 
 
-async def delete_file(request: Request, state: ServerState) -> Response:
+async def delete_file(request: Request, state: needs.Batches) -> Response:
     """Forget a file that no unfinished batch reads."""
     batches, file_id = state.require_batches(), request.path_params["file_id"]
     await batches.run(batches.store.delete_file, file_id, owner(request))
     return JsonResponse(FileDeleted(id=file_id))
 
 
-async def _file(request: Request, state: ServerState) -> File:
+async def _file(request: Request, state: needs.Batches) -> File:
     batches = state.require_batches()
     return await batches.run(batches.store.file, request.path_params["file_id"], owner(request))
 

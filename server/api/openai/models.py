@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from quire.server import needs
 from quire.server.api.openai.protocol import ModelCard, ModelList
 from quire.server.startup.model_names import default_name
-from quire.server.state import ServerState
 
 
-def model_list(state: ServerState, names: list[str]) -> ModelList:
+def model_list(state: needs.Listing, names: list[str]) -> ModelList:
     return ModelList(data=[model_card(state, name) for name in names])
 
 
-def model_card(state: ServerState, name: str) -> ModelCard:
+def model_card(state: needs.Listing, name: str) -> ModelCard:
     if (adapter := state.adapters.loaded.get(name)) is not None:
         return ModelCard(
             id=name,

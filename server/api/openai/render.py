@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.openai.protocol import ChatCompletionRequest
 from quire.server.api.openai.translate import conversation
 from quire.server.generate.conversation import Rendered, render_conversation
@@ -18,7 +19,6 @@ from quire.server.http.read_body import take
 from quire.server.http.sse import JsonResponse
 from quire.server.http.threads import Later
 from quire.server.keys.access import require_model
-from quire.server.state import ServerState
 
 R = TypeVar("R")
 
@@ -34,7 +34,7 @@ class AppliedTemplate(msgspec.Struct):
     prompt: str
 
 
-async def render(request: Request, state: ServerState) -> Response:
+async def render(request: Request, state: needs.Tokenizing) -> Response:
     """The prompt as text and as token ids, of any length."""
 
     def show(rendered: Rendered, body: ChatCompletionRequest) -> RenderedPrompt:
@@ -46,12 +46,14 @@ async def render(request: Request, state: ServerState) -> Response:
     return JsonResponse(await _rendered(request, state, show))
 
 
-async def apply_template(request: Request, state: ServerState) -> Response:
+async def apply_template(request: Request, state: needs.Tokenizing) -> Response:
     """The prompt as text."""
     return JsonResponse(await _rendered(request, state, lambda rendered, body: AppliedTemplate(rendered.text)))
 
 
-async def _rendered(request: Request, state: ServerState, show: Callable[[Rendered, ChatCompletionRequest], R]) -> R:
+async def _rendered(
+    request: Request, state: needs.Tokenizing, show: Callable[[Rendered, ChatCompletionRequest], R]
+) -> R:
     """What `show` makes of the rendered conversation. Images stand in its text with one token per run."""
 
     def work(body: ChatCompletionRequest) -> R | Later[R]:

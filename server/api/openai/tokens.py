@@ -6,6 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.openai.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from quire.server.api.openai.translate import conversation
 from quire.server.errors import BadRequest
@@ -15,15 +16,14 @@ from quire.server.http.read_body import take
 from quire.server.http.sse import JsonResponse
 from quire.server.http.threads import Later
 from quire.server.keys.access import require_model
-from quire.server.state import ServerState
 
 
-async def tokenize(request: Request, state: ServerState) -> Response:
+async def tokenize(request: Request, state: needs.Tokenizing) -> Response:
     """Token ids of a prompt or a conversation."""
     return JsonResponse(await take(request, TokenizeRequest, state, lambda body: _tokenized(request, body, state)))
 
 
-def _tokenized(request: Request, body: TokenizeRequest, state: ServerState) -> bytes | Later[bytes]:
+def _tokenized(request: Request, body: TokenizeRequest, state: needs.Tokenizing) -> bytes | Later[bytes]:
     state.require_ready()
     require_model(request.scope, body.model, state)
     if (body.prompt is None) == (body.messages is None):
@@ -39,17 +39,17 @@ def _tokenized(request: Request, body: TokenizeRequest, state: ServerState) -> b
     return _answer(ids, body, state)
 
 
-def _answer(ids: list[int], body: TokenizeRequest, state: ServerState) -> bytes:
+def _answer(ids: list[int], body: TokenizeRequest, state: needs.Encoding) -> bytes:
     strings = [state.tokenizer.vocabulary_entry(token_id) for token_id in ids] if body.return_token_strs else None
     return msgspec.json.encode(TokenizeResponse(len(ids), state.model.max_model_len, ids, strings))
 
 
-async def detokenize(request: Request, state: ServerState) -> Response:
+async def detokenize(request: Request, state: needs.Tokenizing) -> Response:
     """The text of token ids."""
     return JsonResponse(await take(request, DetokenizeRequest, state, lambda body: _detokenized(request, body, state)))
 
 
-def _detokenized(request: Request, body: DetokenizeRequest, state: ServerState) -> bytes:
+def _detokenized(request: Request, body: DetokenizeRequest, state: needs.Tokenizing) -> bytes:
     model = state.require_ready()
     require_model(request.scope, body.model, state)
     if body.tokens and max(body.tokens) >= model.vocab_size:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.errors import EngineError, NotFound, Unavailable
 from quire.server.http.cache_hint import check_key, engine_key
-from quire.server.state import ServerState
 
 
-async def free(request: Request, state: ServerState) -> Response:
+async def free(request: Request, state: needs.Engine) -> Response:
     """Free what is kept for a `prompt_cache_key`. Raises NotFound if no engine keeps anything for it."""
     state.require_ready()
     key = request.path_params["key"]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Protocol
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from quire.server import needs
 from quire.server.http.read_body import take
-from quire.server.state import ServerState
 
 AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class _Adapting(needs.Body, needs.Engine, needs.Adapters, needs.Names, Protocol):
+    """To load and unload adapters."""
 
 
 class LoadAdapter(msgspec.Struct, kw_only=True):
@@ -36,7 +40,7 @@ class UnloadAdapter(msgspec.Struct, kw_only=True):
     unsupported: ClassVar[dict[str, tuple]] = {}
 
 
-async def load(request: Request, state: ServerState) -> Response:
+async def load(request: Request, state: _Adapting) -> Response:
     """Load a LoRA adapter from an allowed folder; requests choose it by its name as their model."""
     body = await take(request, LoadAdapter, state, lambda body: body)
     state.require_ready()
@@ -46,7 +50,7 @@ async def load(request: Request, state: ServerState) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-async def unload(request: Request, state: ServerState) -> Response:
+async def unload(request: Request, state: _Adapting) -> Response:
     """Refuse new requests for a LoRA adapter; those that run finish."""
     body = await take(request, UnloadAdapter, state, lambda body: body)
     state.require_ready()

@@ -8,10 +8,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.errors import Conflict, EngineError, NotFound, Unavailable
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import JsonResponse
-from quire.server.state import ServerState
 
 _WRITE_SECONDS = 300.0  # a long profile takes a while to be written
 
@@ -21,14 +21,14 @@ class Profile(msgspec.Struct):
     files: list[str] = []  # the traces of the first rank of each engine, in --torch-profiler-dir
 
 
-async def start_profile(request: Request, state: ServerState) -> Response:
+async def start_profile(request: Request, state: needs.ConfiguredEngine) -> Response:
     """Begin a profile of all workers. It takes 2,000 steps or two minutes at most."""
     for reason in await _in_engines(request, state, "start_profile"):
         _refuse(reason)
     return JsonResponse(Profile("started"))
 
 
-async def stop_profile(request: Request, state: ServerState) -> Response:
+async def stop_profile(request: Request, state: needs.ConfiguredEngine) -> Response:
     """End the profile and write its traces, during which no tokens are generated."""
     files = []
     for reason, name in await _in_engines(request, state, "stop_profile"):
@@ -43,7 +43,7 @@ def _refuse(reason: str) -> None:
         raise Conflict(f"{reason[:1].upper()}{reason[1:]}.")
 
 
-async def _in_engines(request: Request, state: ServerState, method: str) -> list[Any]:
+async def _in_engines(request: Request, state: needs.ConfiguredEngine, method: str) -> list[Any]:
     """The answer of each engine. Raises NotFound without a folder for profiles, Unavailable, EngineError."""
     if state.config.device.torch_profiler_dir is None:
         raise NotFound("This server takes no profiles: start it with --torch-profiler-dir DIR.")

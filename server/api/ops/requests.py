@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.errors import EngineError, Unavailable
 from quire.server.http.read_body import take
 from quire.server.http.sse import JsonResponse
-from quire.server.state import ServerState
 
 MAX_IDS = 10_000
+
+
+class _Posting(needs.Body, needs.Engine, Protocol):
+    """To end requests in the engines."""
 
 
 class RunningRequest(msgspec.Struct, kw_only=True):
@@ -59,13 +63,13 @@ class Load(msgspec.Struct, kw_only=True):
     kv_cache_usage: float  # 0 to 1
 
 
-async def list_requests(request: Request, state: ServerState) -> Response:
+async def list_requests(request: Request, state: needs.Engine) -> Response:
     """The requests in the engines, oldest first."""
     found = [_shown(one) for one in await _in_engines(state, "requests")]
     return JsonResponse(RequestList(sorted(found, key=lambda one: -one.age)))
 
 
-async def abort_requests(request: Request, state: ServerState) -> Response:
+async def abort_requests(request: Request, state: _Posting) -> Response:
     """End requests: their answers end with finish_reason abort."""
     asked = set(await take(request, AbortBody, state, lambda body: body.request_ids))
     named = {one["id"]: asked.intersection(_names(one["id"])) for one in await _in_engines(state, "requests")}
@@ -73,7 +77,7 @@ async def abort_requests(request: Request, state: ServerState) -> Response:
     return JsonResponse(Aborted(sorted(set().union(*(named[engine_id] for engine_id in ended)))))
 
 
-async def load(request: Request, state: ServerState) -> Response:
+async def load(request: Request, state: needs.Load) -> Response:
     """How busy the server is."""
     stats = state.stats
     return JsonResponse(
@@ -86,7 +90,7 @@ async def load(request: Request, state: ServerState) -> Response:
     )
 
 
-async def _in_engines(state: ServerState, method: str, *arguments: Any) -> list[Any]:
+async def _in_engines(state: needs.Engine, method: str, *arguments: Any) -> list[Any]:
     """The list that a method of the engine answers, of all engines together. Raises Unavailable, EngineError."""
     state.require_ready()
     try:

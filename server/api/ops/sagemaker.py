@@ -5,10 +5,10 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.state import ServerState
+from quire.server import needs
 
 
-async def ping(request: Request, state: ServerState) -> Response:
+async def ping(request: Request, state: needs.Readiness) -> Response:
     """200 when requests are served. Raises Unavailable before."""
     state.require_ready()
     return Response(status_code=200)

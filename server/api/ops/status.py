@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,19 +12,26 @@ from starlette.responses import Response
 
 from quire.configs.config import Config
 from quire.engine.messages import Ready
+from quire.server import needs
 from quire.server.errors import EngineError, Unavailable
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import JsonResponse
-from quire.server.incidents import Failure, Restarts
+from quire.server.incidents import Failure, Incidents, Restarts
 from quire.server.startup.model_names import without_folders
-from quire.server.state import ServerState
 from quire.server.structured.schema import structured_output
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+class _Server(needs.Prompting, needs.Version, needs.Load, needs.Health, needs.Engine, needs.Names, Protocol):
+    """To describe the whole server."""
+
+    system_fingerprint: str
+    incidents: Incidents
+
+
 class Health(msgspec.Struct, kw_only=True):
-    status: str  # see `ServerState.status`
+    status: str  # see `needs.Health`
     phase: str | UnsetType = UNSET  # while loading
     percent: int | UnsetType = UNSET
     reason: str | UnsetType = UNSET  # after a failure, and while the engine stalls
@@ -60,23 +67,23 @@ class CacheReset(msgspec.Struct):
     success: bool
 
 
-async def live(request: Request, state: ServerState) -> Response:
+async def live(request: Request, state: object) -> Response:
     """The process answers; nothing is asked of the engine."""
     return JsonResponse({"status": "live"})
 
 
-async def ready(request: Request, state: ServerState) -> Response:
+async def ready(request: Request, state: needs.Health) -> Response:
     """200 once the engine has completed a step; 503 with phase and percentage before, and while shutting down."""
     up = state.status == "ready"
     return JsonResponse(state.health(), status_code=200 if up else 503, headers=None if up else {"Retry-After": "2"})
 
 
-async def version(request: Request, state: ServerState) -> Response:
+async def version(request: Request, state: needs.Version) -> Response:
     """The version of quire."""
     return JsonResponse({"version": state.version})
 
 
-async def metrics(request: Request, state: ServerState) -> Response:
+async def metrics(request: Request, state: needs.Scrape) -> Response:
     """Prometheus text, of all frontends."""
     if state.metrics is None:
         state.require_ready()
@@ -87,7 +94,7 @@ async def metrics(request: Request, state: ServerState) -> Response:
     return Response(page, media_type=METRICS_TYPE)
 
 
-async def server_info(request: Request, state: ServerState) -> Response:
+async def server_info(request: Request, state: _Server) -> Response:
     """The effective configuration, what was chosen automatically, and the memory plan."""
     return JsonResponse(
         {
@@ -110,7 +117,7 @@ async def server_info(request: Request, state: ServerState) -> Response:
     )
 
 
-async def _asked(state: ServerState, method: str) -> Any:
+async def _asked(state: needs.Engine, method: str) -> Any:
     """What the engines say: the kernels in use, the progress of their compilation and since when they are in use, or
     what is in the tiers below the KV cache. None if no engine says.
     """
@@ -140,7 +147,7 @@ def _shown(config: Config) -> dict[str, Any]:
     }
 
 
-async def reset_prefix_cache(request: Request, state: ServerState) -> Response:
+async def reset_prefix_cache(request: Request, state: needs.Engine) -> Response:
     """Forget cached prefixes; `success` is false when running requests hold them."""
     require_deliberate(request)
     state.require_ready()

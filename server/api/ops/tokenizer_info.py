@@ -6,8 +6,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.http.sse import JsonResponse
-from quire.server.state import ServerState
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
@@ -17,7 +17,7 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
     vocab_size: int
 
 
-async def tokenizer_info(request: Request, state: ServerState) -> Response:
+async def tokenizer_info(request: Request, state: needs.Tokenizing) -> Response:
     """Special tokens and the chat template."""
     state.require_ready()
     tokenizer = state.tokenizer

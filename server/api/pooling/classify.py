@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.messages import PoolingParams
+from quire.server import needs
 from quire.server.api.pooling.protocol import (
     Classification,
     ClassificationList,
@@ -23,10 +24,9 @@ from quire.server.http import sse
 from quire.server.http.read_body import take
 from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import VectorUsage, admit, answer_size, prompts_of, to_requests, vectors, written
-from quire.server.state import ServerState
 
 
-async def classify(request: Request, state: ServerState) -> Response:
+async def classify(request: Request, state: needs.Vectors) -> Response:
     """Raises ApiError."""
 
     def prepare(body: ClassifyRequest) -> tuple[ClassifyRequest, str, list[GenerationRequest]]:
@@ -53,7 +53,7 @@ async def classify(request: Request, state: ServerState) -> Response:
     return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
 
 
-async def pool(request: Request, state: ServerState) -> Response:
+async def pool(request: Request, state: needs.Vectors) -> Response:
     """Raises ApiError."""
 
     def prepare(body: PoolingRequest) -> tuple[PoolingRequest, str, list[GenerationRequest]]:
@@ -84,7 +84,7 @@ async def pool(request: Request, state: ServerState) -> Response:
     return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
 
 
-def _params(body: PoolingRequest, state: ServerState) -> PoolingParams:
+def _params(body: PoolingRequest, state: needs.Model) -> PoolingParams:
     pooling = state.model.pooling
     task = body.task or (pooling.tasks[0] if pooling is not None else "embed")
     if task == "classify":
@@ -93,5 +93,5 @@ def _params(body: PoolingRequest, state: ServerState) -> PoolingParams:
     return embed_params(state.model, body.dimensions, body.normalize)
 
 
-def _outputs(vector: Vector, state: ServerState, use_activation: bool | None) -> list[float]:
+def _outputs(vector: Vector, state: needs.Model, use_activation: bool | None) -> list[float]:
     return activated(vector.values, "identity" if use_activation is False else state.model.pooling.activation)

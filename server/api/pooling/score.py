@@ -7,6 +7,7 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.pooling.protocol import (
     Document,
     RerankList,
@@ -23,10 +24,9 @@ from quire.server.http import sse
 from quire.server.http.read_body import take
 from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import VectorFields, VectorUsage, admit, answer_size, to_spec, vectors
-from quire.server.state import ServerState
 
 
-async def score(request: Request, state: ServerState) -> Response:
+async def score(request: Request, state: needs.Vectors) -> Response:
     """Raises ApiError."""
 
     def prepare(body: ScoreRequest) -> tuple[ScoreRequest, str, Scoring]:
@@ -51,7 +51,7 @@ async def score(request: Request, state: ServerState) -> Response:
     return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
 
 
-async def rerank(request: Request, state: ServerState) -> Response:
+async def rerank(request: Request, state: needs.Vectors) -> Response:
     """Raises ApiError."""
 
     def prepare(body: RerankRequest) -> tuple[RerankRequest, str, Scoring]:
@@ -81,7 +81,7 @@ async def rerank(request: Request, state: ServerState) -> Response:
 def _scoring(
     request: Request,
     body: VectorFields,
-    state: ServerState,
+    state: needs.Vectors,
     request_id: str,
     pairs: list[tuple[str, str]],
     param: str,

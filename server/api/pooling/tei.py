@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.pooling.protocol import Texts
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import Text
@@ -18,7 +19,6 @@ from quire.server.http import sse
 from quire.server.http.read_body import take
 from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import Prompts, VectorFields, admit, answer_size, prompts_of, to_spec, vectors
-from quire.server.state import ServerState
 
 
 class _Fields(msgspec.Struct, kw_only=True):
@@ -54,7 +54,7 @@ class TeiRank(msgspec.Struct):
     text: str | UnsetType = UNSET
 
 
-def _spec(request: Request, body: _Fields, state: ServerState, param: str) -> PoolingSpec:
+def _spec(request: Request, body: _Fields, state: needs.Admission, param: str) -> PoolingSpec:
     """Admits the request. Raises Unavailable, BadRequest."""
     fields = VectorFields(
         truncate_prompt_tokens=None if body.truncate is False else -1,
@@ -65,7 +65,7 @@ def _spec(request: Request, body: _Fields, state: ServerState, param: str) -> Po
     return spec
 
 
-async def embed(request: Request, state: ServerState) -> Response:
+async def embed(request: Request, state: needs.Vectors) -> Response:
     """Embeddings as lists of numbers. Raises ApiError."""
 
     def work(body: TeiEmbedRequest) -> list[GenerationRequest]:
@@ -82,7 +82,7 @@ async def embed(request: Request, state: ServerState) -> Response:
     return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
 
 
-async def rerank_texts(request: Request, state: ServerState) -> Response:
+async def rerank_texts(request: Request, state: needs.Vectors) -> Response:
     """Texts by their relevance to a query, the most relevant first. Raises ApiError."""
 
     def work(body: TeiRerankRequest) -> tuple[TeiRerankRequest, Scoring]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.textgen import sglang, tgi
 from quire.server.api.textgen.protocol import GeneratedText, TextOutput, TextRequest
 from quire.server.errors import BadRequest
@@ -15,22 +16,21 @@ from quire.server.http import admission, sse
 from quire.server.http.read_body import take
 from quire.server.http.route import EVENTS, Route
 from quire.server.http.turns import tenant_of
-from quire.server.state import ServerState
 
 ID_PREFIX = "gen-"
 
 
-async def generate(request: Request, state: ServerState) -> Response:
+async def generate(request: Request, state: needs.Completion) -> Response:
     """Continue a text, in the form that the request has."""
     return await _generate(request, state, False)
 
 
-async def generate_stream(request: Request, state: ServerState) -> Response:
+async def generate_stream(request: Request, state: needs.Completion) -> Response:
     """The same as a stream."""
     return await _generate(request, state, True)
 
 
-async def _generate(request: Request, state: ServerState, stream: bool) -> Response:
+async def _generate(request: Request, state: needs.Completion, stream: bool) -> Response:
     body, requests = await take(request, TextRequest, state, lambda body: (body, _prepare(request, body, state)))
     of_tgi = body.inputs is not None
     generation = await admission.generate(request, state, requests, "inputs" if of_tgi else "text")
@@ -46,7 +46,7 @@ async def _generate(request: Request, state: ServerState, stream: bool) -> Respo
     )
 
 
-def _prepare(request: Request, body: TextRequest, state: ServerState) -> list[GenerationRequest]:
+def _prepare(request: Request, body: TextRequest, state: needs.Preparing) -> list[GenerationRequest]:
     if sum(field is not None for field in (body.inputs, body.text, body.input_ids)) != 1:
         raise BadRequest("Give exactly one of inputs (as for TGI), text and input_ids (as for SGLang).", param="inputs")
     model = body.lora_path if body.inputs is None else body.parameters and body.parameters.adapter_id

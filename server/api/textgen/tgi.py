@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quire.server import needs
 from quire.server.api.textgen.protocol import Parameters, TextRequest
 from quire.server.errors import ApiError, BadRequest
 from quire.server.generate.delta import Delta
@@ -14,7 +15,6 @@ from quire.server.generate.deltas import Choice
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.http import sse
-from quire.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 100
 
@@ -52,7 +52,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 class Answer:
-    def __init__(self, body: TextRequest, state: ServerState, one: GenerationRequest):
+    def __init__(self, body: TextRequest, state: needs.Text, one: GenerationRequest):
         self.parameters, self.state, self.one = body.parameters or Parameters(), state, one
         self.prefix = body.inputs if self.parameters.return_full_text else ""
         self.texts: list[str] = []

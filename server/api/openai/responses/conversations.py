@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
+from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.openai.responses.items import check_items, stored
 from quire.server.api.openai.responses.objects import ConversationObject, DeletedObject, ItemList
 from quire.server.api.openai.responses.protocol import (
@@ -24,10 +26,13 @@ from quire.server.errors import NotFound
 from quire.server.http.paging import owner
 from quire.server.http.read_body import take
 from quire.server.http.sse import JsonResponse
-from quire.server.state import ServerState
 
 PARAM = "conversation_id"
 _raw_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class _Posting(needs.Body, needs.Responses, Protocol):
+    """To change a conversation."""
 
 
 class _Call(msgspec.Struct):
@@ -57,7 +62,7 @@ async def append(responses: Responses, conversation_id: str, who: str, items: by
     await responses.run(responses.store.change, conversation_id, who, "conversation", edit)
 
 
-async def create_conversation(request: Request, state: ServerState) -> Response:
+async def create_conversation(request: Request, state: _Posting) -> Response:
     """A conversation, with items or empty."""
     state.responses.require_kept()
 
@@ -73,12 +78,12 @@ async def create_conversation(request: Request, state: ServerState) -> Response:
     return JsonResponse(new.body)
 
 
-async def retrieve_conversation(request: Request, state: ServerState) -> Response:
+async def retrieve_conversation(request: Request, state: needs.Responses) -> Response:
     """Its metadata."""
     return JsonResponse((await _get(request, state)).body)
 
 
-async def update_conversation(request: Request, state: ServerState) -> Response:
+async def update_conversation(request: Request, state: _Posting) -> Response:
     """Change its metadata."""
     state.responses.require_kept()
     body = await take(request, ConversationUpdate, state, lambda body: body)
@@ -90,7 +95,7 @@ async def update_conversation(request: Request, state: ServerState) -> Response:
     return JsonResponse((await _change(request, state, edit)).body)
 
 
-async def delete_conversation(request: Request, state: ServerState) -> Response:
+async def delete_conversation(request: Request, state: needs.Responses) -> Response:
     """Forget it with its items; its responses stay."""
     responses, conversation_id = state.responses, request.path_params[PARAM]
     responses.require_kept()
@@ -98,7 +103,7 @@ async def delete_conversation(request: Request, state: ServerState) -> Response:
     return JsonResponse(DeletedObject(id=conversation_id, object="conversation.deleted"))
 
 
-async def create_items(request: Request, state: ServerState) -> Response:
+async def create_items(request: Request, state: _Posting) -> Response:
     """Add items at the end."""
     state.responses.require_kept()
     items = await take(request, NewItems, state, lambda body: stored(body.items, uuid.uuid4().hex))
@@ -117,18 +122,18 @@ def _whole(items: list[InputItem], encoded: bytes) -> ItemList:
     return ItemList(data=_raw_items(encoded), first_id=items[0].id, last_id=items[-1].id, has_more=False)
 
 
-async def list_items(request: Request, state: ServerState) -> Response:
+async def list_items(request: Request, state: needs.Responses) -> Response:
     """The items, the last first."""
     return JsonResponse(page_of(request, (await _get(request, state)).items, "desc"))
 
 
-async def retrieve_item(request: Request, state: ServerState) -> Response:
+async def retrieve_item(request: Request, state: needs.Responses) -> Response:
     """One item."""
     items = (await _get(request, state)).items
     return JsonResponse(bytes(_raw_items(items)[_place(request, items)]))
 
 
-async def delete_item(request: Request, state: ServerState) -> Response:
+async def delete_item(request: Request, state: needs.Responses) -> Response:
     """Forget one item. Answers with the conversation."""
     state.responses.require_kept()
 
@@ -149,11 +154,11 @@ def _place(request: Request, items: bytes) -> int:
     return places[0]
 
 
-async def _get(request: Request, state: ServerState) -> Stored:
+async def _get(request: Request, state: needs.Responses) -> Stored:
     return await _change(request, state, None)
 
 
-async def _change(request: Request, state: ServerState, edit) -> Stored:
+async def _change(request: Request, state: needs.Responses, edit) -> Stored:
     """The conversation of the path after `edit`. Raises NotFound."""
     responses = state.responses
     responses.require_kept()

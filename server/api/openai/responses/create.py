@@ -9,12 +9,13 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.responses import history as past
 from quire.server.api.openai.responses.answer import Answer
@@ -47,7 +48,6 @@ from quire.server.http.read_body import in_turns, take
 from quire.server.http.threads import SMALL, Later
 from quire.server.http.turns import tenant_of
 from quire.server.keys.access import require_model
-from quire.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,30 @@ ID_PREFIX = "resp_"
 B = TypeVar("B", bound=ResponsePrompt)
 R = TypeVar("R")
 Work = tuple[B, R] | Later[tuple[B, R]]  # at once, or after images have been loaded
+
+
+class _Posting(needs.Body, needs.Responses, Protocol):
+    """To read a body and the responses before it."""
+
+
+class _Counting(_Posting, needs.Tokenizing, Protocol):
+    """To count the tokens of a prompt."""
+
+
+class _Preparing(needs.Preparing, needs.Responses, Protocol):
+    """To prepare a response."""
+
+
+class _Keeping(needs.Responses, needs.Threads, Protocol):
+    """To store a response."""
+
+
+class _Background(needs.Responses, needs.Drain, needs.Queue, needs.Settings, Protocol):
+    """To run a response in the background."""
+
+
+class _Creating(_Posting, needs.Completion, needs.Drain, Protocol):
+    """To create a response."""
 
 
 @dataclass(slots=True)
@@ -67,7 +91,7 @@ class _Prepared:
     items: bytes
 
 
-async def create_response(request: Request, state: ServerState) -> Response:
+async def create_response(request: Request, state: _Creating) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
     key = uuid.uuid4().hex  # ids that clients choose may occur twice
 
@@ -92,7 +116,7 @@ async def create_response(request: Request, state: ServerState) -> Response:
 
 
 async def _with_history(
-    request: Request, cls: type[B], state: ServerState, work: Callable[[B, History | None], Work[B, R]]
+    request: Request, cls: type[B], state: _Posting, work: Callable[[B, History | None], Work[B, R]]
 ) -> tuple[B, R]:
     """The body, and what `work` makes of it and of what it refers to, which needs another turn in a thread."""
     body, done = await take(
@@ -105,7 +129,7 @@ async def _with_history(
 
 
 def _prepare(
-    request: Request, body: ResponsesRequest, history: History | None, state: ServerState, key: str
+    request: Request, body: ResponsesRequest, history: History | None, state: _Preparing, key: str
 ) -> Work[ResponsesRequest, _Prepared]:
     identity = admission.admit(request, state, ID_PREFIX, model=body.model, priority=body.priority)
     if history is not None and (name := history.name):
@@ -123,7 +147,7 @@ def _prepare(
     return after_images(wanted, state, wanted.tenant, finish)
 
 
-def _prepared(body: ResponsesRequest, one: GenerationRequest, state: ServerState, key: str) -> _Prepared:
+def _prepared(body: ResponsesRequest, one: GenerationRequest, state: needs.Preparing, key: str) -> _Prepared:
     items = msgspec.json.encode(stored(as_items(body.input), key))
     body.input = None  # freed here, too
     response = _response(body, one, state, key)
@@ -139,7 +163,7 @@ def _prepared(body: ResponsesRequest, one: GenerationRequest, state: ServerState
     return _Prepared(one, Answer(response, output), items)
 
 
-def _decide_to_store(request: Request, body: ResponsesRequest, state: ServerState) -> None:
+def _decide_to_store(request: Request, body: ResponsesRequest, state: needs.Responses) -> None:
     """`store` is true unless the client says otherwise, for a line of a batch false."""
     in_batch = request.scope.get("background", False)
     if body.background and in_batch:
@@ -150,7 +174,7 @@ def _decide_to_store(request: Request, body: ResponsesRequest, state: ServerStat
         body.store = state.responses.kept and not in_batch
 
 
-def _response(body: ResponsesRequest, one: GenerationRequest, state: ServerState, key: str) -> ResponseObject:
+def _response(body: ResponsesRequest, one: GenerationRequest, state: needs.Names, key: str) -> ResponseObject:
     conversation_id = past.conversation_id(body)
     reasoning = body.reasoning or ReasoningOptions()
     summary = reasoning.summary or reasoning.generate_summary
@@ -213,7 +237,7 @@ async def _frames(answer: Answer, generation: AsyncGenerator[Delta, None], keep)
 
 async def _keep(
     request: Request,
-    state: ServerState,
+    state: _Keeping,
     body: ResponsesRequest,
     prepared: _Prepared,
     events: bytes | None,
@@ -254,7 +278,7 @@ async def _keep(
 
 async def _in_background(
     request: Request,
-    state: ServerState,
+    state: _Background,
     body: ResponsesRequest,
     answer: Answer,
     generation: AsyncGenerator[Delta, None],
@@ -286,7 +310,7 @@ async def _in_background(
 # ---- counting
 
 
-async def count_input_tokens(request: Request, state: ServerState) -> Response:
+async def count_input_tokens(request: Request, state: _Counting) -> Response:
     """The size of a prompt, without an answer."""
 
     def work(body: ResponsePrompt, history: History | None) -> Work[ResponsePrompt, InputTokens]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 from starlette.requests import Request
 
+from quire.server import needs
 from quire.server.api.openai.responses.objects import ConversationId
 from quire.server.api.openai.responses.protocol import InputItem, ResponsePrompt
 from quire.server.api.openai.responses.service import Responses
@@ -14,7 +15,6 @@ from quire.server.api.openai.responses.store import Stored
 from quire.server.errors import BadRequest, NotFound
 from quire.server.http.paging import owner
 from quire.server.http.read_body import max_body_bytes
-from quire.server.state import ServerState
 
 MAX_REFERENCES = 1_000
 REFERENCE = "item_reference"
@@ -69,7 +69,7 @@ def _references(body: ResponsePrompt):
                 yield i, item
 
 
-async def fetch(request: Request, body: ResponsePrompt, responses: Responses, state: ServerState) -> History:
+async def fetch(request: Request, body: ResponsePrompt, responses: Responses, state: needs.BodyLimit) -> History:
     """Raises NotFound for what is not stored, BadRequest."""
     responses.require_kept()
     if body.previous_response_id is not None and body.conversation is not None:

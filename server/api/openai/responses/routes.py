@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import needs
 from quire.server.api.openai.responses.answer import last_event, replay
 from quire.server.api.openai.responses.background import unpack
 from quire.server.api.openai.responses.objects import DeletedObject, ItemList, ResponseObject
@@ -20,7 +22,6 @@ from quire.server.http.numbers import bounded_int
 from quire.server.http.paging import owner, page_size
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.turns import tenant_of
-from quire.server.state import ServerState
 
 POLL_SECONDS = 0.5  # between looks at a response that another process runs
 CANCEL_SECONDS = 10.0  # that another process has to cancel one
@@ -28,7 +29,15 @@ _TRUE, _FALSE = ("true", "1"), ("false", "0", "")
 _response = msgspec.json.Decoder(ResponseObject).decode
 
 
-async def no_compaction(request: Request, state: ServerState) -> Response:
+class _Reading(needs.Responses, needs.Threads, Protocol):
+    """To send the events of a stored response."""
+
+
+class _Retrieving(_Reading, needs.Settings, Protocol):
+    """To send a stored response."""
+
+
+async def no_compaction(request: Request, state: object) -> Response:
     """OpenAI's answer is encrypted, for its own models."""
     raise NotFound(
         'POST /v1/responses/compact is not available: this server makes no compacted items. truncation: "auto" leaves '
@@ -36,7 +45,7 @@ async def no_compaction(request: Request, state: ServerState) -> Response:
     )
 
 
-async def retrieve_response(request: Request, state: ServerState) -> Response:
+async def retrieve_response(request: Request, state: _Retrieving) -> Response:
     """A stored response, or its events: with `stream`, those after number `starting_after`."""
     response_id = request.path_params["response_id"]
     first = _first_event(request)
@@ -60,7 +69,7 @@ def _first_event(request: Request) -> int | None:
     return bounded_int(after, 0, 2**31, "starting_after") + 1
 
 
-async def _events(request: Request, state: ServerState, stored: Stored, first: int) -> AsyncGenerator[bytes, None]:
+async def _events(request: Request, state: _Reading, stored: Stored, first: int) -> AsyncGenerator[bytes, None]:
     if (run := state.responses.runs.get(stored.id)) is not None:
         async for events in run.follow(first):
             yield events
@@ -79,7 +88,7 @@ def _recorded(stored: Stored) -> list[bytes]:
     return replay(_response(stored.body), stored.body)
 
 
-async def delete_response(request: Request, state: ServerState) -> Response:
+async def delete_response(request: Request, state: needs.Responses) -> Response:
     """Forget a response; one that runs is cancelled."""
     responses, response_id = state.responses, request.path_params["response_id"]
     await _get(request, responses)
@@ -90,7 +99,7 @@ async def delete_response(request: Request, state: ServerState) -> Response:
     return sse.JsonResponse(DeletedObject(id=response_id, object="response"))
 
 
-async def cancel_response(request: Request, state: ServerState) -> Response:
+async def cancel_response(request: Request, state: needs.Responses) -> Response:
     """End a response that runs in the background. One that has ended stays as it is."""
     require_deliberate(request)
     responses, response_id = state.responses, request.path_params["response_id"]
@@ -113,7 +122,7 @@ async def _until_ended(request: Request, responses: Responses) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def list_input_items(request: Request, state: ServerState) -> Response:
+async def list_input_items(request: Request, state: needs.Responses) -> Response:
     """The items of the response's own input, the last first."""
     stored = await _get(request, state.responses)
     return sse.JsonResponse(page_of(request, stored.items, "desc"))

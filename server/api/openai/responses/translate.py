@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.server import needs
 from quire.server.api.openai.responses.items import as_items, messages_of
 from quire.server.api.openai.responses.protocol import (
     INCLUDED,
@@ -21,7 +22,6 @@ from quire.server.generate.prepare import encode_conversation
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.generate.tools import Reasoning, Tool, ToolChoice
 from quire.server.http.parse_body import is_left_out
-from quire.server.state import ServerState
 from quire.server.structured.structure import Structure
 
 _SAME = (
@@ -89,7 +89,7 @@ def conversation(body: ResponsePrompt, history: list[InputItem]) -> Conversation
     )
 
 
-def truncate(prompt: Conversation, body: ResponsePrompt, state: ServerState, num_output: int) -> None:
+def truncate(prompt: Conversation, body: ResponsePrompt, state: needs.Prompting, num_output: int) -> None:
     """If the request wants it, leave out the oldest turns of `prompt`, whose images are loaded, until the context has
     room for `num_output` more tokens. Messages before the first turn, and the last turn, stay.
     """
