@@ -14,11 +14,13 @@ from quire.worker.cuda import (
     triton_ops,
     triton_paged,
     triton_quantized,
+    triton_routing,
     triton_sampler,
     triton_scaled,
 )
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
 from quire.worker.layers.quantization.packing import E2M1_TABLE
+from quire.worker.transformer.moe_spec import RoutingSpec
 
 
 def attention() -> None:
@@ -122,11 +124,26 @@ def sampler() -> None:
     )
 
 
+def routing() -> None:
+    """Qwen3-30B-A3B, gpt-oss and DeepSeek V3, with the tiles of decode and of prompts."""
+    for spec in (
+        RoutingSpec(128, 8, weights="normalized"),
+        RoutingSpec(32, 4, "logits", "softmax", bias=True),
+        RoutingSpec(256, 8, "sigmoid", "normalized", 2.5, 1e-20, 8, 4, 2, correction=True),
+    ):
+        num = spec.num_experts
+        biases = [torch.zeros(num) if there else None for there in (spec.correction, spec.bias)]
+        triton_routing.route(spec, torch.zeros(8, num, dtype=torch.bfloat16), *biases)
+        for tokens, tile in ((8, 16), (8192, 128)):
+            triton_routing.sort_by_expert(torch.zeros(tokens, spec.top_k, dtype=torch.int64), 0, num, tile)
+
+
 def experts() -> None:
     """Qwen3-30B-A3B in decode and prefill, and gpt-oss."""
     for tokens, num, hidden, size, top_k, activation in (
         (8, 128, 2048, 768, 8, "silu"),
         (1024, 128, 2048, 768, 8, "silu"),
+        (4096, 128, 2048, 768, 8, "silu"),
         (8, 32, 2880, 2880, 4, "clamped_silu"),
     ):
         shapes = (num, 2 * size, hidden), (num, hidden, size), (num, 2 * size), (num, hidden)
@@ -183,4 +200,4 @@ def quantized() -> None:
             triton_quantized.multiply_blocks(x, blocks, kind, torch.zeros(rows, 12288, dtype=torch.bfloat16))
 
 
-PARTS = operations, sampler, attention, eight_bits, latent_attention, experts, quantized
+PARTS = operations, sampler, attention, eight_bits, latent_attention, routing, experts, quantized

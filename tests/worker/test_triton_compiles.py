@@ -49,6 +49,8 @@ def test_every_kernel_compiles_without_spills(capability):
         "_exclude_kernel",
         "_attend_latent_kernel",
         "_combine_kernel",
+        "_route_kernel",
+        "_sort_kernel",
         "_gate_up_kernel",
         "_down_kernel",
         "_sum_kernel",

@@ -12,6 +12,8 @@ from quire.worker.cuda import triton_experts
 from quire.worker.layers.moe import fused_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NARROW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter multiplies no bfloat16
+SHAPES = (2, 48, 40), (2, 40, 24)  # of the stacks of two experts of 24
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
@@ -40,6 +42,25 @@ def test_wide_tiles():
     check(ids, 40, 24, 2, "silu", True)
 
 
+def test_tiles_of_prompts(monkeypatch):
+    """More than 96 rows per expert, whose tiles have 128 rows in 16 bits; results of other ranks' experts are never
+    read, whatever the memory held before.
+    """
+    generator, empty = torch.Generator().manual_seed(3), torch.empty
+    ids = torch.rand(150, 3, generator=generator).topk(2).indices
+    x = torch.randn(150, 40, generator=generator).to(DEVICE, NARROW)
+    stacks = [torch.randn(shape, generator=generator).to(DEVICE, NARROW) * 0.2 for shape in SHAPES]
+    args = x, torch.rand(150, 2, generator=generator).to(DEVICE), ids.to(DEVICE), *stacks, None, None, "silu", 1
+    want = fused_experts(*args)
+
+    def used_before(*shape, **kwargs):
+        tensor = empty(*shape, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(2**30)
+
+    monkeypatch.setattr(torch, "empty", used_before)
+    torch.testing.assert_close(triton_experts.fused_experts(*args), want, atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
@@ -48,16 +69,3 @@ def test_any_routing(data):
     num, tokens, top_k = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 20)), data.draw(st.integers(1, 3))
     chosen = data.draw(st.lists(st.integers(0, 6), min_size=tokens * top_k, max_size=tokens * top_k))
     check(torch.tensor(chosen).view(tokens, top_k), 16, 8, num, "silu", False, data.draw(st.integers(0, 3)))
-
-
-@given(
-    ids=st.lists(st.integers(0, 9), min_size=1, max_size=60),
-    first=st.integers(0, 3),
-    num=st.integers(1, 8),
-    tile=st.sampled_from([1, 4, 16]),
-)
-def test_tiles_hold_every_pair_once(ids, first, num, tile):
-    pairs, experts, num_tiles = triton_experts.sort_by_expert(torch.tensor(ids)[:, None], first, num, tile)
-    assert len(pairs) == num_tiles * tile and len(experts) == num_tiles
-    found = [(pair, experts[i // tile].item()) for i, pair in enumerate(pairs.tolist()) if pair < len(ids)]
-    assert sorted(found) == [(i, e - first) for i, e in enumerate(ids) if first <= e < first + num]

@@ -1,9 +1,9 @@
 """Grouped products of a mixture-of-experts layer in Triton.
 
-Rows (token and expert pairs) are sorted by expert and each expert's rows padded to whole tiles, so that every tile of
-rows belongs to one expert; all sizes are upper bounds that do not depend on the routing, so that a step can be recorded
-as a CUDA graph. The first product ends with the activation; the second writes float32 results per pair, which a third
-kernel sums by weight. The torch twin is `layers.moe.fused_experts`; tests compare the two.
+Rows (token and expert pairs) are sorted by expert (`triton_routing`) and each expert's rows padded to whole tiles, so
+that every tile of rows belongs to one expert; all sizes are upper bounds that do not depend on the routing, so that a
+step can be recorded as a CUDA graph. The first product ends with the activation; the second writes float32 results per
+pair, which a third kernel sums by weight. The torch twin is `layers.moe.fused_experts`; tests compare the two.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.worker.cuda import limits
 from quire.worker.cuda.triton_quantized import StoredGroups, block_constants, block_table, load_blocks, load_groups
+from quire.worker.cuda.triton_routing import sort_by_expert
 
 _ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_silu": 2}
 _FEW_ROWS = 16  # per expert on average, up to which tiles are narrow
+_MANY_ROWS = 96  # above which tiles of 128 rows are more full than empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,14 @@ def _is_narrow(stack: Stack) -> bool:
     return isinstance(stack, StoredGroups) and stack.bits == 4
 
 
+def _tile_of(num_pairs: int, num_experts: int, stack: Stack, x: torch.Tensor) -> int:
+    """Rows of a tile: 128 where experts have more than that, of weights in 16 bits."""
+    if num_pairs <= _FEW_ROWS * num_experts:
+        return 16
+    plain = isinstance(stack, torch.Tensor) and x.element_size() == 2
+    return 128 if plain and num_pairs > _MANY_ROWS * num_experts and limits.of(x.device).capability >= 90 else 64
+
+
 def fused_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -74,54 +85,28 @@ def fused_experts(
     tokens, hidden = x.shape
     (stored, up_constants), (stored_down, down_constants) = arguments(gate_up), arguments(down)
     top_k, num_experts, size = ids.shape[1], len(stored[0]), stored[0].shape[1] // 2
-    tile = 16 if tokens * top_k <= _FEW_ROWS * num_experts else 64
+    tile = _tile_of(tokens * top_k, num_experts, gate_up, x)
     pairs, experts, num_tiles = sort_by_expert(ids, first, num_experts, tile)
-    weights = weights.float().contiguous()
+    weights, ids = weights.float().contiguous(), ids.contiguous()
     between = x.new_empty(tokens * top_k, size)
-    columns, depth = (32, 64) if tile == 16 else (64, 32)
+    columns, depth, warps = (32, 64, 4) if tile == 16 else (64, 64 if tile == 128 else 32, tile // 16)
     up_depth, down_depth = (2 * depth if _is_narrow(stack) and tile == 16 else depth for stack in (gate_up, down))
     _gate_up_kernel[(num_tiles, triton.cdiv(size, columns))](
-        x, *stored, gate_up_bias, weights, pairs, experts, between, tokens * top_k, x.stride(0),
+        x, *stored, gate_up_bias, weights, pairs, experts, between, tokens * top_k, num_tiles, x.stride(0),
         HIDDEN=hidden, SIZE=size, TOP_K=top_k, ACTIVATION=_ACTIVATIONS[activation], WEIGH=weigh_inputs, ROWS=tile,
-        COLUMNS=columns, DEPTH=up_depth, **up_constants, num_warps=4, num_stages=3,
+        COLUMNS=columns, DEPTH=up_depth, **up_constants, num_warps=warps, num_stages=3,
     )  # fmt: skip
-    results = torch.zeros(tokens * top_k, hidden, dtype=torch.float32, device=x.device)
+    results = torch.empty(tokens * top_k, hidden, dtype=torch.float32, device=x.device)
     _down_kernel[(num_tiles, triton.cdiv(hidden, 2 * columns))](
-        between, *stored_down, down_bias, pairs, experts, results, tokens * top_k, HIDDEN=hidden, SIZE=size, ROWS=tile,
-        COLUMNS=2 * columns, DEPTH=down_depth, **down_constants, num_warps=4, num_stages=3,
+        between, *stored_down, down_bias, pairs, experts, results, tokens * top_k, num_tiles, HIDDEN=hidden,
+        SIZE=size, ROWS=tile, COLUMNS=2 * columns, DEPTH=down_depth, **down_constants, num_warps=warps, num_stages=3,
     )  # fmt: skip
     out, block = torch.empty_like(x), min(1024, triton.next_power_of_2(hidden))
     _sum_kernel[(tokens, triton.cdiv(hidden, block))](
-        results, weights, out, hidden, out.stride(0), TOP_K=top_k, WEIGH=not weigh_inputs, BLOCK=block
-    )
+        results, ids, weights, out, first, hidden, out.stride(0), NUM=num_experts, TOP_K=top_k, WEIGH=not weigh_inputs,
+        BLOCK=block,
+    )  # fmt: skip
     return out
-
-
-def sort_by_expert(
-    ids: torch.Tensor, first: int, num_experts: int, tile: int
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return (pairs, experts, number of tiles): tile i consists of the pairs `pairs[i * tile : (i + 1) * tile]` of
-    expert `experts[i]` of the stack. A pair is token * k + choice; the number of all pairs stands for none.
-    """
-    flat = (ids - first).flatten()
-    num_pairs = flat.numel()
-    local = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    counts.scatter_add_(0, local, torch.ones_like(local))
-    tiles = (counts[:num_experts] + tile - 1) // tile
-    ends = tiles.cumsum(0)
-    most = min(num_pairs, num_pairs // tile + num_experts)  # an expert's last tile may be partly empty
-    order = local.argsort(stable=True)
-    starts = counts.cumsum(0) - counts  # of each expert in `order`
-    expert_of = local[order]
-    # a pair's place: its expert's first tile, then its rank among the expert's pairs
-    bases = torch.cat([(ends - tiles) * tile, ends.new_full((1,), most * tile)])
-    places = bases[expert_of] + torch.arange(num_pairs, device=ids.device) - starts[expert_of]
-    places = torch.where(expert_of < num_experts, places, most * tile)
-    pairs = torch.full((most * tile + 1,), num_pairs, dtype=torch.int32, device=ids.device)
-    pairs.scatter_(0, places, order.int())
-    owners = torch.searchsorted(ends, torch.arange(most, device=ids.device), right=True).clamp(max=num_experts - 1)
-    return pairs[:-1], owners.int(), most
 
 
 @triton.jit
@@ -172,18 +157,19 @@ def _inputs(rows, order, tile, there, SIZE: tl.constexpr, DEPTH: tl.constexpr):
     return tl.load(rows[:, None] + at[None, :], mask=there[:, None] & left[None, :], other=0.0)
 
 
-@triton.jit
+# these arguments change from step to step; specializing on them would recompile the kernel
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _gate_up_kernel(
     x, weight, scales, zeros, table, row_scales, order, expert_stride, row_stride, scales_expert_stride,
-    scales_row_stride, bias, weights, pairs, experts, out, num_pairs, x_stride, HIDDEN: tl.constexpr,
+    scales_row_stride, bias, weights, pairs, experts, out, num_pairs, num_tiles, x_stride, HIDDEN: tl.constexpr,
     SIZE: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, WEIGH: tl.constexpr, FORM: tl.constexpr,
     SCALES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, CODES_AT: tl.constexpr, VALUES: tl.constexpr,
     BYTES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
-    there = pair < num_pairs
-    if tl.max(there.to(tl.int32), 0) > 0:
+    if tile < tl.load(experts + num_tiles):
+        pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
+        there = pair < num_pairs
         expert = tl.load(experts + tile).to(tl.int64)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside, own = columns < SIZE, columns.to(tl.int64)
@@ -223,17 +209,19 @@ def _gate_up_kernel(
         tl.store(at, result.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
 
 
-@triton.jit
+# these arguments change from step to step; specializing on them would recompile the kernel
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _down_kernel(
     x, weight, scales, zeros, table, row_scales, order, expert_stride, row_stride, scales_expert_stride,
-    scales_row_stride, bias, pairs, experts, out, num_pairs, HIDDEN: tl.constexpr, SIZE: tl.constexpr,
-    FORM: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, CODES_AT: tl.constexpr,
-    VALUES: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    scales_row_stride, bias, pairs, experts, out, num_pairs, num_tiles, HIDDEN: tl.constexpr,
+    SIZE: tl.constexpr, FORM: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    CODES_AT: tl.constexpr, VALUES: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
-    there = pair < num_pairs
-    if tl.max(there.to(tl.int32), 0) > 0:
+    if tile < tl.load(experts + num_tiles):
+        pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
+        there = pair < num_pairs
         expert = tl.load(experts + tile).to(tl.int64)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside, own = columns < HIDDEN, columns.to(tl.int64)
@@ -259,15 +247,20 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    results, weights, out, hidden, out_stride, TOP_K: tl.constexpr, WEIGH: tl.constexpr, BLOCK: tl.constexpr
-):
+    results, ids, weights, out, first, hidden, out_stride, NUM: tl.constexpr, TOP_K: tl.constexpr,
+    WEIGH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
-        row = tl.load(results + (token * TOP_K + j) * hidden + columns, mask=inside, other=0.0)
+        pair = token * TOP_K + j
+        expert = tl.load(ids + pair) - first
+        # another rank's expert has no results here
+        size = tl.where((expert >= 0) & (expert < NUM), hidden, 0)
+        row = tl.load(results + pair * hidden + columns, mask=columns < size, other=0.0)
         if WEIGH:
-            row *= tl.load(weights + token * TOP_K + j)
+            row *= tl.load(weights + pair)
         total += row
     tl.store(out + token * out_stride + columns, total.to(out.dtype.element_ty), mask=inside)
