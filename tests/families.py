@@ -66,6 +66,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "axk1",
         _B | _EXPERTS | _LATENT | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        _B
+        | _EXPERTS
+        | _LATENT
+        | {"head_dim": 16, "qk_rope_head_dim": 16, "num_experts": 8, "num_experts_per_token": 2}
+        | {"num_expert_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "layer_group_size": 2}
+        | {"num_hidden_layers": 3, "num_nextn_predict_layers": 0},
+    ),
     "bamba": ("bamba", _B | _MAMBA | {"attn_layer_indices": [1, 3]}),
     "cohere": ("cohere", _B | {"use_qk_norm": True, "logit_scale": 0.3}),
     "cohere2": ("cohere2", _H | {"sliding_window": 24, "logit_scale": 0.3}),
@@ -189,6 +198,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mamba_d_state": 8, "mamba_proj_bias": True},
     ),
     "kimi_k2": ("deepseek_v3", _B | _EXPERTS | _LATENT | {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}),
+    "kimi_linear": (
+        "kimi_linear",
+        _B
+        | _EXPERTS
+        | _LATENT
+        | {"q_lora_rank": None, "num_experts": 4, "num_experts_per_token": 2, "num_hidden_layers": 3}
+        | {"linear_head_dim": 16, "linear_num_heads": 4}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
     "llama4": (
         "llama4_text",
         _H
@@ -212,6 +230,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {key: value for key, value in _B.items() if key in _PURE}
         | {"state_size": 16, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8, "use_bias": True}
         | {"time_step_limit": (0.01, 0.5)},
+    ),
+    "minimax": (
+        "minimax",
+        _B
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8, "linear_attn_alpha_factor": 1.5}
+        | {"full_attn_alpha_factor": 1.3, "mlp_alpha_factor": 0.8, "mlp_beta_factor": 1.2}
+        | {"linear_attn_beta_factor": 0.9, "full_attn_beta_factor": 1.1},
     ),
     "ministral": ("ministral", _H | _W),
     "ministral3": ("ministral3", _H | {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}}),
@@ -242,6 +267,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", _B),
     "olmo3": ("olmo3", _B | {"sliding_window": 24}),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        _B
+        | {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 2, "linear_key_head_dim": 16},
+    ),
     "opt": (
         "opt",
         {key: value for key, value in _B.items() if key != "intermediate_size"}
@@ -297,7 +328,37 @@ def build_family(name: str, folder: str | Path, dtype: str = "float32", **overri
     model = causal_lm_class(model_type)._from_config(CONFIG_MAPPING[model_type](**settings | overrides))
     redraw(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+    if name in _PUBLISHED:
+        _PUBLISHED[name](Path(folder, "model.safetensors"))
     return str(folder)
+
+
+def _whole_convolutions(path: Path) -> None:
+    """Divide the convolution into those of q, k and v; transformers writes thirds."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    for name in [name for name in tensors if ".q_conv1d." in name]:
+        names = [name.replace("q_", f"{part}_") for part in "qkv"]
+        sizes = [len(tensors[name.replace("_conv1d", "_proj")]) for name in names]
+        parts = torch.cat([tensors[name] for name in names]).split(sizes)
+        tensors |= {name: part.clone() for name, part in zip(names, parts)}
+    save_file(tensors, path, {"format": "pt"})
+
+
+def _dense_mlp(path: Path) -> None:
+    """Name dense MLPs as the published files do; transformers names them like the experts."""
+    import re
+
+    from safetensors.torch import load_file, save_file
+
+    dense = re.compile(r"block_sparse_moe\.(?=(gate|up|down)_proj)")
+    save_file({dense.sub("mlp.", name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
+# what to change in the file that transformers writes, so that it is like the family's published ones
+_PUBLISHED = {"kimi_linear": _dense_mlp, "olmo_hybrid": _whole_convolutions}
 
 
 def causal_lm_class(model_type: str) -> Any:

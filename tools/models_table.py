@@ -32,8 +32,8 @@ model's files does: [model-files.md](model-files.md)).
   classify and score: each prompt in one step and without a cache.
 - Other causal models of transformers whose attention goes through its interface run as well, on one device
   (`--model-impl`): transformers computes them over quire's attention, prefix cache, scheduler and linear layers.
-- Hybrids with recurrent states (Qwen3.5, Qwen3-Next, LFM2, Granite 4-H, Nemotron-H, Falcon-H1 ...) have the same prefix
-  cache, over checkpoints of their states.
+- Hybrids with recurrent states (Qwen3.5, Qwen3-Next, LFM2, Granite 4-H, Nemotron 3, Kimi-Linear ...) have the same
+  prefix cache, over checkpoints of their states.
 
 ## The table
 
@@ -48,6 +48,7 @@ _SERVED = {
     "BambaForCausalLM": {"attn_layer_indices": [1]},
     "FalconH1ForCausalLM": {"mamba_d_head": 8},
     "GraniteMoeHybridForCausalLM": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
+    "KimiLinearForCausalLM": {"num_hidden_layers": 5},
     "Mamba2ForCausalLM": {"head_dim": 64},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*E"},
 }
@@ -67,8 +68,8 @@ formats of checkpoints (docs/quantization.md) are those of every family, GGUF fi
 
 """
 _REFUSED = """Refused, with the reason, are models
-with recurrent layers that are not above (Kimi-Linear, MiniMax-Text, Zamba 2), and models whose
-attention does not go through transformers' interface (BLOOM, GPT-J).
+with recurrent layers that are not above (Zamba 2, GLM-5-next), and models whose attention does not go through
+transformers' interface (BLOOM, GPT-J).
 """
 
 

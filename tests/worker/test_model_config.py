@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def compare(spec, config) -> None:
             head_dim = config.qk_rope_head_dim
             assert (layer.latent.rope_dim, layer.latent.nope_dim) == (head_dim, config.qk_nope_head_dim)
             assert (layer.latent.v_dim, layer.latent.rank) == (layer.v_head_dim, config.kv_lora_rank)
-            assert layer.q_lora_rank == config.q_lora_rank
+            assert layer.q_lora_rank == getattr(config, "q_lora_rank", None)
         assert layer.head_dim == (config.qk_head_dim if layer.latent else head_dim)
         size = getattr(mine, "intermediate_size", None)
         size = size[0] if isinstance(size, list) else size
@@ -128,6 +129,14 @@ def test_defaults_are_those_of_transformers(architecture):
 INDEXED = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 
+# refused by name, or read from another key
+WITHOUT_BIAS = {
+    ("use_bias", "Ernie4_5_MoeForCausalLM"),
+    ("attention_bias", "BailingHybridForCausalLM"),
+    ("attention_bias", "KimiLinearForCausalLM"),
+}
+
+
 @pytest.mark.parametrize("architecture", [name for name in WITH_DEFAULTS if name not in INDEXED])
 def test_parameters_of_the_default_models(architecture):
     import torch
@@ -138,16 +147,82 @@ def test_parameters_of_the_default_models(architecture):
     if getattr(config, "num_key_value_heads", 0) is None:
         config.num_key_value_heads = config.num_attention_heads
     for key in ("attention_bias", "mlp_bias", "use_bias", "use_qk_norm"):
-        if hasattr(config, key) and (key, architecture) != ("use_bias", "Ernie4_5_MoeForCausalLM"):
+        if hasattr(config, key) and (key, architecture) not in WITHOUT_BIAS:
             setattr(config, key, True)
     if hasattr(config, "num_kv_shared_layers"):
         config.num_kv_shared_layers = 0
     with torch.device("meta"):
         model = causal_lm_class(config.model_type)._from_config(config)
     # buffers that checkpoints hold are parameters here
-    buffers = sum(buffer.numel() for name, buffer in model.named_buffers() if name in model.state_dict())
+    unused = "|".join(model_class(architecture).ignored) or "$^"
+    stored = [name for name in model.state_dict() if not re.search(unused, name)]
+    buffers = sum(buffer.numel() for name, buffer in model.named_buffers() if name in stored)
     spec = parse_model_spec(config.to_dict() | {"architectures": [architecture]})
     assert num_parameters(spec) == model.num_parameters() + buffers
+
+
+LING = {"num_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "layer_group_size": 3}
+KIMI = {
+    "linear_attn_config": {
+        "head_dim": 64, "num_heads": 8, "short_conv_kernel_size": 3, "full_attn_layers": [2, 4], "kda_layers": [1, 3]
+    },
+    "num_experts": 16, "num_experts_per_token": 3, "num_shared_experts": 2, "model_max_length": 5000,
+    "moe_renormalize": False, "num_expert_group": 2, "topk_group": 1, "first_k_dense_replace": 2,
+    "num_hidden_layers": 4,
+}  # fmt: skip
+MINIMAX = {
+    "attn_type_list": [0, 1, 0], "layernorm_full_attention_alpha": 3.5, "layernorm_full_attention_beta": 1.5,
+    "layernorm_linear_attention_alpha": 2.5, "layernorm_mlp_alpha": 0.5, "head_dim": 128, "rotary_dim": 64,
+    "num_hidden_layers": 3, "postnorm": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "published", "other"),
+    [
+        ("KimiLinearForCausalLM", KIMI, {}),
+        ("BailingHybridForCausalLM", LING, {}),
+        (
+            "MiniMaxText01ForCausalLM",
+            MINIMAX,
+            {
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                "full_attn_alpha_factor": 3.5,
+                "full_attn_beta_factor": 1.5,
+                "linear_attn_alpha_factor": 2.5,
+                "mlp_alpha_factor": 0.5,
+                "head_dim": 128,
+                "num_hidden_layers": 3,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            },
+        ),
+    ],
+    ids=["kimi", "ling", "minimax"],
+)
+def test_published_keys_and_those_of_transformers(architecture, published, other):
+    """`other` are transformers' names of the published keys or, of {}, those that transformers writes for them."""
+    spec = parse_model_spec({"architectures": [architecture], **published})
+    other = other or default_config(architecture, **published).to_dict()
+    again = parse_model_spec(other | {"architectures": [architecture]})
+    assert spec.layers == again.layers and spec.ropes == again.ropes
+    assert spec.max_model_len == again.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("MiniMaxText01ForCausalLM", {"postnorm": False}, "postnorm false is not supported"),
+        ("MiniMaxText01ForCausalLM", {"shared_intermediate_size": 8}, "shared_intermediate_size is not supported"),
+        (
+            "NemotronHForCausalLM",
+            {"layers_block_type": ["moe"], "moe_latent_size": 16, "mlp_bias": True},
+            "mlp_bias true is not supported with moe_latent_size",
+        ),
+    ],
+)
+def test_settings_of_state_models_that_are_refused(architecture, changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse_model_spec({"architectures": [architecture], **changes})
 
 
 def llama(**changes):

@@ -28,6 +28,7 @@ DECODERS = {
     "ArceeForCausalLM": "llama:Arcee",
     "AXK1ForCausalLM": "axk1:AXK1",
     "BambaForCausalLM": "bamba:Bamba",
+    "BailingHybridForCausalLM": "bailing_hybrid:BailingHybrid",
     "CohereForCausalLM": "cohere:Cohere",
     "Cohere2ForCausalLM": "cohere:Cohere2",
     "DeepseekForCausalLM": "deepseek:Deepseek",
@@ -55,6 +56,7 @@ DECODERS = {
     "HunYuanDenseV1ForCausalLM": "hunyuan:HunYuanDenseV1",
     "InternLM3ForCausalLM": "llama:InternLM3",
     "JambaForCausalLM": "jamba:Jamba",
+    "KimiLinearForCausalLM": "kimi_linear:KimiLinear",
     "Lfm2ForCausalLM": "lfm2:Lfm2",
     "Lfm2MoeForCausalLM": "lfm2:Lfm2Moe",
     "LlamaForCausalLM": "llama:Llama",
@@ -69,6 +71,7 @@ DECODERS = {
     "NemotronHForCausalLM": "nemotron_h:NemotronH",
     "NemotronForCausalLM": "nemotron:Nemotron",
     "OPTForCausalLM": "opt:OPT",
+    "OlmoHybridForCausalLM": "olmo_hybrid:OlmoHybrid",
     "Olmo2ForCausalLM": "olmo:Olmo2",
     "Olmo3ForCausalLM": "olmo:Olmo3",
     "Phi3ForCausalLM": "phi3:Phi3",
@@ -92,6 +95,9 @@ DECODERS = {
     "Glm4MoeForCausalLM": "glm4_moe:Glm4Moe",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe:Ernie45Moe",
     "HunYuanMoEV1ForCausalLM": "hunyuan_moe:HunyuanMoe",
+    "MiniMaxForCausalLM": "minimax_text:MiniMaxText",
+    "MiniMaxM1ForCausalLM": "minimax_text:MiniMaxText",
+    "MiniMaxText01ForCausalLM": "minimax_text:MiniMaxText",
     "MiniMaxM2ForCausalLM": "minimax_m2:MiniMaxM2",
 }
 ENCODERS = {

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from quire.worker.attention.base import GroupedMetadata
-from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
+from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, WeightFormat
+from quire.worker.layers.moe import give_other_parts
 from quire.worker.layers.norm import NORMS, Norm
 from quire.worker.layers.rotary import Rotation
 from quire.worker.parallel import Exchange
@@ -26,6 +27,7 @@ from quire.worker.transformer.mixers.delta import GatedDeltaNet
 from quire.worker.transformer.mixers.lightning import Lightning
 from quire.worker.transformer.mixers.mamba1 import Mamba1
 from quire.worker.transformer.mixers.mamba2 import Mamba2
+from quire.worker.transformer.mixers.separate_delta import SeparateDelta
 from quire.worker.transformer.mixers.short_conv import ShortConv
 from quire.worker.transformer.mixers.side_by_side import AttentionAndMamba2
 from quire.worker.transformer.mla import MLAttention
@@ -40,6 +42,8 @@ MIXERS: dict[str, MakePart] = {  # by `LayerSpec.mixer`
     "bidirectional": BidirectionalAttention,
     "short_conv": ShortConv,
     "delta": GatedDeltaNet,
+    "separate_delta": SeparateDelta,
+    "kimi_delta": SeparateDelta,
     "mamba1": Mamba1,
     "mamba2": Mamba2,
     "attention_mamba2": AttentionAndMamba2,
@@ -49,6 +53,7 @@ MIXERS: dict[str, MakePart] = {  # by `LayerSpec.mixer`
 PLACES = {
     "short_conv": ".conv",
     "delta": ".linear_attn",
+    "separate_delta": ".linear_attn",
     "mamba1": ".mamba",
     "mamba2": ".mamba",
     "attention_mamba2": "",
@@ -171,6 +176,55 @@ class PostNormLayer(DecoderLayer):
         return self.post_feedforward_layernorm(self.mlp(stream)), stream
 
 
+class StatePreNormLayer(DecoderLayer):
+    """With a state, norms before the mixer and the MLP; with attention, norms after them (OLMo-hybrid)."""
+
+    norm_names: ClassVar = ("post_attention_layernorm",)
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, layer, prefix, weights)
+        attends = spec.layers[layer].attends
+        self.form: type[DecoderLayer] = PostNormLayer if attends else DecoderLayer
+        own = "post_feedforward_layernorm" if attends else "input_layernorm"
+        self.add_module(own, NORMS[spec.norm](spec.hidden_size, spec.norm_eps))
+        other = Part(f"{prefix}.feedforward_layer_norm.weight", (spec.hidden_size,))
+        give_other_parts(self.post_attention_layernorm.weight, [[other]])
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> Streams:
+        return self.form.forward(self, x, residual, rotation, attn, needed_rows)
+
+
+class NormedResidualLayer(DecoderLayer):
+    """The residual stream is the norm that the mixer, or the MLP, reads; `mixer_scales` of the layer multiply it and
+    the mixer's output, and it and the MLP's output (MiniMax-Text-01).
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, layer, prefix, weights)
+        self.scales = spec.layers[layer].mixer_scales
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        attn: GroupedMetadata,
+        needed_rows: torch.Tensor | None = None,
+    ) -> Streams:
+        alpha, beta, mlp_alpha, mlp_beta = self.scales
+        x, _ = add(self.input_layernorm, x, residual)
+        mixed = self.self_attn(x, rotation, attn, needed_rows) * beta
+        x, _ = self.post_attention_layernorm.add(mixed, rows(x, needed_rows) * alpha)
+        return self.mlp(x) * mlp_beta, x * mlp_alpha
+
+
 class SumNormLayer(DecoderLayer):
     """Norms of the sums: after attention is added to its input, and after the MLP is. The residual is always None."""
 
@@ -240,6 +294,8 @@ BLOCKS: dict[str, type[DecoderLayer]] = {
     "pre_experts_norm": ExpertsNormLayer,
     "sandwich": SandwichLayer,
     "post": PostNormLayer,
+    "state_pre": StatePreNormLayer,
+    "normed_residual": NormedResidualLayer,
     "sum": SumNormLayer,
     "parallel": ParallelLayer,
     "single": SingleLayer,

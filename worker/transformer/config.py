@@ -52,7 +52,9 @@ class LayerSpec:
     moe: MoESpec | None = None  # the experts, which are the MLP ("moe") or stand next to it
     state: StateSpec | None = None  # of a mixer with a recurrent state, which replaces attention or stands next to it
     attends: bool = True  # whether the mixer has attention
-    mixer_scales: tuple[float, ...] = ()  # of attention beside a state, see `mixers/side_by_side.py`
+    # of attention beside a state (`mixers/side_by_side.py`), or of form "normed_residual"
+    mixer_scales: tuple[float, ...] = ()
+    head_gate: bool = False  # of mixer "mla": a sigmoid per head multiplies the output of attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class MLAFamily:
     def layer_specs(
         cls, values: dict[str, Any], raw: dict[str, Any], ropes: dict[str, RopeSpec]
     ) -> tuple[LayerSpec, ...]:
-        return tuple(_latent_layer(values, ropes, layer) for layer in super().layer_specs(values, raw, ropes))
+        layers = super().layer_specs(values, raw, ropes)
+        return tuple(_latent_layer(values, ropes, layer) if layer.attends else layer for layer in layers)
 
 
 def _complete_sizes(values: dict[str, Any]) -> None:
@@ -72,7 +73,7 @@ def _latent_layer(values: dict[str, Any], ropes: dict[str, RopeSpec], layer: Lay
         *(values[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     )
     head_dim = sizes.nope_dim + sizes.rope_dim
-    scale = head_dim**-0.5 * _magnitude(ropes["default"]) ** 2
+    scale = head_dim**-0.5 * (_magnitude(ropes[layer.rope]) ** 2 if layer.rope else 1.0)
     return replace(
         layer,
         window=None,
@@ -129,7 +130,8 @@ class MLAttention(nn.Module):
         kind, group = spec.layers[layer], tp()
         sizes = self.sizes = kind.latent
         heads = split_size("num_attention_heads", kind.num_heads, group)
-        interleaved = spec.ropes[kind.rope].interleaved
+        self.rotates = kind.rope is not None
+        interleaved = self.rotates and spec.ropes[kind.rope].interleaved
         q_view, kv_view = (
             InterleavedTail(dim, sizes.rope_dim) if interleaved else None for dim in (kind.head_dim, sizes.width)
         )
@@ -166,6 +168,10 @@ class MLAttention(nn.Module):
             "num_attention_heads * v_head_dim",
             weights.linear(f"{prefix}.o_proj"),
         )
+        self.g_proj = None
+        if kind.head_gate:
+            gate = Shard(f"{prefix}.g_proj", kind.num_heads, q_start, heads)
+            self.g_proj = ColumnParallelLinear(spec.hidden_size, [gate], False, weights.linear(gate.prefix))
         self.attn = LatentAttention(heads, sizes, layer, kind.scale)
 
     def forward(
@@ -178,10 +184,14 @@ class MLAttention(nn.Module):
         if rotation.query_scale is not None:
             q = q * rotation.query_scale[:, None].to(q.dtype)
         q_nope, q_pe = q.unflatten(-1, (self.attn.num_heads, -1)).split([sizes.nope_dim, sizes.rope_dim], -1)
-        rows = rotation.cos_sin[rotation.positions]
-        k_pe = apply_rotary(k_pe.unsqueeze(1), rows).squeeze(1)
+        if self.rotates:
+            rows = rotation.cos_sin[rotation.positions]
+            k_pe, q_pe = apply_rotary(k_pe.unsqueeze(1), rows).squeeze(1), apply_rotary(q_pe, rows)
         self.attn.write(torch.cat((self.kv_a_layernorm(c.contiguous()), k_pe), -1), meta)
-        attended = self.attn.attend_latent(q_nope, apply_rotary(q_pe, rows), self.kv_b_proj.weight, meta)
+        attended = self.attn.attend_latent(q_nope, q_pe, self.kv_b_proj.weight, meta)
+        if self.g_proj is not None:
+            gate = self.g_proj(x).float().sigmoid().to(x.dtype)[..., None]
+            attended = (attended.unflatten(-1, (gate.shape[1], -1)) * gate).flatten(1)
         return self.o_proj(attended if needed_rows is None else attended[needed_rows])
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:

@@ -45,7 +45,12 @@ class DeltaSpec:
     grouped: bool = False  # the checkpoint holds q, k, v and z of each key head together (Qwen3-Next)
     neg_eigval: bool = False  # beta is doubled
     tiled: bool = False  # value head i is of key head i % num_k_heads (GGUF), not of i // (num_v_heads / num_k_heads)
-    lower_bound: float | None = None  # of the gate, which is a sigmoid then (Kimi Delta Attention)
+    # of mixers "separate_delta" and "kimi_delta" only
+    decay_dim: int = 1  # decays per value head: one, or one per channel of keys (Kimi Delta Attention)
+    lower_bound: float | None = None  # of the logarithm of the decay, which is a sigmoid then
+    low_rank: int = 0  # of the projections to the decays and to the gate, 0: they are one matrix each
+    gate: str = "silu"  # activation of the gate, or "sigmoid"
+    norm_eps: float | None = None  # of the result's norm, None: the model's
 
     def shapes(self, tp: int) -> Shapes:
         channels = 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim

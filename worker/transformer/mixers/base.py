@@ -44,16 +44,20 @@ class StateMixer(nn.Module):
 class Convolution(nn.Module):
     """The causal convolution of the channels of `x`, followed by silu if `silu`; see `layers/short_conv.py`."""
 
-    def __init__(self, name: str, channels: int, rows: Sequence[Rows], width: int, bias: bool, silu: bool = True):
-        """`rows` of the `channels` rows of the tensor `name` + ".weight" `[C, 1, K]` are this rank's."""
+    def __init__(self, tensors: Sequence[tuple[str, int, Sequence[Rows]]], width: int, bias: bool, silu: bool = True):
+        """`tensors` are (name, C, rows): `rows` of the C rows of the tensor name + ".weight" `[C, 1, K]` are this
+        rank's. The channels of the tensors follow one another.
+        """
         super().__init__()
         self.silu = silu
-        total = sum(length for _, length in rows)
-        parts = _parts(f"{name}.weight", (channels, 1, width), rows, lambda t: t.flatten(1).t(), target_dim=1)
-        self.weight = empty_parameter(width, total, parts=parts, dtype=torch.float32)
-        self.bias = None
-        if bias:
-            self.bias = empty_parameter(total, parts=_parts(f"{name}.bias", (channels,), rows), dtype=torch.float32)
+        weights, biases, total = [], [], 0
+        for name, channels, rows in tensors:
+            shape = channels, 1, width
+            weights += _parts(f"{name}.weight", shape, rows, lambda t: t.flatten(1).t(), target_dim=1, target=total)
+            biases += _parts(f"{name}.bias", (channels,), rows, target=total)
+            total += sum(length for _, length in rows)
+        self.weight = empty_parameter(width, total, parts=weights, dtype=torch.float32)
+        self.bias = empty_parameter(total, parts=biases, dtype=torch.float32) if bias else None
         self.causal_conv = causal_conv
 
     def use(self, ops: Ops) -> None:
@@ -97,9 +101,14 @@ def split(sizes: Sequence[int], rank: int, size: int) -> list[Rows]:
 
 
 def _parts(
-    name: str, shape: tuple[int, ...], rows: Sequence[Rows], view: View | None = None, target_dim: int = 0
+    name: str,
+    shape: tuple[int, ...],
+    rows: Sequence[Rows],
+    view: View | None = None,
+    target_dim: int = 0,
+    target: int = 0,
 ) -> list[Part]:
-    parts, target = [], 0
+    parts = []
     for start, length in rows:
         parts.append(Part(name, shape, ((0, start, length),), ((target_dim, target, length),), view))
         target += length

@@ -48,7 +48,7 @@ class GatedDeltaNet(StateMixer):
         self.gates_proj = ColumnParallelLinear(
             spec.hidden_size, _gates(kind, prefix), False, weights.linear(f"{prefix}.{_gates_name(kind)}")
         )
-        self.conv1d = Convolution(f"{prefix}.conv1d", 2 * keys + values, rows, kind.width, False)
+        self.conv1d = Convolution([(f"{prefix}.conv1d", 2 * keys + values, rows)], kind.width, False)
         heads = group.rank * self.num_v_heads, self.num_v_heads
         self.A_log = float_parameter(f"{prefix}.A_log", (kind.num_v_heads,), *heads)
         self.dt_bias = float_parameter(f"{prefix}.dt_bias", (kind.num_v_heads,), *heads)

@@ -13,6 +13,8 @@ from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import StateMixer, float_parameter, shards, split
 from quire.worker.transformer.mixers.delta import Ungrouped
 
+_EPS = 1e-6  # of its norm, whatever config.json says about the others
+
 
 class Lightning(StateMixer):
     """Linear attention with a constant decay per head; its normed result is gated."""
@@ -20,7 +22,7 @@ class Lightning(StateMixer):
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         kind, group = spec.layers[layer].state, tp()
         super().__init__(spec.hidden_size, layer, kind.shapes(group.size))
-        self.group, self.eps, self.dim = group, spec.norm_eps, kind.head_dim
+        self.group, self.eps, self.dim = group, _EPS, kind.head_dim
         width = kind.num_heads * kind.head_dim
         self.width, self.full, self.heads = width // group.size, width, kind.num_heads // group.size
         mine = 3 * self.width

@@ -29,7 +29,7 @@ class Mamba1(StateMixer):
             weights.linear(f"{prefix}.in_proj"),
         )
         mine = rows[0]
-        self.conv1d = Convolution(f"{prefix}.conv1d", inner, [mine], kind.width, kind.conv_bias)
+        self.conv1d = Convolution([(f"{prefix}.conv1d", inner, [mine])], kind.width, kind.conv_bias)
         self.sizes = [kind.dt_rank, kind.state_size, kind.state_size]
         self.x_proj = RowParallelLinear(
             inner,

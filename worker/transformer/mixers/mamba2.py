@@ -34,7 +34,7 @@ class Mamba2(StateMixer):
             weights.linear(f"{prefix}.in_proj"),
         )
         channels = _rows(kind, [(0, x, False), *_groups(x, bc)])
-        self.conv1d = Convolution(f"{prefix}.conv1d", x + 2 * bc, channels, kind.width, kind.conv_bias)
+        self.conv1d = Convolution([(f"{prefix}.conv1d", x + 2 * bc, channels)], kind.width, kind.conv_bias)
         mine = group.rank * self.heads, self.heads
         self.A_log = float_parameter(f"{prefix}.A_log", (heads,), *mine)
         self.D = float_parameter(f"{prefix}.D", (heads,), *mine, mean=1.0)

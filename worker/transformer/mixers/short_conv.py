@@ -24,7 +24,7 @@ class ShortConv(StateMixer):
             kind.bias,
             weights.linear(f"{prefix}.in_proj"),
         )
-        self.conv = Convolution(f"{prefix}.conv", channels, rows[:1], kind.width, kind.bias, silu=False)
+        self.conv = Convolution([(f"{prefix}.conv", channels, rows[:1])], kind.width, kind.bias, silu=False)
         self.out_proj = RowParallelLinear(
             channels,
             spec.hidden_size,
