@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from quire.engine.messages import SamplingParams
 from quire.server import needs
 from quire.server.errors import BadRequest
 from quire.server.generate.request import GenerationSpec
@@ -38,8 +37,3 @@ def _context(spec: GenerationSpec, found: Infill, state: needs.Text) -> list[int
         ids += [] if found.file is None else [found.file]
         ids += state.tokenizer.encode(f"{name}\n{text}\n" if name else f"{text}\n", add_special_tokens=False)
     return [*ids, found.file] if ids and found.file is not None else ids
-
-
-def ending_with(sampling: SamplingParams, found: Infill) -> list[int]:
-    """The stop ids of a request, and those that end a middle."""
-    return [*sampling.stop_token_ids, *(end for end in found.ends if end not in sampling.stop_token_ids)]

@@ -16,9 +16,9 @@ from quire.engine.messages import AddRequest, EngineOutput, PoolingInfo, Pooling
 from quire.server import needs
 from quire.server.engines.client import OutputStream
 from quire.server.errors import BadRequest, ContextLengthExceeded, EngineError
+from quire.server.generate.encode import encode_texts
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import MAX_PROMPTS
-from quire.server.generate.prepare import encode_texts
 from quire.server.generate.sampling import fit
 from quire.server.lora.adapters import Chosen
 from quire.server.model_info import ModelInfo

@@ -1,5 +1,5 @@
-"""`prepare`: one `GenerationSpec` -> one `GenerationRequest` per prompt. Renders the chat template, tokenizes,
-truncates, checks every parameter against the model, and fits max_tokens into the context.
+"""`prepare`: one `GenerationSpec` -> one `GenerationRequest` per prompt. Checks every parameter against the model,
+makes the prompts (`prompts.py`), truncates them, and fits max_tokens into the context.
 
 A large request is prepared in a thread: nothing here waits, or writes to shared state.
 """
@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
 
 import msgspec
 
 from quire.engine.messages import SamplingParams
 from quire.server import needs
-from quire.server.errors import BadRequest, ContextLengthExceeded
-from quire.server.generate.conversation import Reading, Rendered, read_answer, render_conversation
-from quire.server.generate.generation_request import Attached, GenerationRequest
-from quire.server.generate.images import Illustrated
-from quire.server.generate.infill import ending_with, infill_prompts
-from quire.server.generate.limits import MAX_CHOICES, MAX_PROMPTS
-from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
-from quire.server.generate.sampling import check_max_tokens, fit, to_sampling_params, too_long
+from quire.server.errors import BadRequest
+from quire.server.generate.conversation import Reading
+from quire.server.generate.encode import encode_texts
+from quire.server.generate.generation_request import GenerationRequest
+from quire.server.generate.prompts import Prompt, prompts_of
+from quire.server.generate.request import GenerationOptions, GenerationSpec
+from quire.server.generate.sampling import check_max_tokens, fit, to_sampling_params
 from quire.server.model_info import ModelInfo
 from quire.server.text.detokenizer import StopStrings
 
@@ -33,41 +31,23 @@ def prepare(spec: GenerationSpec, state: needs.Prompting) -> list[GenerationRequ
 
     Raises BadRequest naming the parameter and its limit.
     """
-    if (pooling := state.model.pooling) is not None and not pooling.generates:
-        raise BadRequest(f"The model generates no text; it serves: {', '.join(pooling.tasks)}.", param="model")
+    check_generates(state.model)
     check_options(spec.options)
     sampling = to_sampling_params(spec, state.model, state.tokenizer)
-    if spec.options.prediction is not None:
-        sampling = msgspec.structs.replace(sampling, prediction=_prediction_ids(spec.options.prediction, state))
-    reading = Reading(structure=spec.structure)
-    illustrated = None
-    if isinstance(spec.prompts, Conversation):
-        rendered = render_conversation(spec.prompts, state)
-        illustrated = rendered.illustrated
-        may_truncate = spec.options.truncate_prompt_tokens is not None
-        prompts = encode_texts(
-            [rendered.text], state, bool(spec.add_special_tokens), "messages", may_truncate=may_truncate
-        )
-        reading = read_answer(spec.prompts, rendered, spec.structure, state)
-        sampling = msgspec.structs.replace(sampling, thinking=reading.thinking)
-    elif spec.suffix is not None:
-        prompts, infill = infill_prompts(spec, state)
-        sampling = msgspec.structs.replace(sampling, stop_token_ids=ending_with(sampling, infill))
-    elif spec.images:
-        (text,) = spec.prompts
-        illustrated = Illustrated.join(text.split(state.images.placeholder), spec.images, state, spec.prompt_param)
-        prompts = encode_texts([illustrated.text], state, spec.add_special_tokens is not False, spec.prompt_param)
-    else:
-        prompts = prompt_ids(spec, state)
-    texts = _kept_texts(spec)
-    requests = []
-    for ids, text in zip(prompts, texts, strict=True):
-        media = []
-        if illustrated is not None:
-            ids, media = _expand(illustrated, ids, spec, state)
-        requests.append(_request(spec, sampling, ids, text, reading, state))
-        requests[-1].media = media
-    return requests
+    prompts = prompts_of(spec, state)
+    sampling = msgspec.structs.replace(
+        sampling,
+        thinking=prompts.reading.thinking,
+        stop_token_ids=[*dict.fromkeys((*sampling.stop_token_ids, *prompts.end_ids))],
+        prediction=_prediction_ids(spec.options.prediction, state),
+    )
+    return [_request(spec, sampling, prompt, prompts.reading, state.model) for prompt in prompts.each]
+
+
+def check_generates(model: ModelInfo) -> None:
+    """Raises BadRequest for a model that makes vectors only."""
+    if (pooling := model.pooling) is not None and not pooling.generates:
+        raise BadRequest(f"The model generates no text; it serves: {', '.join(pooling.tasks)}.", param="model")
 
 
 def check_options(options: GenerationOptions) -> None:
@@ -85,102 +65,27 @@ def check_priority(priority: int, model: ModelInfo) -> None:
         )
 
 
-# ---- prompts -> token ids
+# ---- one prompt -> one request
 
 
-def prompt_ids(spec: GenerationSpec, state: needs.Encoding) -> list[list[int]]:
-    """Token ids of each prompt, not yet truncated. Raises BadRequest for `spec.prompt_param`."""
-    prompts, may_truncate = spec.prompts, spec.options.truncate_prompt_tokens is not None
-    if len(prompts) > MAX_PROMPTS:
-        raise BadRequest(f"prompt: {len(prompts)} prompts are more than {MAX_PROMPTS}.", param="prompt")
-    if len(prompts) * spec.options.n > MAX_CHOICES:
-        raise BadRequest(f"prompt: {len(prompts)} prompts times n are more than {MAX_CHOICES} choices.", param="prompt")
-    if isinstance(prompts[0], str):
-        prompts = encode_texts(
-            prompts, state, spec.add_special_tokens is not False, spec.prompt_param, may_truncate=may_truncate
-        )
-    if not all(prompts):
-        raise BadRequest("prompt must not be empty.", param="prompt")
-    return prompts
-
-
-def encode_conversation(conversation: Conversation, state: needs.Prompting, add_special_tokens: bool) -> list[int]:
-    """Token ids of the rendered template, of any number. Raises BadRequest naming the option at fault."""
-    return encode_rendered(render_conversation(conversation, state), state, add_special_tokens)
-
-
-def encode_rendered(rendered: Rendered, state: needs.Encoding, add_special_tokens: bool) -> list[int]:
-    """Token ids of a rendered template, of any number. Raises BadRequest."""
-    (ids,) = encode_texts([rendered.text], state, add_special_tokens, "messages", may_truncate=True)
-    return ids if rendered.illustrated is None else rendered.illustrated.expand(ids, "messages")[0]
-
-
-def encode_texts(
-    texts: Sequence[str], state: needs.Encoding, add_special_tokens: bool, param: str, *, may_truncate: bool = False
-) -> list[list[int]]:
-    """Token ids of each text.
-
-    A text too long for the context under any tokenization is refused before tokenizing, unless it may be truncated.
-    """
-    longest = state.tokenizer.max_token_chars
-    for text in texts:
-        if not may_truncate and len(text) > state.model.max_model_len * longest:
-            raise too_long(len(text) // longest, state.model, param, at_least=True)
-    try:
-        return state.tokenizer.encode_batch(texts, add_special_tokens)
-    except ValueError as error:
-        raise BadRequest(f"{param}: {error}.", param=param) from error
-
-
-def _prediction_ids(text: str, state: needs.Encoding) -> list[int]:
-    """Token ids of a predicted output, as many as the context holds."""
+def _prediction_ids(text: str | None, state: needs.Encoding) -> list[int] | None:
+    """Token ids of a predicted output, as many as the context holds; None without one."""
+    if text is None:
+        return None
     text = text[: state.model.max_model_len * state.tokenizer.max_token_chars]
     (ids,) = encode_texts([text], state, False, "prediction", may_truncate=True)
     return ids[: state.model.max_model_len]
 
 
-def _kept_texts(spec: GenerationSpec) -> list[str | None]:
-    """The prompts given as text and used whole; None for the others."""
-    prompts = spec.prompts
-    if isinstance(prompts, Conversation):
-        return [None]
-    kept = isinstance(prompts[0], str) and spec.options.truncate_prompt_tokens is None
-    return prompts if kept else [None] * len(prompts)
-
-
-# ---- one prompt -> one request
-
-
-def _expand(
-    illustrated: Illustrated, ids: list[int], spec: GenerationSpec, state: needs.Model
-) -> tuple[list[int], list[Attached]]:
-    """The ids with those of the images, and where each of these is. Raises BadRequest."""
-    if spec.options.truncate_prompt_tokens is not None:
-        raise BadRequest(
-            "truncate_prompt_tokens is not available for a prompt with images.", param="truncate_prompt_tokens"
-        )
-    model, num_tokens = state.model, illustrated.num_tokens
-    total = len(ids) + num_tokens - sum(owner is not None for owner in illustrated.owners)
-    if total >= model.max_model_len:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {model.max_model_len} tokens. However, your {spec.prompt_param} "
-            f"resulted in {total} tokens, of which {len(illustrated.images)} images take {num_tokens}.",
-            param=spec.prompt_param,
-        )
-    ids, items = illustrated.expand(ids, spec.prompt_param)
-    return ids, [Attached(item, one) for item, one in zip(items, illustrated.leases, strict=True)]
-
-
 def _request(
     spec: GenerationSpec,
     sampling: SamplingParams,
-    ids: list[int],
-    text: str | None,
+    prompt: Prompt,
     reading: Reading,
-    state: needs.Model,
+    model: ModelInfo,
 ) -> GenerationRequest:
-    options, model = spec.options, state.model
-    ids = truncate(ids, options, sampling, model)
+    options = spec.options
+    ids = truncate(prompt.ids, options, sampling, model)
     sampling = fit(sampling, len(ids), model, spec.prompt_param)
     check_max_tokens(spec, len(ids), model)
     if ids and max(ids) >= model.vocab_size:  # an added token for which the model has no embedding
@@ -191,7 +96,7 @@ def _request(
     return GenerationRequest(
         request_id=f"{spec.request_id}-{next(_serial)}",  # clients may send one id twice
         prompt_token_ids=ids,
-        prompt_text=text,
+        prompt_text=prompt.text,
         sampling=sampling,
         n=options.n,
         stop=StopStrings([options.stop] if isinstance(options.stop, str) else options.stop or []),
@@ -209,6 +114,7 @@ def _request(
         structure=reading.structure,
         parsing=reading.parsing,
         visible_ids=reading.visible_ids,
+        media=prompt.media,
     )
 
 

@@ -11,9 +11,10 @@ from quire.server.api.anthropic.caching import Caching, caching, seconds_wanted
 from quire.server.api.anthropic.protocol import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.api.anthropic.translate import conversation, spec
 from quire.server.generate import deltas
+from quire.server.generate.encode import encode_conversation
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.images import after_images
-from quire.server.generate.prepare import encode_conversation, prepare
+from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import wanted_for
 from quire.server.http.read_body import take

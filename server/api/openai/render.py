@@ -13,8 +13,8 @@ from quire.server import needs
 from quire.server.api.openai.protocol import ChatCompletionRequest
 from quire.server.api.openai.translate import conversation
 from quire.server.generate.conversation import Rendered, render_conversation
+from quire.server.generate.encode import encode_rendered
 from quire.server.generate.images import after_images
-from quire.server.generate.prepare import encode_rendered
 from quire.server.http.read_body import take
 from quire.server.http.sse import JsonResponse
 from quire.server.http.threads import Later

@@ -10,8 +10,8 @@ from quire.server import needs
 from quire.server.api.openai.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from quire.server.api.openai.translate import conversation
 from quire.server.errors import BadRequest
+from quire.server.generate.encode import encode_conversation, encode_texts
 from quire.server.generate.images import after_images
-from quire.server.generate.prepare import encode_conversation, encode_texts
 from quire.server.http.read_body import take
 from quire.server.http.sse import JsonResponse
 from quire.server.http.threads import Later

@@ -37,9 +37,10 @@ from quire.server.api.openai.responses.translate import conversation, spec, trun
 from quire.server.errors import BadRequest, NotFound
 from quire.server.generate import deltas
 from quire.server.generate.delta import Delta
+from quire.server.generate.encode import encode_conversation
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.images import after_images
-from quire.server.generate.prepare import encode_conversation, prepare
+from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import RETENTION, wanted_for
 from quire.server.http.paging import owner

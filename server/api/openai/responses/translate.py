@@ -17,8 +17,8 @@ from quire.server.api.openai.responses.protocol import (
 )
 from quire.server.api.openai.tools import function_tool, known_names, require_distinct, required
 from quire.server.errors import BadRequest
+from quire.server.generate.encode import encode_conversation
 from quire.server.generate.ngrams import of_vllm
-from quire.server.generate.prepare import encode_conversation
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.generate.tools import Reasoning, Tool, ToolChoice
 from quire.server.http.parse_body import is_left_out
