@@ -10,6 +10,7 @@ from quire.worker.cache.scaled import ScaledCache, ScaledLatents
 from quire.worker.cuda import (
     triton_bitmask,
     triton_experts,
+    triton_lora,
     triton_mla,
     triton_ops,
     triton_paged,
@@ -18,6 +19,7 @@ from quire.worker.cuda import (
     triton_sampler,
     triton_scaled,
 )
+from quire.worker.layers.lora import LoraRows, LoraWeights
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
 from quire.worker.layers.quantization.packing import E2M1_TABLE
 from quire.worker.transformer.moe_spec import RoutingSpec
@@ -200,4 +202,17 @@ def quantized() -> None:
             triton_quantized.multiply_blocks(x, blocks, kind, torch.zeros(rows, 12288, dtype=torch.bfloat16))
 
 
-PARTS = operations, sampler, attention, eight_bits, latent_attention, routing, experts, quantized
+def adapters() -> None:
+    """Two adapters of rank 16 for q, k and v of Qwen3-8B."""
+    x = torch.zeros(9, 4096, dtype=torch.bfloat16)
+    spans = [slice(0, 4096), slice(4096, 5120), slice(5120, 6144)]
+    parts = [
+        (slice(16 * i, 16 * i + 16), span, torch.zeros(span.stop - span.start, 16, dtype=x.dtype))
+        for i, span in enumerate(spans)
+    ]
+    weights = LoraWeights(torch.zeros(48, 4096, dtype=x.dtype), parts)
+    groups = [(LoraRows(key, torch.arange(4), None, False), weights) for key in "ab"]
+    triton_lora.add(x, torch.zeros(9, 6144, dtype=x.dtype), groups)
+
+
+PARTS = operations, sampler, attention, eight_bits, latent_attention, routing, experts, quantized, adapters

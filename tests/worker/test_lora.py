@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from quire.engine.messages import SamplingParams
-from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
 from tests.checkpoints import TOKENIZER_SIZE, greedy
 from tests.in_process import InProcessEngine
 from tests.lora import ALL, ATTENTION, make_adapter, merged, use
@@ -152,20 +151,3 @@ def test_what_does_not_fit_the_model_is_refused(checkpoint, tmp_path):
     targets = ("lm_head",)
     assert "output head" in load("d", str(make_adapter(tmp_path / "d", folder, 8, targets=targets)))
     engine.close()
-
-
-@pytest.mark.parametrize("rows", [1, 5, 40])
-@pytest.mark.parametrize("half", [16, 40, 96])
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
-def test_halves_of_a_gated_native_product(kind, half, rows, native_kernels):
-    """The gate and up without the activation are those of the same weight without one."""
-    weight = torch.randn(2 * half, 64, generator=torch.Generator().manual_seed(half)).bfloat16()
-    bias = torch.linspace(-1, 1, 2 * half).bfloat16()
-    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)).bfloat16()
-
-    def linear(gated):
-        if kind == "bfloat16":
-            return PackedLinear(weight, bias, gated)
-        return QuantizedLinear.quantize(weight, int(kind[3:]), 64, bias, gated)
-
-    torch.testing.assert_close(linear("silu").halves(x), linear(None)(x), rtol=1e-2, atol=1e-2)

@@ -16,6 +16,7 @@ from quire.worker.cpu.argmax_prefilter import BytesArgmaxPrefilter, Int8ArgmaxPr
 from quire.worker.cpu.blocks import packed_blocks
 from quire.worker.cpu.build import BuildError
 from quire.worker.cpu.experts import NativeExperts
+from quire.worker.cpu.lora import add_native
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.native_linear import QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
@@ -47,6 +48,7 @@ class NativeOps(Ops):
     causal_conv = staticmethod(states.causal_conv)
     gated_delta_rule = staticmethod(states.gated_delta_rule)
     linear_attention = staticmethod(states.scan)
+    add_lora = staticmethod(add_native)
 
     def linear_method(self, layer: Linear) -> LinearMethod | None:
         return PackedMethod(layer) if layer.weight.dtype == torch.bfloat16 else None

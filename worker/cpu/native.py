@@ -175,6 +175,24 @@ class MixtureArgs(ctypes.Structure):
     ]
 
 
+class LoraPartArgs(ctypes.Structure):
+    """Rows of a layer that are rows of one module of an adapter. Mirrors `LoraPart` in lora.h."""
+
+    _fields_ = [("b", _P), ("first", _L), ("rank", _L), ("columns", _L), ("at", _L), ("step", _L)]
+
+
+class LoraMatricesArgs(ctypes.Structure):
+    """An adapter's matrices for one layer. Mirrors `LoraMatrices` in lora.h; all zero if absent."""
+
+    _fields_ = [("a", _P), ("rank", _L), ("k", _L), ("parts", _P), ("num_parts", _L)]
+
+
+class LoraRowsArgs(ctypes.Structure):
+    """The rows of a step that use one adapter. Mirrors `LoraRows` in lora.h."""
+
+    _fields_ = [("rows", _P), ("scales", _P), ("count", _L), ("layers", _P)]
+
+
 class SegmentArgs(ctypes.Structure):
     """The operations between the attention of one layer and that of the next. Mirrors `Segment` in segment.cpp."""
 
@@ -238,7 +256,8 @@ _SIGNATURES = {
     "quire_logprobs": ([_P, _L, _L, _L, _P, _L, _I, _P, _P, _P], None),
     "quire_segment_workspace": ([_L, _L, _L], _L),
     "quire_segment_conflicts": ([_P, _L, _L], ctypes.c_double),
-    "quire_run_segment": ([ctypes.POINTER(SegmentArgs), _P, _L, _P, _P, _P, _P, _L, _P], None),
+    "quire_add_lora": ([_P, _L, _P, _L, _P, _L, _L, _I, _I], None),
+    "quire_run_segment": ([ctypes.POINTER(SegmentArgs), _P, _L, _P, _P, _P, _P, _L, _P, _L, _P, _L], None),
     "quire_run_layers": (
         [
             ctypes.POINTER(SegmentArgs),
@@ -256,6 +275,10 @@ _SIGNATURES = {
             _P,
             _L,
             _I,
+            _P,
+            _L,
+            _P,
+            _L,
             _P,
             _L,
         ],

@@ -80,11 +80,13 @@ class _NativeLinear:
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
     def halves(self, x: torch.Tensor, path: int = 0) -> torch.Tensor:
-        """The gate and up of x `[T, k]` before the activation, side by side: `[T, n]` bfloat16."""
+        """The gate and up of x `[T, k]` before the activation, side by side: `[T, n]` float32."""
         rows = x if x.stride(1) == 1 else x.contiguous()
-        out = torch.empty(len(x), self.columns, dtype=torch.bfloat16)
+        out = torch.empty(len(x), self.columns, dtype=torch.float32)
         sizes = len(x), self.columns, self.in_features
-        self._run(rows.data_ptr(), rows.stride(0), *self._pointers, out.data_ptr(), out.stride(0), *sizes, 0, path)
+        is_float32 = 1
+        pointers = rows.data_ptr(), rows.stride(0), *self._pointers, out.data_ptr(), out.stride(0)
+        self._run(*pointers, *sizes, is_float32, path)
         # as packed: 16 columns of the gate, 16 of up, and so on
         halves = out.view(len(x), -1, 2, 16).transpose(1, 2).reshape(len(x), 2, -1)
         return halves[:, :, : self.out_features].reshape(len(x), -1)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quire.worker.transformer.moe_spec import RoutingSpec
 
 _CACHE_TYPES = {torch.int8: 1, FP8: 2}
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM, MAX_V_DIM = 576, 512
 # `RoutingSpec.scores` and `.weights`, numbered as in `Routing` in csrc/kernels.h
 _SCORES, _WEIGHTS = ("softmax", "sigmoid", "logits"), ("scores", "normalized", "softmax", "sigmoid")
@@ -51,7 +51,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x.shape[0],
         x.shape[1],
         eps,
-        _DTYPES[x.dtype],
+        DTYPES[x.dtype],
         weight.dtype != x.dtype,
     )
     return out
@@ -73,7 +73,7 @@ def add_rms_norm(
         x.shape[0],
         x.shape[1],
         eps,
-        _DTYPES[x.dtype],
+        DTYPES[x.dtype],
         weight.dtype != x.dtype,
     )
     return out, residual
@@ -84,7 +84,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     width = x.shape[1] // 2
     out = x.new_empty(x.shape[0], width)
     KERNELS.lib.quire_silu_and_mul(
-        x.data_ptr(), x.stride(0), out.data_ptr(), width, x.shape[0], width, _DTYPES[x.dtype]
+        x.data_ptr(), x.stride(0), out.data_ptr(), width, x.shape[0], width, DTYPES[x.dtype]
     )
     return out
 
@@ -151,7 +151,7 @@ def qkv_args(
         v_cache.shape[3],
         0 if cos_sin is None else cos_sin.shape[1],
         block_size,
-        _DTYPES[dtype],
+        DTYPES[dtype],
         q_weight is not None and q_weight.dtype != dtype,
         eps,
         _cache_type(k_cache),
@@ -216,7 +216,7 @@ def attention_reason(head_dim: int, v_dim: int, dtype: torch.dtype) -> str | Non
     for name, size, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("v_dim", v_dim, MAX_V_DIM)):
         if size % 16 or size > most:
             return f"{name} {size} is not a multiple of 16 up to {most}"
-    return None if dtype in _DTYPES else f"no kernel for {dtype}"
+    return None if dtype in DTYPES else f"no kernel for {dtype}"
 
 
 def has_amx() -> bool:
@@ -303,7 +303,7 @@ def layer_args(
         head_dim,
         v_cache.shape[3],
         block_size,
-        _DTYPES[dtype],
+        DTYPES[dtype],
         window or 0,
         scale,
         soft_cap or 0.0,

@@ -71,4 +71,4 @@ class NativeQuantMethod(LinearMethod):
         return layer.activate(self.linear(x, torch.float32)).to(x.dtype)
 
     def apply_halves(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        return self.linear.halves(x) if self.activates else self.linear(x)
+        return self.linear.halves(x) if self.activates else self.linear(x, torch.float32)

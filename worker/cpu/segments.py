@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from ctypes import addressof, byref
+from ctypes import Array, addressof, byref
 
 import torch
 from torch import nn
@@ -17,13 +17,16 @@ from torch import nn
 from quire.worker.attention.base import GroupedMetadata
 from quire.worker.cache.scaled import LARGEST, values_of
 from quire.worker.cpu.experts import NativeExperts
+from quire.worker.cpu.lora import SegmentsLora
 from quire.worker.cpu.native import KERNELS, CacheGroupArgs, LayerArgs, LinearArgs, MixtureArgs, SegmentArgs
 from quire.worker.cpu.ops import layer_args, qkv_args, routing_args
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.layers.linear import Linear
+from quire.worker.layers.lora import StepLora
 from quire.worker.layers.norm import Norm, OffsetRMSNorm, RMSNorm, WideRMSNorm
 from quire.worker.platforms import huge_pages
 
+_Groups = tuple[Array | None, int]  # `LoraRowsArgs` and their number
 _NORMS = RMSNorm, WideRMSNorm, OffsetRMSNorm
 _AT_ONCE = 1024  # tokens of a piece: a product takes 512 rows per pass over its weight, one pass per thread
 _AT_ONCE_EXPERTS = 2048  # the more tokens, the more rows of each expert share the conversion of its weights
@@ -55,6 +58,7 @@ class Segments:
         # of rows of q, k and v; of attention output
         self.widths = first.qkv_proj.out_features + _PAD, linears[0][1].k + _PAD
         self.mlps = mlps
+        self.lora = SegmentsLora([_adapted(layer) for layer in layers])
         self.sinks = [None if a.sinks is None else a.sinks.float() for a in self.attentions]
         self.layer_args = [
             layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap, torch.bfloat16, sinks)
@@ -99,10 +103,16 @@ class Segments:
         return layer.self_attn.attn.k_cache is self.k_cache
 
     def run(
-        self, x: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata, wanted: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attn: GroupedMetadata,
+        wanted: torch.Tensor | None = None,
+        lora: StepLora | None = None,
     ) -> torch.Tensor:
         """Run all layers on embedded tokens x `[T, H]` bfloat16, which are overwritten. Returns the normalized output
-        of the last layer for all tokens or, if given, for the tokens `wanted` (int64 indices).
+        of the last layer for all tokens or, if given, for the tokens `wanted` (int64 indices). `lora` is a step whose
+        adapters this object `takes`.
         """
         assert (
             positions.dtype == attn[0].slot_mapping.dtype == torch.int64
@@ -111,6 +121,7 @@ class Segments:
         )
         qkv, attended = self._between(len(x))
         result = torch.empty_like(x if wanted is None else x[: len(wanted)])
+        adapters, of_last = self._adapters(lora, wanted is not None)
         requests = [meta.backend.native_requests(meta, self.head_dim, x.dtype) for meta in attn]
         if all(requests):
             groups = (CacheGroupArgs * len(attn))(
@@ -138,10 +149,23 @@ class Segments:
                 path,
                 None if wanted is None else wanted.data_ptr(),
                 len(result),
+                *adapters,
+                *of_last,
             )
         else:
-            self._run_in_turn(x, qkv, result, positions, attn, wanted)
+            self._run_in_turn(x, qkv, result, positions, attn, wanted, adapters, of_last)
         return result
+
+    def takes(self, lora: StepLora) -> bool:
+        """Whether the adapters of a step have matrices for the layers' linear layers only."""
+        return self.lora.takes(lora)
+
+    def _adapters(self, lora: StepLora | None, fewer: bool) -> tuple[_Groups, _Groups]:
+        """The rows by adapter of all layers but the last, and of the last, which may compute `fewer`."""
+        if lora is None:
+            return (None, 0), (None, 0)
+        of_last = lora.needed if fewer else lora.rows
+        return (self.lora.args(lora, lora.rows), len(lora.rows)), (self.lora.args(lora, of_last), len(of_last))
 
     def _run_in_turn(
         self,
@@ -151,6 +175,8 @@ class Segments:
         positions: torch.Tensor,
         attn: GroupedMetadata,
         wanted: torch.Tensor | None,
+        adapters: _Groups,
+        of_last: _Groups,
     ) -> None:
         """Run the segments one by one and call attention between them, for backends that are not native. Segment i
         writes the keys and values of layer i.
@@ -171,6 +197,8 @@ class Segments:
             slots[0],
             count,
             workspace,
+            0,
+            *adapters,
         )
         for i, attention in enumerate(self.attentions, 1):
             attended, end = attention.attend(q, attn[attention.cache_group]).contiguous(), i == len(self.attentions)
@@ -186,6 +214,8 @@ class Segments:
                 slots[0 if end else i],
                 count,
                 workspace,
+                i,
+                *(of_last if end else adapters),
             )
 
     def _between(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,6 +273,13 @@ class _Mixture:
 
     def enter(self, segment: SegmentArgs) -> None:
         segment.mixture = addressof(self.args)
+
+
+def _adapted(layer: nn.Module) -> tuple[Linear | None, ...]:
+    """The linear layers that may have adapters."""
+    mlp = layer.mlp if layer.mlp.native_twin == "mlp" else None
+    of_mlp = (None, None) if mlp is None else (mlp.gate_up_proj, mlp.down_proj)
+    return layer.self_attn.qkv_proj, layer.self_attn.o_proj, *of_mlp
 
 
 def _opted_in(layer: nn.Module, norm: type[Norm]) -> bool:

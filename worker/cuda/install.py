@@ -48,13 +48,14 @@ class TritonOps(Ops):
     takes = frozenset({E4M3, TABLE, GROUP_SIZE})
 
     def __init__(self) -> None:
-        from quire.worker.cuda import triton_bitmask, triton_experts, triton_routing, triton_sampler
+        from quire.worker.cuda import triton_bitmask, triton_experts, triton_lora, triton_routing, triton_sampler
         from quire.worker.cuda import triton_ops as kernels
 
         self.fused_sample = triton_sampler.sample
         self.exclude_by_bitmask = triton_bitmask.exclude_by_bitmask
         self.rms_norm, self.add_rms_norm = kernels.rms_norm, kernels.add_rms_norm
         self.route, self.fused_experts = triton_routing.route, triton_experts.fused_experts
+        self.add_lora = triton_lora.add
         self._multiplies_floats8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
         self.silu_and_mul, self.qk_norm_rope_write = kernels.silu_and_mul, kernels.qk_norm_rope_write
 

@@ -17,6 +17,7 @@ class LayerOps(Protocol):
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     silu_and_mul: Callable[..., torch.Tensor]
     fused_experts: Callable[..., torch.Tensor]
+    add_lora: Callable[..., None]
     quantized_types: tuple[torch.dtype, ...]
     takes: frozenset[str]
 

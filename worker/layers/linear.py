@@ -151,7 +151,9 @@ class LinearMethod:
         return layer.activate(self.apply(layer, x))
 
     def apply_halves(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by a layer with a gated activation without applying that: `[T, out_features]`."""
+        """Multiply by a layer with a gated activation without applying that: `[T, out_features]`, of x's dtype or in
+        float32.
+        """
         return self.apply(layer, x)
 
     def num_bytes(self, layer: Linear) -> int:
@@ -263,7 +265,7 @@ class Linear(nn.Module):
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The product with this rank's weights and, for rows that have an adapter, with the adapter's."""
         out = self.method.apply(self, x)
-        return out if self.lora is None else self.lora.add(x, out)
+        return out if self.lora is None else self.lora.add(x, out, self.ops and self.ops.add_lora)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -352,7 +354,8 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         if not self.gated:
             return self.activate(self.product(x))
         if self.lora is not None and self.lora.applies():
-            return self.activate(self.lora.add(x, self.method.apply_halves(self, x)))
+            halves = self.lora.add(x, self.method.apply_halves(self, x), self.ops and self.ops.add_lora)
+            return self.activate(halves).to(x.dtype)
         return self.method.apply_gated(self, x)
 
 

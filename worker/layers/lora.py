@@ -1,30 +1,63 @@
 """LoRA beside a linear layer: for the rows of a step that have an adapter, `scale * B A x` is added to the layer's own
 product, whatever the format of its weights (arXiv:2106.09685).
 
-The rows of a step are grouped by adapter (`StepLora`), so that a step may mix any adapters and none.
+The rows of a step are grouped by adapter (`StepLora`), so that a step may mix any adapters and none. Platforms replace
+`add_lora`.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from quire.worker.layers.linear import Linear
 
 
 @dataclass(slots=True)
 class LoraRows:
-    """The rows of a step that use one adapter. `index` is None if they are all rows; `scales` `[n, 1]` is None if all
-    are 1.
+    """The rows of a step that use one adapter: `index` int64 `[n]`, ascending; `scales` float32 `[n]`, None if all are
+    1.
     """
 
     key: str
-    index: torch.Tensor | None
+    index: torch.Tensor
     scales: torch.Tensor | None
+    is_all: bool  # whether they are all rows
+    overlaps: bool = False  # whether some of them use another adapter, too
+    packed: Any = None  # the same for the platform's kernels, made once per step
+
+
+@dataclass(slots=True)
+class LoraWeights:
+    """One adapter's matrices for one layer, of the model's dtype: A `[r, in]` of all its parts, and per part the
+    columns of A's product, the columns of the layer's output and B `[out, r]`, which includes the adapter's scale.
+    """
+
+    a: torch.Tensor
+    parts: list[tuple[slice, slice, torch.Tensor]]
+    packed: Any = None  # the same in the form of the platform's kernels, made with the first use
+
+    def to(self, device: torch.device) -> LoraWeights:
+        return LoraWeights(self.a.to(device), [(rows, columns, b.to(device)) for rows, columns, b in self.parts])
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + sum(b.nbytes for _, _, b in self.parts)
+
+
+Adapted = list[tuple["Linear", LoraWeights]]  # an adapter's layers
+Group = tuple[LoraRows, LoraWeights]
 
 
 @dataclass(slots=True)
 class StepLora:
-    """Which rows of the current step use which adapters. One per model; the runner writes it before each step.
+    """Which rows of the current step use which adapters. One per model; `lora.adapters.Adapters` writes it before each
+    step.
 
     The last layer computes fewer rows than the others: those whose hidden states are needed.
     """
@@ -33,6 +66,7 @@ class StepLora:
     rows: list[LoraRows] = field(default_factory=list)
     needed: list[LoraRows] = field(default_factory=list)
     fixed_order: bool = False  # a row's result has the same bits in any step
+    active: OrderedDict[str, Adapted] = field(default_factory=OrderedDict)  # adapters on the device, by key
 
     @property
     def applies(self) -> bool:
@@ -44,21 +78,21 @@ class StepLora:
         return self.rows if num_rows == self.num_tokens else self.needed
 
 
-@dataclass(slots=True)
-class LoraWeights:
-    """One adapter's matrices for one layer, float32: A `[r, in]` of all its parts, and per part the columns of A's
-    product, the columns of the layer's output and B `[out, r]`, which includes the adapter's scale.
+def add_lora(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixed_order: bool = False) -> None:
+    """Add to `out` `[T, out]`, a layer's product of x `[T, in]` or that in float32, what adapters say. Sums are
+    float32; with `fixed_order` those of a row have one order, whatever the other rows.
     """
-
-    a: torch.Tensor
-    parts: list[tuple[slice, slice, torch.Tensor]]
-
-    def to(self, device: torch.device) -> LoraWeights:
-        return LoraWeights(self.a.to(device), [(rows, columns, b.to(device)) for rows, columns, b in self.parts])
-
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + sum(b.nbytes for _, _, b in self.parts)
+    multiply = _one_by_one if fixed_order else _matmul
+    for rows, weights in groups:
+        inner = multiply((x if rows.is_all else x[rows.index]).float(), weights.a.float())
+        if rows.scales is not None:
+            inner = inner * rows.scales[:, None]
+        for ranks, columns, b in weights.parts:
+            added, target = multiply(inner[:, ranks], b.float()), out[:, columns]
+            if rows.is_all:
+                target.copy_(target.float() + added)
+            else:
+                target[rows.index] = (target[rows.index].float() + added).to(out.dtype)
 
 
 class LinearLora:
@@ -72,24 +106,14 @@ class LinearLora:
         """Whether an adapter of the step has matrices for this layer."""
         return any(rows.key in self.weights for rows in self.step.rows)
 
-    def add(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """`out` `[T, out]`, the layer's product of x `[T, in]`, with what the adapters add. Overwrites `out`."""
-        for rows in self.step.of(len(x)):
-            if (weights := self.weights.get(rows.key)) is not None:
-                self._add_one(weights, rows, x, out)
+    def add(self, x: torch.Tensor, out: torch.Tensor, add: Callable[..., None] | None = None) -> torch.Tensor:
+        """`out` `[T, out]`, the layer's product of x `[T, in]`, with what the adapters add. Overwrites `out`. `add` is
+        the platform's `add_lora`.
+        """
+        groups = [(rows, self.weights[rows.key]) for rows in self.step.of(len(x)) if rows.key in self.weights]
+        if groups:
+            (add or add_lora)(x, out, groups, self.step.fixed_order)
         return out
-
-    def _add_one(self, weights: LoraWeights, rows: LoraRows, x: torch.Tensor, out: torch.Tensor) -> None:
-        multiply = _one_by_one if self.step.fixed_order else _matmul
-        inner = multiply((x if rows.index is None else x[rows.index]).float(), weights.a)
-        if rows.scales is not None:
-            inner = inner * rows.scales
-        for ranks, columns, b in weights.parts:
-            added, target = multiply(inner[:, ranks], b), out[:, columns]
-            if rows.index is None:
-                target.copy_(target.float() + added)
-            else:
-                target[rows.index] = (target[rows.index].float() + added).to(out.dtype)
 
 
 def _matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

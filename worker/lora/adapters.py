@@ -16,12 +16,10 @@ from quire.checkpoints.lora import DEFAULT_MAX_LORAS, LoraFiles, folders_at_star
 from quire.configs.config import LoraConfig
 from quire.worker.batch.input_batch import InputBatch
 from quire.worker.layers.linear import Linear
-from quire.worker.layers.lora import LoraRows, LoraWeights, StepLora
+from quire.worker.layers.lora import Adapted, LoraRows, StepLora
 from quire.worker.lora.targets import Piece, Targets, layer_weights
 from quire.worker.messages import LoraUse, NewRequest, StepInput
 from quire.worker.platforms.base import Platform
-
-Weights = list[tuple[Linear, LoraWeights]]
 
 
 def read_matrix(file: safe_open, name: str) -> torch.Tensor:
@@ -52,8 +50,10 @@ class LoraLimits:
         return cls(max_rank(config.max_lora_rank, config.lora_modules, config.lora_dir), max_active, max_loaded)
 
     def num_bytes(self, targets: Targets) -> int:
-        """Bytes of as many adapters of the largest rank, for all layers of a rank."""
-        return self.max_loaded * self.max_rank * targets.bytes_per_rank
+        """Bytes of as many adapters of the largest rank, for all layers of a rank: those in a step are packed for
+        its kernels, beside the copy in RAM.
+        """
+        return (self.max_loaded + self.max_active) * self.max_rank * targets.bytes_per_rank
 
 
 class Adapters:
@@ -68,8 +68,8 @@ class Adapters:
             model.model.step_lora = self.step
         self.platform, self.max_rank = platform, limits.max_rank
         self.max_active, self.max_loaded = limits.max_active, limits.max_loaded
-        self._loaded: OrderedDict[str, Weights] = OrderedDict()  # in RAM, most recently used last
-        self._active: OrderedDict[str, None] = OrderedDict()  # on the device
+        self._loaded: OrderedDict[str, Adapted] = OrderedDict()  # in RAM, most recently used last
+        self._active = self.step.active
         self._rows: dict[int, list[LoraUse]] = {}
 
     # ---- loading
@@ -88,7 +88,7 @@ class Adapters:
             self._deactivate(key)
             self._loaded.pop(key, None)
 
-    def _read(self, lora: LoraFiles) -> Weights:
+    def _read(self, lora: LoraFiles) -> Adapted:
         found = self.targets.check(lora, self.max_rank)
         of_layer: dict[Linear, list[tuple[Piece, torch.Tensor, torch.Tensor]]] = {}
         with safe_open(lora.weights, "pt") as file:
@@ -99,7 +99,7 @@ class Adapters:
                     b = read_matrix(file, matrices.b) * matrices.scale
                     for piece in pieces:
                         of_layer.setdefault(piece.layer, []).append((piece, a, b))
-        return [(layer, layer_weights(pieces)) for layer, pieces in of_layer.items()]
+        return [(layer, layer_weights(pieces, self.targets.dtype)) for layer, pieces in of_layer.items()]
 
     def _drop_some(self, keep: Iterable[str]) -> None:
         for key in [key for key in self._loaded if key not in keep]:
@@ -130,6 +130,7 @@ class Adapters:
         if not self._rows:
             return False
         tokens: dict[str, tuple[list[int], list[float]]] = {}
+        several = {use.key for row in step.rows if len(uses := self._rows.get(row, ())) > 1 for use in uses}
         for i, row in enumerate(step.rows):
             for use in self._rows.get(row, ()):
                 indices, scales = tokens.setdefault(use.key, ([], []))
@@ -140,13 +141,13 @@ class Adapters:
             return False
         self._activate({use.key: use.path for row in step.rows for use in self._rows.get(row, ())})
         num_tokens = self.step.num_tokens = len(batch.input_ids)
-        self.step.rows = [self._group(key, *found, num_tokens) for key, found in tokens.items()]
+        self.step.rows = [self._group(key, *found, num_tokens, key in several) for key, found in tokens.items()]
         if batch.needed_rows is not None:
             places = {token: place for place, token in enumerate(self._needed(step, batch))}
             for key, (indices, scales) in tokens.items():
                 some = [(places[index], scale) for index, scale in zip(indices, scales) if index in places]
                 if some:
-                    self.step.needed.append(self._group(key, *map(list, zip(*some)), len(places)))
+                    self.step.needed.append(self._group(key, *map(list, zip(*some)), len(places), key in several))
         return True
 
     @staticmethod
@@ -156,11 +157,10 @@ class Adapters:
         sampling = batch.sampling
         return [place[row] + position - 1 for row, position in zip(sampling.rows, sampling.positions)] or [0]
 
-    def _group(self, key: str, indices: list[int], scales: list[float], num_rows: int) -> LoraRows:
+    def _group(self, key: str, indices: list[int], scales: list[float], num_rows: int, overlaps: bool) -> LoraRows:
         device = self.platform.device
-        index = None if len(indices) == num_rows else torch.tensor(indices, device=device)
-        of_rows = None if all(scale == 1.0 for scale in scales) else torch.tensor(scales, device=device)[:, None]
-        return LoraRows(key, index, of_rows)
+        of_rows = None if all(scale == 1.0 for scale in scales) else torch.tensor(scales, device=device)
+        return LoraRows(key, torch.tensor(indices, device=device), of_rows, len(indices) == num_rows, overlaps)
 
     def _activate(self, needed: dict[str, str]) -> None:
         for key, folder in needed.items():
@@ -168,9 +168,10 @@ class Adapters:
         self._drop_some(keep=needed)
         for key in needed:
             if key not in self._active:
-                for layer, weights in self._loaded[key]:
-                    layer.lora.weights[key] = weights.to(self.platform.device)
-            self._active[key] = None
+                device = self.platform.device
+                self._active[key] = [(layer, weights.to(device)) for layer, weights in self._loaded[key]]
+                for layer, weights in self._active[key]:
+                    layer.lora.weights[key] = weights
             self._active.move_to_end(key)
         for key in [key for key in self._active if key not in needed]:
             if len(self._active) <= self.max_active:
@@ -178,7 +179,5 @@ class Adapters:
             self._deactivate(key)
 
     def _deactivate(self, key: str) -> None:
-        if key in self._active:
-            del self._active[key]
-            for layer, _ in self._loaded[key]:
-                layer.lora.weights.pop(key, None)
+        for layer, _ in self._active.pop(key, ()):
+            layer.lora.weights.pop(key, None)

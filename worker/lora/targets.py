@@ -53,6 +53,7 @@ class Targets:
         self.pieces: dict[tuple[int, str], list[Piece]] = {}
         names = TensorNames(getattr(model, "renames", None))
         self.num_layers = model.spec.num_hidden_layers
+        self.dtype = model.dtype  # of the adapters' matrices
         self.bytes_per_rank = 0
         for path, layer in model.named_modules():
             if not isinstance(layer, Linear) or ".experts." in path:
@@ -65,7 +66,7 @@ class Targets:
                         widths = layer.in_features + layer.out_features
             if widths:
                 layer.lora = LinearLora(step)
-                self.bytes_per_rank += 4 * widths
+                self.bytes_per_rank += self.dtype.itemsize * widths
 
     def _add(self, key: tuple[int, str], piece: Piece) -> None:
         pieces = self.pieces.setdefault(key, [])
@@ -131,8 +132,8 @@ def _pieces(path: str, layer: Linear) -> Iterator[tuple[str, Piece]]:
         yield path, Piece(layer, layer.out_features, layer.in_features, (), (), everything)
 
 
-def layer_weights(pieces: list[tuple[Piece, torch.Tensor, torch.Tensor]]) -> LoraWeights:
-    """The matrices of one layer from (piece, A, B) of its modules, float32; pieces of one module share an A."""
+def layer_weights(pieces: list[tuple[Piece, torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> LoraWeights:
+    """The matrices of one layer, of `dtype`, from (piece, A, B) of its modules; pieces of one module share an A."""
     stacked: dict[int, tuple[slice, torch.Tensor]] = {}
     parts, start = [], 0
     for piece, a, b in pieces:
@@ -140,5 +141,6 @@ def layer_weights(pieces: list[tuple[Piece, torch.Tensor, torch.Tensor]]) -> Lor
             stacked[id(a)] = slice(start, start + len(a)), narrowed(a, piece.columns)
             start += len(a)
         rows = narrowed(b, piece.rows)
-        parts.append((stacked[id(a)][0], piece.target, (piece.view(rows) if piece.view else rows).contiguous()))
-    return LoraWeights(torch.cat([a for _, a in stacked.values()]).contiguous(), parts)
+        rows = (piece.view(rows) if piece.view else rows).to(dtype).contiguous()
+        parts.append((stacked[id(a)][0], piece.target, rows))
+    return LoraWeights(torch.cat([a for _, a in stacked.values()]).to(dtype).contiguous(), parts)

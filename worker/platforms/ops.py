@@ -16,6 +16,7 @@ from quire.worker.cache.scaled import KVCache, store
 from quire.worker.layers.activation import silu_and_mul
 from quire.worker.layers.delta_rule import gated_delta_rule
 from quire.worker.layers.linear_attention import linear_attention
+from quire.worker.layers.lora import StepLora, add_lora
 from quire.worker.layers.moe import fused_experts
 from quire.worker.layers.norm import add_rms_norm, rms_norm
 from quire.worker.layers.rotary import apply_rotary
@@ -49,10 +50,14 @@ class FusedLayers(Protocol):
         positions: torch.Tensor,
         attn: GroupedMetadata,
         needed_rows: torch.Tensor | None = None,
+        lora: StepLora | None = None,
     ) -> torch.Tensor:
         """Map embedded tokens `[T, H]`, which are overwritten, to the normed result of the last layer, of all tokens or
-        of `needed_rows`.
+        of `needed_rows`, with the adapters of `lora`.
         """
+
+    def takes(self, lora: StepLora) -> bool:
+        """Return whether `run` computes all that the adapters of a step add."""
 
 
 class ArgmaxPrefilter(Protocol):
@@ -115,6 +120,8 @@ class Ops:
     selective_scan = staticmethod(selective_scan)
 
     # ---- matrix products
+
+    add_lora = staticmethod(add_lora)
 
     # types of inputs and weights for which `quantized_method` and `blocks_method` are asked
     quantized_types: tuple[torch.dtype, ...] = (torch.bfloat16,)

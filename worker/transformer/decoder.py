@@ -115,9 +115,10 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         x, residual = self.embed(input_ids, positions, images) if self.first else hidden, None
         deep = images is not None and images.num_deep(self.spec.hidden_size) > 0
-        adapted = self.step_lora is not None and self.step_lora.applies
-        if positions.dim() == 1 and not deep and not adapted and (fused := self.fused_layers()):
-            return fused.run(x, positions, attn, needed_rows)
+        lora = self.step_lora if self.step_lora is not None and self.step_lora.applies else None
+        fused = self.fused_layers() if positions.dim() == 1 and not deep else None
+        if fused is not None and (lora is None or fused.takes(lora)):
+            return fused.run(x, positions, attn, needed_rows, lora)
         rotations = self.rotary_emb(positions)
         *layers, last = self.layers.values()
         for i, layer in enumerate(layers):

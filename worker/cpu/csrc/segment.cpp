@@ -3,7 +3,9 @@
 // processed in pieces whose activations stay in cache, in a workspace that is allocated once.
 #include <algorithm>
 
+#include "gemm.h"
 #include "kernels.h"
+#include "lora.h"
 #include "parallel.h"
 
 namespace {
@@ -11,11 +13,57 @@ namespace {
 constexpr long kBf16 = 1;  // the `dtype` of other kernels
 // Elements between rows of the workspace. Rows at a distance of a multiple of 4 KiB would map to a few cache sets only.
 constexpr long kPad = 32;
+constexpr long kHalvesAtOnce = 256;  // rows whose gate and up are in float32 at a time
 
 void run(const Linear& linear, const bf16* x, long ldx, bf16* out, long ldo, long rows) {
   for (const Linear* part = &linear; part; out += part->width(), part = part->next) {
     const LinearRows all{part, 0, rows};
     run_products(&all, 1, x, ldx, out, ldo, false);
+  }
+}
+
+// The linear layers of a decoder layer, as `LoraRows::layers` numbers them.
+enum AdaptedLinear { kQkv, kO, kGateUp, kDown, kNumAdapted };
+
+// The product, with what adapters add.
+void run_adapted(const Linear& linear, const LoraStep& lora, const bf16* x, long ldx, bf16* out, long ldo, long rows) {
+  run(linear, x, ldx, out, ldo, rows);
+  add_lora(lora, x, ldx, out, ldo);
+}
+
+// Applies the activation to halves [rows, 2 * width], which are interleaved like a packed weight: 16 columns of the gate, 16 of up.
+void activate_rows(int kind, const float* halves, long ldh, bf16* out, long ldo, long rows, long width) {
+  parallel_for(rows, std::max(1L, (1L << 15) / width), [&](long r) {
+    const float* from = halves + r * ldh;
+    for (long i = 0; i < width; i += 16) {
+      alignas(32) bf16 values[16];
+      store(values, activate(kind, load(from + 2 * i), load(from + 2 * i + 16)));
+      memcpy(out + r * ldo + i, values, std::min(16L, width - i) * sizeof(bf16));
+    }
+  });
+}
+
+thread_local Scratch halves_scratch;
+
+// The product of a gated layer, for which adapters add to the gate and up before the activation. The sums and their
+// rounding are those of the product that applies the activation itself.
+void run_gated(const Linear& linear, const LoraStep& lora, const bf16* x, long ldx, bf16* out, long ldo, long rows) {
+  if (!lora.applies()) return run(linear, x, ldx, out, ldo, rows);
+  Linear both = linear;
+  both.n = quire_gemm_packed_columns(linear.n, 1), both.gated = 0;
+  for (long t = 0; t < rows; t += kHalvesAtOnce) {
+    const long count = std::min(kHalvesAtOnce, rows - t), ldh = both.n + kPad;
+    const LoraStep step{lora.groups, lora.count, lora.layer, lora.begin + t, lora.begin + t + count};
+    x += t > 0 ? kHalvesAtOnce * ldx : 0, out += t > 0 ? kHalvesAtOnce * ldo : 0;
+    if (!step.applies()) {
+      run(linear, x, ldx, out, ldo, count);
+      continue;
+    }
+    float* halves = (float*)halves_scratch.get(kHalvesAtOnce * ldh * sizeof(float));
+    const LinearRows all{&both, 0, count};
+    run_products(&all, 1, x, ldx, halves, ldh, true);
+    add_lora(step, x, ldx, halves, ldh);
+    activate_rows(int(linear.gated), halves, ldh, out, ldo, count, linear.n / 2);
   }
 }
 
@@ -86,23 +134,28 @@ bool qkv_to_cache(const Segment& s, const bf16* x, long ldx, bf16* out, const lo
 }
 
 // Runs the segment on `rows` tokens. x and inner are workspace, with row strides hidden + kPad and MLP width + kPad.
-void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long rows, bf16* x, bf16* inner) {
+// lora.layer is the number of the next layer's first linear layer.
+void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long rows, bf16* x, bf16* inner, const LoraStep& lora) {
+  const LoraStep after = lora.of(lora.layer + kQkv), before = lora.of(lora.layer - kNumAdapted);
   const long ldx = s.hidden + kPad, ldi = s.gate_up.width() + kPad;
   bf16* normed = s.qkv.k ? x : out;
   const long ldn = s.qkv.k ? ldx : s.hidden;
   if (s.o_proj.k) {
-    run(s.o_proj, attended, lda, x, ldx, rows);
+    run_adapted(s.o_proj, before.of(before.layer + kO), attended, lda, x, ldx, rows);
     if (s.o_proj_norm) add_norm(s, x, ldx, nullptr, s.o_proj_norm, x, ldx, rows);
     add_norm(s, x, ldx, residual, s.mlp_norm, x, ldx, rows);
     if (s.mixture) run_mixture(*s.mixture, x, ldx, rows);
-    else run(s.gate_up, x, ldx, inner, ldi, rows), run(s.down, inner, ldi, x, ldx, rows);
+    else {
+      run_gated(s.gate_up, before.of(before.layer + kGateUp), x, ldx, inner, ldi, rows);
+      run_adapted(s.down, before.of(before.layer + kDown), inner, ldi, x, ldx, rows);
+    }
     if (s.down_norm) add_norm(s, x, ldx, nullptr, s.down_norm, x, ldx, rows);
     add_norm(s, x, ldx, residual, s.norm, normed, ldn, rows);
   } else {
     add_norm(s, residual, s.hidden, nullptr, s.norm, normed, ldn, rows);
   }
-  if (!s.qkv.k || qkv_to_cache(s, x, ldx, out, positions, slots, rows)) return;
-  run(s.qkv, x, ldx, out, s.cache.ld_qkv, rows);
+  if (!s.qkv.k || (!after.applies() && qkv_to_cache(s, x, ldx, out, positions, slots, rows))) return;
+  run_adapted(s.qkv, after, x, ldx, out, s.cache.ld_qkv, rows);
   quire_qkv_to_cache(&s.cache, out, positions, slots, rows);
 }
 
@@ -124,23 +177,27 @@ double quire_segment_conflicts(bf16* workspace, long hidden, long at_once) { ret
 // Runs one segment on all tokens. attended: [tokens, o_proj.k], row stride lda; the first segment does not read it.
 // residual: [tokens, hidden], added to. out: [tokens, qkv.n], row stride cache.ld_qkv, with q rotated; k and v go to
 // the cache and their columns of `out` are undefined. For the last segment, out is [tokens, hidden], the normed sum.
-// All other tensors are contiguous.
-void quire_run_segment(const Segment* s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long tokens, bf16* workspace) {
+// All other tensors are contiguous. number: of the segment, for the adapters `lora` of the tokens.
+void quire_run_segment(const Segment* s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long tokens, bf16* workspace, long number,
+                       const LoraRows* lora, long num_lora) {
   const long ldo = s->qkv.k ? s->cache.ld_qkv : s->hidden, pieces = (tokens + s->at_once - 1) / s->at_once;
   const long each = pieces > 1 ? ((tokens + pieces - 1) / pieces + 31) / 32 * 32 : tokens;
-  for (long t = 0; t < tokens; t += each)
-    run_tokens(*s, attended + t * lda, lda, residual + t * s->hidden, out + t * ldo, positions + t, slots + t, std::min(each, tokens - t), workspace,
-               workspace + s->at_once * (s->hidden + kPad));
+  for (long t = 0; t < tokens; t += each) {
+    const long rows = std::min(each, tokens - t);
+    run_tokens(*s, attended + t * lda, lda, residual + t * s->hidden, out + t * ldo, positions + t, slots + t, rows, workspace, workspace + s->at_once * (s->hidden + kPad),
+               {lora, num_lora, number * kNumAdapted, t, t + rows});
+  }
 }
 
 // Runs all layers of a step. The arguments from seq_lens to path are those of quire_paged_attention.
 // segments: num_layers + 1. residual: [tokens, hidden], added to.
 // qkv [tokens, qkv.n], row stride cache.ld_qkv, and attended [tokens, o_proj.k], row stride lda: buffers.
 // out: [num_wanted, hidden], for the tokens with the indices in `wanted` (ascending), or for all if `wanted` is null.
+// lora: the adapters of the tokens; wanted_lora: those of the wanted tokens, by their places among these.
 void quire_run_layers(const Segment* segments, long num_layers, bf16* residual, bf16* qkv, bf16* attended, long lda, bf16* out, const long* positions,
                       const CacheGroup* groups, long tokens, bf16* workspace, const int* seq_lens, const int* query_start_loc, long num_requests, int path,
-                      const long* wanted, long num_wanted) {
-  quire_run_segment(segments, nullptr, 0, residual, qkv, positions, groups[segments->group].slots, tokens, workspace);
+                      const long* wanted, long num_wanted, const LoraRows* lora, long num_lora, const LoraRows* wanted_lora, long num_wanted_lora) {
+  quire_run_segment(segments, nullptr, 0, residual, qkv, positions, groups[segments->group].slots, tokens, workspace, 0, lora, num_lora);
   for (const Segment *s = segments + 1, *last = segments + num_layers; s <= last; s++) {
     const CacheGroup& group = groups[s[-1].group];
     quire_paged_attention(s->attention, qkv, segments->cache.ld_qkv, attended, lda, group.block_table, group.ld_table, seq_lens, query_start_loc, num_requests, path, s == last ? wanted : nullptr,
@@ -148,9 +205,9 @@ void quire_run_layers(const Segment* segments, long num_layers, bf16* residual, 
     if (s == last && wanted) {
       keep_rows(attended, lda, s->o_proj.k, wanted, num_wanted);
       keep_rows(residual, s->hidden, s->hidden, wanted, num_wanted);
-      tokens = num_wanted;
+      tokens = num_wanted, lora = wanted_lora, num_lora = num_wanted_lora;
     }
-    quire_run_segment(s, attended, lda, residual, s < last ? qkv : out, positions, groups[s->group].slots, tokens, workspace);
+    quire_run_segment(s, attended, lda, residual, s < last ? qkv : out, positions, groups[s->group].slots, tokens, workspace, s - segments, lora, num_lora);
   }
 }
 }

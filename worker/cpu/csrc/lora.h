@@ -1,0 +1,45 @@
+// What LoRA adapters add to the products of linear layers, for the rows of a step that have one.
+#pragma once
+
+#include <cstdint>
+
+#include "simd.h"
+
+// Rows of a layer's output that are rows of one module of the adapter.
+struct LoraPart {
+  const void* b;     // [ceil(columns / 32)][rank][32], padded with zeros
+  long first, rank;  // its entries of the product with A
+  long columns;
+  long at, step;     // its column i is column at + i / 16 * step + i % 16 of the output
+};
+
+// An adapter's matrices for one layer. a = null: none.
+struct LoraMatrices {
+  const void* a;  // [rank, k], padded with zeros to multiples of 4 and 32
+  long rank, k;
+  const LoraPart* parts;
+  long num_parts;
+};
+
+// The rows of a step that use one adapter, ascending. A row may have several adapters.
+struct LoraRows {
+  const int64_t* rows;
+  const float* scales;  // null: all 1
+  long count;
+  const LoraMatrices* layers;
+};
+
+// The adapters' share in rows [begin, end) of a step, of the layer with the number `layer` in `LoraRows::layers`.
+struct LoraStep {
+  const LoraRows* groups;
+  long count, layer, begin, end;
+
+  LoraStep of(long number) const { return {groups, count, number, begin, end}; }
+  // Whether it adds anything.
+  bool applies() const;
+};
+
+// Adds to out [end - begin, ..] what the adapters say about x [end - begin, k]. The sums of a row have one order,
+// whatever the other rows.
+template <typename T, typename O>
+void add_lora(const LoraStep& step, const T* x, long ldx, O* out, long ldo);

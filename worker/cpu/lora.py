@@ -1,0 +1,129 @@
+"""LoRA adapters for the native kernels (csrc/lora.cpp): their matrices, packed when an adapter is first used, beside
+single layers and beside all layers of a decoder in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Array, addressof
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+
+from quire.worker.cpu.native import KERNELS, LoraMatricesArgs, LoraPartArgs, LoraRowsArgs
+from quire.worker.cpu.ops import DTYPES
+from quire.worker.layers.linear import Linear
+from quire.worker.layers.lora import Adapted, Group, LoraRows, LoraWeights, StepLora, add_lora
+
+_VECTOR = 16  # columns of a gate, and of up, that alternate in the product of a packed weight
+
+
+class PackedLora:
+    """One adapter's matrices for one layer."""
+
+    def __init__(self, weights: LoraWeights):
+        self.rank, self.k = weights.a.shape
+        self.a = F.pad(weights.a, (0, -self.k % 32, 0, -self.rank % 4)).contiguous()
+        self.parts = [(ranks, columns, _blocked(b)) for ranks, columns, b in weights.parts]
+        self._owned: list[Array] = []
+        self.alone = self.args()
+
+    @classmethod
+    def of(cls, weights: LoraWeights) -> PackedLora:
+        if weights.packed is None:
+            weights.packed = cls(weights)
+        return weights.packed
+
+    def args(self, half: int | None = None) -> LoraMatricesArgs:
+        """The C struct, which this object must outlive. With `half` the layer's output is a gate and up of that many
+        columns each, as they alternate in a packed weight.
+        """
+        parts = (LoraPartArgs * len(self.parts))(*(
+            (b.data_ptr(), ranks.start, ranks.stop - ranks.start, columns.stop - columns.start, *_place(columns, half))
+            for ranks, columns, b in self.parts
+        ))  # fmt: skip
+        self._owned.append(parts)
+        return LoraMatricesArgs(self.a.data_ptr(), self.rank, self.k, addressof(parts), len(parts))
+
+
+def _blocked(b: torch.Tensor) -> torch.Tensor:
+    """B `[out, r]` as `[out / 32, r, 32]`."""
+    return F.pad(b, (0, 0, 0, -len(b) % 32)).view(-1, 32, b.shape[1]).transpose(1, 2).contiguous()
+
+
+def _place(columns: slice, half: int | None) -> tuple[int, int]:
+    """(where the columns begin, the distance of their vectors) in a layer's output."""
+    if half is None:
+        return columns.start, _VECTOR
+    is_up = columns.start >= half
+    begin, end = (columns.start - half, columns.stop - half) if is_up else (columns.start, columns.stop)
+    assert end <= half and begin % _VECTOR == 0, "a part is of the gate or of up"
+    return 2 * begin + _VECTOR * is_up, 2 * _VECTOR
+
+
+def _rows(rows: LoraRows, layers: int) -> tuple[int, int | None, int, int]:
+    """`LoraRowsArgs` for the matrices at the address `layers`."""
+    assert rows.index.dtype == torch.int64
+    return rows.index.data_ptr(), None if rows.scales is None else rows.scales.data_ptr(), len(rows.index), layers
+
+
+def add_native(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixed_order: bool = False) -> None:
+    """`add_lora`, whose sums always have one order."""
+    if x.dtype not in DTYPES or out.dtype not in (x.dtype, torch.float32) or out.stride(1) != 1:
+        return add_lora(x, out, groups, fixed_order)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    args = (LoraRowsArgs * len(groups))(
+        *(_rows(rows, addressof(PackedLora.of(weights).alone)) for rows, weights in groups)
+    )
+    KERNELS.lib.quire_add_lora(
+        args,
+        len(groups),
+        x.data_ptr(),
+        x.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        len(x),
+        DTYPES[x.dtype],
+        DTYPES[out.dtype],
+    )
+
+
+class SegmentsLora:
+    """The adapters of decoder layers that run in one call. `linears` are four per layer, in the order of
+    `AdaptedLinear` in csrc/segment.cpp; None is a layer that takes no adapter.
+    """
+
+    def __init__(self, linears: Sequence[Sequence[Linear | None]]):
+        self.linears = list(chain(*linears))
+        self._tables: dict[str, tuple[Adapted, Array | None, list[PackedLora]]] = {}
+
+    def takes(self, step: StepLora) -> bool:
+        """Whether the adapters of a step have matrices for these layers only."""
+        return all(self._table(rows.key, step) is not None for rows in step.rows)
+
+    def args(self, step: StepLora, groups: Sequence[LoraRows]) -> Array:
+        """`groups` of the step for the native call."""
+        return (LoraRowsArgs * len(groups))(
+            *(_rows(rows, addressof(self._table(rows.key, step))) for rows in groups)
+        )
+
+    def _table(self, key: str, step: StepLora) -> Array | None:
+        """An adapter's matrices for each of the layers, or None if it has some for others."""
+        adapted = step.active[key]
+        known = self._tables.get(key)
+        if known is None or known[0] is not adapted:
+            self._tables = {one: table for one, table in self._tables.items() if one in step.active}
+            known = self._tables[key] = (adapted, *self._build(adapted))
+        return known[1]
+
+    def _build(self, adapted: Adapted) -> tuple[Array | None, list[PackedLora]]:
+        weights = {id(linear): of_layer for linear, of_layer in adapted}
+        if not weights.keys() <= {id(linear) for linear in self.linears if linear is not None}:
+            return None, []
+        table, owners = (LoraMatricesArgs * len(self.linears))(), []
+        for i, linear in enumerate(self.linears):
+            if (of_layer := weights.get(id(linear))) is not None:
+                owners.append(PackedLora.of(of_layer))
+                table[i] = owners[-1].args(linear.out_features // 2 if linear.gated else None)
+        return table, owners
