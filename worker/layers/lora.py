@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from quire.worker.layers.linear import Linear
+from torch import nn
 
 
 @dataclass(slots=True)
@@ -50,7 +48,7 @@ class LoraWeights:
         return self.a.nbytes + sum(b.nbytes for _, _, b in self.parts)
 
 
-Adapted = list[tuple["Linear", LoraWeights]]  # an adapter's layers
+Adapted = list[tuple[nn.Module, LoraWeights]]  # an adapter's linear layers
 Group = tuple[LoraRows, LoraWeights]
 
 
