@@ -215,7 +215,7 @@ class SchedulerConfig:
         None,
         (
             "several tokens of a request per step, as vLLM's JSON: "
-            '{"method": "auto"|"ngram"|"suffix"|"grammar"|"draft_model"|"none", "model": MODEL of a draft_model, '
+            '{"method": "auto"|"ngram"|"suffix"|"grammar"|"mtp"|"draft_model"|"none", "model": MODEL of draft_model, '
             '"num_speculative_tokens": 1 to 64} (default: auto where it cannot change a text)'
         ),
         metavar="JSON",

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_DRAFT = 64  # draft tokens of one request that a step may verify
-METHODS = ("auto", "ngram", "suffix", "grammar", "draft_model", "none")
+METHODS = ("auto", "ngram", "suffix", "grammar", "mtp", "draft_model", "none")
 _NEED_A_MODEL = {
-    "mtp": "prediction heads of checkpoints (MTP) are not supported yet",
     "eagle": "EAGLE heads are not supported yet",
     "eagle3": "EAGLE-3 heads are not supported yet",
 }

@@ -369,11 +369,11 @@ def causal_lm_class(model_type: str) -> Any:
     return getattr(transformers, names.get(model_type) or "Mistral4ForCausalLM")  # which is not listed there
 
 
-def redraw(model: Any) -> None:
+def redraw(model: Any, seed: int = 0) -> None:
     """Weights large enough for every part to matter; norms, biases and sinks away from their defaults."""
     import torch
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("A_log", "dt_bias")):

@@ -33,7 +33,7 @@ from quire.worker.platforms.ops import Ops
 from quire.worker.platforms.platform import get_platform
 from quire.worker.sampling.speculation.choice import STEP_DRAFTS, Speculation, resolve_speculation
 from quire.worker.sampling.speculation.draft_spec import draft_quantization, read_draft_spec
-from quire.worker.transformer.config import LayerSpec, ModelSpec, cache_specs, state_specs
+from quire.worker.transformer.config import LayerSpec, ModelSpec, cache_spec, cache_specs, state_specs
 from quire.worker.transformer.decoder import stage_layers
 from quire.worker.transformer.moe_spec import MoESpec
 
@@ -247,6 +247,8 @@ def cache_plan(config: Config, spec: ModelSpec, limits: Limits) -> CachePlan:
     """The groups of layers that share block tables, the same on every rank."""
     tp, kv = config.parallel.tensor_parallel_size, limits.kv
     plan = plan_cache(cache_specs(spec, kv.dtype.itemsize, tp, kv.scale_bytes), state_specs(spec, tp))
+    if limits.speculation.head:
+        return add_drafting(plan, [cache_spec(spec.mtp.layer, kv.dtype.itemsize, tp, kv.scale_bytes)])
     if limits.draft is None:
         return plan
     return add_drafting(plan, cache_specs(limits.draft, kv.dtype.itemsize, tp, kv.scale_bytes))
@@ -408,6 +410,7 @@ def preview(config: Config) -> WorkerReady:
     if warning := platform.ops_warning():
         logger.warning("%s", warning)
     limits = resolve_limits(config, spec, platform)
+    spec = replace(spec, has_head=limits.speculation.head)
     total, available = platform.memory(num_ranks)
     plan, num_blocks, num_states, choices = plan_memory(
         config,

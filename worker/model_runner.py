@@ -33,6 +33,8 @@ from quire.worker.sampling.pooling import Pooled, Pooling
 from quire.worker.sampling.sampler import RowLogprobs, Sampled, Sampler
 from quire.worker.sampling.speculation.choice import Speculation
 from quire.worker.sampling.speculation.draft_model import DraftModel
+from quire.worker.sampling.speculation.drafter import ModelDrafter
+from quire.worker.sampling.speculation.head import HeadDrafter
 from quire.worker.sampling.speculation.speculator import Speculator, accepted, num_accepted
 from quire.worker.transformer.decoder import CausalLM
 
@@ -161,9 +163,10 @@ class ModelRunner:
         self.sampler = sampler or Sampler(table, platform)
         self.speculator = None
         if speculation is not None:
-            drafting = None
-            if draft is not None:
-                drafting = DraftModel(draft, table, backend, platform, max_num_tokens, self.sampler)
+            drafting: ModelDrafter | None = None
+            if draft is not None or speculation.head:
+                cls = HeadDrafter if speculation.head else DraftModel
+                drafting = cls(draft or model, table, backend, platform, max_num_tokens, self.sampler)
             most = num_spares if table.has_states else MAX_DRAFT * table.max_num_reqs
             self.speculator = Speculator(speculation, self.sampler.grammars, most, drafting)
             table.register(self.speculator)
@@ -290,7 +293,7 @@ class ModelRunner:
         if self.images is not None:
             errors |= self.images.errors(step)
         scored, pools = self.prompt_logprobs.needed(step), self.pooling.needed(step)
-        keeps_all = scored or pools
+        keeps_all = scored or pools or (self.speculator is not None and self.speculator.needs_hidden)
         if self.stage.last and step.samples:
             self.sampler.grammars.begin(batch.sampling)
         batch.needed_rows = None if keeps_all or not self.stage.last else self._sampled_rows(batch)
@@ -320,7 +323,7 @@ class ModelRunner:
         if batch.drafts and self.spare_states is not None:
             self.spare_states.keep(batch, self._num_accepted(batch, token_ids.tolist()))
         if self.speculator is not None:
-            self.speculator.follow(step)
+            self.speculator.follow(batch, hidden)
         event = self.platform.event()
         if token_ids is not None:
             self.sampler.grammars.sampled(batch.sampling, token_ids, event)

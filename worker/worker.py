@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -114,6 +115,7 @@ class Worker:
         self._join_ranks(platform)
         pooling = read_pooling(config.model.model, spec, config.model.pooling, config.model.matryoshka)
         limits = memory.resolve_limits(config, spec, platform)
+        spec = replace(spec, has_head=limits.speculation.head)
         model = self._load_model(spec, limits, platform, progress)
         one_call = pack_experts(model)
         self.draft = self._load_draft(spec, limits, platform, progress)

@@ -14,6 +14,7 @@ from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.mla import MLA_DEFAULTS, MLAFamily
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, routing, sigmoid_routing
 from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
+from quire.worker.transformer.mtp_spec import WithMTP
 from quire.worker.transformer.reader import COMMON_DEFAULTS, text_part
 from quire.worker.transformer.rope import RopeSpec
 
@@ -119,7 +120,7 @@ class DeepseekV2(V2Experts, MLAFamily, CausalLM):
         values["rope_interleaved"] = True
 
 
-class DeepseekV3(DeepseekV2):
+class DeepseekV3(WithMTP, DeepseekV2):
     config_defaults = DeepseekV2.config_defaults | {
         "model_type": "deepseek_v3",
         "vocab_size": 129280,

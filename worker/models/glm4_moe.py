@@ -7,10 +7,11 @@ from typing import Any
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, sigmoid_routing
 from quire.worker.transformer.moe_spec import MoESpec
+from quire.worker.transformer.mtp_spec import WithMTP
 from quire.worker.transformer.reader import COMMON_DEFAULTS
 
 
-class Glm4Moe(MoEFamily, CausalLM):
+class Glm4Moe(WithMTP, MoEFamily, CausalLM):
     config_defaults = (
         COMMON_DEFAULTS
         | MOE_DEFAULTS

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.worker.transformer.config import LayerSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, softmax_routing
 from quire.worker.transformer.moe_spec import MoESpec
+from quire.worker.transformer.mtp_spec import WithMTP
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, STATE
 from quire.worker.transformer.state_spec import DeltaSpec
 
 _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 
 
-class Qwen35(CausalLM):
+class Qwen35(WithMTP, CausalLM):
+    mtp_names: ClassVar[dict[str, str]] = {}
+    mtp_key = "mtp_num_hidden_layers"
     config_defaults = COMMON_DEFAULTS | {
         "model_type": "qwen3_5_text",
         "vocab_size": 248320,

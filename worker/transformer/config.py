@@ -58,6 +58,14 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MTPSpec:
+    """A head with one layer that drafts tokens (`mtp.py`). Of several heads only the first is used."""
+
+    layer: LayerSpec
+    names: tuple[tuple[str, str], ...] = ()  # parts of names of the head's tensors, and those in the files
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The shape of a decoder. Sizes are those of the whole model, not of a rank."""
 
@@ -97,6 +105,8 @@ class ModelSpec:
     implementation: str = "quire"  # or transformers, which reads the model from `folder`
     folder: str = ""
     vision: VisionSpec | None = None  # None: images are not served
+    mtp: MTPSpec | None = None  # a head that drafts tokens, if config.json has one
+    has_head: bool = False  # whether it is part of the model
     tower_prefixes: tuple[str, ...] = ()  # beginnings of the names of a wrapper's tensors outside the language model
 
     @property
@@ -205,6 +215,11 @@ def dtype_of_weights(folder: str) -> str:
     """
     dtypes = (tensor.dtype for _, tensor in _stored_tensors(folder))
     return next((_SAFETENSORS_DTYPES[dtype] for dtype in dtypes if dtype in _SAFETENSORS_DTYPES), "float32")
+
+
+def has_tensor(folder: str, end: str) -> bool:
+    """Whether the name of a tensor in the files is `end`, or ends with "." and it."""
+    return any(f".{name}".endswith(f".{end}") for name, _ in _stored_tensors(folder))
 
 
 def _stored_tensors(folder: str) -> Iterator[tuple[str, StoredTensor]]:

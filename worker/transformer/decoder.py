@@ -25,6 +25,7 @@ from quire.worker.platforms.ops import FusedLayers, Ops
 from quire.worker.transformer.blocks import BLOCKS, DecoderLayer
 from quire.worker.transformer.config import LayerSpec, ModelSpec
 from quire.worker.transformer.moe import MoE
+from quire.worker.transformer.mtp import PredictionHead
 from quire.worker.transformer.names import TensorNames, below
 from quire.worker.transformer.reader import ConfigReader
 
@@ -195,6 +196,8 @@ class CausalLM(ConfigReader, nn.Module):
         if self.model.last and spec.has_lm_head:
             name = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
             tied_to = self.model.embed_tokens if spec.tie_word_embeddings and self.model.first else None
+            if spec.has_head:
+                self.mtp = PredictionHead(spec, weights)
             self.lm_head = ParallelLMHead(spec.vocab_size, spec.hidden_size, name, tied_to, weights.head(name))
 
     @property
@@ -237,6 +240,15 @@ class CausalLM(ConfigReader, nn.Module):
             logits = logits.mul_(self.spec.logit_scale)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    def predict(
+        self, next_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata
+    ) -> torch.Tensor:
+        """Map hidden states `[T, H]` of tokens at `positions`, and the tokens `[T]` that follow them, to hidden states
+        of the head that drafts tokens: `logits` makes of them those of the tokens after the next ones.
+        """
+        rotation = self.model.rotary_emb(positions).get(self.mtp.rope)
+        return self.mtp(self.model.embed(next_ids, positions), hidden, rotation, attn)
+
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
         """Map pooled hidden states `[P, H]` float32 to the classifier's logits `[P, num_labels]` float32."""
         if tokens := self.pooler.score_tokens:
@@ -275,7 +287,8 @@ class CausalLM(ConfigReader, nn.Module):
     def tensor_names(self, names: Collection[str]) -> TensorNames:
         """The names of this model's tensors in files that hold the tensors `names`."""
         ignored = (*self.ignored, *map(below, self.spec.tower_prefixes))
-        found = TensorNames(self.renames, ignored, transposed=self.transposed)
+        renames = self.renames | (dict(self.spec.mtp.names) if self.spec.has_head else {})
+        found = TensorNames(renames, ignored, transposed=self.transposed)
         return found.placed(names, "model.embed_tokens.weight")
 
     def has_elsewhere(self, name: str, names: TensorNames) -> bool:

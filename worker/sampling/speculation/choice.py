@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quire.configs.config import Config
 from quire.configs.speculation import SpeculationSettings, read_speculation
 from quire.worker.platforms.base import Platform
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.transformer.config import ModelSpec, has_tensor
 
 STEP_DRAFTS = 32  # drafts of all requests that a step may verify when their number adapts
 ADAPTIVE_MAX = 16  # drafts of a request in a step without num_speculative_tokens
@@ -26,10 +26,11 @@ class Speculation:
     num_draft: int | None = None
     by_match: bool = False  # no more drafts than tokens that matched
     model: str | None = None  # folder of a draft model
+    head: bool = False  # the checkpoint's prediction head
 
     @property
     def is_on(self) -> bool:
-        return self.prediction or self.grammar or self.lookup is not None or self.model is not None
+        return self.prediction or self.grammar or self.lookup is not None or self.model is not None or self.head
 
 
 def resolve_speculation(
@@ -40,6 +41,8 @@ def resolve_speculation(
     settings = read_speculation(text) if text is not None else SpeculationSettings()
     if settings.method == "none":
         return Speculation(), ("speculation", "none", "as asked")
+    if settings.method == "mtp":
+        check_head(config, spec)
     if reason := _obstacle(config, spec, platform):
         return Speculation(), ("speculation", "none", reason)
     if text is None and not deterministic:
@@ -64,9 +67,24 @@ def _of_method(settings: SpeculationSettings) -> Speculation:
             return Speculation(True, False, (1, 24), settings.num_draft, by_match=settings.num_draft is None)
         case "draft_model":
             return Speculation(True, False, None, settings.num_draft, model=settings.model)
+        case "mtp":
+            return Speculation(True, False, None, settings.num_draft, head=True)
         case "grammar":
             return Speculation(True, True, None, settings.num_draft)
     return Speculation(True, True, (1 if settings.num_draft else 3, 16), settings.num_draft)
+
+
+def check_head(config: Config, spec: ModelSpec) -> None:
+    """Raise ValueError unless the checkpoint has a prediction head that is supported."""
+    name, folder = "--speculative-config: method mtp", config.model.model
+    if (spec.raw.get("quantization_config") or {}).get("quant_method") == "gguf":
+        raise ValueError(f"{name}: prediction heads of GGUF files are not supported")
+    without = f"{name}: the model has no prediction head (MTP)"
+    if spec.mtp is None:
+        raise ValueError(f"{without}: config.json of {spec.architecture} names none")
+    fc = dict(spec.mtp.names).get("mtp.fc", "mtp.fc").removeprefix("model.")
+    if config.model.load_format != "dummy" and not has_tensor(folder, f"{fc}.weight"):
+        raise ValueError(f"{without}: its files have no tensor {fc}.weight")
 
 
 def _obstacle(config: Config, spec: ModelSpec, platform: Platform) -> str | None:

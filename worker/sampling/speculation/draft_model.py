@@ -28,7 +28,9 @@ def place_after(model: CausalLM, num_layers: int) -> None:
 
 
 class DraftModel:
-    """Runs the draft model over the request table of the model that it drafts for."""
+    """A `ModelDrafter` that runs the draft model over the request table of the model that it drafts for."""
+
+    needs_hidden = False
 
     def __init__(
         self,
@@ -68,10 +70,11 @@ class DraftModel:
             self.table.write_drafts(rows, [known[i] + place for i in mine], token_ids)
         return drafts
 
-    def follow(self, step: StepInput, drafted: dict[int, int]) -> None:
-        """Compute keys and values of the tokens of `step`, without those that were computed while `drafted[i]` tokens
+    def follow(self, batch: InputBatch, hidden: torch.Tensor, drafted: dict[int, int]) -> None:
+        """Compute keys and values of the tokens of a step, without those that were computed while `drafted[i]` tokens
         were drafted. Requests without drafts are no exception: others may share their blocks.
         """
+        step = batch.step
         computed = [start + drafted.get(i, 0) for i, start in enumerate(step.num_computed)]
         counts = [count - drafted.get(i, 0) for i, count in enumerate(step.num_scheduled)]
         self._run(self._batch(step.step, step.rows, computed, counts), self.buffers.arange[:1])

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 
-from quire.worker.messages import NewRequest
+from quire.worker.attention.base import AttentionBackend
+from quire.worker.batch.input_batch import InputBatch
+from quire.worker.messages import NewRequest, StepInput
+from quire.worker.platforms.ops import Ops
 
 
 class History:
@@ -51,3 +55,23 @@ class Drafter(Protocol):
 
     def propose(self, row: int, history: History, limit: int) -> list[int]:
         """Likely next tokens of the request in `row`, at most `limit`; [] for none."""
+
+
+class ModelDrafter(Protocol):
+    """A source of drafts that computes them on the device, when the step that verifies them begins."""
+
+    needs_hidden: bool  # whether `follow` reads hidden states
+
+    def use(self, ops: Ops, backend: AttentionBackend) -> None:
+        """Switch to a platform's operations."""
+
+    def draft(self, step: StepInput, counts: dict[int, int]) -> dict[int, list[int]]:
+        """`counts[i]` likely next tokens of the requests at batch positions i of `step`, whose tables are up to date.
+
+        They are written to the token table.
+        """
+
+    def follow(self, batch: InputBatch, hidden: torch.Tensor, drafted: dict[int, int]) -> None:
+        """Take the tokens of a step, and the sampled ones after them in the token table. `hidden` `[T, H]` are their
+        hidden states, if it needs them; `drafted[i]` tokens were drafted by this drafter for batch position i.
+        """

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from quire.configs.speculation import MAX_DRAFT
+from quire.worker.batch.input_batch import InputBatch
 from quire.worker.messages import NewRequest, StepInput
 from quire.worker.sampling.grammar import GrammarRows
 from quire.worker.sampling.speculation.choice import ADAPTIVE_MAX, STEP_DRAFTS, Speculation
-from quire.worker.sampling.speculation.draft_model import DraftModel
-from quire.worker.sampling.speculation.drafter import Drafter, History
+from quire.worker.sampling.speculation.drafter import Drafter, History, ModelDrafter
 from quire.worker.sampling.speculation.forced import GrammarDrafter
 from quire.worker.sampling.speculation.lookup import LookupDrafter, PredictionDrafter
 
@@ -68,7 +70,7 @@ class Speculator:
     """A `RowState`. One step at a time: `after_step` sees a step's tokens before the next step begins."""
 
     def __init__(
-        self, speculation: Speculation, grammars: GrammarRows, most: int, model: DraftModel | None = None
+        self, speculation: Speculation, grammars: GrammarRows, most: int, model: ModelDrafter | None = None
     ) -> None:
         """A step may verify `most` drafts."""
         self.grammars, self.most, self.model = grammars, most, model
@@ -108,11 +110,17 @@ class Speculator:
                 rows[i].draft = draft
         return {i: row.draft[: step.num_draft[i]] for i, row in rows.items()}
 
-    def follow(self, step: StepInput) -> None:
-        """Let the draft model take the tokens of `step`."""
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether `follow` reads the hidden states of all tokens."""
+        return self.model is not None and self.model.needs_hidden
+
+    def follow(self, batch: InputBatch, hidden: torch.Tensor) -> None:
+        """Let the drafting model take the tokens of a step, whose successors are in the token table."""
         if self.model is not None:
-            by_model = (i for i in step.num_draft if self.rows[step.rows[i]].by_model)
-            self.model.follow(step, {i: step.num_draft[i] for i in by_model})
+            num_draft = batch.step.num_draft
+            by_model = (i for i in num_draft if self.rows[batch.step.rows[i]].by_model)
+            self.model.follow(batch, hidden, {i: num_draft[i] for i in by_model})
 
     def after_step(
         self, step: StepInput, verified: dict[int, list[int]], token_ids: list[list[int]]

@@ -1,0 +1,113 @@
+"""Drafts of prediction heads (MTP) are those of a torch twin of the head, and change no token."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from quire.worker.messages import SamplingParams
+from tests.checkpoints import build_checkpoint
+from tests.families import FAMILIES, build_family, redraw
+from tests.worker.test_speculation import engine_of
+
+_LAYERS = {"layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2}
+# family -> settings of five layers, the last of which becomes that of the head; key of config.json; names of the parts
+HEADS = {
+    "qwen3_5": (
+        _LAYERS,
+        "mtp_num_hidden_layers",
+        ("mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+    ),
+    "qwen3_5_moe": (
+        _LAYERS,
+        "mtp_num_hidden_layers",
+        ("mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+    ),
+}
+_AFTER = tuple(f"model.layers.4{end}" for end in ("", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm"))
+HEADS |= {name: ({}, "num_nextn_predict_layers", _AFTER) for name in ("glm4-moe", "deepseek-v3")}
+K = '{"method": "mtp", "num_speculative_tokens": 3}'
+
+
+class Twin:
+    """transformers' model with the head beside it."""
+
+    def __init__(self, folder: Path, name: str):
+        _, key, (layer, fc, *norms) = HEADS[name]
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.model.config.num_hidden_layers = 4
+        self.layer, size = self.model.model.layers[4], self.model.config.hidden_size
+        self.fc = torch.nn.Linear(2 * size, size, bias=False)
+        self.norms = [copy.deepcopy(self.model.model.norm) for _ in norms]
+        tensors = load_file(folder / "model.safetensors")
+        tensors = {one.replace("model.layers.4", layer): tensor for one, tensor in tensors.items()}
+        for seed, (part, module) in enumerate(zip((fc, *norms), (self.fc, *self.norms))):
+            redraw(module, seed)
+            tensors[f"{part}.weight"] = module.weight.data
+        save_file(tensors, folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text()) | {key: 1, "num_hidden_layers": 4}
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:4]
+        (folder / "config.json").write_text(json.dumps(config))
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """The drafts that follow `tokens`, whose last one the model has not computed."""
+        before, after, end = self.norms
+        hidden = self.model.model(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state
+        found: list[int] = []
+        for _ in range(count):
+            following = torch.tensor([[*tokens[1:], *found]])
+            x = self.fc(torch.cat([before(self.model.model.embed_tokens(following)), after(hidden)], -1))
+            positions = torch.arange(x.shape[1])[None]
+            rotation = self.model.model.rotary_emb(x, positions)
+            out = self.layer(x, position_embeddings=rotation, attention_mask=None, position_ids=positions)
+            out = end(out[0] if isinstance(out, tuple) else out)
+            found.append(int(self.model.lm_head(out[0, -1]).argmax()))
+            hidden = torch.cat([hidden, out[:, -1:]], 1)
+        return found
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_drafts_are_those_of_the_twin_and_change_no_token(name, tmp_path):
+    build = build_family if name in FAMILIES else build_checkpoint
+    folder = Path(build(name, tmp_path, num_hidden_layers=5, **HEADS[name][0]))
+    twin = Twin(folder, name)
+    engine = engine_of(str(folder), speculative_config=K, max_num_seqs=4, max_num_batched_tokens=24)
+    drafter, seen = engine.executor._worker.runner.speculator.model, []
+    make = drafter.draft
+
+    def record(step, counts):
+        drafts = make(step, counts)
+        for i, draft in drafts.items():
+            known = step.num_computed[i] + 1
+            seen.append((drafter.table.token_table[step.rows[i], :known].tolist(), draft))
+        return drafts
+
+    drafter.draft = record
+    prompts = [[3, 9, 7, 4] * 9, [(7 * i) % 120 + 4 for i in range(23)], [5, 6], [3, 9, 7, 4] * 8]
+    greedy, random = (SamplingParams(temperature=t, seed=4, max_tokens=12, ignore_eos=True) for t in (0.0, 0.7))
+    plain = [engine.generate(prompts, msgspec.structs.replace(one, speculation=False)) for one in (greedy, random)]
+    engine.scheduler.reset_prefix_cache()
+    assert [one.token_ids for one in engine.generate(prompts, greedy)] == [one.token_ids for one in plain[0]]
+    assert len(seen) > 20
+    for tokens, draft in seen[::4]:
+        assert draft == twin.drafts(tokens, len(draft))
+    assert [one.token_ids for one in engine.generate(prompts, random)] == [one.token_ids for one in plain[1]]
+
+
+def test_a_model_without_a_head_is_refused(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match=r"method mtp: the model has no prediction head.*names none"):
+        engine_of(checkpoint("qwen3"), speculative_config=K)
+    folder = Path(build_checkpoint("glm4-moe", tmp_path, num_hidden_layers=4))
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"its files have no tensor layers\.4\.eh_proj\.weight"):
+        engine_of(str(folder), speculative_config=K)

@@ -1,0 +1,97 @@
+"""Drafts of the prediction head (MTP) of a checkpoint.
+
+The head's keys and values lie in the blocks of the model's own cache group for all tokens, as those of a draft model
+do. At position p they are those of the hidden state of token p and the embedding of token p + 1, so that they are
+computed when both are known: after the step that computes token p.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.worker.attention.base import AttentionBackend
+from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
+from quire.worker.batch.request_table import RequestTable
+from quire.worker.messages import StepInput
+from quire.worker.platforms.base import Platform
+from quire.worker.platforms.ops import Ops
+from quire.worker.sampling.sampler import Sampler
+from quire.worker.transformer.decoder import CausalLM
+
+
+class HeadDrafter:
+    """A `ModelDrafter`: the first draft follows from the head's result of the step before, the next ones from the head
+    itself, with its own hidden states in place of the model's.
+    """
+
+    needs_hidden = True
+
+    def __init__(
+        self,
+        model: CausalLM,
+        table: RequestTable,
+        backend: AttentionBackend,
+        platform: Platform,
+        max_num_tokens: int,
+        sampler: Sampler,
+    ) -> None:
+        self.model, self.table, self.backend, self.platform, self.sampler = model, table, backend, platform, sampler
+        self.buffers = InputBuffers(
+            table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device, len(table.groups)
+        )
+        # row -> (position of the first token, the head's results for it and those after it) of the last step
+        self.results: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def use(self, ops: Ops, backend: AttentionBackend) -> None:
+        """Switch to a platform's operations; those of the head are the model's."""
+        self.backend = backend
+
+    def draft(self, step: StepInput, counts: dict[int, int]) -> dict[int, list[int]]:
+        drafts: dict[int, list[int]] = {i: [] for i in counts}
+        known = {i: step.num_computed[i] + step.num_scheduled[i] - step.num_draft[i] for i in counts}
+        mine = list(counts)
+        hidden = torch.stack([self._result(step.rows[i], known[i] - 2) for i in mine])
+        for place in range(max(counts.values(), default=0)):
+            if place:
+                kept = [k for k, i in enumerate(mine) if counts[i] > place]
+                mine = [mine[k] for k in kept]
+                ids, hidden = torch.tensor([drafts[i][-1] for i in mine]), hidden[kept]
+                hidden = self._next(step, mine, [known[i] - 2 + place for i in mine], ids, hidden)
+            rows, positions = [step.rows[i] for i in mine], [known[i] + place for i in mine]
+            token_ids = self._choose(hidden, rows, positions)
+            for i, token_id in zip(mine, token_ids):
+                drafts[i].append(token_id)
+            self.table.write_drafts(rows, positions, token_ids)
+        return drafts
+
+    def _result(self, row: int, position: int) -> torch.Tensor:
+        first, results = self.results[row]
+        return results[position - first]
+
+    def _next(
+        self, step: StepInput, mine: list[int], positions: list[int], ids: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """The head's results `[R, H]` for tokens at `positions`, which `ids` follow."""
+        rows = [step.rows[i] for i in mine]
+        one = StepInput(step.step, [], rows, positions, [1] * len(rows), [[] for _ in rows], list(range(len(rows))))
+        batch = prepare_inputs(one, self.table, self.buffers, self.platform, self.backend)
+        for meta in batch.attn:
+            meta.backend.build(meta)
+        return self.model.predict(ids, hidden, batch.positions, batch.attn)
+
+    def _choose(self, hidden: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
+        sent = self.platform.to_device(np.array([rows, positions, range(len(rows))], dtype=np.int64))
+        batch = SamplingBatch(rows, positions, *sent)
+        return self.sampler.choose(self.model.logits(hidden), batch).clamp_min(0).tolist()
+
+    def follow(self, batch: InputBatch, hidden: torch.Tensor, drafted: dict[int, int]) -> None:
+        step = batch.step
+        rows = np.repeat(step.rows, step.num_scheduled)
+        following = np.concatenate([np.arange(s, s + n) for s, n in zip(step.num_computed, step.num_scheduled)]) + 1
+        sent = self.platform.to_device(np.stack([rows, np.minimum(following, self.table.max_model_len - 1)]))
+        results = self.model.predict(self.table.token_table[sent[0], sent[1]], hidden, batch.positions, batch.attn)
+        for i in step.samples:
+            count, end = 1 + step.num_draft.get(i, 0), batch.query_start_loc[i + 1]
+            first = step.num_computed[i] + step.num_scheduled[i] - count
+            self.results[step.rows[i]] = first, results[end - count : end].clone()
