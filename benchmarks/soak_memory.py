@@ -101,7 +101,7 @@ class Server:
         found = {}
         for process in [main, *main.children(recursive=True)]:
             try:
-                found[f"{process.name()}-{process.pid}"] = process.memory_info().rss / 1e6
+                found[f"{_role(process, main)}-{process.pid}"] = process.memory_info().rss / 1e6
             except psutil.NoSuchProcess:
                 continue  # a process that compiles grammars may be replaced
         return found
@@ -110,6 +110,16 @@ class Server:
         self.process.terminate()
         self.process.wait(60)
         self.log.close()
+
+
+def _role(process: psutil.Process, main: psutil.Process) -> str:
+    """What the process does: by its name, or the module or script that it runs."""
+    if process == main:
+        return "server"
+    if process.name().startswith("quire"):
+        return process.name()
+    words = " ".join(process.cmdline())
+    return next((word for word in ("compile", "resource_tracker", "decode") if word in words), process.name())
 
 
 def soak(server: Server, kind: str, count: int) -> dict[str, tuple[float, float]]:
