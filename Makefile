@@ -9,7 +9,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 
 JOBS ?= 2
 
-.PHONY: serve test quick lint docs constraints install install-dev clean
+.PHONY: serve test quick soak faults lint docs constraints install install-dev clean
 
 install: $(SERVE_STAMP)
 
@@ -37,6 +37,14 @@ quick: $(DEV_STAMP)
 
 lint: $(DEV_STAMP)
 	$(VENV)/bin/ruff check .
+
+# half an hour of mixed traffic: whether memory grows, blocks are lost or a request fails; `ARGS="--minutes 5"`
+soak: $(DEV_STAMP)
+	$(VENV)/bin/python -m benchmarks.soak $(ARGS)
+
+# what clients see when processes are killed or stopped, and when disks, memory or descriptors run out
+faults: $(DEV_STAMP)
+	$(VENV)/bin/python -m benchmarks.faults $(ARGS)
 
 # docs/ as pages in site/; building and reading them needs no network
 docs: $(SERVE_STAMP)

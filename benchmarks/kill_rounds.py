@@ -22,9 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import httpx
 import psutil
@@ -44,21 +46,33 @@ LATE = 2.0  # seconds within which a probe must answer
 class Server:
     """`quire serve` of the checkout `tree`."""
 
-    def __init__(self, tree: Path, fake: str, options: Sequence[str], max_files: int | None):
+    def __init__(
+        self,
+        tree: Path,
+        fake: str | None,
+        options: Sequence[str],
+        max_files: int | None,
+        model: str = str(EMBEDDED_MODEL),
+        prefix: Sequence[str] = (),
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ):
+        """`fake` are the options of the fake executor; None: none. `prefix` is a command that runs the server's."""
         self.port, self.folder = free_port(), Path(tempfile.mkdtemp(prefix="kr"))
         self.log_path = self.folder / "log"
         (self.folder / "tmp").mkdir()
-        environment = os.environ | {"PYTHONPATH": str(tree), "QUIRE_FAKE": fake, "TMPDIR": str(self.folder / "tmp")}
+        environment = os.environ | {"PYTHONPATH": str(tree), "TMPDIR": str(self.folder / "tmp")} | variables
+        if fake is not None:
+            environment["QUIRE_FAKE"] = fake
+            options = ["--distributed-executor-backend", "fake", *options]
         command = [
+            *prefix,
             sys.executable,
             "-m",
             "quire",
             "serve",
-            str(EMBEDDED_MODEL),
+            model,
             "--port",
             str(self.port),
-            "--distributed-executor-backend",
-            "fake",
             "--max-model-len",
             "2048",
             "--max-num-seqs",
@@ -120,8 +134,10 @@ class Server:
 
 
 @contextmanager
-def serving(tree: Path, *options: str, fake: str = "step_delay=0.02", max_files: int | None = None) -> Iterator[Server]:
-    server = Server(tree, fake, options, max_files)
+def serving(
+    tree: Path, *options: str, fake: str | None = "step_delay=0.02", max_files: int | None = None, **others: Any
+) -> Iterator[Server]:
+    server = Server(tree, fake, options, max_files, **others)
     try:
         until(lambda: "ready in " in server.log and server.status() == 200, 60)
         yield server

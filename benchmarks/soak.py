@@ -24,7 +24,7 @@ import httpx
 
 from benchmarks import soak_memory
 from benchmarks.soak_memory import Server, slope
-from benchmarks.soak_traffic import KINDS, Outcome, send
+from benchmarks.soak_traffic import KINDS, Kind, Outcome, send
 
 FLAGS = ["--kv-cache-memory-bytes", "32M", "--max-model-len", "2048", "--max-num-seqs", "16"]
 FLAGS += ["--mm-processor-cache-gb", "0.02", "--responses-store-size", "2M", "--log-stats-interval", "0"]
@@ -47,10 +47,12 @@ def fitted(points: list[tuple[float, float]]) -> tuple[float, float]:
     return rise, 2 * math.sqrt(rest / sum((x - mean_x) ** 2 for x, _ in means))
 
 
-async def client(http: httpx.AsyncClient, model: str, seed: int, until: float, outcomes: list[Outcome]) -> None:
+async def client(
+    http: httpx.AsyncClient, kinds: list[Kind], model: str, seed: int, until: float, outcomes: list[Outcome]
+) -> None:
     rng = random.Random(seed)
     while time.monotonic() < until:
-        outcomes.append(await send(http, rng.choice(KINDS), rng, model))
+        outcomes.append(await send(http, rng.choice(kinds), rng, model))
 
 
 async def watch(server: Server, started: float, until: float, every: float) -> Samples:
@@ -64,7 +66,7 @@ async def watch(server: Server, started: float, until: float, every: float) -> S
     return samples
 
 
-async def traffic(server: Server, minutes: float, num_clients: int) -> tuple[list[Outcome], Samples]:
+async def traffic(server: Server, kinds: list[Kind], minutes: float, num_clients: int) -> tuple[list[Outcome], Samples]:
     started = time.monotonic()
     until = started + 60 * minutes
     outcomes: list[Outcome] = []
@@ -72,7 +74,7 @@ async def traffic(server: Server, minutes: float, num_clients: int) -> tuple[lis
     async with httpx.AsyncClient(base_url=server.url, trust_env=False, limits=limits) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
         watching = asyncio.create_task(watch(server, started, until, max(60 * minutes / 400, 0.5)))
-        await asyncio.gather(*(client(http, model, seed, until, outcomes) for seed in range(num_clients)))
+        await asyncio.gather(*(client(http, kinds, model, seed, until, outcomes) for seed in range(num_clients)))
         return outcomes, await watching
 
 
@@ -124,13 +126,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", help="folder, GGUF file or Hub id")
     parser.add_argument("--limit", type=float, default=4.0, help="MB per hour that a process may grow beyond noise")
     parser.add_argument("--distinct", choices=soak_memory.KINDS, action="append", default=[])
+    parser.add_argument("--kinds", help="of requests, comma-separated (default: all)")
     args, flags = parser.parse_known_args(argv)
+    kinds = [kind for kind in KINDS if args.kinds is None or kind.name in args.kinds.split(",")]
     with tempfile.TemporaryDirectory() as name:
         model = args.model or write_model(Path(name))
         server = Server([model, *FLAGS, *flags], Path(name))
         try:
             server.wait_ready()
-            outcomes, samples = asyncio.run(traffic(server, args.minutes, args.clients))
+            outcomes, samples = asyncio.run(traffic(server, kinds, args.minutes, args.clients))
             is_bad = report(outcomes, samples, is_idle(server), args.limit)
         finally:
             server.end()

@@ -75,6 +75,7 @@ def few(rng: random.Random) -> int:
 
 _ERROR = re.compile(rb'"error": ?[{"]|event: error')  # in a stream
 STREAM = {"stream": True}
+IN_TIME = (200, 408, 503, 504)  # or not
 CHAT = "/v1/chat/completions"
 KINDS = [
     Kind("chat", CHAT, lambda r: {"messages": messages(r), "max_tokens": few(r)}, STREAM),
@@ -127,7 +128,7 @@ KINDS = [
     Kind("detokenize", "/detokenize", lambda r: {"tokens": [r.randrange(200) for _ in range(50)]}),
     Kind("wrong", CHAT, lambda r: {"messages": [], "max_tokens": r.choice([-1, "x", 0])}, statuses=(400,)),
     Kind("unknown route", "/v1/nothing", lambda r: {"x": 1}, statuses=(404,)),
-    Kind("late", CHAT, lambda r: {"messages": messages(r), "max_tokens": 400, "timeout": 0.3}, None, (200, 503, 504)),
+    Kind("late", CHAT, lambda r: {"messages": messages(r), "max_tokens": 400, "timeout": 0.3}, None, IN_TIME),
 ]
 
 

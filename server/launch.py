@@ -63,6 +63,11 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
     except ValueError as error:
         logger.error("%s", error)
         return 1
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        logger.error("cannot start: the system has no room for another thread (ulimit -u, ulimit -v, pids.max)")
+        return 1
     finally:
         listener.close()
         if config.server.address_file:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ BODY_BUDGET = 128 << 20  # bytes of all bodies that are being received or parsed
 MIN_PROGRESS = 1024  # bytes of a body within `body_timeout`
 LINGER_BYTES = 128 << 20  # bytes of an unread body that are read and dropped after an early answer
 CANCEL_DELAY = 0.05  # seconds
+# for clients that are gone without a word: seconds of silence before probes, between them, and their number. Not
+# TCP_USER_TIMEOUT, which also ends connections of clients that do not read for a while
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 LARGE_BODY = 256 << 10  # bytes, after which memory is given back to the system
 TRIM_DELAY = 1.0  # seconds after a large body
 
@@ -74,6 +78,16 @@ class Connections:
         asyncio.get_running_loop().run_in_executor(None, _malloc_trim)
 
 
+def _detect_loss(connection: socket.socket) -> None:
+    """Have the system notice a client whose machine or network is gone, so that its requests are aborted."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 def _malloc_trim() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc
@@ -109,6 +123,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(_Transport(transport, self))
+        _detect_loss(transport.get_extra_info("socket"))
         self.shared.open.add(self)
         excess = len(self.shared.open) - self.limits.max_connections
         if excess > 0 and not self.shared.close_longest_idle():

@@ -49,6 +49,24 @@ def test_idle_connections_outlive_those_of_balancers(own_server, model_folder):
             assert b"keep-alive: timeout=1\r\n" in answer and 1 < time.monotonic() - began < 5
 
 
+def test_clients_that_vanish_are_noticed(own_server):
+    """Their system answers no probe; without probes a request that waits is kept for hours."""
+    with connect(port_of(own_server)) as connection:
+        connection.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connection.recv(1000)
+        (found,) = [
+            one.transport.get_extra_info("socket")
+            for one in own_server.launcher.frontend.connections.open
+            if one.client[1] == connection.getsockname()[1]
+        ]
+        assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        silence, interval, count = (
+            found.getsockopt(socket.IPPROTO_TCP, one)
+            for one in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert silence + interval * count <= 60
+
+
 @contextmanager
 def limits(server: RunningServer, **values) -> Iterator[None]:
     """Set limits for connections that are opened in the meantime."""
