@@ -22,7 +22,8 @@ from tests.llava_models import IMAGE_TOKEN_ID
 
 _SMALL = {"min_pixels": 64, "max_pixels": 64 * 24}  # of Qwen: up to 24 tokens of 8 x 8 pixels
 # preprocessor_config.json
-PREPROCESSORS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _SMALL) | {
+_QWEN = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"
+PREPROCESSORS = dict.fromkeys(_QWEN, _SMALL) | {
     "gemma4": {"max_soft_tokens": 70},
     "gemma4-large": {"max_soft_tokens": 70},
     "unlimited_ocr": {"base_size": 128, "image_size": 64},

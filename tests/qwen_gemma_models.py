@@ -28,6 +28,21 @@ _BLOCKS = {"depth": 4, "num_heads": 2, "patch_size": PATCH}
 _WINDOWS = {"window_size": 4 * PATCH, "fullatt_block_indexes": [1], "intermediate_size": 40}
 _DEEP = {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 25, "intermediate_size": 40}
 _QWEN3_TEXT = _TEXT | {"head_dim": 16, "rope_parameters": _MROPE | {"mrope_section": [4, 2, 2]}}
+_PLAIN_QWEN3 = _BLOCKS | {
+    "num_position_embeddings": 25,
+    "intermediate_size": 40,
+    "hidden_size": 32,
+    "out_hidden_size": 32,
+}
+_QWEN35_TEXT = _TEXT | {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]},
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _SIGLIP = {
     "hidden_size": 32,
@@ -78,6 +93,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _QWEN
         | {"text_config": _QWEN3_TEXT | _EXPERTS}
         | {"vision_config": _BLOCKS | _DEEP | {"hidden_size": 32, "out_hidden_size": 32}},
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        _QWEN | {"text_config": _QWEN35_TEXT} | {"vision_config": _PLAIN_QWEN3},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        _QWEN
+        | {"text_config": _QWEN35_TEXT | _EXPERTS | {"shared_expert_intermediate_size": 24}}
+        | {"vision_config": _PLAIN_QWEN3},
     ),
     "gemma3": (
         "Gemma3",

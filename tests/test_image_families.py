@@ -130,9 +130,10 @@ def _llava_onevision(pictures: list[Image.Image]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_vl", "qwen3_vl_moe", "gemma3", "gemma4", "llava_onevision", "idefics3", "smolvlm"]
-)
+QWEN = "qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"
+
+
+@pytest.mark.parametrize("name", [*QWEN, "gemma3", "gemma4", "llava_onevision", "idefics3", "smolvlm"])
 def test_from_the_picture_to_the_tokens(name, tmp_path):
     model = build(name, tmp_path)
     write = Together(tmp_path, tmp_path)

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images keep their shape; a number of pixels limits them."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images keep their shape; a number of pixels limits them."""
 
 from __future__ import annotations
 

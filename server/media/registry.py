@@ -30,6 +30,8 @@ PROCESSORS: dict[str, str] = {
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen3VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen3VLMoeForConditionalGeneration": "qwen_vl:QwenVLProcessor",
+    "Qwen3_5ForConditionalGeneration": "qwen_vl:QwenVLProcessor",
+    "Qwen3_5MoeForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3Processor",
     "UnlimitedOCRForCausalLM": "deepseek_ocr:UnlimitedOCRProcessor",
     "UnlimitedOcrForConditionalGeneration": "deepseek_ocr:UnlimitedOCRProcessor",

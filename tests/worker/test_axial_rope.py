@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from quire.worker.models.qwen_vl import axes_of_pairs
@@ -42,6 +43,20 @@ def test_equal_axes_are_the_plain_embedding():
     embeddings, positions = RotaryEmbeddings(spec, 50), torch.tensor([3, 49, 0])
     plain, axial = (embeddings(p)["default"] for p in (positions, positions.expand(3, -1)))
     assert torch.equal(plain.cos_sin[plain.positions], axial.cos_sin[axial.positions])
+
+
+def test_a_part_of_each_head_turns():
+    """Qwen3.5: the pairs that do not rotate have no axis."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    text = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 4}
+    config = CONFIG_MAPPING["qwen3_5_text"](**text, rope_parameters=rope)
+    wrapper = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text | {"rope_parameters": rope}}
+    positions = torch.randint(200, (3, 7), generator=torch.Generator().manual_seed(0))
+    rotation = RotaryEmbeddings(parse_model_spec(wrapper), 200)(positions)["default"]
+    cos, sin = (part[0, :, :4] for part in Qwen3_5TextRotaryEmbedding(config)(torch.zeros(1), positions[:, None]))
+    got_cos, got_sin = rotation.cos_sin[rotation.positions].chunk(2, -1)
+    torch.testing.assert_close((got_cos[:, :4], got_sin[:, :4]), (cos, sin))
+    assert (got_cos[:, 4:] == 1).all() and (got_sin[:, 4:] == 0).all()
 
 
 def test_axes():

@@ -19,7 +19,7 @@ CONFIGS = json.loads(Path(__file__).with_name("hub_configs.json").read_text(enco
 # of text alone all three axes of positions are the same
 NOT_NUMBERS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 
 
 def theirs(raw: dict):
@@ -84,6 +84,7 @@ def test_every_family_is_among_them():
     assert DECODERS.keys() - read <= {
         "ArceeForCausalLM",
         "AXK1ForCausalLM",
+        "BailingHybridForCausalLM",
         "DeepseekForCausalLM",
         "GemmaForCausalLM",
         "GlmForCausalLM",
@@ -92,9 +93,13 @@ def test_every_family_is_among_them():
         "GraniteSWAForCausalLM",
         "HYV3ForCausalLM",
         "LlamaForCausalLM",
+        "MiniMaxForCausalLM",
+        "MiniMaxM1ForCausalLM",
+        "MiniMaxText01ForCausalLM",
         "MinistralForCausalLM",
         "Ministral3ForCausalLM",
         "Mistral4ForCausalLM",
+        "OlmoHybridForCausalLM",
         "Qwen2ForCausalLM",
         "SolarOpenForCausalLM",
     }

@@ -211,6 +211,7 @@ def test_published_keys_and_those_of_transformers(architecture, published, other
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
+        ("KimiLinearForCausalLM", {"mla_use_nope": False}, "mla_use_nope False is not supported"),
         ("MiniMaxText01ForCausalLM", {"postnorm": False}, "postnorm false is not supported"),
         ("MiniMaxText01ForCausalLM", {"shared_intermediate_size": 8}, "shared_intermediate_size is not supported"),
         (

@@ -23,7 +23,7 @@ class RotaryEmbedding(nn.Module):
 
     The first `rotary_dim` / 2 pairs rotate; the others, whose angle is 0, keep their values (`views.RotaryRows` orders
     the entries of a head in this way). `query_scale` `[max_positions]`, or None, holds factors of q. `axes` has the
-    axis by which each of the D / 2 pairs turns, of models whose positions have three.
+    axis by which each pair turns that rotates, of models whose positions have three.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class RotaryEmbedding(nn.Module):
         cos, sin = F.pad(angles.cos() * magnitude, kept, value=1.0), F.pad(angles.sin() * magnitude, kept)
         self.register_buffer("cos_sin_cache", torch.cat((cos, sin), -1), persistent=False)
         self.register_buffer("query_scale", _query_scale(max_positions, scaling), persistent=False)
-        doubled = torch.tensor([*axes, *axes], dtype=torch.int64) if axes else None  # of cos, and of sin
+        padded = [*axes, *[0] * kept[1]]
+        doubled = torch.tensor(padded * 2, dtype=torch.int64) if axes else None  # of cos, and of sin
         self.register_buffer("axes", doubled, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rotation:

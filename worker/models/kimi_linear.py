@@ -40,6 +40,8 @@ class KimiLinear(DeepseekV3):
         "linear_num_heads": 32,
         "linear_conv_kernel_dim": 4,
         "linear_attn_config": None,
+        "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
     }
     aliases = DeepseekV3.aliases | {
         "model_max_length": "max_position_embeddings",
@@ -63,6 +65,9 @@ class KimiLinear(DeepseekV3):
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
         kinds, nested = values["layer_types"], values["linear_attn_config"] or {}
         super().complete(values, raw)
+        for key, served in (("mla_use_nope", True), ("moe_router_activation_func", "sigmoid")):
+            if values[key] != served:
+                raise ValueError(f"{key} {values[key]!r} is not supported for Kimi-Linear; it must be {served!r}")
         for key, name in _NESTED.items():
             values[name] = nested.get(key, values[name])
         if kinds is None and "full_attn_layers" in nested:

@@ -1,5 +1,5 @@
-"""The language models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen 2 and 3 whose rotary embedding has three axes, so that
-tokens of images turn by time, row and column (https://arxiv.org/abs/2409.12191, section 2.1).
+"""The language models of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 with images: Qwen 2 to 3.5 whose rotary embedding
+has three axes, so that tokens of images turn by time, row and column (https://arxiv.org/abs/2409.12191, section 2.1).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from quire.worker.models.qwen2 import Qwen2
 from quire.worker.models.qwen3 import Qwen3
+from quire.worker.models.qwen3_next import Qwen35, Qwen35Moe
 from quire.worker.models.qwen_moe import Qwen3Moe
 from quire.worker.transformer.rope import RopeSpec
 
@@ -86,3 +87,11 @@ class Qwen3VLMoe(AxialRope, Qwen3Moe):
         }
     )
     facts = Qwen3Moe.facts | {"norm_topk_prob": True}
+
+
+class Qwen35VL(AxialRope, Qwen35):
+    default_section, interleaved_axes = (11, 11, 10), True
+
+
+class Qwen35MoeVL(AxialRope, Qwen35Moe):
+    default_section, interleaved_axes = (11, 11, 10), True

@@ -116,6 +116,8 @@ WRAPPED = {
     "Qwen2VLForCausalLM": "qwen_vl:Qwen2VL",
     "Qwen3VLForCausalLM": "qwen_vl:Qwen3VL",
     "Qwen3VLMoeForCausalLM": "qwen_vl:Qwen3VLMoe",
+    "Qwen3_5VLForCausalLM": "qwen_vl:Qwen35VL",
+    "Qwen3_5MoeVLForCausalLM": "qwen_vl:Qwen35MoeVL",
 }
 # names of decoders without an output head that do not follow from the others
 BARE = {"Gemma3TextModel": "gemma:Gemma3"}

@@ -1,5 +1,5 @@
 """The vision encoder of Qwen3-VL: positions are also embedded, and features of some layers join the hidden states of
-the decoder's first layers (deepstack, https://arxiv.org/abs/2406.04334).
+the decoder's first layers (deepstack, https://arxiv.org/abs/2406.04334). That of Qwen3.5 has no such features.
 """
 
 from __future__ import annotations
@@ -88,3 +88,12 @@ class Qwen3VLTower(QwenVLTower):
         learned = self.positions.float().view(1, self.side, self.side, -1).permute(0, 3, 1, 2)
         stretched = F.interpolate(learned, (rows, columns), mode="bilinear", align_corners=True)
         return in_groups(stretched[0].permute(1, 2, 0), self.merge).to(self.positions.dtype).repeat(frames, 1)
+
+
+class Qwen35Tower(Qwen3VLTower):
+    """An embedding has the columns of the final features only."""
+
+    @classmethod
+    def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
+        vision = config["vision_config"] | {"deepstack_visual_indexes": ()}
+        return super().read_spec(architecture, {"image_token_id": 248056} | config | {"vision_config": vision})
