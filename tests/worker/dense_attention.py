@@ -27,7 +27,9 @@ class DenseAttention(AttentionBackend):
     def build(self, meta: AttentionMetadata) -> None:
         pass
 
-    def forward(self, q, k_cache, v_cache, meta, scale, sliding_window=None, soft_cap=None, sinks=None):
+    def attend(self, call):
+        q, k_cache, v_cache, meta = call.q, call.k_cache, call.v_cache, call.meta
+        scale, sliding_window, soft_cap, sinks = call.scale, call.sliding_window, call.soft_cap, call.sinks
         out = q.new_empty(*q.shape[:2], v_cache.shape[3])
         groups = q.shape[1] // k_cache.shape[2]
         for i, (start, end) in enumerate(zip(meta.query_start_loc.tolist(), meta.query_start_loc[1:].tolist())):

@@ -101,8 +101,8 @@ class NoAttention(AttentionBackend):
     def build(self, meta):
         pass
 
-    def forward(self, q, k_cache, v_cache, meta, scale, sliding_window=None, soft_cap=None, sinks=None):
-        return q.new_zeros(*q.shape[:2], v_cache.shape[-1])
+    def attend(self, call):
+        return call.q.new_zeros(*call.q.shape[:2], call.v_cache.shape[-1])
 
 
 class Model(torch.nn.Module):

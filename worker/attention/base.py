@@ -49,6 +49,24 @@ class AttentionMetadata:
         return self.host or (self.query_start_loc.tolist(), self.seq_lens.tolist())
 
 
+@dataclass(slots=True)
+class AttentionCall:
+    """The attention of one layer in one step.
+
+    With `sliding_window` w a token at position p attends to positions p - w + 1 .. p (as in Hugging Face transformers).
+    `soft_cap` c replaces a score s by c * tanh(s / c). `sinks` are scores of one more key per head, whose value is 0.
+    """
+
+    q: torch.Tensor  # [T, num_heads, head_dim]
+    k_cache: KVCache  # already holds this step's keys, as `v_cache` holds the values
+    v_cache: KVCache
+    meta: AttentionMetadata
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None  # [num_heads]
+
+
 GroupedMetadata = tuple[AttentionMetadata, ...]  # one per cache group; they differ in slot_mapping and block_table
 
 
@@ -74,6 +92,20 @@ class AttentionSpec:
     @property
     def v_dim(self) -> int:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    def no_half_on_gpu(self) -> str | None:
+        """Why a backend for 16-bit numbers on GPUs cannot serve this, or None."""
+        if self.device.type != "cuda":
+            return "needs a GPU"
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            return f"computes in bfloat16 and float16 only, not {str(self.dtype).removeprefix('torch.')}"
+        return None
+
+    def no_multiple_of(self, num_tokens: int) -> str | None:
+        """Why a backend with pages of a multiple of `num_tokens` cannot serve this, or None."""
+        if self.block_size is not None and self.block_size % num_tokens:
+            return f"needs a block size that is a multiple of {num_tokens}, not {self.block_size}"
+        return None
 
     def unusual(self) -> str | None:
         """Why a backend without sinks, with values as wide as keys and without 8-bit caches cannot serve this, or
@@ -124,7 +156,6 @@ class AttentionBackend(ABC):
         store(k_cache, slot_mapping, k)
         store(v_cache, slot_mapping, v)
 
-    @abstractmethod
     def forward(
         self,
         q: torch.Tensor,
@@ -136,13 +167,12 @@ class AttentionBackend(ABC):
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, which already holds this step's k and
-        v. Returns `[T, num_heads, head_dim of v]`.
+        """`attend` with the fields of a call as arguments."""
+        return self.attend(AttentionCall(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, sinks))
 
-        With `sliding_window` w a token at position p attends to positions p - w + 1 .. p (as in Hugging Face
-        transformers). `soft_cap` c replaces a score s by c * tanh(s / c). `sinks` `[num_heads]` are scores of one more
-        key per head, whose value is 0.
-        """
+    @abstractmethod
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Causal attention over the paged cache. Returns `[T, num_heads, head_dim of v]`."""
 
 
 class StepBackend(AttentionBackend):
@@ -215,10 +245,10 @@ def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
                 q,
                 *caches,
                 meta,
-                1.0,
-                1 if spec.uses_sliding_window else None,
-                1.0 if spec.uses_soft_cap else None,
-                q.new_zeros(spec.num_heads) if spec.uses_sinks else None,
+                scale=1.0,
+                sliding_window=1 if spec.uses_sliding_window else None,
+                soft_cap=1.0 if spec.uses_soft_cap else None,
+                sinks=q.new_zeros(spec.num_heads) if spec.uses_sinks else None,
             )
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata, StepBackend
+from quire.worker.attention.base import AttentionBackend, AttentionCall, StepBackend
 from quire.worker.attention.torch_paged import Plan, attend_span
 
 
@@ -33,18 +33,9 @@ class SpanAttention(StepBackend):
         self.spans = spans
         self._plan = Plan()  # of all layers
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        out = self.inner.forward(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, sinks)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k_cache, v_cache, meta = call.q, call.k_cache, call.v_cache, call.meta
+        out = self.inner.attend(call)
         starts, lengths = meta.host_lengths()
         for span in self.spans:
             # index in the step of the request's token 0
@@ -57,9 +48,9 @@ class SpanAttention(StepBackend):
                 k_cache,
                 v_cache,
                 meta.block_table,
-                scale,
-                sliding_window,
-                soft_cap,
-                sinks,
+                call.scale,
+                call.sliding_window,
+                call.soft_cap,
+                call.sinks,
             )
         return out

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata, GroupedMetadata, StepBackend
+from quire.worker.attention.base import AttentionBackend, AttentionCall, GroupedMetadata, StepBackend
 from quire.worker.attention.torch_paged import Plan, attend_output
-from quire.worker.cache.scaled import KVCache
 from quire.worker.messages import CacheGroup
 
 
@@ -35,18 +34,9 @@ class OutputWindow(StepBackend):
         self.tokens, self.window = tokens, window
         self._plan = Plan()  # of all layers
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: KVCache,
-        v_cache: KVCache,
-        meta: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        out = self.inner.forward(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, sinks)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k_cache, v_cache, meta = call.q, call.k_cache, call.v_cache, call.meta
+        out = self.inner.attend(call)
         starts, lengths = meta.host_lengths()
         for one in self.tokens:
             origin = starts[one.i + 1] - lengths[one.i]  # index in the step of the request's token 0
@@ -58,10 +48,10 @@ class OutputWindow(StepBackend):
                 k_cache,
                 v_cache,
                 meta.block_table,
-                scale,
+                call.scale,
                 self.window,
-                soft_cap,
-                sinks,
+                call.soft_cap,
+                call.sinks,
             )
         return out
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, is_latent
+from quire.worker.attention.base import AttentionBackend, AttentionCall, AttentionMetadata, AttentionSpec, is_latent
 from quire.worker.cache.scaled import KVCache, ScaledCache, ScaledLatents, as_bytes, widened
 
 _DECODE_TOKENS = 8192  # maximum number of keys gathered at once for decoding requests
@@ -63,27 +63,18 @@ class CpuPagedAttention(AttentionBackend):
     def build(self, meta: AttentionMetadata) -> None:
         meta.extra = Plan(meta.query_start_loc.tolist(), meta.seq_lens.tolist())
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: KVCache,
-        v_cache: KVCache,
-        meta: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k_cache, v_cache, meta = call.q, call.k_cache, call.v_cache, call.meta
         plan: Plan = meta.extra
         tensors = _tensors(k_cache, v_cache)
-        kind = sliding_window, *(tensor.stride() for tensor in tensors)
+        kind = call.sliding_window, *(tensor.stride() for tensor in tensors)
         pieces = plan.pieces.get(kind)
         if pieces is None:
-            pieces = plan.pieces[kind] = _pieces(plan, _Rows(meta.block_table, tensors), sliding_window)
+            pieces = plan.pieces[kind] = _pieces(plan, _Rows(meta.block_table, tensors), call.sliding_window)
         out = q.new_empty(*q.shape[:2], v_cache.shape[3])
         for piece in pieces:
             k, v = _keys_and_values(_gather(plan, piece, tensors), k_cache, v_cache, q.dtype)
-            out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, scale, soft_cap, sinks)
+            out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, call.scale, call.soft_cap, call.sinks)
         return out
 
 
@@ -101,7 +92,7 @@ def attend_span(
 ) -> torch.Tensor:
     """Attention of tokens that attend to each other in both directions, whose keys are in the cache: `span` is the
     request, the first token and the last + 1. A window limits how far they see back. The other arguments and the result
-    are those of `AttentionBackend.forward`, for these tokens; `plan` is kept from layer to layer.
+    are those of `AttentionCall`, for these tokens; `plan` is kept from layer to layer.
     """
     i, start, stop = span
     tensors = _tensors(k_cache, v_cache)

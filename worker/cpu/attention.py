@@ -6,7 +6,13 @@ from __future__ import annotations
 
 import torch
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, NativeRequests
+from quire.worker.attention.base import (
+    AttentionBackend,
+    AttentionCall,
+    AttentionMetadata,
+    AttentionSpec,
+    NativeRequests,
+)
 from quire.worker.cache.scaled import KVCache
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.native import KERNELS
@@ -40,18 +46,9 @@ class CpuNativeAttention(AttentionBackend):
     def native_requests(self, meta: AttentionMetadata, head_dim: int, dtype: torch.dtype) -> NativeRequests:
         return meta.block_table, meta.seq_lens, meta.query_start_loc, 0
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: KVCache,
-        v_cache: KVCache,
-        meta: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k_cache, v_cache, meta = call.q, call.k_cache, call.v_cache, call.meta
         *requests, path = self.native_requests(meta, q.shape[2], q.dtype)
         return cpu_ops.paged_attention(
-            q, k_cache, v_cache, *requests, scale, sliding_window, soft_cap, sinks, path=path
+            q, k_cache, v_cache, *requests, call.scale, call.sliding_window, call.soft_cap, call.sinks, path=path
         )

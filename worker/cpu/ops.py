@@ -240,7 +240,7 @@ def paged_attention(
     wanted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, for any mixture of decode and prefill.
-    `AttentionBackend.forward` describes the arguments and the result.
+    `AttentionCall` describes the arguments and the result.
 
     Caches are `[num_blocks, block_size, num_kv_heads, _]`, the last dimension contiguous, of q's type (float32,
     bfloat16, float16) or in 8 bits; block_table `[R, K]`, seq_lens `[R]` and query_start_loc `[R + 1]` are int32.

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, try_once
-from quire.worker.cache.scaled import FP8, KVCache, ScaledCache, rounded, scale_of
+from quire.worker.attention.base import AttentionBackend, AttentionCall, AttentionMetadata, AttentionSpec, try_once
+from quire.worker.cache.scaled import FP8, ScaledCache, rounded, scale_of
 
 _TILE_Q, _TILE_K, _MAX_SPLITS = 128, 128, 128  # of FA3: rows and keys of a program, parts of the keys
 
@@ -74,12 +74,8 @@ class _FlashAttention(AttentionBackend):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        if spec.device.type != "cuda":
-            return "needs a GPU"
-        if spec.dtype not in (torch.bfloat16, torch.float16):
-            return f"computes in bfloat16 and float16 only, not {str(spec.dtype).removeprefix('torch.')}"
-        if spec.block_size is not None and spec.block_size % cls.page_multiple:
-            return f"needs a block size that is a multiple of {cls.page_multiple}, not {spec.block_size}"
+        if reason := spec.no_half_on_gpu() or spec.no_multiple_of(cls.page_multiple):
+            return reason
         if reason := cls.refuses_cache(spec) or replace(spec, kv_scales=None).unusual():
             return reason
         try:
@@ -151,71 +147,47 @@ class FlashAttention3(_FlashAttention):
     def build(self, meta: AttentionMetadata) -> None:
         meta.extra = {}  # (window, has soft-cap) -> scheduler metadata
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: KVCache,
-        v_cache: KVCache,
-        meta: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if isinstance(k_cache, ScaledCache):
-            numbers, descales = in_fp8(q, k_cache, v_cache, len(meta.seq_lens))
-            caches = k_cache.values, v_cache.values
-            return self._call(numbers, *caches, meta, scale, sliding_window, soft_cap, descales).to(q.dtype)
-        return self._call(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, {})
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
+        if not isinstance(k_cache, ScaledCache):
+            return self._call(call, {})
+        numbers, descales = in_fp8(q, k_cache, v_cache, len(call.meta.seq_lens))
+        call = replace(call, q=numbers, k_cache=k_cache.values, v_cache=v_cache.values)
+        return self._call(call, descales).to(q.dtype)
 
-    def _call(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-        soft_cap: float | None,
-        descales: dict[str, torch.Tensor],
-    ) -> torch.Tensor:
+    def _call(self, call: AttentionCall, descales: dict[str, torch.Tensor]) -> torch.Tensor:
+        meta = call.meta
         if self._forward is None:
-            return self._call_wrapper(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, descales)
-        left, right = window_size(sliding_window)
+            return self._call_wrapper(call, descales)
+        left, right = window_size(call.sliding_window)
         return self._forward(
-            q,
-            k_cache,
-            v_cache,
+            call.q,
+            call.k_cache,
+            call.v_cache,
             cu_seqlens_q=meta.query_start_loc,
             seqused_k=meta.seq_lens,
             max_seqlen_q=meta.max_query_len,
             page_table=meta.block_table,
-            softmax_scale=scale,
+            softmax_scale=call.scale,
             is_causal=True,
             window_size_left=left,
             window_size_right=right,
-            softcap=soft_cap or 0.0,
-            scheduler_metadata=self._scheduler_metadata(q, k_cache, meta, sliding_window, soft_cap),
+            softcap=call.soft_cap or 0.0,
+            scheduler_metadata=self._scheduler_metadata(call),
             num_splits=0,
             **descales,
         )[0]
 
-    def _scheduler_metadata(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        sliding_window: int | None,
-        soft_cap: float | None,
-    ) -> torch.Tensor | None:
+    def _scheduler_metadata(self, call: AttentionCall) -> torch.Tensor | None:
         """Return this step's metadata for layers of this kind. Sizes must equal those of the call itself, which derives
         the number of splits from them.
         """
         if self._metadata is None:
             return None
-        kind = sliding_window, bool(soft_cap)
+        q, k_cache, meta = call.q, call.k_cache, call.meta
+        kind = call.sliding_window, bool(call.soft_cap)
         if kind not in meta.extra:
-            left, right = window_size(sliding_window)
+            left, right = window_size(call.sliding_window)
             page_size = k_cache.shape[1]
             meta.extra[kind] = self._metadata(
                 len(meta.seq_lens),
@@ -232,34 +204,25 @@ class FlashAttention3(_FlashAttention):
                 is_causal=True,
                 window_size_left=left,
                 window_size_right=right,
-                has_softcap=bool(soft_cap),
+                has_softcap=bool(call.soft_cap),
                 num_splits=0,
             )
         return meta.extra[kind]
 
-    def _call_wrapper(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-        soft_cap: float | None,
-        descales: dict[str, torch.Tensor],
-    ) -> torch.Tensor:
+    def _call_wrapper(self, call: AttentionCall, descales: dict[str, torch.Tensor]) -> torch.Tensor:
+        meta = call.meta
         return self._module.flash_attn_with_kvcache(
-            q,
-            k_cache,
-            v_cache,
+            call.q,
+            call.k_cache,
+            call.v_cache,
             cache_seqlens=meta.seq_lens,
             page_table=meta.block_table,
             cu_seqlens_q=meta.query_start_loc,
             max_seqlen_q=meta.max_query_len,
-            softmax_scale=scale,
+            softmax_scale=call.scale,
             causal=True,
-            window_size=window_size(sliding_window),
-            softcap=soft_cap or 0.0,
+            window_size=window_size(call.sliding_window),
+            softcap=call.soft_cap or 0.0,
             **descales,
         )
 
@@ -292,22 +255,13 @@ class FlashAttention2(_FlashAttention):
         if meta.max_query_len > 1:
             meta.extra = cumulative(meta.seq_lens)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k_cache, v_cache, meta = call.q, call.k_cache, call.v_cache, call.meta
         options = {
-            "softmax_scale": scale,
+            "softmax_scale": call.scale,
             "causal": True,
-            "window_size": window_size(sliding_window),
-            "softcap": soft_cap or 0.0,
+            "window_size": window_size(call.sliding_window),
+            "softcap": call.soft_cap or 0.0,
             "block_table": meta.block_table,
         }
         if meta.max_query_len == 1:

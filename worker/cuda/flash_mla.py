@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from quire.worker.attention.base import AttentionMetadata, AttentionSpec, is_latent, try_once
+from quire.worker.attention.base import AttentionCall, AttentionMetadata, AttentionSpec, is_latent, try_once
 from quire.worker.cuda.triton_backend import TritonPagedBackend
 
 _SIZES = (576, 512)  # entries of a latent and of its values, for which both are built
@@ -45,8 +45,8 @@ class _LatentBackend(TritonPagedBackend):
     @classmethod
     def misfit(cls, spec: AttentionSpec) -> str | None:
         """Why the package cannot serve the absorbed form, or None."""
-        if spec.dtype not in (torch.bfloat16, torch.float16):
-            return f"computes in bfloat16 and float16 only, not {str(spec.dtype).removeprefix('torch.')}"
+        if reason := spec.no_half_on_gpu():
+            return reason
         if (spec.head_dim, spec.v_dim) != _SIZES:
             return f"has kernels for latents of {_SIZES} entries only, not {(spec.head_dim, spec.v_dim)}"
         if spec.uses_soft_cap or spec.uses_sliding_window or spec.uses_sinks or spec.kv_scales:
@@ -93,19 +93,10 @@ class FlashMLA(_LatentBackend):
     def build(self, meta: AttentionMetadata) -> None:
         meta.extra = {}  # number of heads -> how the work is distributed: it depends on the lengths only
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k_cache, v_cache, meta = call.q, call.k_cache, call.v_cache, call.meta
         if meta.max_query_len > 1 or not is_latent(k_cache, v_cache):
-            return super().forward(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, sinks)
+            return super().attend(call)
         out, _ = self._module.flash_mla_with_kvcache(
             q.unsqueeze(1),  # one query per request
             k_cache,
@@ -113,7 +104,7 @@ class FlashMLA(_LatentBackend):
             meta.seq_lens,
             v_cache.shape[3],
             *self._distribution(meta, q.shape[1]),
-            softmax_scale=scale,
+            softmax_scale=call.scale,
             causal=True,
         )
         return out.squeeze(1)
@@ -147,19 +138,10 @@ class FlashAttention3MLA(_LatentBackend):
         ]
     )
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k_cache, v_cache, meta = call.q, call.k_cache, call.v_cache, call.meta
         if not is_latent(k_cache, v_cache):
-            return super().forward(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, sinks)
+            return super().attend(call)
         rank = v_cache.shape[3]
         return self._module.flash_attn_with_kvcache(
             q=q[..., rank:],
@@ -170,6 +152,6 @@ class FlashAttention3MLA(_LatentBackend):
             page_table=meta.block_table,
             cu_seqlens_q=meta.query_start_loc,
             max_seqlen_q=meta.max_query_len,
-            softmax_scale=scale,
+            softmax_scale=call.scale,
             causal=True,
         )

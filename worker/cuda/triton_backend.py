@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, is_latent, try_once
+from quire.worker.attention.base import (
+    AttentionBackend,
+    AttentionCall,
+    AttentionMetadata,
+    AttentionSpec,
+    is_latent,
+    try_once,
+)
 from quire.worker.cache.scaled import KVCache
 from quire.worker.cuda import triton_paged
 from quire.worker.cuda.triton_scaled import store_scaled
@@ -43,19 +50,10 @@ class TritonPagedBackend(AttentionBackend):
         store_scaled(k_cache, slot_mapping, k)
         store_scaled(v_cache, slot_mapping, v)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: KVCache,
-        v_cache: KVCache,
-        meta: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k_cache, v_cache, meta = call.q, call.k_cache, call.v_cache, call.meta
         requests = meta.block_table, meta.query_start_loc, meta.seq_lens, meta.max_query_len
         if is_latent(k_cache, v_cache):
-            return latent_attention(q, k_cache, v_cache.shape[3], *requests, scale)
-        options = scale, sliding_window, soft_cap, None, sinks
+            return latent_attention(q, k_cache, v_cache.shape[3], *requests, call.scale)
+        options = call.scale, call.sliding_window, call.soft_cap, None, call.sinks
         return triton_paged.paged_attention(q, k_cache, v_cache, *requests, *options)

@@ -8,7 +8,7 @@ import inspect
 
 import torch
 
-from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, try_once
+from quire.worker.attention.base import AttentionBackend, AttentionCall, AttentionMetadata, AttentionSpec, try_once
 from quire.worker.cuda.flash_attn import cumulative
 
 try:
@@ -27,34 +27,17 @@ class TorchVarlenAttention(AttentionBackend):
     def supports(cls, spec: AttentionSpec) -> str | None:
         if varlen_attn is None or not {"block_table", "seqused_k"} <= inspect.signature(varlen_attn).parameters.keys():
             return f"varlen_attn of torch {torch.__version__} takes no block table"
-        if spec.device.type != "cuda":
-            return "needs a GPU"
-        if spec.dtype not in (torch.bfloat16, torch.float16):
-            return f"computes in bfloat16 and float16 only, not {str(spec.dtype).removeprefix('torch.')}"
-        if reason := spec.unusual():
+        if reason := spec.no_half_on_gpu() or spec.no_multiple_of(cls.default_block_size) or spec.unusual():
             return reason
-        if spec.uses_soft_cap:
-            return "has no soft-cap"
-        if spec.block_size is not None and spec.block_size % cls.default_block_size:
-            return f"needs a block size that is a multiple of {cls.default_block_size}, not {spec.block_size}"
-        return try_once(cls(), spec)
+        return "has no soft-cap" if spec.uses_soft_cap else try_once(cls(), spec)
 
     def build(self, meta: AttentionMetadata) -> None:
         meta.extra = cumulative(meta.seq_lens)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        assert soft_cap is None
-        left = -1 if sliding_window is None else sliding_window - 1
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k_cache, v_cache, meta = call.q, call.k_cache, call.v_cache, call.meta
+        assert call.soft_cap is None
+        left = -1 if call.sliding_window is None else call.sliding_window - 1
         return varlen_attn(
             q,
             k_cache,
@@ -63,7 +46,7 @@ class TorchVarlenAttention(AttentionBackend):
             meta.extra,
             meta.max_query_len,
             meta.max_seq_len,
-            scale=scale,
+            scale=call.scale,
             window_size=(left, 0),
             enable_gqa=q.shape[1] != k_cache.shape[2],
             seqused_k=meta.seq_lens,

@@ -35,7 +35,7 @@ class Attention(nn.Module):
         # numbers of heads of this rank
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        self.sinks = sinks  # [num_heads], see `AttentionBackend.forward`
+        self.sinks = sinks  # [num_heads], see `AttentionCall`
         self.kv_from = kv_from  # the layer whose cache this one reads
         self.chunk = chunk  # size of the chunks to which attention is confined (`attention/chunked.py`)
         self.output_window = output_window  # see `LayerSpec`; heeded by `attention/output_window.py`

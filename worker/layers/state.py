@@ -124,7 +124,7 @@ class StateSteps(AttentionBackend):
         if self.spares:
             meta.extra.stages = _stages(meta.extra, begins, self.spares)
 
-    def forward(self, *_: object) -> torch.Tensor:
+    def attend(self, call: object) -> torch.Tensor:
         raise AssertionError("a layer with a state does not attend")
 
 
