@@ -16,12 +16,11 @@ from quire.worker.layers.quantization.stored import (
     ROWS,
     Axis,
     CheckpointFormat,
+    IntegerGroups,
     Piece,
     Scheme,
     Stored,
     grouped,
-    groups_bytes,
-    groups_needs,
     named_by,
     unsupported,
 )
@@ -31,7 +30,7 @@ _NAMES = "qweight", "scales", "qzeros"
 _WORD = Axis(ROWS, 8)
 
 
-class Awq(Scheme):
+class Awq(IntegerGroups):
     """qweight `[in, out / 8]`, scales `[in / group, out]`, qzeros `[in / group, out / 8]`, by these or other `names`.
 
     `in_order`: words hold outputs from the low bits on; `signed`: in two's complement.
@@ -46,36 +45,30 @@ class Awq(Scheme):
         in_order: bool = False,
         signed: bool = False,
     ):
-        self.group, self.zeros, self.names, self.signed = group, zeros, names, signed
+        super().__init__(4, group, zeros)
+        self.names, self.signed = names, signed
         self.places = list(range(8)) if in_order else _PLACES
 
     def tensors(self, piece: Piece) -> dict[str, Stored]:
-        groups = 1 if self.group is None else Axis(COLUMNS, self.group)
         values, scales, zeros = self.names
         stored = {
             "values": Stored(values, (Axis(COLUMNS), _WORD), torch.int32),
-            "scales": Stored(scales, (groups, Axis(ROWS)), torch.float32),
+            "scales": Stored(scales, (self.groups, Axis(ROWS)), torch.float32),
         }
-        if self.zeros:
-            stored["zeros"] = Stored(zeros, (groups, _WORD), torch.int32)
+        if self.has_zeros:
+            stored["zeros"] = Stored(zeros, (self.groups, _WORD), torch.int32)
         return stored
 
     def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Groups | torch.Tensor:
         scales = tensors["scales"].T.contiguous()
-        zeros = self._unpacked(piece, tensors["zeros"]).float() if self.zeros else None
-        return grouped(piece, self._unpacked(piece, tensors["values"]), scales, zeros, 4, self.group)
+        zeros = self._unpacked(piece, tensors["zeros"]).float() if self.has_zeros else None
+        return grouped(piece, self._unpacked(piece, tensors["values"]), scales, zeros, self.stored_bits, self.group)
 
     def _unpacked(self, piece: Piece, words: torch.Tensor) -> torch.Tensor:
         """int8 `[rows, entries]` of words `[entries, rows / 8]`; of unsigned ones, less 8."""
         codes = nibbles(words.contiguous().view(torch.uint8)).view(len(words), -1, 8)[:, :, self.places].flatten(1)
         codes = codes ^ 8 if self.signed else codes
         return (_WORD.trim(piece, codes, 1).to(torch.int8) - 8).T.contiguous()
-
-    def num_bytes(self, piece: Piece, itemsize: int) -> int:
-        return groups_bytes(piece, 4, self.group, 1 + self.zeros)
-
-    def needs(self, piece: Piece) -> frozenset[str]:
-        return groups_needs(self.group)
 
 
 class AwqFormat(CheckpointFormat):

@@ -22,12 +22,11 @@ from quire.worker.layers.quantization.stored import (
     ROWS,
     Axis,
     CheckpointFormat,
+    IntegerGroups,
     Piece,
     Scheme,
     Stored,
     grouped,
-    groups_bytes,
-    groups_needs,
     signed,
     unsupported,
 )
@@ -43,7 +42,7 @@ _FORMATS = (
 )
 
 
-class Integers(Scheme):
+class Integers(IntegerGroups):
     """Integers of `bits` bits, packed to words of 32 bits or as int8, in groups of columns (None: one per row;
     `per_tensor`: one at all).
 
@@ -60,15 +59,10 @@ class Integers(Scheme):
         symmetric: bool = True,
         act_order: bool = False,
     ):
-        self.bits, self.group, self.packed, self.symmetric, self.act_order = bits, group, packed, symmetric, act_order
+        super().__init__(bits, group, not symmetric, act_order)
+        self.packed, self.symmetric = packed, symmetric
         self.rows = 1 if per_tensor else Axis(ROWS)
-        # with act_order, columns of any group may be in a slice of the columns
-        self.groups = 1 if group is None else Axis(COLUMNS, group, whole=act_order)
         self.packed_zeros = packed and not per_tensor
-
-    @property
-    def stored_bits(self) -> int:
-        return 4 if self.bits <= 4 else 8
 
     def tensors(self, piece: Piece) -> dict[str, Stored]:
         words = Axis(COLUMNS, 32, self.bits)
@@ -103,12 +97,6 @@ class Integers(Scheme):
             return zeros
         unpacked = unpack_words(zeros.T, self.bits, len(zeros) * 32 // self.bits).T
         return signed(Axis(ROWS, 32, self.bits).trim(piece, unpacked, 0), self.bits)
-
-    def num_bytes(self, piece: Piece, itemsize: int) -> int:
-        return groups_bytes(piece, self.stored_bits, self.group, 1 if self.symmetric else 2, self.act_order)
-
-    def needs(self, piece: Piece) -> frozenset[str]:
-        return groups_needs(self.group)
 
 
 class CompressedTensorsFormat(CheckpointFormat):

@@ -20,12 +20,10 @@ from quire.worker.layers.quantization.stored import (
     ROWS,
     Axis,
     CheckpointFormat,
+    IntegerGroups,
     Piece,
-    Scheme,
     Stored,
     grouped,
-    groups_bytes,
-    groups_needs,
     named_by,
     signed,
     unsupported,
@@ -35,22 +33,21 @@ _FORMATS = ("gptq", "gptq_v2")
 _OVERRIDES = {"bits", "group_size", "desc_act", "sym"}
 
 
-class Gptq(Scheme):
+class Gptq(IntegerGroups):
     """qweight `[in * bits / 32, out]`, qzeros `[groups, out * bits / 32]`, scales `[groups, out]`; with act-order g_idx
     `[in]`."""
 
     def __init__(self, bits: int, group: int | None, desc_act: bool, zero_step: int):
-        self.bits, self.group, self.desc_act, self.zero_step = bits, group, desc_act, zero_step
+        super().__init__(bits, group, True, desc_act)
+        self.zero_step = zero_step
 
     def tensors(self, piece: Piece) -> dict[str, Stored]:
-        # with act-order, columns of any group may be in a slice of the columns
-        groups = 1 if self.group is None else Axis(COLUMNS, self.group, whole=self.desc_act)
         stored = {
             "values": Stored("qweight", (Axis(COLUMNS, 32, self.bits), Axis(ROWS)), torch.int32),
-            "zeros": Stored("qzeros", (groups, Axis(ROWS, 32, self.bits)), torch.int32),
-            "scales": Stored("scales", (groups, Axis(ROWS)), torch.float32),
+            "zeros": Stored("qzeros", (self.groups, Axis(ROWS, 32, self.bits)), torch.int32),
+            "scales": Stored("scales", (self.groups, Axis(ROWS)), torch.float32),
         }
-        return stored | ({"group_of": Stored("g_idx", (Axis(COLUMNS),), torch.int64)} if self.desc_act else {})
+        return stored | ({"group_of": Stored("g_idx", (Axis(COLUMNS),), torch.int64)} if self.act_order else {})
 
     def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Groups | torch.Tensor:
         words, zeros = tensors["values"].T, tensors["zeros"]
@@ -60,14 +57,8 @@ class Gptq(Scheme):
         # the sum wraps: a stored zero point of -1 is 2 ** bits - 1
         zeros = (zeros.int() + self.zero_step) & ((1 << self.bits) - 1) if self.zero_step else zeros.int()
         zeros = Axis(ROWS, 32, self.bits).trim(piece, zeros, 1).T - (1 << (self.bits - 1))
-        scales, stored_bits = tensors["scales"].T.contiguous(), 4 if self.bits <= 4 else 8
-        return grouped(piece, values, scales, zeros.float(), stored_bits, self.group, tensors.get("group_of"))
-
-    def num_bytes(self, piece: Piece, itemsize: int) -> int:
-        return groups_bytes(piece, 4 if self.bits <= 4 else 8, self.group, 2, self.desc_act)
-
-    def needs(self, piece: Piece) -> frozenset[str]:
-        return groups_needs(self.group)
+        scales, order = tensors["scales"].T.contiguous(), tensors.get("group_of")
+        return grouped(piece, values, scales, zeros.float(), self.stored_bits, self.group, order)
 
 
 class GptqFormat(CheckpointFormat):
@@ -112,4 +103,4 @@ class GptqFormat(CheckpointFormat):
         if scheme is None:
             return False
         # biases are written for layers without them too, and then zero; without act-order g_idx says nothing new
-        return not read().any() if suffix == "bias" else not scheme.desc_act
+        return not read().any() if suffix == "bias" else not scheme.act_order

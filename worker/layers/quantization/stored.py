@@ -139,6 +139,31 @@ class Scheme(ABC):
         return piece.rows[1] * piece.columns[1] * itemsize
 
 
+class IntegerGroups(Scheme):
+    """Base of integers of `bits` bits in groups of columns (None: one per row), with a scale and by `has_zeros` a zero
+    point for each. With `act_order` a tensor names the group of each column.
+    """
+
+    def __init__(self, bits: int, group: int | None, has_zeros: bool, act_order: bool = False):
+        self.bits, self.group, self.has_zeros, self.act_order = bits, group, has_zeros, act_order
+        # with act_order, columns of any group may be in a slice of the columns
+        self.groups = 1 if group is None else Axis(COLUMNS, group, whole=act_order)
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits of an integer once it is loaded."""
+        return 4 if self.bits <= 4 else 8
+
+    def num_bytes(self, piece: Piece, itemsize: int) -> int:
+        n, k = piece.size
+        order = 8 * k if self.act_order else 0
+        tables = 2 * (1 + self.has_zeros) * n * (1 if self.group is None else -(-k // self.group))  # of 16 bits
+        return n * k * self.stored_bits // 8 + tables + order
+
+    def needs(self, piece: Piece) -> frozenset[str]:
+        return groups_needs(self.group)
+
+
 class Unquantized(Scheme):
     """A weight that the format leaves alone, in a fused layer with others that it does not."""
 
@@ -317,13 +342,6 @@ def grouped(
 def groups_needs(group: int | None) -> frozenset[str]:
     """`Scheme.needs` of integers in groups of so many columns, or in whole rows."""
     return frozenset() if group is None or any(group % size == 0 for size in (32, 64, 128)) else needs_of(group)
-
-
-def groups_bytes(piece: Piece, bits: int, group: int | None, num_tables: int, act_order: bool = False) -> int:
-    """Bytes of a piece in groups, with 16-bit tables of scales and, if there are two, offsets."""
-    n, k = piece.size
-    order = 8 * k if act_order else 0
-    return n * k * bits // 8 + 2 * num_tables * n * (1 if group is None else -(-k // group)) + order
 
 
 def named_by(name: str, pattern: str) -> bool:
