@@ -10,7 +10,6 @@ the outputs that these will have.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import sqlite3
@@ -25,9 +24,10 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from quire.server import database
 from quire.server.batches.disk import Part, abandoned, or_full
 from quire.server.errors import BadRequest, NotFound, TooManyRequests
-from quire.server.private_files import private_database, private_folder
+from quire.server.private_files import private_folder
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -104,7 +104,7 @@ class Line:
     custom_id: str
 
 
-class Store:
+class Store(database.Store):
     """`max_bytes` bounds what all owners take together. If there are `several` of them, one takes at most half of what
     the others leave.
     """
@@ -117,30 +117,10 @@ class Store:
         for one in (self.folder, self.folder / "files"):
             private_folder(one)
         (self.folder / "files").chmod(0o700)
-        private_database(self.folder / "batches.sqlite")
-        # the single thread that uses it is not the one that opens it
-        self._db = sqlite3.connect(
-            self.folder / "batches.sqlite", isolation_level=None, timeout=30, check_same_thread=False
-        )
-        self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new database: deleted rows are given back
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute(f"PRAGMA journal_size_limit = {STEP_BYTES}")
-        self._db.executescript(_SCHEMA)
+        # auto_vacuum: deleted rows are given back
+        pragmas = "auto_vacuum = INCREMENTAL", f"journal_size_limit = {STEP_BYTES}"
+        super().__init__(self.folder / "batches.sqlite", _SCHEMA, *pragmas)
         self._sweep()
-
-    def close(self) -> None:
-        self._db.close()
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._db
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:  # a full disk may have ended it
-                self._db.execute("ROLLBACK")
-            raise
 
     def _sweep(self) -> None:
         """Remove what a process left when it was killed: files without a row, lines of batches that have ended."""

@@ -14,9 +14,10 @@ import sqlite3
 import time
 from pathlib import Path
 
+from quire.server.database import connect, transaction
 from quire.server.errors import TooManyRequests, Unavailable
 from quire.server.keys.key import Key
-from quire.server.private_files import private_database, private_folder
+from quire.server.private_files import private_folder
 
 _DAY, _MINUTE = 86400, 60.0
 LIMIT_HEADERS = [
@@ -46,11 +47,8 @@ class Ledger:
         path = Path(self._path) if self._path else _default_path(self._key_file or "")
         try:
             private_folder(path.parent)
-            private_database(path)
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=1.0, check_same_thread=False)
-            # a crash of the machine may lose the last requests, one of the server none
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=OFF")
+            # synchronous: a crash of the machine may lose the last requests, one of the server none
+            self._db = connect(path, "synchronous = OFF", timeout=1.0)
             self._db.executescript(_TABLES)
             self._db.execute("DELETE FROM running WHERE pid = ?", (os.getpid(),))
             self._db.execute("DELETE FROM days WHERE day < ?", (_today() - 31,))
@@ -77,7 +75,7 @@ class Ledger:
             raise _no_count(error) from None
 
     def _begin(self, key: Key, num_prompt_tokens: int, now: float) -> dict[str, str]:
-        with _Transaction(self._db):
+        with transaction(self._db):
             requests = _Bucket.read(self._db, key.name, "requests", key.requests_per_minute, now)
             tokens = _Bucket.read(self._db, key.name, "tokens", key.tokens_per_minute, now)
             self._refuse_spent(key, now)
@@ -101,7 +99,7 @@ class Ledger:
         """
         try:
             now = time.time() if now is None else now
-            with _Transaction(self._db):
+            with transaction(self._db):
                 self._refuse_spent(key, now)
                 self._add_to_day(key, num_prompt_tokens, now)
         except sqlite3.Error as error:
@@ -110,7 +108,7 @@ class Ledger:
     def end(self, key: Key, num_output_tokens: int, background: bool = False, now: float | None = None) -> None:
         """Count a request that ended. Raises sqlite3.Error."""
         now = time.time() if now is None else now
-        with _Transaction(self._db):
+        with transaction(self._db):
             self._add_to_day(key, num_output_tokens, now)
             if not background:
                 tokens = _Bucket.read(self._db, key.name, "tokens", key.tokens_per_minute, now)
@@ -165,17 +163,6 @@ class Ledger:
                 "INSERT INTO days VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens",
                 (key.name, int(now // _DAY), num_tokens),
             )
-
-
-class _Transaction:
-    def __init__(self, db: sqlite3.Connection):
-        self.db = db
-
-    def __enter__(self) -> None:
-        self.db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        self.db.execute("COMMIT" if kind is None else "ROLLBACK")
 
 
 class _Bucket:

@@ -7,18 +7,17 @@ All methods block, so the server calls them in one thread of their own.
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from quire.server import database
 from quire.server.errors import BadRequest, NotFound
-from quire.server.private_files import private_database
 
 MAX_OBJECTS = 10_000
 MAX_CHAIN = 2_000  # responses before one
@@ -74,7 +73,7 @@ class Stored:
 _COLUMNS = "id, owner, previous, status, body, items, events, alive"
 
 
-class Store:
+class Store(database.Store):
     """`max_bytes` bounds what is kept."""
 
     def __init__(self, path: str | None, max_bytes: int, max_objects: int = MAX_OBJECTS):
@@ -82,26 +81,8 @@ class Store:
         self.max_bytes, self.max_objects = max_bytes, max_objects
         self.max_object_bytes = max_bytes // 8  # one object does not take the place of all others
         self.num_evicted = 0  # objects that made room
-        if path not in (None, ":memory:"):
-            private_database(Path(path))
-        # the single thread that uses it is not the one that opens it
-        self._db = sqlite3.connect(path or ":memory:", isolation_level=None, timeout=30, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.executescript(_SCHEMA)
-
-    def close(self) -> None:
-        self._db.close()
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._db
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+        file = None if path in (None, ":memory:") else Path(path)
+        super().__init__(file, _SCHEMA, "synchronous = NORMAL")
 
     # ---- objects
 
