@@ -434,7 +434,8 @@ class Measurement:
 
     def offline(self) -> None:
         """The workload through `LLM`, all requests at once. A first run with other prompts compiles and records."""
-        from quire.server.offline.llm import LLM, SamplingParams
+        from quire.server.offline.llm import LLM
+        from quire.server.offline.params import SamplingParams
 
         with LLM(str(self.folder), **self.settings()) as llm:
             for seed in (1, 0):

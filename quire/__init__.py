@@ -20,13 +20,14 @@ if os.path.isfile(os.path.join(_checkout, "engine", "core.py")) and os.path.isfi
     __path__.insert(0, _checkout)
 
 if TYPE_CHECKING:
-    from quire.server.offline.llm import LLM, SamplingParams, StructuredOutputsParams
+    from quire.server.offline.llm import LLM
     from quire.server.offline.lora import LoRARequest
+    from quire.server.offline.params import SamplingParams, StructuredOutputsParams
 
 
 def __getattr__(name: str):
     if name in __all__:  # imported on first use: the command line must not pay for it
-        from quire.server.offline import llm, lora
+        from quire.server.offline import llm, lora, params
 
-        return getattr(lora if name == "LoRARequest" else llm, name)
+        return getattr({"LLM": llm, "LoRARequest": lora}.get(name, params), name)
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -9,7 +9,7 @@ import msgspec
 
 from quire.server.api.anthropic.protocol import AnthropicErrorResponse
 from quire.server.api.ollama.protocol import OllamaErrorResponse
-from quire.server.api.openai.protocol import ErrorResponse
+from quire.server.api.openai.objects import ErrorResponse
 from quire.server.error_shapes import is_anthropic, is_ollama
 from quire.server.http.route import EVENTS, NDJSON, Route
 from quire.server.http.time_limit import TimeLimit

@@ -12,7 +12,7 @@ from quire.server.api.llamacpp import adapters, infill, props
 from quire.server.api.ollama import routes as ollama
 from quire.server.api.openai import models as openai_models
 from quire.server.api.openai import routes as openai
-from quire.server.api.openai.protocol import ModelCard, ModelList
+from quire.server.api.openai.objects import ModelCard, ModelList
 from quire.server.api.ops import routes as ops
 from quire.server.api.pooling import routes as pooling
 from quire.server.api.textgen import routes as textgen

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from quire.cli import main as cli
-from quire.server.offline.llm import LLM, RequestOutput, SamplingParams
+from quire.server.offline.llm import LLM
+from quire.server.offline.params import RequestOutput, SamplingParams
 from tests import deepseek_ocr_reading as reading
 from tests import seeing_models
 from tests.families import judge

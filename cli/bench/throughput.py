@@ -41,7 +41,8 @@ def main(argv: list[str]) -> int:
     add_dataset_flags(parser)
     arguments, settings = parse_offline(parser, argv)
 
-    from quire.server.offline.llm import LLM, SamplingParams
+    from quire.server.offline.llm import LLM
+    from quire.server.offline.params import SamplingParams
 
     try:
         with LLM(**engine_settings(settings)) as llm:

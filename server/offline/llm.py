@@ -8,48 +8,46 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from dataclasses import fields as dataclass_fields
 from typing import Any, TypeVar
-
-import msgspec
-from tqdm import tqdm
 
 from quire.configs.config import Config
 from quire.configs.options import all_options, config_from
 from quire.configs.sources import embedded_model
 from quire.server.api.openai.logprobs import Formatter
-from quire.server.api.openai.protocol import ContentPart, Message, PromptLogprob, StructuredOutputs
-from quire.server.api.openai.structure import from_options
-from quire.server.api.openai.tools import Tools, tools_of
-from quire.server.api.openai.translate import COMPLETION_MAX_TOKENS, template_message
+from quire.server.api.openai.translate import COMPLETION_MAX_TOKENS
 from quire.server.errors import ApiError, BadRequest
 from quire.server.generate import deltas, pooling
 from quire.server.generate.generation import Generation
 from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.limits import ProcessorOptions
-from quire.server.generate.ngrams import NgramArguments, of_vllm
 from quire.server.generate.pooling import Vector
 from quire.server.generate.prepare import prepare
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
-from quire.server.generate.tools import Tool, ToolChoice
-from quire.server.http.parse_body import bad_request
+from quire.server.generate.tools import ToolChoice
 from quire.server.offline import pooled
-from quire.server.offline.images import ImageTurns, has_images, images_of_prompt, take_pictures
+from quire.server.offline.images import ImageTurns, has_images
 from quire.server.offline.lora import LoRARequests, chosen
+from quire.server.offline.params import CompletionOutput, RequestOutput, SamplingParams
+from quire.server.offline.progress import Progress
+from quire.server.offline.prompts import (
+    Prompt,
+    as_list,
+    checked_options,
+    checked_tools,
+    plain,
+    plain_and_fields,
+    template_messages,
+)
 from quire.server.offline.runtime import Runtime
 from quire.server.structured.service import constrain
 from quire.server.structured.structure import Structure
 from quire.server.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-Prompt = str | Sequence[int] | dict[str, Any]
 # those that mean something without HTTP
 SERVER_SETTINGS = (
     "chat_template",
@@ -61,114 +59,6 @@ SERVER_SETTINGS = (
     "step_timeout",
     "tool_call_parser",
 )
-
-
-@dataclass(slots=True)
-class StructuredOutputsParams:
-    """What the output must match: exactly one of the first six, as in a request's `structured_outputs`. Raises
-    ValueError.
-    """
-
-    json: dict[str, Any] | bool | str | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: dict[str, Any] | str | None = None
-    disable_any_whitespace: bool = False
-    whitespace_pattern: str | None = None
-    additional_properties: bool = False  # objects may have properties that their schema does not name
-
-    def __post_init__(self) -> None:
-        self.to_structure()
-
-    def to_structure(self) -> Structure:
-        fields = {name: value for name, value in asdict(self).items() if value is not None}
-        try:
-            return from_options(_converted(fields, StructuredOutputs, "structured_outputs."), "structured_outputs")
-        except BadRequest as error:
-            raise ValueError(error.message) from None
-
-
-@dataclass(slots=True)
-class SamplingParams:
-    """How to generate. Raises ValueError naming the parameter and its limit.
-
-    `max_tokens=None` is all that the context holds; `top_k` 0 or -1 is off; `logprobs` is the number of most likely
-    tokens to report in addition to the sampled one.
-    """
-
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    no_repeat_ngram_size: int = 0
-    no_repeat_ngram_window_size: int = 0
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    extra_args: dict[str, Any] | None = None  # of the processor for DeepSeek-OCR: ngram_size, window_size ...
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        self.to_options()
-
-    def to_options(self) -> GenerationOptions:
-        """The same parameters in dialect-neutral form. Raises ValueError for a type or a bound."""
-        fields = {
-            one.name: value
-            for one in dataclass_fields(self)
-            if one.name not in ("structured_outputs", "extra_args") and (value := getattr(self, one.name)) is not None
-        }
-        for name, value in fields.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name}: must be a finite number, got {value}")
-        options = _converted(fields, GenerationOptions)
-        options.no_repeat_ngram = of_vllm(_ngram_arguments(self.extra_args))
-        return options
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One of the `n` answers to a prompt. `logprobs` maps token ids to log-probabilities, at every position."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, PromptLogprob]] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A prompt and its answers. `num_cached_tokens` of the prompt were found in the prefix cache."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None
-    outputs: list[CompletionOutput]
-    finished: bool
-    num_cached_tokens: int
 
 
 class LLM:
@@ -216,7 +106,7 @@ class LLM:
         Raises ValueError for an invalid prompt or parameter, before anything runs unless its prompt has images;
         RuntimeError if the engine fails.
         """
-        inputs = [_plain_and_fields(prompt) for prompt in _as_list(prompts)]
+        inputs = [plain_and_fields(prompt) for prompt in as_list(prompts)]
         options = self._options(sampling_params, len(inputs))
         adapters = self._run(chosen(self._runtime.state, lora_request, len(inputs)))
         specs = [
@@ -248,11 +138,11 @@ class LLM:
         conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
         options = self._options(sampling_params, len(conversations))
         adapters = self._run(chosen(self._runtime.state, lora_request, len(conversations)))
-        known, processor_options = _tools(tools), _processor_options(mm_processor_kwargs)
+        known, processor_options = checked_tools(tools), checked_options(mm_processor_kwargs)
         specs = [
             self._spec(
                 Conversation(
-                    _template_messages(conversation),
+                    template_messages(conversation),
                     add_generation_prompt,
                     continue_final_message,
                     chat_template,
@@ -282,13 +172,13 @@ class LLM:
 
         Raises ValueError for an invalid prompt or parameter, or a model that makes no embeddings.
         """
-        return self._run(self._embed(_plain(prompts), dimensions, normalize, truncate_prompt_tokens))
+        return self._run(self._embed(plain(prompts), dimensions, normalize, truncate_prompt_tokens))
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
     ) -> list[pooled.PooledRequestOutput]:
         """The probabilities of a classifier's labels for every prompt, as `outputs.probs`. Raises as `embed` does."""
-        return self._run(self._classify(_plain(prompts), truncate_prompt_tokens))
+        return self._run(self._classify(plain(prompts), truncate_prompt_tokens))
 
     def score(
         self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
@@ -379,7 +269,7 @@ class LLM:
         await constrain([request for request in requests if request is not None], state)
         self._runtime.require_alive()
         turns = ImageTurns(state)
-        with _Progress(len(requests), use_tqdm) as progress:
+        with Progress(len(requests), use_tqdm) as progress:
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [
@@ -394,7 +284,7 @@ class LLM:
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _with_images(self, spec: GenerationSpec, turns: ImageTurns, progress: _Progress) -> RequestOutput:
+    async def _with_images(self, spec: GenerationSpec, turns: ImageTurns, progress: Progress) -> RequestOutput:
         async with turns.turn(spec):
             requests = prepare(spec, self._runtime.state)
             await constrain(requests, self._runtime.state)
@@ -434,7 +324,7 @@ class LLM:
     def _next_id(self) -> str:
         return str(next(self._ids))
 
-    async def _one(self, spec: GenerationSpec, request: GenerationRequest, progress: _Progress) -> RequestOutput:
+    async def _one(self, spec: GenerationSpec, request: GenerationRequest, progress: Progress) -> RequestOutput:
         generation = Generation(self._runtime.state.client, self.tokenizer, request)
         choices = await deltas.collect(deltas.run([generation]), request.n)
         progress.add(len(request.prompt_token_ids), sum(len(choice.token_ids) for choice in choices))
@@ -470,38 +360,6 @@ class LLM:
         )
 
 
-class _Progress:
-    """A bar over prompts with the speed in tokens."""
-
-    def __init__(self, num_requests: int, shown: bool):
-        self.bar = tqdm(
-            total=num_requests,
-            desc="Processed prompts",
-            disable=not shown,
-            postfix="est. speed input: 0.00 toks/s, output: 0.00 toks/s",
-            dynamic_ncols=True,
-        )
-        self.num_input = self.num_output = 0
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.close()
-
-    def add(self, num_input: int, num_output: int) -> None:
-        if self.bar.disable:
-            return
-        self.num_input += num_input
-        self.num_output += num_output
-        elapsed = max(self.bar.format_dict["elapsed"], 1e-9)
-        self.bar.set_postfix_str(
-            f"est. speed input: {self.num_input / elapsed:.2f} toks/s, output: {self.num_output / elapsed:.2f} toks/s",
-            refresh=False,
-        )
-        self.bar.update()
-
-
 def offline_config(model: str, settings: dict[str, Any]) -> Config:
     """Checked settings; those of the HTTP server are refused. Raises ValueError."""
     for name in settings:
@@ -524,105 +382,3 @@ def _close(loop: asyncio.AbstractEventLoop, runtime: Runtime) -> None:
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(runtime.stop(), loop).result(timeout=30)
         loop.call_soon_threadsafe(loop.stop)
-
-
-def _converted(value: Any, cls: type[T], path: str = "") -> T:
-    """`value` checked against the type `cls`. Raises ValueError naming the field, below `path`."""
-    try:
-        return msgspec.convert(value, cls)
-    except msgspec.ValidationError as error:
-        raise ValueError(path + bad_request(error, value).message) from None
-
-
-def _ngram_arguments(given: dict[str, Any] | None) -> NgramArguments | None:
-    if given is None:
-        return None
-    for name in given.keys() - NgramArguments.__struct_fields__:
-        known = ", ".join(NgramArguments.__struct_fields__)
-        raise ValueError(f"extra_args.{name} is not supported; supported: {known}")
-    lists = {
-        name: list(value) if isinstance(value, set | frozenset | tuple) else value for name, value in given.items()
-    }
-    return _converted(lists, NgramArguments, "extra_args.")
-
-
-def _template_messages(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in OpenAI's form -> in the form that templates expect. Raises ValueError."""
-    if not conversation:
-        raise ValueError("messages: a conversation must not be empty")
-    messages = []
-    for i, fields in enumerate(conversation):
-        path = f"messages.{i}"
-        content, pictures = take_pictures(fields.get("content"), f"{path}.content")
-        fields = fields | ({"content": content} if pictures else {})
-        message = _converted(fields, Message, f"{path}.")
-        _refuse_unknown(fields, Message, path)
-        if isinstance(message.content, list):
-            for k, part in enumerate(fields["content"]):
-                _refuse_unknown(part, ContentPart, f"{path}.content.{k}")
-        try:
-            out = template_message(message, path)
-        except BadRequest as error:
-            raise ValueError(error.message) from None
-        for k, image in pictures.items():
-            out["content"][k] = {"type": "image", "image": image}
-        messages.append(out)
-    return messages
-
-
-def _processor_options(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Raises ValueError."""
-    return None if given is None else _converted(given, ProcessorOptions, "mm_processor_kwargs.")
-
-
-def _tools(definitions: Sequence[dict[str, Any]] | None) -> list[Tool]:
-    """Tools in OpenAI's form. Raises ValueError."""
-    try:
-        return tools_of(_converted(list(definitions or ()), Tools, "tools."), None)
-    except BadRequest as error:
-        raise ValueError(error.message) from None
-
-
-def _refuse_unknown(fields: dict[str, Any], cls: type[Message] | type[ContentPart], path: str) -> None:
-    for name, value in fields.items():
-        neutral = name in cls.unsupported and (value is None or value in cls.unsupported[name])
-        if name not in cls.__struct_fields__ and name not in cls.harmless and not neutral:
-            raise ValueError(f"{path}.{name} is not supported")
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | dict):
-        return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and all(isinstance(item, int) for item in prompts) else prompts
-
-
-def _plain(prompts: Prompt | Sequence[Prompt]) -> list[str] | list[list[int]]:
-    """Prompts that are all texts, or all token ids. Raises ValueError."""
-    inputs = [_plain_and_fields(prompt) for prompt in _as_list(prompts)]
-    if any(fields["images"] for _, fields in inputs):
-        raise ValueError("prompts: images are not supported here, only text")
-    plain = [prompt for prompt, _ in inputs]
-    if not plain or len({type(prompt) for prompt in plain}) != 1:
-        raise ValueError("prompts: give texts, or lists of token ids, at least one; not both")
-    return plain
-
-
-def _plain_and_fields(prompt: Prompt) -> tuple[str | list[int], dict[str, Any]]:
-    """A prompt as text or token ids, and other fields of its spec. Raises ValueError."""
-    if not isinstance(prompt, dict):
-        return prompt if isinstance(prompt, str) else list(prompt), {"images": []}
-    known = {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"}
-    if unknown := sorted(set(prompt) - known):
-        raise ValueError(f"prompts: unknown key {unknown[0]!r}; a prompt has {', '.join(sorted(known))}")
-    given = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
-    if len(given) != 1:
-        raise ValueError("prompts: give exactly one of prompt and prompt_token_ids")
-    images = images_of_prompt(prompt)
-    if images and not isinstance(given[0], str):
-        raise ValueError("prompts: images need a prompt given as text, with the model's placeholder for each")
-    return given[0] if isinstance(given[0], str) else list(given[0]), {
-        "cache_salt": prompt.get("cache_salt"),
-        "images": images,
-        "processor_options": _processor_options(prompt.get("mm_processor_kwargs")),
-    }

@@ -11,7 +11,7 @@ import pytest
 
 from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import SamplingParams
-from quire.server.api.openai.protocol import ChatChunkChoice, ChatDelta
+from quire.server.api.openai.objects import ChatChunkChoice, ChatDelta
 from tests.checkpoints import VOCAB_SIZE
 from tests.server.conftest import MODEL, running_server
 

@@ -109,7 +109,8 @@ def test_shape_of_a_stream(server):
 
 def test_template_of_a_chunk_is_the_types_encoding(server):
     from quire.server.api.openai.completions import CompletionAnswer
-    from quire.server.api.openai.protocol import CompletionChoice, CompletionRequest
+    from quire.server.api.openai.objects import CompletionChoice
+    from quire.server.api.openai.protocol import CompletionRequest
     from quire.server.generate.delta import Delta
     from quire.server.http.parse_body import parse
 

@@ -22,7 +22,8 @@ from quire.configs import sources
 from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import SamplingParams as EngineParams
 from quire.server.engines.supervisor import Supervisor
-from quire.server.offline.llm import LLM, SamplingParams, offline_config
+from quire.server.offline.llm import LLM, offline_config
+from quire.server.offline.params import SamplingParams
 from tests.checkpoints import greedy, load_reference
 from tests.server.light_model import VOCAB_SIZE, write_light_model
 

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import needs
-from quire.server.api.openai.protocol import GenerationFields, Usage
+from quire.server.api.openai.objects import Usage
+from quire.server.api.openai.protocol import GenerationFields
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.generate.delta import Delta

@@ -10,17 +10,17 @@ from starlette.responses import Response
 from quire.server import needs
 from quire.server.api.openai.answer import Answer, admit, respond
 from quire.server.api.openai.logprobs import Formatter
-from quire.server.api.openai.parsed import EventWriter
-from quire.server.api.openai.protocol import (
+from quire.server.api.openai.objects import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
-    ChatCompletionRequest,
     ChatDelta,
     ResponseMessage,
     Usage,
 )
+from quire.server.api.openai.parsed import EventWriter
+from quire.server.api.openai.protocol import ChatCompletionRequest
 from quire.server.api.openai.translate import chat_spec
 from quire.server.generate import deltas
 from quire.server.generate.delta import Delta

@@ -11,13 +11,8 @@ from quire.engine.messages import TokenLogprobs
 from quire.server import needs
 from quire.server.api.openai.answer import Answer, admit, respond
 from quire.server.api.openai.logprobs import Formatter
-from quire.server.api.openai.protocol import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    Usage,
-)
+from quire.server.api.openai.objects import Completion, CompletionChoice, CompletionLogprobs, Usage
+from quire.server.api.openai.protocol import CompletionRequest
 from quire.server.api.openai.translate import completion_spec
 from quire.server.generate import deltas
 from quire.server.generate.delta import Delta

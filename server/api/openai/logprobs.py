@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 
 from quire.engine.messages import TokenLogprobs
-from quire.server.api.openai.protocol import (
+from quire.server.api.openai.objects import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,

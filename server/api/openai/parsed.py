@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET
 
-from quire.server.api.openai.protocol import (
-    ChatCompletionRequest,
+from quire.server.api.openai.objects import (
     ChatDelta,
     CustomCall,
     FunctionCall,
@@ -15,6 +14,7 @@ from quire.server.api.openai.protocol import (
     ToolCall,
     ToolCallDelta,
 )
+from quire.server.api.openai.protocol import ChatCompletionRequest
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 

@@ -7,7 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import needs
-from quire.server.api.openai.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from quire.server.api.openai.objects import DetokenizeResponse, TokenizeResponse
+from quire.server.api.openai.protocol import DetokenizeRequest, TokenizeRequest
 from quire.server.api.openai.translate import conversation
 from quire.server.errors import BadRequest
 from quire.server.generate.encode import encode_conversation, encode_texts

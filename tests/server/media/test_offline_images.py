@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from quire.server.media.service import _max_images
-from quire.server.offline.llm import LLM, SamplingParams
+from quire.server.offline.llm import LLM
+from quire.server.offline.params import SamplingParams
 from tests.server.media.conftest import FAKE, IMAGE_ID, NUM_TOKENS, data_url, image_part, picture, text_part
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)

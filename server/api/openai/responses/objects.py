@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.server.api.openai.protocol import ChatTokenLogprob
+from quire.server.api.openai.objects import ChatTokenLogprob
 from quire.server.api.openai.responses.protocol import (
     ReasoningOptions,
     ResponseTool,

@@ -1,0 +1,149 @@
+"""The parameters and results of the offline `LLM`, with vLLM's names and defaults."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire.server.api.openai.objects import PromptLogprob
+from quire.server.api.openai.protocol import StructuredOutputs
+from quire.server.api.openai.structure import from_options
+from quire.server.errors import BadRequest
+from quire.server.generate.ngrams import NgramArguments, of_vllm
+from quire.server.generate.request import GenerationOptions
+from quire.server.http.parse_body import bad_request
+from quire.server.structured.structure import Structure
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class StructuredOutputsParams:
+    """What the output must match: exactly one of the first six, as in a request's `structured_outputs`. Raises
+    ValueError.
+    """
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    additional_properties: bool = False  # objects may have properties that their schema does not name
+
+    def __post_init__(self) -> None:
+        self.to_structure()
+
+    def to_structure(self) -> Structure:
+        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        try:
+            return from_options(converted(fields, StructuredOutputs, "structured_outputs."), "structured_outputs")
+        except BadRequest as error:
+            raise ValueError(error.message) from None
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """How to generate. Raises ValueError naming the parameter and its limit.
+
+    `max_tokens=None` is all that the context holds; `top_k` 0 or -1 is off; `logprobs` is the number of most likely
+    tokens to report in addition to the sampled one.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    no_repeat_ngram_size: int = 0
+    no_repeat_ngram_window_size: int = 0
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    extra_args: dict[str, Any] | None = None  # of the processor for DeepSeek-OCR: ngram_size, window_size ...
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        self.to_options()
+
+    def to_options(self) -> GenerationOptions:
+        """The same parameters in dialect-neutral form. Raises ValueError for a type or a bound."""
+        fields = {
+            one.name: value
+            for one in dataclass_fields(self)
+            if one.name not in ("structured_outputs", "extra_args") and (value := getattr(self, one.name)) is not None
+        }
+        for name, value in fields.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name}: must be a finite number, got {value}")
+        options = converted(fields, GenerationOptions)
+        options.no_repeat_ngram = of_vllm(_ngram_arguments(self.extra_args))
+        return options
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` answers to a prompt. `logprobs` maps token ids to log-probabilities, at every position."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, PromptLogprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its answers. `num_cached_tokens` of the prompt were found in the prefix cache."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+
+
+def converted(value: Any, cls: type[T], path: str = "") -> T:
+    """`value` checked against the type `cls`. Raises ValueError naming the field, below `path`."""
+    try:
+        return msgspec.convert(value, cls)
+    except msgspec.ValidationError as error:
+        raise ValueError(path + bad_request(error, value).message) from None
+
+
+def _ngram_arguments(given: dict[str, Any] | None) -> NgramArguments | None:
+    if given is None:
+        return None
+    for name in given.keys() - NgramArguments.__struct_fields__:
+        known = ", ".join(NgramArguments.__struct_fields__)
+        raise ValueError(f"extra_args.{name} is not supported; supported: {known}")
+    lists = {
+        name: list(value) if isinstance(value, set | frozenset | tuple) else value for name, value in given.items()
+    }
+    return converted(lists, NgramArguments, "extra_args.")
