@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.server.api.openai import batches, files, protocol, render, tokens
+from quire.server.api.openai import batches, files, objects, protocol, render, tokens
 from quire.server.api.openai.chat import chat_completions
 from quire.server.api.openai.completions import completions
 from quire.server.api.openai.embeddings import EmbeddingList, EmbeddingRequest, embeddings
@@ -16,10 +16,10 @@ GENERATION = [
         "/v1/chat/completions",
         chat_completions,
         ChatCompletionRequest,
-        protocol.ChatCompletion,
+        objects.ChatCompletion,
         stream=EVENTS,
     ),
-    Route("POST", "/v1/completions", completions, protocol.CompletionRequest, protocol.Completion, stream=EVENTS),
+    Route("POST", "/v1/completions", completions, protocol.CompletionRequest, objects.Completion, stream=EVENTS),
     Route("POST", "/v1/embeddings", embeddings, EmbeddingRequest, EmbeddingList),
 ]
 _FILES = [
@@ -44,7 +44,7 @@ _BATCHES = [
 _PROMPTS = [
     Route("POST", "/v1/chat/completions/render", render.render, ChatCompletionRequest, render.RenderedPrompt),
     Route("POST", "/apply-template", render.apply_template, ChatCompletionRequest, render.AppliedTemplate),
-    Route("POST", "/tokenize", tokens.tokenize, protocol.TokenizeRequest, protocol.TokenizeResponse),
-    Route("POST", "/detokenize", tokens.detokenize, protocol.DetokenizeRequest, protocol.DetokenizeResponse),
+    Route("POST", "/tokenize", tokens.tokenize, protocol.TokenizeRequest, objects.TokenizeResponse),
+    Route("POST", "/detokenize", tokens.detokenize, protocol.DetokenizeRequest, objects.DetokenizeResponse),
 ]
 ROUTES = [*GENERATION, *RESPONSES, *CONVERSATIONS, *_FILES, *_BATCHES, *_PROMPTS]
