@@ -1,9 +1,10 @@
 """Speculative decoding on text that repeats itself and on text that does not:
-`python benchmarks/speculation.py [--streams 1 8] [--methods none auto ngram] -- MODEL [flags of quire serve]`.
+`python benchmarks/speculation.py [--streams 1 8 32] [--methods auto ngram] MODEL [flags of quire serve]`.
 
-Two loads: "repeat this code with one change", greedy, and prose at temperature 1, which cannot be predicted. Reports
-output tokens per second, the gain over `none`, the acceptance rate, and how many answers differ from those of `none`
-(none, where logits have the same bits with and without drafts).
+Three loads: "repeat this code with one change" and JSON of a schema with long keys, greedy, and prose at temperature 1,
+which cannot be predicted. One server per method runs each load with drafts and, by `speculation: false`, without, in
+turns, so that both meet the same machine; the best round counts. Reports output tokens per second, the gain, the time
+to the first token, the acceptance rate, and how many texts differ (none, where logits have the same bits).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import dataclass
 
 import httpx
 
@@ -41,28 +43,72 @@ def write_records(path, records, separator=","):
             file.write(separator.join(fields) + "\\n")
 '''
 EDIT = f"Repeat this code, but rename the variable `records` to `rows`. Reply with code only.\n\n```python\n{CODE}```"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "customer_identification_number": {"type": "integer", "minimum": 1, "maximum": 99999},
+        "shipping_address_postal_code": {"type": "integer", "minimum": 10000, "maximum": 99999},
+        "preferred_delivery_time_window": {"enum": ["morning", "afternoon", "evening"]},
+        "is_subscribed_to_newsletter": {"type": "boolean"},
+        "number_of_previous_orders": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": [
+        "customer_identification_number",
+        "shipping_address_postal_code",
+        "preferred_delivery_time_window",
+        "is_subscribed_to_newsletter",
+        "number_of_previous_orders",
+    ],
+}
+JSON = {"type": "json_schema", "json_schema": {"name": "customer", "schema": SCHEMA}}
 LOADS = {
     "edit": (lambda i: EDIT + "\n" * i, {"temperature": 0}),
+    "json": (lambda i: f"Make up record {i} of a customer, as JSON.", {"temperature": 0, "response_format": JSON}),
     "prose": (lambda i: f"Tell me an unusual story about the number {i}.", {"temperature": 1.0, "top_p": 1.0}),
 }
 
 
-async def run(url: str, load: str, streams: int, max_tokens: int) -> tuple[float, list[str]]:
-    """(output tokens per second, texts) of `streams` requests at once."""
+@dataclass
+class Round:
+    """Output tokens per second, mean seconds to the first token, and the texts of one run of a load."""
+
+    rate: float
+    first: float
+    texts: list[str]
+
+
+async def run(url: str, load: str, streams: int, max_tokens: int, speculation: bool) -> Round:
+    """`streams` requests of a load at once."""
     prompt, sampling = LOADS[load]
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
 
-        async def one(i: int) -> tuple[int, str]:
-            messages = [{"role": "user", "content": prompt(i)}]
-            body = {"messages": messages, "max_tokens": max_tokens, "seed": i} | sampling
-            answer = (await client.post("/v1/chat/completions", json=body)).raise_for_status().json()
-            return answer["usage"]["completion_tokens"], answer["choices"][0]["message"]["content"]
+        async def one(i: int) -> tuple[int, float, str]:
+            body = {
+                "messages": [{"role": "user", "content": prompt(i)}],
+                "max_tokens": max_tokens,
+                "seed": i,
+                "speculation": speculation,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            begin, first, count, text = time.perf_counter(), 0.0, 0, ""
+            async with client.stream("POST", "/v1/chat/completions", json=body | sampling) as answer:
+                answer.raise_for_status()
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    chunk = json.loads(line.removeprefix("data: "))
+                    for choice in chunk["choices"]:
+                        text += choice["delta"].get("content") or ""
+                        first = first or (time.perf_counter() - begin if text else 0.0)
+                    count = (chunk.get("usage") or {}).get("completion_tokens", count)
+            return count, first, text
 
-        await one(0)  # the prompt is in the prefix cache then
         begin = time.perf_counter()
         answers = await asyncio.gather(*map(one, range(streams)))
         elapsed = time.perf_counter() - begin
-    return sum(count for count, _ in answers) / elapsed, [text for _, text in answers]
+    counts, firsts, texts = zip(*answers)
+    return Round(sum(counts) / elapsed, sum(firsts) / streams, list(texts))
 
 
 def acceptance(url: str) -> tuple[float, float]:
@@ -74,38 +120,54 @@ def acceptance(url: str) -> tuple[float, float]:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1])
-    parser.add_argument("--methods", nargs="+", default=["none", "auto", "ngram", "suffix"])
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--max-tokens", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=2, help="the best counts")
-    parser.add_argument("model", nargs="+", help="and flags of quire serve")
-    args = parser.parse_args()
-    plain: dict[tuple[str, int], tuple[float, list[str]]] = {}
-    print("| load | streams | method | tokens/s | gain | accepted | texts that differ |\n|---|---|---|---|---|---|---|")
+async def compare(url: str, load: str, streams: int, max_tokens: int, rounds: int) -> str:
+    """The cells of a row: rates without and with drafts, gain, times to the first token, acceptance, differences."""
+    await run(url, load, streams, 2, False)  # the prompts are in the prefix cache then
+    before, done = acceptance(url), {False: [], True: []}
+    for _ in range(rounds):
+        for speculation in (False, True):
+            done[speculation].append(await run(url, load, streams, max_tokens, speculation))
+    await asyncio.sleep(0.5)  # the engine sends its counts now and then
+    drafted, accepted = (after - first for after, first in zip(acceptance(url), before))
+    plain, fast = (max(done[speculation], key=lambda one: one.rate) for speculation in (False, True))
+    firsts = [1000 * min(one.first for one in done[speculation]) for speculation in (False, True)]
+    differing = sum(a != b for a, b in zip(plain.texts, fast.texts))
+    share = f"{100 * accepted / drafted:.0f} % of {drafted:.0f}" if drafted else "-"
+    return (
+        f"{plain.rate:.1f} | {fast.rate:.1f} | {fast.rate / plain.rate:.2f} | {firsts[0]:.0f}, {firsts[1]:.0f} | "
+        f"{share} | {differing}"
+    )
+
+
+async def measure(args: argparse.Namespace, flags: list[str]) -> None:
+    """Print the table."""
+    print(
+        "| load | streams | method | tokens/s without | with | gain | first token, ms | accepted | texts that differ |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for method in args.methods:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        config = json.dumps({"method": method})
-        command = [sys.executable, "-m", "quire", "serve", *args.model, "--speculative-config", config]
+        config = method if method.startswith("{") else json.dumps({"method": method})
+        command = [sys.executable, "-m", "quire", "serve", *args.model, *flags, "--speculative-config", config]
         with ServerProcess([*command, "--port", str(port)], port) as server:
-            asyncio.run(server.wait_for("/health"))
+            await server.wait_for("/health")
             for load in args.loads:
                 for streams in args.streams:
-                    before = acceptance(url)
-                    rate, texts = max(
-                        asyncio.run(run(url, load, streams, args.max_tokens)) for _ in range(args.rounds)
-                    )
-                    drafted, accepted = (after - first for after, first in zip(acceptance(url), before))
-                    base, expected = plain.setdefault((load, streams), (rate, texts))
-                    differing = sum(a != b for a, b in zip(texts, expected))
-                    share = f"{100 * accepted / drafted:.0f} % of {drafted:.0f}" if drafted else "-"
-                    print(
-                        f"| {load} | {streams} | {method} | {rate:.1f} | {rate / base:.2f} | {share} | {differing} |",
-                        flush=True,
-                    )
+                    cells = await compare(url, load, streams, args.max_tokens, args.rounds)
+                    print(f"| {load} | {streams} | {json.loads(config)['method']} | {cells} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--methods", nargs="+", default=["auto"], help="names, or whole JSON objects")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3, help="the best counts")
+    parser.add_argument("model", nargs="+", help="and flags of quire serve")
+    args, flags = parser.parse_known_args()
+    asyncio.run(measure(args, flags))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import tempfile
@@ -220,6 +221,30 @@ def test_deaths(checkpoint, tmp_path, name):
         pytest.skip("much like the others: set RECOVERY_ROUNDS")
     with server_process(checkpoint("qwen3"), tmp_path, script=SCRIPT, **TINY | PLACEMENTS[name]) as server:
         survive(server.wait_ready(), rounds, STREAMS, num_tokens=150 if ROUNDS else 60, seed=2)
+
+
+@pytest.mark.parametrize("method", ["suffix", "draft_model"])
+def test_an_engine_killed_while_it_verifies_drafts(checkpoint, tmp_path, method):
+    """Texts and log-probabilities equal those without drafts and without a death."""
+    folder = checkpoint("qwen3")
+    config = {"method": method, "num_speculative_tokens": 4} | ({"model": folder} if method == "draft_model" else {})
+    settings = TINY | {"speculative_config": json.dumps(config)}
+    with server_process(folder, tmp_path, script=SCRIPT, **settings) as server:
+        server.wait_ready()
+        bodies = [request_body(number, 60) for number in range(12)]
+        expected, _ = crowd(server, [body | {"speculation": False} for body in bodies])
+        drafted, duration = crowd(server, bodies)
+        check(drafted, expected)
+        engine = server.engine()
+
+        def disturb() -> None:
+            engine.send_signal(signal.SIGKILL)
+            wait_for_death(server, engine, serving=False)
+
+        answers, _ = crowd(server, bodies, disturb, after=0.4 * duration)
+        check(answers, expected)
+        accepted = re.findall(r"vllm:spec_decode_num_accepted_tokens_total{.*} (\S+)", server.http.get("/metrics").text)
+        assert sum(map(float, accepted)) > 50
 
 
 def test_an_engine_killed_again_while_it_starts(model_folder, tmp_path):

@@ -5,6 +5,7 @@ device.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -61,12 +62,20 @@ class AsyncOutput:
     pooled: Pooled | None = None
     speculator: Speculator | None = None
     drafts: dict[int, list[int]] = field(default_factory=dict)  # batch position -> drafts that were verified
+    _result: StepOutput | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def done(self) -> bool:
         """Return whether `result` would return at once."""
         return self.event.query()
 
     def result(self) -> StepOutput:
+        with self._lock:
+            if self._result is None:
+                self._result = self._wait()
+        return self._result
+
+    def _wait(self) -> StepOutput:
         self.event.synchronize()
         if self.abandoned is not None and bool(self.abandoned):
             return Failed(self.step).result()
@@ -161,6 +170,7 @@ class ModelRunner:
             num_pages = len(state_layers(model)[0].pages[0])
             self.spare_states = SpareStates(model, table, num_pages - num_spares, num_spares)
         self.sampler = sampler or Sampler(table, platform)
+        self._last: Output | None = None  # of the step before, if steps verify drafts
         self.speculator = None
         if speculation is not None:
             drafting: ModelDrafter | None = None
@@ -189,7 +199,12 @@ class ModelRunner:
         Errors of single requests are reported in the output's `errors`. Only the last stage's output contains sampled
         tokens.
         """
-        return self._execute(step, None)
+        if self.speculator is None:
+            return self._execute(step, None)
+        if self._last is not None:
+            self._last.result()  # it makes the drafts; a rank that does not answer may not have been asked for it yet
+        self._last = self._execute(step, None)
+        return self._last
 
     def _execute(self, step: StepInput, saved: SavedState | None) -> Output:
         """`execute`; `saved` is the state of a part's single request, if the part updates it in place."""
@@ -237,7 +252,7 @@ class ModelRunner:
             for shape, dtype in self.model.exchanges(num_tokens, num_needed)[num_done:]:
                 self.group.all_reduce(like.new_full(shape, float("nan"), dtype=dtype))
         if batch.step.samples:
-            self.model.lm_head.abstain(len(batch.step.samples))
+            self.model.lm_head.abstain(len(batch.sampling.rows))
         return Failed(batch.step)
 
     def _run_halves(self, step: StepInput, saved: SavedState | None) -> Output:

@@ -144,6 +144,23 @@ def test_three_stages_of_unequal_size(checkpoint, tmp_path):
     run_all(checkpoint, tmp_path, ["llama2"], pipeline_parallel_size=3)
 
 
+def test_drafts_over_two_ranks(checkpoint):
+    """Both ranks draft and verify the same tokens, which are those without drafts."""
+    settings = {"speculative_config": '{"method": "suffix", "num_speculative_tokens": 4}', "tensor_parallel_size": 2}
+    prompts = [[17, 40, 99, 23] * 7, PROMPTS[1], [9, 9, 9, 9], PROMPTS[3]]
+    sampling = [msgspec.structs.replace(one, max_tokens=24) for one in SAMPLING[:4]]
+    engine = ParallelEngine(checkpoint("qwen3"), **settings)
+    try:
+        plain = engine.generate(prompts, [msgspec.structs.replace(one, speculation=False) for one in sampling])
+        engine.scheduler.flush_stats()
+        drafted = engine.generate(prompts, sampling)
+        assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+        stats = engine.scheduler.flush_stats()
+        assert 5 < sum(stats.accepted_per_position) < stats.num_draft_tokens
+    finally:
+        engine.close()
+
+
 def test_ranks_that_drift_apart_are_noticed(checkpoint):
     engine = ParallelEngine(checkpoint("qwen3"), tensor_parallel_size=2)
     try:

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 MAX_THREADS = 8  # that fill bitmasks
 _EXCLUDED = float("-inf")
+_LONGEST_TOKEN = 48  # bytes of a token that is guessed
 
 
 class _Matcher:
@@ -187,12 +188,13 @@ class GrammarRows:
             j += 1 + len(batch.drafts.get(j, ()))
         return found
 
-    def forced(self, row: int, limit: int) -> list[int]:
-        """The next tokens of `row`, at most `limit`, as long as its grammar allows only one. Waits for the outputs that
-        no matcher has seen.
+    def forced(self, row: int, limit: int, guess: bool = False) -> list[int]:
+        """The next tokens of `row`, at most `limit`, as long as its grammar allows only one or, with `guess`, as long
+        as it forces the next bytes: then the longest token of these bytes. Waits for the outputs that no matcher has
+        seen.
         """
         arriving, self._arriving = self._arriving, []
-        return self._filling.submit(self._forced, self.rows[row], limit, arriving).result()
+        return self._filling.submit(self._forced, self.rows[row], limit, guess, arriving).result()
 
     def allowed(self, row: int, token_ids: list[int]) -> int:
         """How many of `token_ids` the grammar of `row` allows as its next tokens."""
@@ -257,7 +259,7 @@ class GrammarRows:
         masks.bits = np.concatenate(bits) if bits else None
         masks.eos_token_id = tokens.eos_token_id
 
-    def _forced(self, matcher: _Matcher, limit: int, arriving: Sequence[_Arrival]) -> list[int]:
+    def _forced(self, matcher: _Matcher, limit: int, guess: bool, arriving: Sequence[_Arrival]) -> list[int]:
         _receive(arriving)
         matcher.ready.result()
         forced: list[int] = []
@@ -265,8 +267,9 @@ class GrammarRows:
             return forced
         copy = matcher.copy()
         # Where one token is possible its bytes are forced, which is quick to see.
-        while len(forced) < limit and not copy.state.is_stopped() and copy.state.compute_ff_bytes():
-            token_id = self._tokens.result().only(copy.state)
+        tokens = self._tokens.result()
+        while len(forced) < limit and not copy.state.is_stopped() and (text := copy.state.compute_ff_bytes()):
+            token_id = tokens.longest(text) if guess else tokens.only(copy.state)
             if token_id is None or not copy.try_draft(token_id):
                 break
             forced.append(token_id)
@@ -311,6 +314,8 @@ class Tokens:
         num_threads = min(MAX_THREADS, max(len(os.sched_getaffinity(0)) // 2, 1))
         self.executor: LLExecutor = LLExecutor(num_threads)
         self.eos_token_id = vocabulary.eos_token_ids[0]
+        self._texts, self._special = vocabulary.tokens, {*vocabulary.special_ids, *vocabulary.eos_token_ids}
+        self._ids: dict[bytes, int] | None = None  # of the tokens that are text
         self._num_words = -(-vocab_size // 32)
         self._compiled = GrammarCache(
             lambda grammar: LLMatcher(self.tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
@@ -328,6 +333,15 @@ class Tokens:
             return None
         word = int(bits[0, words[0]]) & 0xFFFFFFFF
         return None if word & (word - 1) else 32 * int(words[0]) + word.bit_length() - 1
+
+    def longest(self, text: bytes) -> int | None:
+        """The longest token that `text` begins with."""
+        if self._ids is None:
+            self._ids = {token: i for i, token in enumerate(self._texts) if token and i not in self._special}
+        for length in range(min(len(text), _LONGEST_TOKEN), 0, -1):
+            if (token_id := self._ids.get(text[:length])) is not None:
+                return token_id
+        return None
 
     def fill(self, matchers: list[LLMatcher]) -> np.ndarray:
         """Bitmasks `[R, V / 32]` int32 of the tokens that each matcher allows next."""

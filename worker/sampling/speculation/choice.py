@@ -43,7 +43,7 @@ def resolve_speculation(
         return Speculation(), ("speculation", "none", "as asked")
     if settings.method == "mtp":
         check_head(config, spec)
-    if reason := _obstacle(config, spec, platform):
+    if reason := _obstacle(config, spec, platform, settings.method):
         return Speculation(), ("speculation", "none", reason)
     if text is None and not deterministic:
         reason = (
@@ -87,13 +87,15 @@ def check_head(config: Config, spec: ModelSpec) -> None:
         raise ValueError(f"{without}: its files have no tensor {fc}.weight")
 
 
-def _obstacle(config: Config, spec: ModelSpec, platform: Platform) -> str | None:
+def _obstacle(config: Config, spec: ModelSpec, platform: Platform, method: str) -> str | None:
     """Why steps cannot verify drafts, or None."""
     parallel = config.parallel
     if spec.is_encoder or not spec.has_lm_head:
         return "the model generates no text"
-    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
-        return "not supported yet with several ranks"
+    if parallel.pipeline_parallel_size > 1:
+        return "not supported yet with several pipeline stages, whose steps overlap"
+    if parallel.tensor_parallel_size > 1 and method in ("draft_model", "mtp"):
+        return f"method {method} is not supported yet with several ranks"
     if platform.device.type != "cpu":
         return "not supported yet on GPUs, whose steps overlap"
     if (config.scheduler.steps_in_flight or platform.default_depth) > 1:

@@ -1,4 +1,6 @@
-"""Drafts of certainty: tokens that are the only ones that a request's grammar allows."""
+"""Drafts from a request's grammar: tokens that are the only ones that it allows, and guesses of how the model spells a
+text that it forces, such as the keys of a JSON schema.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ from quire.worker.sampling.speculation.drafter import History
 
 
 class GrammarDrafter:
-    def __init__(self, grammars: GrammarRows) -> None:
-        self.grammars = grammars
+    def __init__(self, grammars: GrammarRows, guess: bool) -> None:
+        """With `guess` drafts need not be certain."""
+        self.grammars, self.guess = grammars, guess
 
     def propose(self, row: int, history: History, limit: int) -> list[int]:
-        return self.grammars.forced(row, limit) if history.has_grammar else []
+        return self.grammars.forced(row, limit, self.guess) if history.has_grammar else []

@@ -84,7 +84,7 @@ class Speculator:
         if speculation.prediction:
             self.drafters.append(PredictionDrafter())
         if speculation.grammar:
-            self.drafters.append(GrammarDrafter(self.grammars))
+            self.drafters.append(GrammarDrafter(self.grammars, guess=speculation.lookup is not None))
         if speculation.lookup is not None:
             self.drafters.append(LookupDrafter(*speculation.lookup, speculation.by_match))
 
