@@ -186,12 +186,12 @@ MOE_CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def config_of(name: str) -> Any:
-    """transformers' configuration of checkpoint `name`, as its config.json has it."""
+def config_of(name: str, **overrides: Any) -> Any:
+    """transformers' configuration of checkpoint `name`, changed by `overrides`, as its config.json has it."""
     import transformers
 
     prefix, differences = (CHECKPOINTS | MOE_CHECKPOINTS)[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **differences})
+    config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **differences, **overrides})
     config.architectures = [f"{prefix}ForCausalLM"]
     return config
 

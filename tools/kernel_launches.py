@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.worker.batch.input_batch import InputBuffers
 from quire.worker.cache.scaled import ScaledCache, ScaledLatents
 from quire.worker.cuda import (
     triton_bitmask,
@@ -18,6 +19,7 @@ from quire.worker.cuda import (
     triton_routing,
     triton_sampler,
     triton_scaled,
+    triton_step,
 )
 from quire.worker.layers.lora import LoraRows, LoraWeights
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
@@ -108,6 +110,18 @@ def operations() -> None:
             positions,
             32,
         )
+
+
+def step() -> None:
+    """Decode of 256 requests with a context of 4096, and a prompt beside them."""
+    buffers = InputBuffers(256, 8192, 256, torch.device("cpu"))
+    for lengths in ([1] * 250, [1] * 250 + [4096]):
+        tensors = buffers.of_step(256, sum(lengths) + 256 - len(lengths), 256)
+        num, tokens, table = len(lengths), torch.zeros(256, 4096, dtype=torch.int32), buffers.block_tables
+        packed, sizes = torch.zeros(5 * num + 1, dtype=torch.int64), [num, num, num, num + 1, num]
+        triton_step.fill_inputs(packed, sizes, tokens, table, 16, tensors, buffers.arange, max(lengths))
+        triton_step.write_entries(table.view(-1), packed, packed)
+        triton_step.append_tokens(tokens, packed, packed, packed, 4096)
 
 
 def sampler() -> None:
@@ -215,4 +229,4 @@ def adapters() -> None:
     triton_lora.add(x, torch.zeros(9, 6144, dtype=x.dtype), groups)
 
 
-PARTS = operations, sampler, attention, eight_bits, latent_attention, routing, experts, quantized, adapters
+PARTS = operations, step, sampler, attention, eight_bits, latent_attention, routing, experts, quantized, adapters

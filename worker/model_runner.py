@@ -210,7 +210,8 @@ class ModelRunner:
         """`execute`; `saved` is the state of a part's single request, if the part updates it in place."""
         self.stage.await_token_ids(step, self.table)
         make_drafts = (lambda: self.speculator.drafts(step)) if step.num_draft else None
-        batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend, make_drafts)
+        padded = self.forward.padded_size(step) if isinstance(self.forward, CudaGraphs) else 0
+        batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend, make_drafts, padded)
         if batch.drafts and self.spare_states is not None:
             self.spare_states.begin(batch)
         if not self.shares_outputs:

@@ -1,8 +1,8 @@
 """CUDA graphs for steps in which every request has one token: record the forward pass once per padded batch size, then
 replay it with one call.
 
-Eager steps and graphs read the same `InputBuffers`; a replay only fills the padding. Padding rows are requests of one
-token in the null block, so they overwrite no data of a request.
+Eager steps and graphs read the same `InputBuffers`, which `prepare_inputs` fills and pads. Padding rows are requests of
+one token in the null block, so they overwrite no data of a request.
 
 Sizes are recorded while no request runs, one at a time, the largest first, because the smaller ones then fit into its
 memory. A server that is never idle records a size once it is frequent, and then no other for many steps: a recording
@@ -20,6 +20,8 @@ import torch
 
 from quire.worker.attention.base import AttentionBackend, GroupedMetadata
 from quire.worker.batch.input_batch import InputBatch, InputBuffers
+from quire.worker.batch.step_tensors import StepTensors
+from quire.worker.messages import StepInput
 from quire.worker.parallel import tp
 
 logger = logging.getLogger(__name__)
@@ -83,10 +85,16 @@ class CudaGraphs:
             if size not in self._graphs and self._worth_recording(size):
                 self._record_padding(size)
             return hidden
-        self._pad(num_reqs, size)
         replay, hidden = graph
         replay()
         return hidden[:num_reqs]
+
+    def padded_size(self, step: StepInput) -> int:
+        """The number of requests to which the buffers must be padded for `step`; 0 if no graph applies."""
+        num_reqs = len(step.rows)
+        if num_reqs > self.sizes[-1] or max(step.num_scheduled) > 1:
+            return 0
+        return self.sizes[bisect_left(self.sizes, num_reqs)]
 
     def record_next(self) -> bool:
         """Record the largest size not recorded yet. Returns whether more are left.
@@ -102,7 +110,7 @@ class CudaGraphs:
         """Record `size` over padding alone: the run before the capture computes for no request, whose caches and states
         it would otherwise advance a second time. Changes the buffers, which the step before no longer needs.
         """
-        self._pad(0, size)
+        self._of_size(size).pad(0)
         self._graphs[size] = self._try_to_record(size)
 
     def _worth_recording(self, size: int) -> bool:
@@ -113,16 +121,8 @@ class CudaGraphs:
         self._may_record_at = self._num_steps + _STEPS_BETWEEN
         return True
 
-    def _pad(self, num_reqs: int, size: int) -> None:
-        """Fill rows num_reqs .. size - 1 with requests of one token, token 0 at position 0, in the null block."""
-        if num_reqs == size:
-            return
-        buffers, padding = self.buffers, slice(num_reqs, size)
-        for tensor in (buffers.input_ids, buffers.positions, *buffers.slot_mappings):
-            tensor[padding].zero_()
-        buffers.seq_lens[padding].fill_(1)
-        buffers.block_tables[:, padding, 0].zero_()
-        buffers.query_start_loc[num_reqs + 1 : size + 1] = buffers.arange[num_reqs + 1 : size + 1]
+    def _of_size(self, size: int) -> StepTensors:
+        return self.buffers.of_step(size, size, self.buffers.block_tables.shape[2])
 
     def _try_to_record(self, size: int) -> tuple[Replay, torch.Tensor] | None:
         """Record a size, or return None if that fails: memory ran out, or an operation cannot be captured.
@@ -143,9 +143,7 @@ class CudaGraphs:
         buffers, outputs = self.buffers, []
         # The block table has the width of the longest context, and the lengths are upper bounds, because both change
         # between replays.
-        attn = buffers.of_step(size, size, buffers.block_tables.shape[2]).metadata(
-            self.backend, max_query_len=1, max_seq_len=self.max_model_len
-        )
+        attn = self._of_size(size).metadata(self.backend, max_query_len=1, max_seq_len=self.max_model_len)
 
         def run() -> None:
             adapted = self.adapt(attn)

@@ -96,9 +96,11 @@ def prepare_inputs(
     platform: Platform,
     backend: AttentionBackend,
     make_drafts: Callable[[], dict[int, list[int]]] | None = None,
+    padded: int = 0,
 ) -> InputBatch:
     """Update the tables with `step` and compute the token ids, positions and KV slots of its tokens. `make_drafts`,
-    called when the tables are up to date, returns the draft tokens of the batch positions in `step.num_draft`.
+    called when the tables are up to date, returns the draft tokens of the batch positions in `step.num_draft`. The
+    buffers are padded to `padded` requests, if that is more than the step has.
     """
     scheduled, computed = step.num_scheduled, step.num_computed
     num_reqs, num_tokens = len(step.rows), sum(scheduled)
@@ -122,12 +124,14 @@ def prepare_inputs(
     drafts = make_drafts() if make_drafts is not None else {}
     if drafts:
         _write_drafts(step, table, lengths, drafts)
+    max_query_len = max(scheduled)
     width = max(-(-max(lengths) // table.block_size), 2 if table.has_states else 1)
-    tensors = buffers.of_step(num_reqs, num_tokens, width)
-    sampling = platform.ops.fill_inputs(
-        sent, sizes, table.token_table, table.block_tables, table.block_size, tensors, buffers.arange
-    )
-    attn = tensors.metadata(backend, max(scheduled), max(lengths), (starts, lengths))
+    extra = max(padded - num_reqs, 0)
+    tensors = buffers.of_step(num_reqs + extra, num_tokens + extra, width)
+    tables = table.token_table, table.block_tables, table.block_size
+    sampling = platform.ops.fill_inputs(sent, sizes, *tables, tensors, buffers.arange, max_query_len)
+    tensors = tensors.without_padding(num_reqs)
+    attn = tensors.metadata(backend, max_query_len, max(lengths), (starts, lengths))
     attn = adapt(attn, table.groups, table.block_size, platform.to_device)
     return InputBatch(
         step,
@@ -135,7 +139,7 @@ def prepare_inputs(
         tensors.positions,
         starts,
         attn,
-        max(scheduled),
+        max_query_len,
         max(lengths),
         _verifying(step, lengths, starts, drafts, platform)
         if drafts

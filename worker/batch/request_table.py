@@ -94,7 +94,7 @@ class RequestTable:
     ) -> None:
         """Write `updates` to the tables. The tensors are its lists on the device, int64."""
         if updates.block_indices:
-            self.block_tables.view(-1)[block_indices] = block_ids.int()
+            self.platform.ops.write_entries(self.block_tables.view(-1), block_indices, block_ids)
         start = 0
         for row, count in updates.token_rows:
             self.token_table[row, :count] = token_ids[start : start + count]

@@ -20,6 +20,27 @@ class StepTensors:
     seq_lens: torch.Tensor  # [R] int32
     block_tables: torch.Tensor  # [G, R, K] int32, one table per cache group
 
+    def without_padding(self, num_reqs: int) -> StepTensors:
+        """The views of the first `num_reqs` requests; each of the others is one token of padding."""
+        last = len(self.positions) - (len(self.seq_lens) - num_reqs)
+        tokens = self.input_ids[:last], self.positions[:last], self.slot_mappings[:, :last]
+        return StepTensors(
+            *tokens, self.query_start_loc[: num_reqs + 1], self.seq_lens[:num_reqs], self.block_tables[:, :num_reqs]
+        )
+
+    def pad(self, num_reqs: int) -> None:
+        """Fill the rows from `num_reqs` on with requests of one token, token 0 at position 0, in the null block."""
+        extra = len(self.seq_lens) - num_reqs
+        if not extra:
+            return
+        first = len(self.positions) - extra
+        for tensor in (self.input_ids, self.positions, *self.slot_mappings):
+            tensor[first:].zero_()
+        self.seq_lens[num_reqs:].fill_(1)
+        self.block_tables[:, num_reqs:, 0].zero_()
+        starts = self.query_start_loc[num_reqs + 1 :]
+        torch.arange(first + 1, first + extra + 1, dtype=starts.dtype, device=starts.device, out=starts)
+
     def metadata(
         self,
         backend: AttentionBackend,

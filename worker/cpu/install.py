@@ -124,9 +124,12 @@ class NativeOps(Ops):
         block_size: int,
         tensors: StepTensors,
         arange: torch.Tensor,
+        max_query_len: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_reqs, num_samples = sizes[0], sizes[4]
-        return ops.fill_inputs(packed, num_reqs, num_samples, tokens, blocks, block_size, tensors)
+        sampling = ops.fill_inputs(packed, num_reqs, num_samples, tokens, blocks, block_size, tensors)
+        tensors.pad(num_reqs)
+        return sampling
 
     def exclude_by_bitmask(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
         ops.exclude_by_bitmask(logits, rows, masks)

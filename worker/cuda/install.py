@@ -48,10 +48,19 @@ class TritonOps(Ops):
     takes = frozenset({E4M3, TABLE, GROUP_SIZE})
 
     def __init__(self) -> None:
-        from quire.worker.cuda import triton_bitmask, triton_experts, triton_lora, triton_routing, triton_sampler
+        from quire.worker.cuda import (
+            triton_bitmask,
+            triton_experts,
+            triton_lora,
+            triton_routing,
+            triton_sampler,
+            triton_step,
+        )
         from quire.worker.cuda import triton_ops as kernels
 
         self.fused_sample = triton_sampler.sample
+        self.fill_inputs, self.append_tokens = triton_step.fill_inputs, triton_step.append_tokens
+        self.write_entries = triton_step.write_entries
         self.exclude_by_bitmask = triton_bitmask.exclude_by_bitmask
         self.rms_norm, self.add_rms_norm = kernels.rms_norm, kernels.add_rms_norm
         self.route, self.fused_experts = triton_routing.route, triton_experts.fused_experts

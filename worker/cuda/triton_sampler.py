@@ -292,6 +292,8 @@ def _choose_kernel(
         else:
             first = tl.min(tl.where(maxima == maximum, tiles, num_tiles - 1), 0)
             tl.store(token_ids + i, tl.load(tile_index + i * num_tiles + first).to(tl.int64))
+    if (has_nan > 0) | (tl.abs(maximum) == float("inf")):
+        tl.store(token_ids + i, tl.full([], -1, tl.int64))
 
 
 def sample(
@@ -305,7 +307,7 @@ def sample(
     min_ps: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (largest value `[S]` float32, sampled token `[S]` int64) of each row of logits `[S, V]` float32. The value
-    is NaN if any logit is NaN; if the value is not finite, the token is meaningless.
+    is NaN if any logit is NaN; if the value is not finite, the token is -1.
 
     rows and positions are `[S]` int64. The other arguments are tables that `rows` index: temperatures float32 (0:
     greedy, the first of the largest logits), states int64 (`sampling_math.seed_state`) and, unless no row of the batch

@@ -218,14 +218,19 @@ class Ops:
         block_size: int,
         tensors: StepTensors,
         arange: torch.Tensor,
+        max_query_len: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Fill `tensors` from the tables `tokens` `[N, L]` and `blocks` `[G, N, M]` of G cache groups.
+        """Fill `tensors` from the tables `tokens` `[N, L]` and `blocks` `[G, N, M]` of G cache groups, and pad them
+        (`StepTensors.pad`) where they have more requests than the step.
 
-        `packed` int64 begins with rows, computed, scheduled, starts and samples, concatenated, with lengths `sizes`.
-        Returns the rows, the lengths and the last tokens of the sampling requests, int64 `[S]` each.
+        `packed` int64 begins with rows, computed, scheduled, starts and samples, concatenated, with lengths `sizes`;
+        max_query_len is the largest number of `scheduled`. Returns the rows, the lengths and the last tokens of the
+        sampling requests, int64 `[S]` each.
         """
         rows, computed, scheduled, starts, samples = packed.split(sizes)[:5]
-        num_reqs, num_tokens, width = len(rows), len(tensors.positions), tensors.block_tables.shape[2]
+        num_reqs, width, padded = len(rows), tensors.block_tables.shape[2], tensors
+        tensors = padded.without_padding(num_reqs)
+        num_tokens = len(tensors.positions)
         # scheduled [2, 5, 3] -> req [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]; with computed [0, 4, 0] -> positions [0, 1, 4, 5,
         # 6, 7, 8, 0, 1, 2]
         req = torch.repeat_interleave(arange[:num_reqs], scheduled, output_size=num_tokens)
@@ -237,6 +242,7 @@ class Ops:
         tensors.query_start_loc.copy_(starts)
         torch.add(computed, scheduled, out=tensors.seq_lens)
         tensors.block_tables.copy_(blocks[:, rows, :width])
+        padded.pad(num_reqs)
         return rows[samples], tensors.seq_lens[samples].long(), (starts[1:] - 1)[samples]
 
     def exclude_by_bitmask(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
@@ -247,6 +253,10 @@ class Ops:
         bits = torch.arange(32, device=masks.device, dtype=torch.int32)
         excluded = ((masks.unsqueeze(2) >> bits) & 1).view(len(rows), -1)[:, :vocab_size] == 0
         logits[rows] = logits[rows].masked_fill_(excluded, float("-inf"))
+
+    def write_entries(self, table: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """`table[indices] = values` for the table `[N]` int32; the other tensors are `[n]` int64."""
+        table[indices] = values.int()
 
     def append_tokens(
         self,

@@ -182,8 +182,7 @@ class Sampler:
             return native
         if self.fused:
             tables = params.tables() if params.any_filter(rows) else params.tables()[:2]
-            values, token_ids = self.fused(logits, batch.rows_tensor, batch.positions_tensor, *tables)
-            return torch.where(values.isfinite(), token_ids, -1)
+            return self.fused(logits, batch.rows_tensor, batch.positions_tensor, *tables)[1]
         if not params.random or params.random.isdisjoint(rows):
             values, token_ids = sampling_math.best(logits)
             return torch.where(values.isfinite(), token_ids, -1)

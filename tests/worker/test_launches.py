@@ -1,0 +1,65 @@
+"""How many launches a decode step takes on a GPU, by family and batch: each costs the host and the device some
+microseconds.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from quire.worker.cuda import triton_ops
+from quire.worker.messages import SamplingParams
+from tests.worker.launches import Launches, count, per_layer
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts calls under Triton's interpreter")
+
+MIXED = SamplingParams(temperature=0.7, top_p=0.9, seed=1)
+GREEDY = SamplingParams(temperature=0.0)
+OUTSIDE = 12
+
+
+@pytest.mark.parametrize(
+    "name, batch, sampling, layer",
+    [
+        ("llama3", 1, MIXED, 10),
+        ("llama3", 64, MIXED, 10),
+        ("llama3", 7, GREEDY, 10),  # padded to 8
+        ("qwen3", 8, MIXED, 10),
+        ("qwen3-moe", 1, MIXED, 12),
+        ("qwen3-moe", 64, MIXED, 12),
+        ("gpt-oss", 8, MIXED, 12),
+    ],
+)
+def test_a_decode_step_takes_few_launches(name, batch, sampling, layer):
+    step, of_layer = per_layer(name, batch, sampling)
+    assert step.outside["graph"] == 1 and step.outside["_fill_kernel"] == 1, step.outside
+    assert step.outside.total() <= OUTSIDE, step.outside
+    assert of_layer["linear"] >= 3 and of_layer.total() <= layer, of_layer
+    # what is not in layers: the embedding, and the last norm
+    assert step.inside.total() - 3 * of_layer.total() <= 3, step.inside
+
+
+def test_a_plain_step_takes_many(monkeypatch):
+    """The count sees the operations that the kernels replace."""
+    from quire.worker.cuda import install
+    from quire.worker.platforms.ops import Ops
+
+    kernels = install.TritonOps()
+    kernels.fill_inputs, kernels.route = Ops().fill_inputs, Ops().route
+    monkeypatch.setattr("tests.worker.launches.TritonOps", lambda: kernels)
+    launches = count("qwen3-moe", 7, 1, MIXED)
+    assert launches.outside.total() > 2 * OUTSIDE, launches.outside
+    assert launches.inside["softmax"] == launches.inside["topk"] == 1, launches.inside
+
+
+def test_what_is_a_launch():
+    launches, x = Launches(), torch.ones(4, 6)
+    with launches.counting(), torch.inference_mode():
+        x.view(6, 4).T[1:].unbind()
+        x.float().contiguous().reshape(24)
+        filled = torch.empty(3).any()
+        x.add_(1)
+        x.bfloat16()
+        x.T.contiguous()
+        triton_ops.silu_and_mul(x)
+    assert not filled
+    assert launches.outside == {"any": 1, "add_": 1, "to": 1, "contiguous": 1, "_silu_and_mul_kernel": 1}
