@@ -174,6 +174,11 @@ class CacheConfig:
         metavar="DIR",
     )
     kv_disk_gib: float = opt(16.0, "maximum GiB of all files in --kv-disk, of all engines that use it", above=0)
+    slot_save_path: str | None = opt(
+        None,
+        "folder for the files of llama.cpp's POST /slots/{id}?action=save and restore (default: none)",
+        metavar="DIR",
+    )
     kv_events_config: str | None = opt(
         None,
         (

@@ -234,6 +234,7 @@ class EngineCore:
             "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
             "load_lora": lambda key, folder: self.executor.call("load_lora", key, folder),
             "unload_lora": lambda key: self.executor.call("unload_lora", key),
+            "slot": lambda *args: self.scheduler.slots and self.scheduler.slots.act(*args),
             "describe_tiers": lambda: self.scheduler.tiers and self.scheduler.tiers.describe(),
             "describe_ops": lambda: self.executor.call("describe_ops"),
             "start_profile": lambda: self.executor.call("start_profile"),
@@ -328,6 +329,8 @@ class EngineCore:
         self.report_progress("warming up", 0.0)
         self.warm_up()
         self.publish_events(kv)
+        if ready.has_slot_files:
+            self.scheduler.open_slots(functools.partial(self.executor.call, "call_slots"), self.index)
         self.awaits_ops = self.executor.call("look_for_ops")
         gc.collect()
         # exclude the objects loaded so far from later garbage collections: they live as long as the process

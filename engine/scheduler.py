@@ -24,9 +24,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Any
 
 import msgspec
 
@@ -34,6 +35,7 @@ from quire.configs.config import SchedulerConfig
 from quire.configs.speculation import MAX_DRAFT
 from quire.engine.encoder_cache import EncoderCache
 from quire.engine.kv.manager import KVCacheManager, Match
+from quire.engine.kv.slots import Slots
 from quire.engine.kv.tiers import Tiers
 from quire.engine.messages import AddRequest, EngineOutput, EngineStats
 from quire.engine.request import Request, RequestQueue, Status
@@ -108,6 +110,7 @@ class Scheduler:
     ):
         self.kv, self.num_groups, self.turn = kv, stages, 0
         self.tiers = tiers  # below the pool; None: there are none
+        self.slots: Slots | None = None  # what the last request of each row left; None: nobody asks
         self._unasked: list[Request] = []  # waiting requests whose prefixes were not looked up there
         self.by_priority = config.scheduling_policy == "priority"
         self._last_other = -math.inf  # time.monotonic() when a request that is not a background one was last here
@@ -228,7 +231,8 @@ class Scheduler:
             if request.status is Status.WAITING and self.tiers.begin(
                 request,
                 self.kv.pool.num_free - self._reserve(),
-                self.kv.pool.num_free_states - 2 * (self.max_running - len(self.running)),
+                # others that may be admitted meanwhile need two each
+                self.kv.pool.num_free_states - 2 * min(self.max_running - len(self.running), len(self.waiting) - 1),
                 self._unsettled(),
             ):
                 self.waiting.remove(request)
@@ -241,6 +245,15 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.clear()
         return True
+
+    def open_slots(self, call: Callable[..., Any], index: int) -> None:
+        """Remember what requests leave in their rows, for llama.cpp's slot files. `call` calls the workers."""
+
+        def store_evicted() -> None:
+            if self.tiers is not None:
+                self.tiers.store_evicted(self._unsettled())
+
+        self.slots = Slots(self.kv, call, len(self.free_rows), index, store_evicted)
 
     def free_cache(self, key: str) -> bool:
         """Forget a conversation (`AddRequest.cache_key`) in every tier. Returns whether it was known."""
@@ -446,6 +459,8 @@ class Scheduler:
                 return
             if self.kv.awaits_checkpoint(request, matched):
                 return
+            if self.tiers is not None and self.tiers.busy and not self.kv.has_states_for_one_more:
+                return  # a fetch holds them
             num_tokens = step.num_tokens
             start, room = matched.num_blocks * self.kv.block_size, self.token_budget - num_tokens
             num_new = self._chunk_size(request, start, budget, room, alone=not self.running and len(self.waiting) == 1)
@@ -851,6 +866,8 @@ class Scheduler:
     def _remove(self, request: Request, discard: bool = False) -> None:
         """Finish a request, whether it is running or waiting."""
         if request.status is Status.RUNNING:
+            if self.slots is not None:
+                self.slots.note(request)
             self._free_row_and_blocks(request, discard)
             self.counts.num_ended += not request.background
         elif request.status is Status.FETCHING:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from quire.server import needs
 from quire.server.api.anthropic import models as anthropic_models
 from quire.server.api.anthropic import routes as anthropic
-from quire.server.api.llamacpp import adapters, infill, props
+from quire.server.api.llamacpp import adapters, infill, props, slots
 from quire.server.api.ollama import routes as ollama
 from quire.server.api.openai import models as openai_models
 from quire.server.api.openai import routes as openai
@@ -70,6 +70,7 @@ ROUTES = [
     *infill.ROUTES,
     *adapters.ROUTES,
     *props.ROUTES,
+    *slots.ROUTES,
     *pooling.ROUTES,
     *ops.ROUTES,
     _INVOCATIONS,

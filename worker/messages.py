@@ -346,5 +346,6 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     media: MediaInfo | None = None  # None: requests with images are refused
     num_states: int = 0  # pages for recurrent states, whose ids follow those of the blocks
     offload_bytes: int = 0  # RAM for blocks that leave the pool, of all ranks
+    has_slot_files: bool = False  # whether `Worker.call_slots` can write and read them
     disk_bytes: int = 0  # limit of the files of such blocks; 0: there is no folder for them
     max_loras: int = 0  # adapters that a step may use; 0: requests with adapters are refused

@@ -18,7 +18,8 @@ from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.split_step import Output
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cache.spec import CachePlan
-from quire.worker.cache.tiers.open import disk_bytes, offload_bytes, open_tiers
+from quire.worker.cache.tiers.open import disk_bytes, offload_bytes, open_slots, open_tiers
+from quire.worker.cache.tiers.slots import SlotFiles
 from quire.worker.cache.tiers.store import TierStore
 from quire.worker.check_ranks import CheckedSampler
 from quire.worker.cpu.fixed_order_linear import fix_order
@@ -76,6 +77,7 @@ class Worker:
         self.draft: CausalLM | None = None
         self.warmer: kv_cache.Warmer | None = None
         self.tiers: TierStore | None = None  # below the KV cache
+        self.slots: SlotFiles | None = None
         self.gave_back = False  # whether the KV cache's memory was given back since the last step
         self.weights = 0  # bytes
         self.profiler = StepProfiler(config.device.torch_profiler_dir, rank)
@@ -209,15 +211,12 @@ class Worker:
         ready = msgspec.structs.replace(
             ready, offload_bytes=offload_bytes(config, platform.device.type), disk_bytes=disk_bytes(config)
         )
-        self.tiers = open_tiers(
-            config,
-            self._cached(),
-            ready,
-            str(limits.kv) + (f", drafts of {limits.speculation.model}" if limits.draft else ""),
-            (self.rank, self.world_size, config.parallel.tensor_parallel_size),
-            lambda numbers: self._least(numbers, platform),
-        )
-        return ready
+        storage = str(limits.kv) + (f", drafts of {limits.speculation.model}" if limits.draft else "")
+        place = (self.rank, self.world_size, config.parallel.tensor_parallel_size)
+        cached, agree = self._cached(), lambda numbers: self._least(numbers, platform)
+        self.tiers = open_tiers(config, cached, ready, storage, place, agree)
+        self.slots = open_slots(config, cached, ready, storage, place, agree)
+        return msgspec.structs.replace(ready, has_slot_files=self.slots is not None)
 
     def _least(self, numbers: list[int], platform: Platform) -> list[int]:
         """The least of each number over all ranks, which call this in the same order."""
@@ -230,6 +229,10 @@ class Worker:
     def call_tiers(self, method: str, *args: Any) -> Any:
         """Call a method of the `TierStore`, between two steps."""
         return getattr(self.tiers, method)(*args)
+
+    def call_slots(self, method: str, *args: Any) -> Any:
+        """Call a method of the `SlotFiles`, between two steps."""
+        return getattr(self.slots, method)(*args)
 
     def _record_graphs(self, progress: ReportProgress) -> None:
         """Record a graph of every batch size, the largest first."""
@@ -387,7 +390,7 @@ class Worker:
             self.warmer.stop()
         if self.tiers is not None:
             self.tiers.stop()
-        self.runner = self.warmer = self.tiers = self.draft = None
+        self.runner = self.warmer = self.tiers = self.slots = self.draft = None
         shutdown_distributed()
 
     def _agree_on_ops(self, platform: Platform) -> None:

@@ -24,6 +24,7 @@ from quire.engine.executor.base import Executor, ReportProgress
 from quire.worker.cache.tiers.disk import DiskTier
 from quire.worker.cache.tiers.fingerprint import fingerprint
 from quire.worker.cache.tiers.ram import RamTier
+from quire.worker.cache.tiers.slots import SlotFiles
 from quire.worker.cache.tiers.store import TierStore
 from quire.worker.messages import (
     CacheGroup,
@@ -200,14 +201,22 @@ class FakeExecutor(Executor):
         has_states = any(group.kind == "state" for group in self.ready.groups)
         self._max_draft = int(self.options.drafts) if one_step and not has_states else 0
         self.tiers = self._open_tiers(config)
+        self.slots = None
+        if config.cache.slot_save_path:
+            folder = Path(config.cache.slot_save_path)
+            self.slots = SlotFiles(folder, self._fingerprint(config), self._gather, self._scatter)
 
     def _open_tiers(self, config: Config) -> TierStore | None:
         ram = RamTier(self.ready.offload_bytes) if self.ready.offload_bytes else None
         disk = None
         if self.ready.disk_bytes:
-            facts = (self.ready.groups, self.ready.block_size, self.ready.vocab_size, config.model.model)
-            disk = DiskTier(Path(config.cache.kv_disk), self.ready.disk_bytes, fingerprint(b"fake", facts))
+            disk = DiskTier(Path(config.cache.kv_disk), self.ready.disk_bytes, self._fingerprint(config))
         return TierStore(self._gather, self._scatter, ram, disk) if ram or disk else None
+
+    def _fingerprint(self, config: Config) -> bytes:
+        return fingerprint(
+            b"fake", (self.ready.groups, self.ready.block_size, self.ready.vocab_size, config.model.model)
+        )
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         for i in range(10):
@@ -227,6 +236,9 @@ class FakeExecutor(Executor):
 
     def call_tiers(self, method: str, *args: Any) -> Any:
         return getattr(self.tiers, method)(*args)
+
+    def call_slots(self, method: str, *args: Any) -> Any:
+        return getattr(self.slots, method)(*args)
 
     def _gather(self, block_id: int) -> bytes:
         size = self.ready.block_size
@@ -512,6 +524,7 @@ def _sizes(config: Config, groups: list[CacheGroup], media: MediaInfo | None) ->
         groups=groups,
         media=media,
         num_states=2 * (config.scheduler.max_num_seqs or 64) + 3,
+        has_slot_files=bool(config.cache.slot_save_path),
         offload_bytes=int((config.cache.kv_offload_gib or 0) * (1 << 30)),
         disk_bytes=int(config.cache.kv_disk_gib * (1 << 30)) if config.cache.kv_disk else 0,
         max_loras=(config.lora.max_loras or 8) if config.lora.enabled else 0,

@@ -229,9 +229,36 @@ class KVCacheManager:
             keys += [self._tags[g] + hashes[i] for i in range(first, num_blocks) if found[g][i] == _BELOW]
         return keys, (num_blocks - before) * self.block_size
 
+    def take_for(self, keys: list[bytes]) -> dict[bytes, int]:
+        """Take free blocks and pages for the contents of these keys. The caller has checked that they are free."""
+        states = sum(map(self.is_state_key, keys))
+        blocks, pages = self.pool.take(len(keys) - states), self.pool.take(states, True)
+        self.forget([*blocks, *pages])
+        return {key: pages.pop() if self.is_state_key(key) else blocks.pop() for key in keys}
+
+    def publish_filled(self, request: Request, blocks: dict[bytes, int]) -> None:
+        """Publish blocks of a request's prefix by key, whose contents did not come from a step."""
+        self._extend_hashes(request, (request.num_tokens - 1) // self.block_size)
+        places = {one: i for i, one in enumerate(request.block_hashes)} if self.pool.events is not None else {}
+        for key, block_id in blocks.items():
+            if self.pool.publish(block_id, key) and key[1:] in places:
+                self.pool.events.stored(key[0], request, places[key[1:]])
+
+    def cached_blocks(self, request: Request, num_blocks: int) -> list[tuple[int, bytes]]:
+        """The (block, key)s of all groups in the first `num_blocks` blocks of a request that was matched: also those
+        from which only a shorter prefix could continue.
+        """
+        keys = [tag + one for tag in self._tags for one in request.block_hashes[:num_blocks]]
+        return [(block_id, key) for key in keys if (block_id := self.pool.find(key)) is not None]
+
     def is_state_key(self, key: bytes) -> bool:
         """Whether a block's key, its group's tag and its hash, is that of a state."""
         return self.groups[key[0]].kind == "state"
+
+    @property
+    def has_states_for_one_more(self) -> bool:
+        """Whether the pages with states that another request holds at once are free."""
+        return not self._has_state or self.pool.num_free_states >= 2
 
     def awaits_checkpoint(self, request: Request, match: Match) -> bool:
         """Whether the step being scheduled leaves a checkpoint of a longer prefix of the request than `match`: from the

@@ -157,11 +157,8 @@ class Tiers:
         states = sum(map(self.kv.is_state_key, keys))
         if len(keys) - states > num_free or (states and states > num_free_states):
             return False
-        blocks, pages = self.kv.pool.take(len(keys) - states), self.kv.pool.take(states, True)
-        self.kv.forget([*blocks, *pages])
-        ids = [pages.pop() if self.kv.is_state_key(key) else blocks.pop() for key in keys]
-        if evicted := self.take_evicted(unsettled):
-            self.call("store", evicted)  # before these blocks are filled
+        ids = list(self.kv.take_for(keys).values())
+        self.store_evicted(unsettled)  # before these blocks are filled
         self._number += 1
         self.call("load", self._number, keys, ids)
         now = time.monotonic()
@@ -199,11 +196,9 @@ class Tiers:
         return ended
 
     def _publish(self, fetch: _Fetch, ok: list[bool], now: float) -> None:
-        pool, request = self.kv.pool, fetch.owner
-        places = {one: i for i, one in enumerate(request.block_hashes)} if pool.events is not None else {}
-        for key, block_id, good in zip(fetch.keys, fetch.block_ids, ok):
-            if good and pool.publish(block_id, key) and pool.events is not None:
-                pool.events.stored(key[0], request, places[key[1:]])
+        pool = self.kv.pool
+        filled = {key: block_id for key, block_id, good in zip(fetch.keys, fetch.block_ids, ok) if good}
+        self.kv.publish_filled(fetch.owner, filled)
         pool.note_hits([i for i, good in zip(fetch.block_ids, ok) if good and pool.is_published(i)], 0)
         pool.release(fetch.block_ids)
         self.rates.fetched = _Rates.mix(self.rates.fetched, (now - fetch.started) / len(fetch.keys))
@@ -235,6 +230,11 @@ class Tiers:
         """Hot blocks that were taken since the last call, whose contents must be stored before they are overwritten."""
         evicted, self.kv.pool.evicted = self.kv.pool.evicted, []
         return [(block_id, key) for block_id, key in evicted if block_id not in unsettled]
+
+    def store_evicted(self, unsettled: set[int]) -> None:
+        """Have them stored now, and not with the next step."""
+        if evicted := self.take_evicted(unsettled):
+            self.call("store", evicted)
 
     def save(self, most: int, unsettled: set[int], only_free: bool) -> int:
         """Have the disk tier write up to `most` hot blocks. Returns of how many it has a copy now, or soon."""

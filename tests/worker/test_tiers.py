@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import stat
 
@@ -79,7 +80,7 @@ def test_each_rank_keeps_its_part(tmp_path, split):
 def test_ram_brings_back_what_other_traffic_evicted(tmp_path):
     folder = build_family("arcee", tmp_path / "model")
     rng = random.Random(2)
-    prompt, *others = ([rng.randrange(3, VOCAB) for _ in range(200)] for _ in range(6))
+    prompt, *others = ([rng.randrange(3, VOCAB) for _ in range(200)] for _ in range(9))
     engine = engine_for(folder, num_gpu_blocks_override=40, kv_offload_gib=0.01)
     first = engine.generate([prompt], GREEDY)[0]
     engine.generate([prompt], GREEDY)
@@ -118,3 +119,26 @@ def test_the_identity_of_a_model_is_that_of_its_weights(tmp_path):
     assert model_identity(str(folder)) == before
     (folder / "a.safetensors").write_bytes(b"x" * 99_999 + b"y")
     assert model_identity(str(folder)) != before
+
+
+@pytest.mark.parametrize("kind", ["full", "states"])
+def test_a_slot_file_brings_the_same_bits_to_the_next_engine(tmp_path, kind):
+    folder, rng = build_family(KINDS[kind][0], tmp_path / "model"), random.Random(5)
+    prompt = [rng.randrange(3, VOCAB) for _ in range(150)]
+
+    def start() -> InProcessEngine:
+        engine = engine_for(folder, slot_save_path=str(tmp_path / "slots"))
+        engine.scheduler.open_slots(functools.partial(engine.executor.call, "call_slots"), 0)
+        return engine
+
+    engine = start()
+    engine.generate([prompt], GREEDY)
+    hit = engine.generate([prompt], GREEDY)[0]
+    saved = engine.scheduler.slots.act("save", 0, "x")
+    engine.close()
+    again = start()
+    assert again.scheduler.slots.act("restore", 0, "x")["n_restored"] == saved["n_saved"] >= 144
+    result = again.generate([prompt], GREEDY)[0]
+    assert result.num_cached_tokens == hit.num_cached_tokens == 144
+    assert (result.token_ids, result.logprobs) == (hit.token_ids, hit.logprobs)
+    again.close()

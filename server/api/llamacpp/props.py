@@ -1,4 +1,4 @@
-"""llama-server's GET /props and GET /slots."""
+"""llama-server's GET /props."""
 
 from __future__ import annotations
 
@@ -27,12 +27,6 @@ class Props(msgspec.Struct, kw_only=True):
     build_info: str
 
 
-class Slot(msgspec.Struct, kw_only=True):
-    id: int
-    n_ctx: int
-    is_processing: bool
-
-
 async def props(request: Request, state: _Server) -> Response:
     """What the server is."""
     model = state.require_ready()
@@ -52,16 +46,6 @@ async def props(request: Request, state: _Server) -> Response:
     )
 
 
-async def slots(request: Request, state: needs.Engine) -> Response:
-    """One entry for each request that can run at once; the first ones are those that do."""
-    model = state.require_ready()
-    total = state.ready.worker.max_num_seqs if state.ready else 0
-    return JsonResponse(
-        [Slot(id=i, n_ctx=model.max_model_len, is_processing=i < state.stats.num_running) for i in range(total)]
-    )
-
-
 ROUTES = [
     Route("GET", "/props", props, answer=Props),
-    Route("GET", "/slots", slots, answer=list[Slot], admin=True),
 ]

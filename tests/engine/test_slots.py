@@ -1,0 +1,95 @@
+"""llama.cpp's slots at engine level: what a row left is saved to a file and restored, in this engine or the next."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.engine.executor.fake import expected_tokens
+from quire.engine.messages import AddRequest, Call, SamplingParams
+from tests.engine.harness import VOCAB, Engine, fake_config
+
+PROMPT = list(range(1, 42))
+
+
+def engine_of(folder, **settings) -> Engine:
+    sizes = {"num_gpu_blocks_override": 64, "block_size": 4, "max_num_seqs": 4, "slot_save_path": str(folder)}
+    return Engine(fake_config(**sizes | settings))
+
+
+def ask(engine: Engine, name: str, prompt: list[int] = PROMPT, **fields) -> int:
+    engine.put(AddRequest(name, prompt, SamplingParams(max_tokens=5), **fields))
+    engine.run()
+    assert engine.tokens(name) == expected_tokens(prompt, SamplingParams(max_tokens=5), 4096, VOCAB)
+    return next(o.num_cached_tokens for o in engine.outputs[b"server", name] if o.new_token_ids)
+
+
+def act(engine: Engine, *args):
+    answer = engine.core.call(Call(1, "slot", list(args)))
+    assert answer.error is None
+    return answer.value
+
+
+@pytest.mark.parametrize("groups", ["full", "full+window:8", "full+state", "window:24+state"])
+def test_a_slot_survives_the_engine(tmp_path, monkeypatch, groups):
+    monkeypatch.setenv("QUIRE_FAKE", f"groups={groups}")
+    engine = engine_of(tmp_path / "slots")
+    ask(engine, "a", cache_salt="tenant")
+    saved = act(engine, "save", 0, "mine.bin")
+    assert saved["n_saved"] >= 40 and saved["n_written"] == (tmp_path / "slots" / "mine.bin").stat().st_size
+    again = engine_of(tmp_path / "slots")
+    restored = act(again, "restore", 2, "mine.bin")
+    assert restored == {"n_restored": saved["n_saved"], "n_read": saved["n_written"]}
+    assert ask(again, "b") == 0  # another salt
+    assert ask(again, "c", cache_salt="tenant") == 40
+    assert act(again, "save", 2, "copy.bin")["n_saved"] == saved["n_saved"]
+    again.assert_at_rest()
+
+
+def test_erasing_a_slot_and_restoring_it(tmp_path):
+    engine = engine_of(tmp_path)
+    ask(engine, "a")
+    saved = act(engine, "save", 0, "x")
+    assert act(engine, "erase", 0) == {"n_erased": saved["n_saved"]}
+    assert act(engine, "erase", 0) == {"n_erased": 0}
+    assert ask(engine, "b") == 0
+    assert act(engine, "erase", 0) == {"n_erased": 44}
+    assert act(engine, "restore", 0, "x")["n_restored"] == saved["n_saved"]
+    assert ask(engine, "c") == 40
+    assert act(engine, "save", 1, "empty")["n_saved"] == 0 and act(engine, "restore", 1, "empty")["n_restored"] == 0
+    assert act(engine, "save", 4, "x") is None  # there is no such slot
+    engine.assert_at_rest()
+
+
+def test_a_file_that_is_not_whole_or_of_another_model_is_refused(tmp_path):
+    engine = engine_of(tmp_path)
+    ask(engine, "a")
+    act(engine, "save", 0, "x")
+    data = (tmp_path / "x").read_bytes()
+    (tmp_path / "torn").write_bytes(data[:-7])
+    (tmp_path / "flipped").write_bytes(data[:-7] + bytes([data[-7] ^ 1]) + data[-6:])
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    for name in ("torn", "flipped", "link", "missing"):
+        assert act(engine, "restore", 0, name) == {}
+    other = engine_of(tmp_path, block_size=8)
+    assert act(other, "restore", 0, "x") == {}
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600
+
+
+def test_restoring_needs_room_and_evicts_what_goes_to_lower_tiers(tmp_path):
+    engine = engine_of(tmp_path / "slots", kv_offload_gib=0.001, num_gpu_blocks_override=24)
+    ask(engine, "a")
+    act(engine, "save", 0, "x")
+    act(engine, "erase", 0)
+    hot = list(range(300, 365))
+    ask(engine, "b", hot)
+    ask(engine, "c", hot)
+    engine.add("long", list(range(500, 560)), max_tokens=30)
+    for _ in range(3):
+        engine.turn()
+    assert act(engine, "restore", 0, "x") == {}  # a running request holds the room
+    engine.run()
+    assert ask(engine, "d", hot) >= 60
+    assert act(engine, "restore", 0, "x")["n_restored"] == 44
+    assert ask(engine, "e") == 40
+    assert ask(engine, "f", hot) >= 32 and engine.scheduler.tiers.counts.hits  # from RAM, with their own contents
+    engine.assert_at_rest()
