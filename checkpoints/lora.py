@@ -33,7 +33,6 @@ _REFUSED = {
     "lora_bias": "biases of lora_B are not supported",
     "modules_to_save": "whole modules trained beside the matrices are not supported; train or export without them",
     "trainable_token_indices": "embeddings of single tokens are not supported",
-    "target_parameters": "matrices of parameters such as stacked experts are not supported",
     "layer_replication": "layers used more than once are not supported",
     "use_qalora": "QALoRA pools its inputs",
     "alora_invocation_tokens": "activated LoRA begins within a prompt",
@@ -45,7 +44,10 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class LoraMatrices:
-    """The matrices of one module: A `[rank, in]` and B `[out, rank]`, by the names of their tensors."""
+    """The matrices of one module: A `[rank, in]` and B `[out, rank]`, by the names of their tensors. Those of a tensor
+    of E experts are A `[E * rank, in]`, expert by expert, and B `[out, rank * E]`, of which every E-th column is one
+    expert's.
+    """
 
     a: str
     b: str
@@ -53,6 +55,7 @@ class LoraMatrices:
     in_features: int
     out_features: int
     scale: float
+    num_experts: int | None = None  # None: of one weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,11 @@ def _check_config(config: Mapping[str, Any]) -> None:
         for pattern, value in patterns.items():
             _compiled(pattern, key)
             check(value, f"{key}.{pattern}")
+    parameters = config.get("target_parameters") or []
+    if not (isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)):
+        raise ValueError(f"{CONFIG}: target_parameters must be a list of texts")
+    if parameters and (config.get("rank_pattern") or config.get("alpha_pattern")):
+        raise ValueError(f"{CONFIG}: target_parameters with rank_pattern or alpha_pattern is not supported")
     for key in ("target_modules", "exclude_modules"):
         value = config.get(key)
         if isinstance(value, str):
@@ -197,18 +205,30 @@ def _matrices(
     if len(sides) < 2:
         (there,) = sides.values()
         raise ValueError(f"{WEIGHTS} has {there!r}, but not the other of lora_A and lora_B")
-    if not is_target(module, config):
+    experts = _parameter_holder(module, config)
+    if not (experts or is_target(module, config)):
         raise ValueError(f"{WEIGHTS} has matrices of {module}, which target_modules of {CONFIG} does not name")
     a, b = (tensors[sides[side]] for side in "AB")
     rank = _of_pattern(module, config.get("rank_pattern"), config["r"])
     for side, tensor in (("A", a), ("B", b)):
         if tensor.dtype not in _TYPES:
             raise ValueError(f"{sides[side]!r} has type {tensor.dtype}; supported: {', '.join(_TYPES)}")
-    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
+    fits = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
+    if not fits or (a.shape[0] % rank if experts else a.shape[0] != rank):
         raise ValueError(f"the matrices of {module} have shapes {a.shape} and {b.shape}, but rank {rank}")
     alpha = float(_of_pattern(module, config.get("alpha_pattern"), config["lora_alpha"]))
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return LoraMatrices(sides["A"], sides["B"], rank, a.shape[1], b.shape[0], scale)
+    number = a.shape[0] // rank if experts else None
+    return LoraMatrices(sides["A"], sides["B"], rank, a.shape[1], b.shape[0], scale, number)
+
+
+def _parameter_holder(module: str, config: Mapping[str, Any]) -> bool:
+    """Whether target_parameters names a tensor of all experts that this module holds. PEFT wraps a module once per
+    parameter, and calls the inner ones base_layer.
+    """
+    module = module.replace(".base_layer", "")
+    holders = [name.rpartition(".")[0] for name in config.get("target_parameters") or []]
+    return module.endswith(".experts") and any(module == one or module.endswith(f".{one}") for one in holders)
 
 
 def _of_pattern(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
@@ -304,3 +324,15 @@ def max_rank(setting: int | None, modules: list[str], folder: str | None) -> int
             continue  # reported when the adapter is read
         ranks += [rank for rank in declared if type(rank) is int and rank <= MAX_RANK]
     return max(ranks)
+
+
+def most_values(modules: list[str], folder: str | None) -> int:
+    """The largest number of values of an adapter at start."""
+    largest = 0
+    for _, path, _ in folders_at_start(modules, folder):
+        try:
+            tensors = read_header(path / WEIGHTS)
+        except (ValueError, OSError):
+            continue  # reported when the adapter is read
+        largest = max(largest, sum(math.prod(tensor.shape) for tensor in tensors.values()))
+    return largest

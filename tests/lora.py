@@ -44,6 +44,65 @@ def make_adapter(
     return folder
 
 
+def make_expert_adapter(folder: Path, model: str, rank: int = 4, seed: int = 0, stacked: bool = False) -> Path:
+    """Write an adapter for all experts: as modules of their own, or for the tensors of all experts."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors, names = {}, ("gate_proj", "up_proj", "down_proj")
+
+    def add(module: str, out: int, inner: int, r: int) -> None:
+        a = torch.randn(r, inner, generator=generator) / math.sqrt(inner)
+        tensors[f"base_model.model.{module}.lora_A.weight"] = a
+        b = torch.randn(out, r, generator=generator) / math.sqrt(rank)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = b
+
+    for name, module in load_reference(model).named_modules():
+        if name.endswith(".experts"):
+            num, hidden, size = _expert_sizes(module)
+            if stacked:  # PEFT wraps the module once per parameter
+                add(f"{name}.base_layer", 2 * size, hidden, rank * num)
+                add(name, hidden, size, rank * num)
+            else:
+                for expert in range(num):
+                    for projection in names[expert % 2 :]:  # every other expert has no matrices of its gate
+                        shape = (hidden, size) if projection == "down_proj" else (size, hidden)
+                        add(f"{name}.{expert}.{projection}", *shape, rank)
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(names)}
+    if stacked:
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        settings |= {"target_modules": [], "target_parameters": parameters}
+    write_adapter(folder, settings, tensors)
+    return folder
+
+
+def _expert_sizes(experts: torch.nn.Module) -> tuple[int, int, int]:
+    """(number, hidden size, intermediate size) of transformers' stacked experts."""
+    num, one, other = experts.down_proj.shape
+    return (num, other, one) if _is_transposed(experts) else (num, one, other)
+
+
+def _is_transposed(experts: torch.nn.Module) -> bool:
+    """Whether the tensors are [E, in, out]: so they are if the gate and up, which are twice as wide, are last."""
+    return experts.gate_up_proj.shape[2] == 2 * experts.down_proj.shape[1]
+
+
+def _add_to_experts(experts: torch.nn.Module, below: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add B A to the tensors of all experts. `below` is the rest of the module's name, e.g. 3.gate_proj."""
+    num, hidden, size = _expert_sizes(experts)
+    transposed = _is_transposed(experts)
+    if below in ("", "base_layer"):
+        delta = torch.einsum("o r e, e r i -> e o i", b.unflatten(1, (-1, num)), a.unflatten(0, (num, -1)))
+        parameter = experts.gate_up_proj if delta.shape[2] == hidden else experts.down_proj
+        parameter += delta.transpose(1, 2) if transposed else delta
+        return
+    expert, projection = below.split(".")
+    assert not transposed
+    if projection == "down_proj":
+        experts.down_proj[int(expert)] += b @ a
+    else:
+        start = size if projection == "up_proj" else 0
+        experts.gate_up_proj[int(expert), start : start + size] += b @ a
+
+
 def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -63,9 +122,14 @@ def merged(model: str, *adapters: tuple[Path, float]) -> torch.nn.Module:
             a, b = tensors[name].float(), tensors[name.replace(".lora_A.", ".lora_B.")].float()
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             alpha = (config.get("alpha_pattern") or {}).get(module.split(".")[-1], config["lora_alpha"])
-            scale = alpha / (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
+            holder, is_expert, below = module.partition(".experts")
+            rank = config["r"] if is_expert else len(a)
+            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             with torch.no_grad():
-                modules[module].weight += factor * scale * (b @ a)
+                if is_expert:
+                    _add_to_experts(modules[f"{holder}.experts"], below.removeprefix("."), a, factor * scale * b)
+                else:
+                    modules[module].weight += factor * scale * (b @ a)
     return reference
 
 

@@ -11,7 +11,7 @@ import torch
 from quire.engine.messages import SamplingParams
 from tests.checkpoints import TOKENIZER_SIZE, greedy
 from tests.in_process import InProcessEngine
-from tests.lora import ALL, ATTENTION, make_adapter, merged, use
+from tests.lora import ALL, ATTENTION, make_adapter, make_expert_adapter, merged, use
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -86,6 +86,33 @@ def test_families_and_settings(name, targets, config, checkpoint, tmp_path, prom
     check(results, prompts, [merged(folder), adapted, adapted, merged(folder), adapted])
 
 
+@pytest.mark.parametrize(
+    ("name", "stacked"), [("qwen3-moe", False), ("qwen3-moe", True), ("gpt-oss", True)], ids=str
+)
+def test_experts(name, stacked, checkpoint, tmp_path, prompts):
+    """Adapters of experts, as modules of their own and of the tensors of all experts, which gpt-oss has transposed and
+    with alternating rows; rows with one of experts, one of attention, both and none.
+    """
+    folder = checkpoint(name)
+    experts = make_expert_adapter(tmp_path / "experts", folder, stacked=stacked)
+    dense = make_adapter(tmp_path / "dense", folder, 8, targets=ATTENTION)
+    uses = [[], [use(experts)], [use(dense)], [use(experts, 0.5), use(dense)], [use(experts)]]
+    engine = engine_for(folder)
+    results = engine.generate(prompts, GREEDY, adapters=uses)
+    engine.close()
+    both = (experts, 0.5), (dense, 1.0)
+    adapted = merged(folder, (experts, 1.0))
+    references = [merged(folder), adapted, merged(folder, (dense, 1.0)), merged(folder, *both), adapted]
+    check(results, prompts, references)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"quantization": "int8", "dtype": "bfloat16"}])
+def test_experts_in_other_formats(settings, checkpoint, tmp_path, prompts):
+    folder = checkpoint("qwen3-moe", dtype="bfloat16")
+    adapter = make_expert_adapter(tmp_path / "one", folder)
+    check_scores(folder, adapter, prompts, settings)
+
+
 def test_more_adapters_than_run_at_once(checkpoint, tmp_path, prompts):
     """Requests wait for a slot, requests without an adapter do not, and adapters are read again after they were
     dropped from RAM.
@@ -107,7 +134,10 @@ def test_bfloat16_and_quantized_bases(settings, checkpoint, tmp_path, prompts):
     times as large as the tolerance.
     """
     folder = checkpoint("llama3", dtype="bfloat16")
-    adapter = make_adapter(tmp_path / "one", folder, 16)
+    check_scores(folder, make_adapter(tmp_path / "one", folder, 16), prompts, settings)
+
+
+def check_scores(folder, adapter, prompts, settings):
     engine = engine_for(folder, **settings)
     score = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     several = [prompts[3]] * 2 + [prompts[4]] * 2
@@ -127,11 +157,21 @@ def _scores(model, prompt):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-def test_several_ranks(ranks, checkpoint, tmp_path, prompts):
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("llama3", {"tensor_parallel_size": 2}),
+        ("llama3", {"pipeline_parallel_size": 2}),
+        ("qwen3-moe", {"tensor_parallel_size": 2}),
+        ("qwen3-moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
+    ids=str,
+)
+def test_several_ranks(name, ranks, checkpoint, tmp_path, prompts):
     """A rank multiplies by its share of A or B, and a stage by the matrices of its layers."""
-    folder = checkpoint("llama3")
-    adapter = make_adapter(tmp_path / "one", folder, 8)
+    folder = checkpoint(name)
+    make, options = (make_expert_adapter, {"stacked": True}) if name == "qwen3-moe" else (make_adapter, {})
+    adapter = make(tmp_path / "one", folder, 8, **options)
     engine = engine_for(folder, **ranks)
     results = engine.generate(prompts[1:4], GREEDY, adapters=[[use(adapter)], [], [use(adapter)]])
     engine.close()

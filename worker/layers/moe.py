@@ -33,6 +33,8 @@ from quire.worker.layers.linear import (
     WeightFormat,
     empty_parameter,
 )
+from quire.worker.layers.lora import StepLora
+from quire.worker.layers.moe_lora import ExpertForm, ExpertsLora, run_mixed
 from quire.worker.layers.quantization.mxfp4_experts import GROUP, Mxfp4Expert
 from quire.worker.parallel import Group, ep, split_size, tp, use_groups
 
@@ -222,6 +224,13 @@ class ListedExperts(nn.Module):
         self._by_id = {int(i): expert for i, expert in self.experts.items()}
         self._ops: LayerOps | None = None
         self._native: Callable[..., torch.Tensor] | None = None
+        self._share = moe, hidden_size, *local_slice(moe)
+        self.lora: ExpertsLora | None = None
+
+    def take_adapters(self, step: StepLora) -> ExpertsLora | None:
+        """From now on add what adapters say. None: they are not supported for experts of this form."""
+        self.lora = _experts_lora(step, self.local, *self._share) if self.gated else None
+        return self.lora
 
     def use(self, ops: LayerOps) -> None:
         """Switch to a platform's operations."""
@@ -235,9 +244,24 @@ class ListedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """This rank's part of `run_experts`."""
+        if self.lora is not None:
+            return run_mixed(x, weights, ids, self.lora, self._form(), self.weigh_inputs, self._run)
+        return self._run(x, weights, ids)
+
+    def _run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if packed := self.packed():
             return packed(x, weights, ids)
         return run_experts(x, weights, ids, self._by_id, self.weigh_inputs)
+
+    def _form(self) -> ExpertForm:
+        first = self._by_id[self.local.start]
+        ops = first.down_proj.ops
+        return ExpertForm(
+            lambda i, rows: (layer := self._by_id[i].gate_up_proj).method.apply_halves(layer, rows),
+            first.gate_up_proj.activate,
+            lambda i, rows: (layer := self._by_id[i].down_proj).method.apply(layer, rows),
+            ops and ops.add_lora,
+        )
 
 
 def pack_experts(model: nn.Module) -> bool:
@@ -268,6 +292,13 @@ class StackedExperts(nn.Module):
             self.gate_up_bias = self._parameter((num, rows), fused.gate_up_bias, [])
             self.down_bias = self._parameter((num, hidden_size), fused.down_bias, [])
         self.run: Callable[..., torch.Tensor] | None = None
+        self.lora: ExpertsLora | None = None
+        self._add_lora: Callable[..., None] | None = None
+
+    def take_adapters(self, step: StepLora) -> ExpertsLora | None:
+        """From now on add what adapters say."""
+        self.lora = _experts_lora(step, self.local, self.moe, self._hidden_size, self.start, self.length)
+        return self.lora
 
     def _parameter(self, shape: tuple[int, ...], parts: Callable, others: list[Callable]) -> nn.Parameter:
         stacked, *alternatives = ([*self._stacked(form)] for form in (parts, *others))
@@ -292,15 +323,38 @@ class StackedExperts(nn.Module):
 
     def use(self, ops: LayerOps) -> None:
         """Switch to a platform's operations."""
-        self.run = ops.fused_experts
+        self.run, self._add_lora = ops.fused_experts, ops.add_lora
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """This rank's part of `run_experts`."""
-        down_bias = self.down_bias if self.length == self.moe.intermediate_size or tp().rank == 0 else None
+        if self.lora is not None:
+            return run_mixed(x, weights, ids, self.lora, self._form(), self.moe.weigh_inputs, self._run)
+        return self._run(x, weights, ids)
+
+    def _run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return (self.run or fused_experts)(
-            x, weights, ids, self.gate_up, self.down, self.gate_up_bias, down_bias,
+            x, weights, ids, self.gate_up, self.down, self.gate_up_bias, self._own_down_bias(),
             self.moe.activation, self.local.start, self.moe.weigh_inputs,
         )  # fmt: skip
+
+    def _own_down_bias(self) -> torch.Tensor | None:
+        """Of one rank only: the sum over the ranks must include it once."""
+        return self.down_bias if self.length == self.moe.intermediate_size or tp().rank == 0 else None
+
+    def _form(self) -> ExpertForm:
+        def product(stack: torch.Tensor, biases: torch.Tensor | None) -> Callable[[int, torch.Tensor], torch.Tensor]:
+            first = self.local.start
+            return lambda i, rows: F.linear(rows, stack[i - first], None if biases is None else biases[i - first])
+
+        gate_up, down = product(self.gate_up, self.gate_up_bias), product(self.down, self._own_down_bias())
+        return ExpertForm(gate_up, GATED[self.moe.activation], down, self._add_lora)
+
+
+def _experts_lora(
+    step: StepLora, local: range, moe: MoESpec, hidden_size: int, start: int, length: int
+) -> ExpertsLora:
+    sizes = hidden_size, moe.intermediate_size, start, length
+    return ExpertsLora(step, local, moe.routing.num_experts, *sizes, moe.interleaved)
 
 
 def _sided(parts: Callable[[int, bool], list[Part]], transposed: bool) -> Callable[[int], list[Part]]:

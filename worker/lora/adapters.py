@@ -12,11 +12,12 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from quire.checkpoints.lora import DEFAULT_MAX_LORAS, LoraFiles, folders_at_start, max_rank, read_lora
+from quire.checkpoints.lora import DEFAULT_MAX_LORAS, LoraFiles, folders_at_start, max_rank, most_values, read_lora
 from quire.configs.config import LoraConfig
 from quire.worker.batch.input_batch import InputBatch
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.lora import Adapted, LoraRows, StepLora
+from quire.worker.layers.moe_lora import ExpertProduct
 from quire.worker.lora.targets import Piece, Targets, layer_weights
 from quire.worker.messages import LoraUse, NewRequest, StepInput
 from quire.worker.platforms.base import Platform
@@ -37,6 +38,7 @@ class LoraLimits:
     max_rank: int
     max_active: int  # in a step
     max_loaded: int  # in RAM
+    most_values: int = 0  # of an adapter at start
 
     @classmethod
     def of(cls, config: LoraConfig) -> LoraLimits:
@@ -47,13 +49,19 @@ class LoraLimits:
             max_loaded = max(max_active, at_start)
         elif max_loaded < max_active:
             raise ValueError(f"--max-cpu-loras {max_loaded} must be at least --max-loras {max_active}")
-        return cls(max_rank(config.max_lora_rank, config.lora_modules, config.lora_dir), max_active, max_loaded)
+        rank = max_rank(config.max_lora_rank, config.lora_modules, config.lora_dir)
+        return cls(rank, max_active, max_loaded, most_values(config.lora_modules, config.lora_dir))
 
     def num_bytes(self, targets: Targets) -> int:
-        """Bytes of as many adapters of the largest rank, for all layers of a rank: those in a step are packed for
-        its kernels, beside the copy in RAM.
+        """Bytes of as many adapters, each of the largest rank for all layers of a rank, or the size of the largest
+        at start if that is more, because it has experts. Those in a step are packed for its kernels, beside the copy
+        in RAM.
         """
-        return (self.max_loaded + self.max_active) * self.max_rank * targets.bytes_per_rank
+        return (self.max_loaded + self.max_active) * self.adapter_bytes(targets)
+
+    def adapter_bytes(self, targets: Targets) -> int:
+        """Bytes planned for an adapter."""
+        return max(self.max_rank * targets.bytes_per_rank, self.most_values * targets.dtype.itemsize)
 
 
 class Adapters:
@@ -68,6 +76,8 @@ class Adapters:
             model.model.step_lora = self.step
         self.platform, self.max_rank = platform, limits.max_rank
         self.max_active, self.max_loaded = limits.max_active, limits.max_loaded
+        self._most_bytes = self.max_loaded * limits.adapter_bytes(self.targets)  # of those in RAM
+        self._bytes: dict[str, int] = {}
         self._loaded: OrderedDict[str, Adapted] = OrderedDict()  # in RAM, most recently used last
         self._active = self.step.active
         self._rows: dict[int, list[LoraUse]] = {}
@@ -79,34 +89,46 @@ class Adapters:
         if key in self._loaded:
             self._loaded.move_to_end(key)
             return
-        self._loaded[key] = self._read(read_lora(folder))
+        adapted = self._read(read_lora(folder))
+        size = sum(weights.nbytes for _, weights in adapted)
+        if size > self._most_bytes:
+            raise ValueError(
+                f"the adapter takes {size / 2**20:.1f} MiB, more than the {self._most_bytes / 2**20:.1f} MiB planned "
+                "for all: name one of its size at start (--lora-modules), or raise --max-cpu-loras"
+            )
+        self._loaded[key], self._bytes[key] = adapted, size
         self._drop_some(keep={key})
 
     def unload(self, key: str) -> None:
         """Forget an adapter, unless rows of requests use it: then it is dropped as others are."""
         if not any(use.key == key for uses in self._rows.values() for use in uses):
-            self._deactivate(key)
-            self._loaded.pop(key, None)
+            self._forget(key)
 
     def _read(self, lora: LoraFiles) -> Adapted:
         found = self.targets.check(lora, self.max_rank)
-        of_layer: dict[Linear, list[tuple[Piece, torch.Tensor, torch.Tensor]]] = {}
+        of_layer: dict[Linear | ExpertProduct, list[tuple[Piece, torch.Tensor, torch.Tensor]]] = {}
         with safe_open(lora.weights, "pt") as file:
             for module, pieces in found.items():
                 if pieces:
                     matrices = lora.modules[module]
                     a = read_matrix(file, matrices.a)
                     b = read_matrix(file, matrices.b) * matrices.scale
+                    of_expert = {piece.expert: piece.of(a, b) for piece in pieces if piece.expert is not None}
                     for piece in pieces:
-                        of_layer.setdefault(piece.layer, []).append((piece, a, b))
+                        both = of_expert.get(piece.expert, (a, b))
+                        of_layer.setdefault(piece.layer, []).append((piece, *both))
         return [(layer, layer_weights(pieces, self.targets.dtype)) for layer, pieces in of_layer.items()]
 
     def _drop_some(self, keep: Iterable[str]) -> None:
         for key in [key for key in self._loaded if key not in keep]:
-            if len(self._loaded) <= self.max_loaded:
+            if len(self._loaded) <= self.max_loaded and sum(self._bytes.values()) <= self._most_bytes:
                 return
-            self._deactivate(key)
-            del self._loaded[key]
+            self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        self._deactivate(key)
+        self._loaded.pop(key, None)
+        self._bytes.pop(key, None)
 
     # ---- rows
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quire.checkpoints.lora import LoraFiles
+from quire.checkpoints.lora import LoraFiles, LoraMatrices
 from quire.worker.layers.linear import (
     ColumnParallelLinear,
     Linear,
@@ -23,6 +23,8 @@ from quire.worker.layers.linear import (
     narrowed,
 )
 from quire.worker.layers.lora import LinearLora, LoraWeights, StepLora
+from quire.worker.layers.moe import ListedExperts, StackedExperts
+from quire.worker.layers.moe_lora import ExpertProduct, ExpertsLora
 from quire.worker.layers.views import View
 from quire.worker.transformer.names import TensorNames
 
@@ -37,13 +39,20 @@ _IN_LAYER = re.compile(
 class Piece:
     """Rows of a layer that are rows of a checkpoint's module `[out_features, in_features]`."""
 
-    layer: Linear
+    layer: Linear | ExpertProduct
     out_features: int
     in_features: int
     rows: tuple[Narrow, ...]  # of B
     columns: tuple[Narrow, ...]  # of A
     target: slice  # of the layer's output
     view: View | None = None
+    expert: int | None = None  # of a tensor of `num_experts`
+    num_experts: int | None = None
+
+    def of(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The matrices of the expert, of those of all experts in PEFT's order."""
+        of_a, of_b = a.unflatten(0, (self.num_experts, -1)), b.unflatten(1, (-1, self.num_experts))
+        return of_a[self.expert], of_b[..., self.expert]
 
 
 class Targets:
@@ -54,8 +63,10 @@ class Targets:
         names = TensorNames(getattr(model, "renames", None))
         self.num_layers = model.spec.num_hidden_layers
         self.dtype = model.dtype  # of the adapters' matrices
-        self.bytes_per_rank = 0
+        self.bytes_per_rank = 0  # without experts
         for path, layer in model.named_modules():
+            if isinstance(layer, (ListedExperts, StackedExperts)) and (experts := layer.take_adapters(step)):
+                self._add_experts(path, experts, names)
             if not isinstance(layer, Linear) or ".experts." in path:
                 continue
             widths = 0
@@ -67,6 +78,18 @@ class Targets:
             if widths:
                 layer.lora = LinearLora(step)
                 self.bytes_per_rank += self.dtype.itemsize * widths
+
+    def _add_experts(self, path: str, lora: ExpertsLora, names: TensorNames) -> None:
+        """Experts as modules of their own, `path`.3.gate_proj, and as tensors of all experts, of the module `path`."""
+        for projection, pieces in _expert_pieces(lora).items():
+            for candidate in names.modules(f"{path}.#.{projection}"):
+                for expert in range(lora.num_experts):
+                    if match := _IN_LAYER.fullmatch(candidate.replace("#", str(expert))):
+                        self.pieces[int(match[1]), match[2]] = pieces.get(expert, [])  # another rank's: none
+        for candidate in names.modules(path):
+            if match := _IN_LAYER.fullmatch(candidate):
+                for piece in _stacked_pieces(lora):
+                    self._add((int(match[1]), match[2]), piece)
 
     def _add(self, key: tuple[int, str], piece: Piece) -> None:
         pieces = self.pieces.setdefault(key, [])
@@ -83,12 +106,15 @@ class Targets:
                 f"the adapter has matrices for {module}; supported are linear layers of the language model's layers, "
                 "not the embedding, the output head or an encoder of images"
             )
-        layer, name = int(match[1]), match[2]
-        if ".experts." in f".{name}.":
-            raise ValueError(f"the adapter has matrices for {module}; adapters of experts are not supported")
-        if found := self.pieces.get((layer, name)):
+        layer, name = int(match[1]), match[2].replace(".base_layer", "")
+        if (found := self.pieces.get((layer, name))) is not None:
             return found
-        known = sorted({name for _, name in self.pieces})
+        if ".experts." in f".{name}.":
+            raise ValueError(
+                f"the adapter has matrices for {module}, but the model has no such experts, or experts without a gate, "
+                "for which adapters are not supported"
+            )
+        known = sorted({name for _, name in self.pieces if ".experts." not in name})
         if layer < self.num_layers and name in known and not self._has(layer):
             return []
         raise ValueError(
@@ -100,16 +126,24 @@ class Targets:
         """The pieces of every module of an adapter. Raises ValueError if it does not fit the model."""
         if lora.rank > max_rank:
             raise ValueError(f"the adapter has rank {lora.rank}, more than --max-lora-rank {max_rank}")
-        found = {module: self.find(module) for module in lora.modules}
-        for module, pieces in found.items():
-            theirs = lora.modules[module]
-            for piece in pieces:
-                if (piece.out_features, piece.in_features) != (theirs.out_features, theirs.in_features):
-                    raise ValueError(
-                        f"the adapter's matrices of {module} are for a weight of {theirs.out_features} x "
-                        f"{theirs.in_features}, but the model's is {piece.out_features} x {piece.in_features}"
-                    )
-        return found
+        return {module: self._fitting(module, matrices) for module, matrices in lora.modules.items()}
+
+    def _fitting(self, module: str, theirs: LoraMatrices) -> list[Piece]:
+        """Which of a module's pieces the matrices are for: the gate and up, or the down projection of all experts have
+        other shapes. Raises ValueError if they fit none.
+        """
+        pieces = self.find(module)
+        shape = theirs.out_features, theirs.in_features, theirs.num_experts
+        fitting = [piece for piece in pieces if (piece.out_features, piece.in_features, piece.num_experts) == shape]
+        if pieces and not fitting:
+            ours = sorted({(piece.out_features, piece.in_features) for piece in pieces})
+            experts = f"{pieces[0].num_experts} experts of " if pieces[0].num_experts else ""
+            raise ValueError(
+                f"the adapter's matrices of {module} are for a weight of "
+                f"{f'{theirs.num_experts} experts of ' if theirs.num_experts else ''}{shape[0]} x {shape[1]}, but the "
+                f"model's is {experts}{' or '.join(f'{out} x {into}' for out, into in ours)}"
+            )
+        return fitting
 
     def _has(self, layer: int) -> bool:
         return any(number == layer for number, _ in self.pieces)
@@ -130,6 +164,45 @@ def _pieces(path: str, layer: Linear) -> Iterator[tuple[str, Piece]]:
     else:  # a layer of transformers, in its place
         everything = slice(0, layer.out_features)
         yield path, Piece(layer, layer.out_features, layer.in_features, (), (), everything)
+
+
+def _expert_pieces(lora: ExpertsLora) -> dict[str, dict[int, list[Piece]]]:
+    """By projection and expert."""
+    share, length = (lora.start, lora.length), lora.length
+    gate_up = [
+        {i: [Piece(one, lora.size, lora.hidden_size, ((0, *share),), (), span)] for i, one in lora.gate_up.items()}
+        for span in (slice(0, length), slice(length, 2 * length))
+    ]
+    down = {i: [_down_piece(lora, i, None)] for i in lora.down}
+    return dict(zip(("gate_proj", "up_proj", "down_proj"), (*gate_up, down)))
+
+
+def _stacked_pieces(lora: ExpertsLora) -> Iterator[Piece]:
+    """Of tensors of all experts, with [gate, up] in one, whose rows may alternate."""
+    length = lora.length
+    for expert, product in lora.gate_up.items():
+        for half, view in enumerate((_even_rows, _odd_rows)):
+            start = 2 * lora.start if lora.interleaved else half * lora.size + lora.start
+            yield Piece(
+                product, 2 * lora.size, lora.hidden_size, ((0, start, 2 * length if lora.interleaved else length),), (),
+                slice(half * length, (half + 1) * length), view if lora.interleaved else None, expert, lora.num_experts,
+            )  # fmt: skip
+        yield _down_piece(lora, expert, lora.num_experts)
+
+
+def _down_piece(lora: ExpertsLora, expert: int, num_experts: int | None) -> Piece:
+    columns, target = ((1, lora.start, lora.length),), slice(0, lora.hidden_size)
+    place = None if num_experts is None else expert
+    sizes = lora.hidden_size, lora.size
+    return Piece(lora.down[expert], *sizes, (), columns, target, None, place, num_experts)
+
+
+def _even_rows(b: torch.Tensor) -> torch.Tensor:
+    return b[::2]
+
+
+def _odd_rows(b: torch.Tensor) -> torch.Tensor:
+    return b[1::2]
 
 
 def layer_weights(pieces: list[tuple[Piece, torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> LoraWeights:
