@@ -23,12 +23,14 @@ gguf = pytest.importorskip("gguf")
 Array = np.ndarray
 ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 SWAPPED = ("llama", "granite", "granite_swa", "granitemoe", "granitehybrid", "smollm3", "arcee", "mistral3", "deepseek")
-SHIFTED = ("gemma", "gemma-embedding", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")
+SHIFTED = ("gemma", "gemma-embedding", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
 ENCODERS = ("bert", "modern-bert", "nomic-bert")
 # architectures that the `gguf` package does not know yet: one that has their names
 _NAMED_LIKE = {"granite_swa": "granite", "hy_v3": "exaone-moe", "deepseek32": "glm-dsa", "deepseek2-ocr": "deepseek"}
 _STACKED = re.compile(r"(.*\.(?:experts|altup\w*_projections))\.(\d+)\.((?:\w+\.)?(?:weight|bias))")
 _ROUTER = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}  # of Gemma 4
+# parts of the names of tensors that are stored in float32
+_WIDE = ("position", "token_types", "altup", "laurel", "conv", "ssm_a", "ssm_d", "ssm_dt")
 # names of parameters that are no module's weight or bias
 _BARE = (".layer_scalar", ".correct_output_scale", ".experts.gate_up_proj", ".experts.down_proj")
 
@@ -43,7 +45,7 @@ class Converter:
         self.source, self.arch, self.kinds, self.options = source, arch, kinds, options
         self.config = json.loads(Path(source, "config.json").read_text())
         self.writer = gguf.GGUFWriter(path, arch)
-        layers = self.config.get("num_hidden_layers") or self.config["n_layer"]
+        layers = num_layers(self.config)
         self.names = gguf.get_tensor_name_map(ARCHES[_NAMED_LIKE.get(arch, arch)], layers)
         self.plain: dict[str, torch.Tensor] = {}
         self._halves: list[tuple[Array, dict[int, str]]] = []
@@ -104,6 +106,8 @@ class Converter:
             return found
         if match := re.fullmatch(r"(model\.layers\.\d+)\.feed_forward\.experts\.w([123])\.weight", name):
             name = f"{match[1]}.mlp.experts.{('gate', 'down', 'up')[int(match[2]) - 1]}_proj.weight"
+        if match := re.fullmatch(r"backbone(\.layers\.\d+)\.mixer(\.experts\..+)", name):
+            name = f"model{match[1]}.mlp{match[2]}"
         if name.endswith(".sinks"):
             return f"blk.{name.split('.')[2]}.attn_sinks.weight"
         if name.endswith(".expert_bias") and self.arch == "lfm2moe":
@@ -126,7 +130,7 @@ class Converter:
             or "gate_inp" in name
             or "norm" in name
             or name.endswith((".bias", ".scale", ".exp_probs_b"))
-            or any(part in name for part in ("position", "token_types", "altup", "laurel", "conv", "ssm_a", "ssm_d"))
+            or any(part in name for part in _WIDE)
         ):
             kind = "F32"
         if kind in ("F32", "F16"):
@@ -146,11 +150,19 @@ class Converter:
             return lambda value: swapped(value, heads), lambda value: unswapped(value, heads)
         if self.arch.startswith("qwen35") and (tiles := self._tiles(name)):
             return tiles
+        if self.arch == "falcon-h1" and (scale := self._multiplier(name)) is not None:
+            return lambda value: value * scale, lambda value: value / scale
+        if name.endswith("ssm_a") and self.arch in ("mamba", "jamba"):  # [channels, entries]
+            return lambda value: -np.exp(value), lambda value: np.log(-value)
+        if name.endswith("ssm_a") and self.arch == "kimi-linear":
+            return lambda value: -np.exp(value).reshape(-1, 1), lambda value: np.log(-value).reshape(1, 1, -1, 1)
+        if name.endswith("ssm_d") and self.arch in ("mamba", "jamba"):
+            return lambda value: value, lambda value: value
         if name.endswith("ssm_a"):
             return lambda value: -np.exp(value)[:, None], lambda value: np.log(-value[:, 0])
         if name.endswith("ssm_d"):
             return lambda value: value[:, None], lambda value: value[:, 0]
-        if name.endswith("shortconv.conv.weight") or name.endswith("ssm_conv1d.weight"):
+        if re.search(r"(shortconv\.conv|ssm_conv1d(_[qkv])?)\.weight$", name):
             return lambda value: value[:, 0], lambda value: value[:, None]
         if name.endswith("ssm_norm.weight") and (
             groups := self.config.get("mamba_n_groups") or self.config.get("n_groups")
@@ -198,6 +210,8 @@ class Converter:
         block = f"blk.{layer[1]}" if layer else ""
         if name.endswith("kv_b_proj.weight") and self.options.get("split_latents"):
             self.plain[name] = self._split_latents(block, value)
+        elif name.endswith("in_proj_qkvz.weight") and self.options.get("ungrouped", True):
+            self.plain[name] = self._ungrouped(block, name, value)
         elif name.endswith("block_sparse_moe.input_linear.weight"):
             halves = np.split(value, 2, 1)
             found = [self._tensor(f"{block}.ffn_{half}_exps.weight", v) for half, v in zip(("gate", "up"), halves)]
@@ -225,6 +239,39 @@ class Converter:
         else:
             return False
         return True
+
+    def _ungrouped(self, block: str, name: str, value: Array) -> torch.Tensor:
+        """q, k, v and z of each key head together become all q, all k and all v, and all z."""
+        c = self.config
+        keys, dim = c["linear_num_key_heads"], c["linear_key_head_dim"]
+        wide = c["linear_num_value_heads"] // keys * c["linear_value_head_dim"]
+        sizes = [dim, dim, wide, wide]
+        parts = np.split(value.reshape(keys, sum(sizes), -1), np.cumsum(sizes)[:-1], 1)
+        flat = [part.reshape(-1, value.shape[1]) for part in parts]
+        qkv = self._tensor(f"{block}.attn_qkv.weight", np.concatenate(flat[:3]))
+        back = [*qkv.split([len(part) for part in flat[:3]]), self._tensor(f"{block}.attn_gate.weight", flat[3])]
+        return torch.cat([part.unflatten(0, (keys, -1)) for part in back], 1).flatten(0, 1)
+
+    def _multiplier(self, name: str) -> Any:
+        """What the converter of Falcon-H1 multiplies the weight by: a number, or one per row."""
+        c, kind = self.config, name.removesuffix(".weight").split(".")[-1]
+        gate, down = c["mlp_multipliers"] or (1.0, 1.0)
+        found = {
+            "token_embd": c["embedding_multiplier"],
+            "output": c["lm_head_multiplier"],
+            "attn_q": c["attention_in_multiplier"],
+            "attn_k": c["attention_in_multiplier"] * c["key_multiplier"],
+            "attn_v": c["attention_in_multiplier"],
+            "attn_output": c["attention_out_multiplier"],
+            "ssm_out": c["ssm_out_multiplier"],
+            "ffn_gate": gate,
+            "ffn_down": down,
+        }
+        if kind != "ssm_in":
+            return found.get(kind)
+        inner, shared = c["mamba_d_ssm"], c["mamba_n_groups"] * c["mamba_d_state"]
+        rows = (inner, inner, shared, shared, c["mamba_n_heads"])
+        return np.repeat(c["ssm_multipliers"], rows)[:, None].astype(np.float32) * c["ssm_in_multiplier"]
 
     def _split_latents(self, block: str, value: Array) -> torch.Tensor:
         config = self.config
@@ -286,9 +333,13 @@ class Converter:
         self.writer.add_eos_token_id(2)
 
 
+def num_layers(c: dict[str, Any]) -> int:
+    return c.get("num_hidden_layers") or c.get("n_layer") or len(c["layers_block_type"])
+
+
 def common(c: dict[str, Any]) -> dict[str, Any]:
     """The keys of all architectures, from a config.json."""
-    if c.get("model_type") == "mamba2":
+    if c.get("model_type") in ("mamba", "falcon_mamba", "mamba2"):
         sizes = {"block_count": c["num_hidden_layers"], "embedding_length": c["hidden_size"], "context_length": 1 << 20}
         none = dict.fromkeys(("feed_forward_length", "attention.head_count"), 0)
         return sizes | none | {"attention.layer_norm_rms_epsilon": c["layer_norm_epsilon"]}
@@ -298,8 +349,8 @@ def common(c: dict[str, Any]) -> dict[str, Any]:
     rope = rope.get("full_attention", rope)
     dim = c.get("head_dim") or hidden // heads
     found = {
-        "block_count": c.get("num_hidden_layers") or c["n_layer"],
-        "context_length": c.get("max_position_embeddings") or c["n_positions"],
+        "block_count": num_layers(c),
+        "context_length": c.get("max_position_embeddings") or c.get("model_max_length") or c["n_positions"],
         "embedding_length": hidden,
         "feed_forward_length": c.get("intermediate_size") or 4 * hidden,
         "attention.head_count": heads,
@@ -333,7 +384,7 @@ def experts(c: dict[str, Any]) -> dict[str, Any]:
     def first(*keys: str) -> Any:
         return next((c[key] for key in keys if c.get(key) is not None), None)
 
-    used = first("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+    used = first("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
     found = {
         "expert_count": first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
         "expert_used_count": max(used) if isinstance(used, list) else used,

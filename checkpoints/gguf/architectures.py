@@ -47,6 +47,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "ernie4_5-moe": GgufArchitecture("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", mixture.ernie_moe),
     "exaone-moe": GgufArchitecture("ExaoneMoeForCausalLM", "exaone_moe", mixture.exaone_moe),
     "exaone4": GgufArchitecture("Exaone4ForCausalLM", "exaone4", Metadata.listed_windows, POST),
+    "falcon-h1": GgufArchitecture("FalconH1ForCausalLM", "falcon_h1", recurrent.falcon_h1, recurrent.MAMBA2),
     "gemma": GgufArchitecture("GemmaForCausalLM", "gemma", shifted=True),
     "gemma-embedding": GgufArchitecture("Gemma3TextModel", "gemma3_text", encoder.gemma, SANDWICH, shifted=True),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", "gemma2", dense.gemma2, SANDWICH, shifted=True),
@@ -67,10 +68,13 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "hunyuan-dense": GgufArchitecture("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", dense.attention_bias),
     "hunyuan-moe": GgufArchitecture("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", mixture.hunyuan_moe),
     "hy_v3": GgufArchitecture("HYV3ForCausalLM", "hy_v3", mixture.hy_v3),
+    "jamba": GgufArchitecture("JambaForCausalLM", "jamba", recurrent.jamba, recurrent.MAMBA1),
+    "kimi-linear": GgufArchitecture("KimiLinearForCausalLM", "kimi_linear", recurrent.kimi_linear, recurrent.KIMI),
     "lfm2": GgufArchitecture("Lfm2ForCausalLM", "lfm2", recurrent.lfm2, recurrent.SHORT_CONV),
     "lfm2moe": GgufArchitecture("Lfm2MoeForCausalLM", "lfm2_moe", recurrent.lfm2_moe, recurrent.SHORT_CONV),
     "llama": GgufArchitecture("LlamaForCausalLM", "llama", mixture.llama, swapped=True),
     "llama4": GgufArchitecture("Llama4ForCausalLM", "llama4_text", mixture.llama4),
+    "mamba": GgufArchitecture("MambaForCausalLM", "mamba", recurrent.mamba, recurrent.MAMBA1),
     "mamba2": GgufArchitecture("Mamba2ForCausalLM", "mamba2", recurrent.mamba2, recurrent.MAMBA2),
     "minicpm3": GgufArchitecture(
         "MiniCPM3ForCausalLM", "minicpm3", lambda m: dense.latent(m) | dense.original_length(m)
@@ -84,6 +88,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         "ModernBertModel", "modernbert", encoder.modern_bert, PRE | _FUSED_UP, fused_qkv=True
     ),
     "nemotron": GgufArchitecture("NemotronForCausalLM", "nemotron", dense.nemotron, shifted=True),
+    "nemotron_h": GgufArchitecture("NemotronHForCausalLM", "nemotron_h", recurrent.nemotron_h, recurrent.NEMOTRON),
+    "nemotron_h_moe": GgufArchitecture("NemotronHForCausalLM", "nemotron_h", recurrent.nemotron_h, recurrent.NEMOTRON),
     "nomic-bert": GgufArchitecture("NomicBertModel", "nomic_bert", encoder.nomic_bert, AFTER, fused_qkv=True),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", "olmo2", dense.olmo2, POST),
     "olmoe": GgufArchitecture("OlmoeForCausalLM", "olmoe", mixture.olmoe),
@@ -98,6 +104,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", recurrent.qwen35_moe, recurrent.DELTA, shifted=True
     ),
     "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", mixture.qwen3_moe),
+    "qwen3next": GgufArchitecture(
+        "Qwen3NextForCausalLM", "qwen3_next", recurrent.qwen3_next, recurrent.NEXT, shifted=True
+    ),
     "qwen3vl": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
     "qwen3vlmoe": GgufArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", mixture.qwen3_moe),
     "seed_oss": GgufArchitecture("SeedOssForCausalLM", "seed_oss", dense.attention_bias),

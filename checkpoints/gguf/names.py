@@ -101,7 +101,7 @@ def tensor_name(name: str, own: Mapping[str, str]) -> str:
     """
     if name.endswith(".exp_probs_b"):  # of Hunyuan 3, written without an end
         name += ".bias"
-    if name.endswith((".ssm_a", ".ssm_d")):
+    if name.endswith((".ssm_a", ".ssm_d", ".ffn_norm")):  # the last one of Falcon-H1
         name += ".weight"
     match = re.fullmatch(r"blk\.(\d+)\.(.+)\.(\w+)", name)
     if match is None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quire.checkpoints.gguf.experts import experts
+from quire.checkpoints.gguf.experts import experts, groups
 from quire.checkpoints.gguf.metadata import FULL, Metadata, Settings
 from quire.checkpoints.gguf.names import PRE
-from quire.checkpoints.gguf.settings import granite
+from quire.checkpoints.gguf.settings import granite, latent
 
 STATE = "linear_attention"
 _SIGMOID = 2  # expert_gating_func
@@ -27,6 +27,19 @@ DELTA = PRE | {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+NEXT = DELTA | {"ssm_ba": "linear_attn.in_proj_ba", "ssm_in": "linear_attn.in_proj_qkvz"}
+MAMBA1 = PRE | {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_x": "mamba.x_proj",
+    "ssm_dt": "mamba.dt_proj",
+    "ssm_dt_norm": "mamba.dt_layernorm",
+    "ssm_b_norm": "mamba.b_layernorm",
+    "ssm_c_norm": "mamba.c_layernorm",
+    "ssm_a.weight": "mamba.A_log",
+    "ssm_d.weight": "mamba.D",
+    "ssm_out": "mamba.out_proj",
+}
 MAMBA2 = PRE | {
     "ssm_in": "mamba.in_proj",
     "ssm_conv1d": "mamba.conv1d",
@@ -35,6 +48,20 @@ MAMBA2 = PRE | {
     "ssm_d.weight": "mamba.D",
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
+}
+
+
+NEMOTRON = MAMBA2 | {"ffn_latent_down": "mlp.fc1_latent_proj", "ffn_latent_up": "mlp.fc2_latent_proj"}
+KIMI = PRE | {
+    **{f"ssm_conv1d_{name}": f"self_attn.{name}_conv1d" for name in "qkv"},
+    "ssm_f_a": "self_attn.f_a_proj",
+    "ssm_f_b": "self_attn.f_b_proj",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_a.weight": "self_attn.A_log",
+    "ssm_norm": "self_attn.o_norm",
 }
 
 
@@ -82,6 +109,154 @@ def qwen35_moe(m: Metadata) -> Settings:
     return qwen35(m) | experts(m, shared_expert_intermediate_size=shared)
 
 
+def qwen3_next(m: Metadata) -> Settings:
+    """Older files have q, k, v and z of each key head together, as safetensors do."""
+    grouped = m.has("ssm_in.weight")
+    return qwen35_moe(m) | {"linear_tiled_heads": False, "linear_grouped": grouped, "norm_topk_prob": True}
+
+
+def _without_attention(m: Metadata) -> Settings:
+    return {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 1,
+        "intermediate_size": m.get("ssm.inner_size"),
+        "partial_rotary_factor": 1.0,
+        "rope_parameters": {},
+        "max_position_embeddings": m.get("context_length"),
+    }
+
+
+def mamba(m: Metadata) -> Settings:
+    falcon = {"architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba"}
+    return (
+        _without_attention(m)
+        | {
+            "state_size": m.get("ssm.state_size"),
+            "time_step_rank": m.get("ssm.time_step_rank"),
+            "conv_kernel": m.get("ssm.conv_kernel"),
+            "use_conv_bias": m.has("ssm_conv1d.bias"),
+            "use_bias": m.has("ssm_in.bias"),
+        }
+        | (falcon if m.find("ssm.dt_b_c_rms") else {})
+    )
+
+
+def jamba(m: Metadata) -> Settings:
+    sparse = [f"blk.{i}.ffn_gate_inp.weight" in m.file.tensors for i in range(m.get("block_count"))]
+    mixture = experts(m, "intermediate_size") if any(sparse) else {"num_experts": 1}
+    return (
+        _attending(m, "mamba")
+        | mixture
+        | {
+            "mlp_layer_types": ["sparse" if one else "dense" for one in sparse],
+            "mamba_d_state": m.get("ssm.state_size"),
+            "mamba_d_conv": m.get("ssm.conv_kernel"),
+            "mamba_dt_rank": m.get("ssm.time_step_rank"),
+            "mamba_expand": m.get("ssm.inner_size") / m.get("embedding_length"),
+            "mamba_conv_bias": _somewhere(m, "ssm_conv1d.bias"),
+            "mamba_proj_bias": _somewhere(m, "ssm_in.bias"),
+        }
+    )
+
+
+def _somewhere(m: Metadata, tensor: str) -> bool:
+    """Whether a layer has the tensor."""
+    return any(name.endswith(f".{tensor}") for name in m.file.tensors)
+
+
+def nemotron_h(m: Metadata) -> Settings:
+    """A layer attends if it has KV heads, and is an MLP or a mixture if it has a width."""
+    heads, widths = m.get("attention.head_count_kv"), m.get("feed_forward_length")
+    if not isinstance(heads, list) or not isinstance(widths, list):
+        raise ValueError(
+            f"{m.file.path}: {m.kind}.attention.head_count_kv and {m.kind}.feed_forward_length must be lists, one "
+            "entry per layer"
+        )
+    kinds, dense = [], set()
+    for i, (number, width) in enumerate(zip(heads, widths)):
+        if f"blk.{i}.ffn_gate_inp.weight" in m.file.tensors:
+            kinds.append("moe")
+        elif width and not number:
+            kinds.append("mlp")
+            dense.add(width)
+        else:
+            kinds.append(FULL if number else STATE)
+    if len(dense) > 1:
+        raise ValueError(f"{m.file.path}: MLPs of different widths are not supported: {sorted(dense)}")
+    mamba_heads, sizes = _mamba2(m)
+    found = {
+        "layer_types": kinds,
+        "num_key_value_heads": max(1, *heads),
+        "intermediate_size": max(dense, default=1),
+        "ssm_state_size": m.get("ssm.state_size"),
+        "mamba_num_heads": mamba_heads,
+        "mamba_head_dim": sizes["head_dim"],
+        "n_groups": m.get("ssm.group_count"),
+        "conv_kernel": m.get("ssm.conv_kernel"),
+        "use_conv_bias": _somewhere(m, "ssm_conv1d.bias"),
+        "use_bias": _somewhere(m, "ssm_in.bias"),
+        "attention_bias": _somewhere(m, "attn_q.bias"),
+        "mlp_bias": _somewhere(m, "ffn_up.bias"),
+    }
+    if "moe" not in kinds:
+        return found
+    return (
+        found
+        | experts(m)
+        | groups(m)
+        | {
+            "moe_shared_expert_intermediate_size": m.find("expert_shared_feed_forward_length") or 0,
+            "n_shared_experts": m.find("expert_shared_count") or 0,
+            "norm_topk_prob": m.get("expert_weights_norm", True),
+            "routed_scaling_factor": m.get("expert_weights_scale", 1.0),
+            "moe_latent_size": m.find("moe_latent_size") or None,
+        }
+    )
+
+
+def falcon_h1(m: Metadata) -> Settings:
+    """All multipliers are part of the weights."""
+    heads, sizes = _mamba2(m)
+    return {
+        "mamba_d_ssm": m.get("ssm.inner_size"),
+        "mamba_n_heads": heads,
+        "mamba_d_head": sizes["head_dim"],
+        "mamba_expand": sizes["expand"],
+        "mamba_d_state": m.get("ssm.state_size"),
+        "mamba_n_groups": m.get("ssm.group_count"),
+        "mamba_d_conv": m.get("ssm.conv_kernel"),
+        "mamba_conv_bias": m.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": m.has("ssm_in.bias"),
+        "projectors_bias": m.has("ssm_out.bias"),
+        "attention_bias": m.has("attn_q.bias"),
+        "mlp_bias": m.has("ffn_up.bias"),
+        "mamba_rms_norm": m.has("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
+def kimi_linear(m: Metadata) -> Settings:
+    m.check("expert_gating_func", _SIGMOID)
+    heads, dim = m.one("attention.head_count"), m.get("kda.head_dim")
+    return (
+        _attending(m, STATE)
+        | latent(m)
+        | experts(m)
+        | groups(m)
+        | {
+            "num_key_value_heads": heads,
+            "first_k_dense_replace": m.get("leading_dense_block_count", 0),
+            "n_shared_experts": m.get("expert_shared_count", 0),
+            "norm_topk_prob": m.get("expert_weights_norm", True),
+            "routed_scaling_factor": m.get("expert_weights_scale", 1.0),
+            "linear_head_dim": dim,
+            "linear_num_heads": heads,
+            "linear_conv_kernel_dim": m.get("ssm.conv_kernel"),
+        }
+    )
+
+
 def _mamba2(m: Metadata) -> tuple[int, Settings]:
     heads, inner = m.get("ssm.time_step_rank"), m.get("ssm.inner_size")
     return heads, {"head_dim": inner // heads, "expand": inner / m.get("embedding_length")}
@@ -89,19 +264,17 @@ def _mamba2(m: Metadata) -> tuple[int, Settings]:
 
 def mamba2(m: Metadata) -> Settings:
     heads, sizes = _mamba2(m)
-    return sizes | {
-        "num_heads": heads,
-        "state_size": m.get("ssm.state_size"),
-        "n_groups": m.get("ssm.group_count"),
-        "conv_kernel": m.get("ssm.conv_kernel"),
-        "use_conv_bias": m.has("ssm_conv1d.bias"),
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "intermediate_size": m.get("ssm.inner_size"),
-        "partial_rotary_factor": 1.0,
-        "rope_parameters": {},
-        "max_position_embeddings": m.get("context_length"),
-    }
+    return (
+        _without_attention(m)
+        | sizes
+        | {
+            "num_heads": heads,
+            "state_size": m.get("ssm.state_size"),
+            "n_groups": m.get("ssm.group_count"),
+            "conv_kernel": m.get("ssm.conv_kernel"),
+            "use_conv_bias": m.has("ssm_conv1d.bias"),
+        }
+    )
 
 
 def granite_hybrid(m: Metadata) -> Settings:
@@ -125,6 +298,6 @@ def granite_hybrid(m: Metadata) -> Settings:
             "mamba_d_state": m.get("ssm.state_size"),
             "mamba_n_groups": m.get("ssm.group_count"),
             "mamba_d_conv": m.get("ssm.conv_kernel"),
-            "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in m.file.tensors),
+            "mamba_conv_bias": _somewhere(m, "ssm_conv1d.bias"),
         }
     )

@@ -303,6 +303,69 @@ def _mamba2(c: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _mamba1(c: dict[str, Any]) -> dict[str, Any]:
+    falcon = {"ssm.dt_b_c_rms": True} if c["model_type"] == "falcon_mamba" else {}
+    return falcon | {
+        "ssm.conv_kernel": c["conv_kernel"],
+        "ssm.state_size": c["state_size"],
+        "ssm.time_step_rank": c["time_step_rank"],
+        "ssm.inner_size": c["intermediate_size"],
+    }
+
+
+def _jamba(c: dict[str, Any]) -> dict[str, Any]:
+    heads, period = c["num_key_value_heads"], c["attn_layer_period"]
+    attends = [i % period == c["attn_layer_offset"] for i in range(c["num_hidden_layers"])]
+    return experts(c) | {
+        "attention.head_count_kv": [heads if one else 0 for one in attends],
+        "ssm.conv_kernel": c["mamba_d_conv"],
+        "ssm.state_size": c["mamba_d_state"],
+        "ssm.time_step_rank": c["mamba_dt_rank"],
+        "ssm.inner_size": c["mamba_expand"] * c["hidden_size"],
+    }
+
+
+def _nemotron_h(c: dict[str, Any]) -> dict[str, Any]:
+    kinds = c["layers_block_type"]
+    widths = {"mlp": c["intermediate_size"], "moe": c["moe_intermediate_size"]}
+    found = {
+        "attention.head_count_kv": [c["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds],
+        "feed_forward_length": [widths.get(kind, 0) for kind in kinds],
+        "ssm.conv_kernel": c["conv_kernel"],
+        "ssm.state_size": c["ssm_state_size"],
+        "ssm.group_count": c["n_groups"],
+        "ssm.time_step_rank": c["mamba_num_heads"],
+        "ssm.inner_size": c["mamba_num_heads"] * c["mamba_head_dim"],
+        "attention.layer_norm_rms_epsilon": c["layer_norm_epsilon"],
+    }
+    if "moe" not in kinds:
+        return found
+    shared = {"expert_shared_feed_forward_length": c["moe_shared_expert_intermediate_size"]}
+    return found | _sigmoid(c) | _groups(c) | shared | {"moe_latent_size": c["moe_latent_size"] or 0}
+
+
+def _falcon_h1(c: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": c["mamba_d_conv"],
+        "ssm.state_size": c["mamba_d_state"],
+        "ssm.group_count": c["mamba_n_groups"],
+        "ssm.time_step_rank": c["mamba_n_heads"],
+        "ssm.inner_size": c["mamba_d_ssm"],
+    }
+
+
+def _kimi_linear(c: dict[str, Any]) -> dict[str, Any]:
+    heads = [c["num_attention_heads"] if kind == "full_attention" else 0 for kind in c["layer_types"]]
+    return _sigmoid(c) | {
+        **_latent_split(c),
+        "attention.head_count_kv": heads,
+        "kda.head_dim": c["linear_head_dim"],
+        "ssm.conv_kernel": c["linear_conv_kernel_dim"],
+        "leading_dense_block_count": c["mlp_layer_types"].count("dense"),
+    }
+
+
+FALCON_SCALES = {name: FAMILIES["falcon_h1"][1][name] for name in FAMILIES["falcon_h1"][1] if "multiplier" in name}
 _MAMBA_SIZES = {"mamba_n_heads": 8, "mamba_proj_bias": False}
 CASES |= {
     "lfm2": ("lfm2", SIZES | {"conv_bias": False}, lambda c: _attending(c) | {"shortconv.l_cache": c["conv_L_cache"]}),
@@ -323,13 +386,33 @@ CASES |= {
         SIZES | _MAMBA_SIZES | {"intermediate_size": 64, "shared_intermediate_size": 64},
         _granite_hybrid,
     ),
+    "mamba": ("mamba", {"hidden_size": 64, "use_bias": False}, _mamba1),
+    "falcon_mamba": ("mamba", {"hidden_size": 64, "use_bias": False}, _mamba1),
+    "jamba": ("jamba", SIZES | {"mamba_proj_bias": False}, _jamba),
+    "nemotron_h": ("nemotron_h", SIZES | {"use_bias": False, "mamba_num_heads": 8}, _nemotron_h),
+    "nemotron_h-experts": (
+        "nemotron_h_moe",
+        WIDE | {"mamba_num_heads": 8, "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 32},
+        _nemotron_h,
+    ),
+    "qwen3_next": (
+        "qwen3next",
+        WIDE | {"linear_value_head_dim": 32, "shared_expert_intermediate_size": 32},
+        lambda c: experts(c) | _delta(c),
+    ),
+    "falcon_h1-gate-first": (
+        "falcon-h1",
+        SIZES | {"mamba_n_heads": 8, "mamba_d_ssm": 128, "mamba_proj_bias": False} | FALCON_SCALES,
+        _falcon_h1,
+    ),
+    "kimi_linear": ("kimi-linear", WIDE | LATENT | {"q_lora_rank": None, "linear_head_dim": 32}, _kimi_linear),
     "mamba2": (
         "mamba2",
         {"hidden_size": 64, "num_heads": 8, "use_bias": False, "time_step_limit": (0.0, 1e9)},
         _mamba2,
     ),
 }
-SPLIT_LATENTS = ("deepseek-v3", "deepseek-v32", "glm-5", "mistral4")
+SPLIT_LATENTS = ("kimi_linear", "deepseek-v3", "deepseek-v32", "glm-5", "mistral4")
 SAME_SCALE = {"deepseek-v3": {"mscale": 0.8}}  # files have one number for mscale and mscale_all_dim
 
 
@@ -345,6 +428,7 @@ def pair(
     case: Case | None = None,
     fused: bool = False,
     fuse_qkv: bool = False,
+    ungrouped: bool = True,
     **sizes: int,
 ) -> tuple[str, str]:
     """(the folder made of a GGUF file, transformers' checkpoint with the weights that the file stands for)."""
@@ -356,6 +440,7 @@ def pair(
         sizes = sizes | {"rope_parameters": rope}
     source = build(name, tmp_path / "source", **sizes)
     options = {"split_latents": name in SPLIT_LATENTS, "fused": fused, "fuse_qkv": fuse_qkv}
+    options["ungrouped"] = ungrouped
     converter = Converter(source, tmp_path / "model.gguf", arch, kinds, **options)
     metadata = common(converter.config) | keys(converter.config)
     for key, factor in (("long", "long_factor"), ("short", "short_factor")):
@@ -420,6 +505,12 @@ def test_fused_q_k_and_v(tmp_path, name):
     arch = "llama" if name == "llama3" else name
     case = arch, SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, _nothing
     folder, source = pair(name, tmp_path, case=case, fuse_qkv=True)
+    assert torch.allclose(logits_of(load(folder), IDS), reference(source), atol=2e-3, rtol=2e-3)
+
+
+def test_older_files_of_qwen3_next(tmp_path):
+    """They have q, k, v and z in one tensor, those of each key head together."""
+    folder, source = pair("qwen3_next", tmp_path, ungrouped=False)
     assert torch.allclose(logits_of(load(folder), IDS), reference(source), atol=2e-3, rtol=2e-3)
 
 

@@ -35,6 +35,7 @@ class Jamba(MoEFamily, CausalLM):
             "mamba_dt_rank": "auto",
             "mamba_conv_bias": True,
             "mamba_proj_bias": False,
+            "mlp_layer_types": None,  # of GGUF files
         }
     )
     facts = {"rope": None}
@@ -61,6 +62,8 @@ class Jamba(MoEFamily, CausalLM):
 
     @classmethod
     def is_sparse(cls, values: dict[str, Any], index: int) -> bool:
+        if kinds := values["mlp_layer_types"]:
+            return kinds[index] == "sparse"
         of_experts = index % values["expert_layer_period"] == values["expert_layer_offset"]
         return of_experts and values["num_experts"] > 1
 

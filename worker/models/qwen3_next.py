@@ -36,7 +36,9 @@ class Qwen35(WithMTP, CausalLM):
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
-        "linear_tiled_heads": False,  # of GGUF files
+        # of GGUF files
+        "linear_tiled_heads": False,
+        "linear_grouped": True,
     }
     facts = {"norm": "rms_offset", "qk_norm": "gated_head"}
     state_kinds = {STATE: STATE}
@@ -57,7 +59,8 @@ class Qwen35(WithMTP, CausalLM):
         if kind != STATE:
             return layer
         sizes = [values[f"linear_{name}"] for name in _SIZES]
-        state = DeltaSpec(*sizes, grouped=cls.grouped, tiled=values["linear_tiled_heads"])
+        tiled, grouped = values["linear_tiled_heads"], cls.grouped and values["linear_grouped"]
+        state = DeltaSpec(*sizes, grouped=grouped, grouped_gates=cls.grouped, tiled=tiled)
         return replace(layer, mixer="delta", state=state)
 
 

@@ -43,6 +43,7 @@ class DeltaSpec:
     v_dim: int
     width: int
     grouped: bool = False  # the checkpoint holds q, k, v and z of each key head together (Qwen3-Next)
+    grouped_gates: bool = False  # the same, of b and a
     neg_eigval: bool = False  # beta is doubled
     tiled: bool = False  # value head i is of key head i % num_k_heads (GGUF), not of i // (num_v_heads / num_k_heads)
     # of mixers "separate_delta" and "kimi_delta" only

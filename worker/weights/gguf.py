@@ -37,7 +37,8 @@ class GgufCheckpoint(Checkpoint):
             mapping, name = maps[str(tensor.path)], tensor_name(name, self.architecture.names)
             for part_name, part in self._parts(name, tensor):
                 stored = TensorFile(mapping, part, self._view(part_name))
-                self._add(part_name, Dequantized(stored) if part_name.startswith("score.") else stored)
+                wide = part_name.startswith("score.") or part_name.endswith(".dt_proj.weight")
+                self._add(part_name, Dequantized(stored) if wide else stored)
         self._join_latents()
         return self
 

@@ -89,7 +89,7 @@ def _in_name(kind: DeltaSpec) -> str:
 
 
 def _gates_name(kind: DeltaSpec) -> str:
-    return "in_proj_ba" if kind.grouped else "in_proj_b"
+    return "in_proj_ba" if kind.grouped_gates else "in_proj_b"
 
 
 def _inputs(kind: DeltaSpec, prefix: str) -> list[Shard]:
@@ -109,7 +109,7 @@ def _gates(kind: DeltaSpec, prefix: str) -> list[Shard]:
     """This rank's rows of b and a."""
     group, heads, ratio = tp(), kind.num_v_heads, kind.num_v_heads // kind.num_k_heads
     mine = heads // group.size
-    if kind.grouped:
+    if kind.grouped_gates:
         view = Ungrouped((ratio, ratio))
         return [Shard(f"{prefix}.in_proj_ba", 2 * heads, group.rank * 2 * mine, 2 * mine, view=view)]
     return [Shard(f"{prefix}.in_proj_{name}", heads, group.rank * mine, mine, i * mine) for i, name in enumerate("ba")]
