@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -300,7 +301,7 @@ class ModelRunner:
         return SplitOutput(step, parts, failed=True)
 
     def _run(self, batch: InputBatch) -> AsyncOutput:
-        step = batch.step
+        step, begin = batch.step, time.perf_counter()
         errors = (
             {i: self.table.errors[row] for i, row in enumerate(step.rows) if row in self.table.errors}
             if self.table.errors
@@ -339,6 +340,8 @@ class ModelRunner:
         if batch.drafts and self.spare_states is not None:
             self.spare_states.keep(batch, self._num_accepted(batch, token_ids.tolist()))
         if self.speculator is not None:
+            if self.alone and len(batch.sampling.rows) == len(batch.input_ids):  # ranks must decide alike
+                self.speculator.costs.observe(len(batch.input_ids), time.perf_counter() - begin)
             self.speculator.follow(batch, hidden)
         event = self.platform.event()
         if token_ids is not None:

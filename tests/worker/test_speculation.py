@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from quire.worker.messages import NewRequest, NoRepeatNgram, SamplingParams, ThinkingBudget
+from quire.worker.sampling.speculation.costs import Odds, StepCosts
 from quire.worker.sampling.speculation.drafter import History
 from quire.worker.sampling.speculation.lookup import MAX_SEARCHED, LookupDrafter, PredictionDrafter, longest_match
 from quire.worker.sampling.speculation.speculator import accepted
@@ -219,6 +220,33 @@ def test_the_longest_match_is_found():
         low, high = generator.choice([(1, 3), (2, 2), (3, 8)])
         found = longest_match(np.array(text, np.int32), np.array(tail, np.int32), low, high)
         assert found == slow_match(text, tail, low, high)
+
+
+def test_costs_are_a_line_through_the_times_of_steps():
+    costs = StepCosts()
+    assert costs.threshold(1) == pytest.approx(1 / 25)
+    for number in range(300):
+        costs.observe(m := 1 + number % 9, (40 + 2 * m) * 1e-3 * (5 if number % 50 == 49 else 1))
+    assert costs.ratio == pytest.approx(2 / 40, rel=0.5)
+    assert costs.threshold(1) < costs.threshold(8) < costs.threshold(64) < 1
+    one = StepCosts()
+    for _ in range(20):
+        one.observe(1, 0.04)
+    assert one.ratio == pytest.approx(1 / 24)  # steps of one size tell nothing
+
+
+def test_only_drafts_that_pay_are_verified():
+    odds = Odds()
+    assert odds.paying(0.0, 7) == 7 and odds.paying(0.5, 7) == 1
+    for _ in range(10):
+        odds.learn(4, 4)
+    assert odds.paying(0.5, 64) > 4
+    for _ in range(20):
+        odds.learn(4, 0)
+    assert odds.paying(0.3, 7) == 0
+    for _ in range(100):
+        odds.forget()
+    assert odds.paying(0.3, 7) > 0  # tried again
 
 
 def history(prompt, outputs=(), prediction=None):

@@ -8,7 +8,7 @@ before them are the text itself, and one more token comes free (`accepted`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,7 @@ from quire.worker.batch.input_batch import InputBatch
 from quire.worker.messages import NewRequest, StepInput
 from quire.worker.sampling.grammar import GrammarRows
 from quire.worker.sampling.speculation.choice import ADAPTIVE_MAX, STEP_DRAFTS, Speculation
+from quire.worker.sampling.speculation.costs import Odds, StepCosts
 from quire.worker.sampling.speculation.drafter import Drafter, History, ModelDrafter
 from quire.worker.sampling.speculation.forced import GrammarDrafter
 from quire.worker.sampling.speculation.lookup import LookupDrafter, PredictionDrafter
@@ -55,9 +56,12 @@ class _Row:
     length: int = _FIRST_LENGTH  # of the next draft, when it adapts
     pause: int = 0  # steps until the next draft
     num_wrong: int = 0  # drafts in a row of which no token was right
+    source: object = None  # of the draft
+    odds: dict[object, Odds] = field(default_factory=dict)  # by source
 
     def learn(self, num_draft: int, num_accepted: int) -> None:
         """Adapt to a draft of which `num_accepted` tokens were right."""
+        self.odds[self.source].learn(num_draft, num_accepted)
         if num_accepted == num_draft:
             self.length = min(2 * self.length, ADAPTIVE_MAX)
         else:
@@ -74,6 +78,7 @@ class Speculator:
     ) -> None:
         """A step may verify `most` drafts."""
         self.grammars, self.most, self.model = grammars, most, model
+        self.costs = StepCosts()
         self.rows: dict[int, _Row] = {}
         self.use(speculation)
 
@@ -155,12 +160,22 @@ class Speculator:
         limit = min(limit, MAX_DRAFT, room)
         if limit <= 0:
             return []
+        threshold = 0.0 if self.speculation.num_draft is not None else self.costs.threshold(num_rows)
         for drafter in self.drafters:
             draft = drafter.propose(number, row.history, limit)
             if draft and row.history.has_grammar and not isinstance(drafter, GrammarDrafter):
                 draft = draft[: self.grammars.allowed(number, draft)]
             if draft:
                 row.is_prediction, row.by_model = isinstance(drafter, PredictionDrafter), False
-                return draft
+                return self._paying(row, drafter, draft, threshold)
         row.is_prediction, row.by_model = False, self.model is not None
-        return [_NOT_YET] * limit if self.model is not None else []
+        return self._paying(row, self.model, [_NOT_YET] * limit, threshold) if self.model is not None else []
+
+    @staticmethod
+    def _paying(row: _Row, source: object, draft: list[int], threshold: float) -> list[int]:
+        """The beginning of a draft that is expected to pay."""
+        row.source, odds = source, row.odds.setdefault(source, Odds())
+        number = odds.paying(threshold, len(draft))
+        if not number:
+            odds.forget()
+        return draft[:number]
