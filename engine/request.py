@@ -7,10 +7,12 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from enum import Enum
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 
-from quire.engine.messages import AddRequest, Choice, MediaItem, RequestTiming
+from quire.engine.messages import AddRequest, Choice, EngineOutput, MediaItem, RequestTiming
+from quire.worker.messages import NewRequest
 
 
 class Status(Enum):
@@ -181,6 +183,52 @@ class Request:
             if (last in sampling.eos_token_ids and not sampling.ignore_eos) or last in sampling.stop_token_ids:
                 return "stop"
         return "length" if num_tokens >= self.max_total_tokens else None
+
+    def as_new(self) -> NewRequest:
+        """All that a worker needs to compute it."""
+        return NewRequest(
+            self.row,
+            list(self.token_ids),
+            self.num_prompt_tokens,
+            [list(ids) for ids in self.block_ids],
+            self.sampling,
+            self.pooling,
+            self.media,
+            self.adapters,
+        )
+
+    def append(self, token_ids: list[int]) -> tuple[int, str | None]:
+        """Append outputs up to one that finishes the request. Returns their number, and why it is finished."""
+        if len(self.token_ids) == self.num_prompt_tokens:
+            self.token_ids = list(self.token_ids)  # copy: the sibling choices share the prompt's list
+        for i, token_id in enumerate(token_ids, 1):
+            self.token_ids.append(token_id)
+            if reason := self.finish_reason():
+                return i, reason
+        return len(token_ids), None
+
+    def take_back_drafts(self, num_draft: int, num_tokens: int) -> int:
+        """A step verified `num_draft` drafts and gave `num_tokens` tokens: those drafts that are not among them were
+        not computed. Their slots in the KV cache will be written again. Returns the number of accepted ones.
+        """
+        self.num_computed_tokens -= num_draft - (num_tokens - 1)  # the last token is not computed yet
+        num_accepted = max(num_tokens - 1, 0)
+        if self.predicts:
+            accepted, rejected = self.prediction_tokens
+            self.prediction_tokens = accepted + num_accepted, rejected + num_draft - num_accepted
+        return num_accepted
+
+    def output(self, token_ids: list[int], finish_reason: str | None = None, **fields: Any) -> EngineOutput:
+        """New tokens for its client."""
+        return EngineOutput(
+            self.request_id,
+            token_ids,
+            finish_reason,
+            self.stop_reason() if finish_reason == "stop" else None,
+            num_cached_tokens=self.num_cached_tokens,
+            prediction_tokens=self.prediction_tokens,
+            **fields,
+        )
 
     def stop_reason(self) -> int | None:
         """Return the stop id that ended a request with finish reason "stop", or None if it was an EOS token."""

@@ -105,3 +105,17 @@ def fair_parts(needs: dict[str, int], weights: dict[str, float], total: int) -> 
         total = max(total - parts[tenant], 0)
         weight -= weights[tenant]
     return parts
+
+
+def parts_of_prompts(prefills: list[Request], admitted: Request | None, budget: int) -> dict[str, int]:
+    """Tokens of a step's `budget` for the prompts of each tenant, so that the long prompt of one does not delay the
+    first token of another, whose prompt is running or `admitted` next. Empty if there is one tenant.
+    """
+    needs: dict[str, int] = {}
+    weights = {request.tenant: request.weight for request in prefills}
+    for request in prefills:
+        missing = request.num_tokens + request.num_in_flight - request.num_computed_tokens
+        needs[request.tenant] = needs.get(request.tenant, 0) + missing
+    if admitted is not None and admitted.tenant not in needs:
+        needs[admitted.tenant], weights[admitted.tenant] = admitted.num_tokens, admitted.weight
+    return fair_parts(needs, weights, budget) if len(needs) > 1 else {}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from quire.engine.messages import EngineStats, TierStats
+from quire.engine.request import Request
 
 
 @dataclass(slots=True)
@@ -35,6 +40,21 @@ class Counts:
         for i in range(num_accepted):
             accepted[i] += 1
 
+    def count_admission(self, request: Request, reads_cache: bool) -> None:
+        """A request is scheduled for the first time, with the tokens that were found in the cache."""
+        request.scheduled_time = time.time()
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if reads_cache:
+            self.prefix_cache_queries += request.num_prompt_tokens
+            self.prefix_cache_hits += request.num_cached_tokens
+
+    def count_prefill(self, request: Request, start: int, end: int) -> None:
+        """Count prompt tokens [start, end). `num_prefill_computed` counts each token once; the metric also counts
+        recomputation.
+        """
+        self.num_prompt_tokens += end - start
+        request.num_prefill_computed = max(request.num_prefill_computed, end - request.num_cached_tokens)
+
     def snapshot(
         self, num_running: int, num_waiting: int, kv_cache_usage: float, encoder_cache_usage: float
     ) -> EngineStats:
@@ -58,3 +78,9 @@ class Counts:
             tiers=self.tiers,
             num_ended=self.num_ended,
         )
+
+
+def with_adapters(stats: EngineStats, running: Iterable[Request], waiting: Iterable[Request]) -> EngineStats:
+    """`stats` with the names of the LoRA adapters that requests use."""
+    names = (sorted({use.name for request in queue for use in request.adapters}) for queue in (running, waiting))
+    return msgspec.structs.replace(stats, **dict(zip(("running_adapters", "waiting_adapters"), names, strict=True)))

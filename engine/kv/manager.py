@@ -6,7 +6,7 @@ share. A *full* block whose tokens are known has a hash that covers every token 
 ids and, at the root of the chain, everything else that the values depend on. So equal hashes mean equal contents. Such
 a block is *published* as soon as it is scheduled: steps run in order, and a layer writes all keys and values of a step
 before it attends, so even a request in the same step may read it. If that step fails, the scheduler recomputes every
-request that read the block (`Scheduler._recompute_dependents`).
+request that read the block (`engine/dependents.py`).
 
 What a request holds per kind of group, by block index:
 

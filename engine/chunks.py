@@ -1,0 +1,53 @@
+"""How many tokens of a prompt run in a step."""
+
+from __future__ import annotations
+
+from quire.engine.encoder_cache import EncoderCache
+from quire.engine.kv.manager import KVCacheManager
+from quire.engine.request import Request
+
+# prompt tokens with log-probabilities in a step that several requests share: each costs a row of logits, and one that
+# arrives waits for the steps in flight. Each gets at least the second number, so that none holds up those behind it.
+SCORED_CHUNK, LEAST_SCORED = 256, 16
+
+
+class Chunks:
+    """`threshold`: the most tokens of a prompt in a step that others share, 0 for no limit. `whole_images`: images are
+    computed whole.
+    """
+
+    def __init__(self, kv: KVCacheManager, images: EncoderCache, threshold: int, whole_images: bool):
+        self.kv, self.images, self.threshold, self.whole_images = kv, images, threshold, whole_images
+        self._scored_room = SCORED_CHUNK  # of the step being scheduled
+
+    def start_step(self) -> None:
+        """Call this before scheduling a step."""
+        self._scored_room = SCORED_CHUNK
+
+    def size(self, request: Request, start: int, budget: int, room: int, alone: bool) -> int:
+        """Number of tokens of a request, whose first `start` tokens are computed, to run in this step. 0 if it must
+        wait for an image: `_end_at_images` says why.
+        """
+        num_new = min(request.num_tokens + request.num_in_flight - start, budget)
+        if self.threshold and not alone:
+            num_new = min(num_new, self.threshold)
+        if request.sampling.prompt_logprobs is not None and not alone:
+            num_new = min(num_new, max(self._scored_room, LEAST_SCORED))
+            self._scored_room -= num_new
+        end = self.kv.chunk_end(request, start, start + num_new)
+        return (self._end_at_images(request, start, end, start + room) if request.media else end) - start
+
+    def _end_at_images(self, request: Request, start: int, end: int, limit: int) -> int:
+        """Return where a chunk of tokens [start, end) ends: before the first image that cannot be encoded in this step
+        or, if images are computed whole, that does not fit into the chunk. Such an image may extend a chunk that begins
+        with it, up to token `limit`.
+        """
+        for item in request.images(start, end):
+            last = item.offset + item.length
+            if self.whole_images and last > end:
+                if item.offset > start or last > limit:
+                    return max(item.offset, start)
+                end = last
+            if not self.images.request(item):
+                return max(item.offset, start)
+        return end

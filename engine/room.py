@@ -1,0 +1,64 @@
+"""Whether a request fits: rows, adapters, and blocks of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from quire.engine.kv.manager import KVCacheManager, Match
+from quire.engine.request import Request, RequestQueue
+from quire.engine.shares import FairQueue
+
+
+class Room:
+    """Reads the queue of running requests and the blocks; changes neither."""
+
+    def __init__(self, kv: KVCacheManager, running: RequestQueue, max_running: int, max_loras: int):
+        self.kv, self.running, self.max_running, self.max_loras = kv, running, max_running, max_loras
+
+    def reserve(self) -> int:
+        """Number of free blocks that admission leaves to running requests, so that a new request does not take blocks
+        that they need soon, which would cause a preemption.
+        """
+        return sum(map(self.kv.num_expected, self.running))
+
+    def can_admit(self, request: Request) -> bool:
+        """Whether a row and enough blocks are free to admit a request."""
+        return (
+            len(self.running) < self.max_running
+            and self._has_slots(request)
+            and self.kv.num_missing(request, self.kv.match(request)) + self.reserve() <= self.kv.pool.num_free
+        )
+
+    def could_admit(self, request: Request, without: Collection[Request]) -> bool:
+        """Whether a request would fit if the running requests `without` were preempted."""
+        if request.num_in_flight or not self._has_slots(request, without):
+            return False
+        obtainable = sum(self.kv.num_held(other) + self.kv.num_expected(other) for other in without)
+        return self.kv.num_missing(request, Match()) + self.reserve() <= self.kv.pool.num_free + obtainable
+
+    def next_waiting(self, waiting: FairQueue) -> Request | None:
+        """The first waiting request, or while that waits for another adapter to be done, the first one without any."""
+        if self._has_slots(first := waiting.first):
+            return first
+        return next((request for request in waiting if not request.adapters), None)
+
+    def _has_slots(self, request: Request, without: Collection[Request] = ()) -> bool:
+        """Whether a step may use the adapters of a request beside those of the running ones."""
+        if not request.adapters:
+            return True
+        others = (use.key for other in self.running if other not in without for use in other.adapters)
+        return len({use.key for use in request.adapters}.union(others)) <= self.max_loras
+
+    def num_draft(self, request: Request, limit: int) -> int:
+        """Number of drafts of a decoding request to verify, at most `limit`: as many as the worker has, as long as the
+        request may get one token more than that, and none if their blocks are scarce.
+        """
+        num_tokens = len(request.token_ids)
+        num_draft = min(request.num_draft, limit, request.max_total_tokens - num_tokens - 1)
+        if num_draft <= 0:
+            return 0
+        if not self.kv.has_room(request, num_tokens + num_draft):
+            scarce = len(self.kv.groups) * (len(self.running) + self.kv.num_blocks(num_draft) + 1)
+            if self.kv.pool.num_free < scarce:
+                return 0
+        return num_draft

@@ -1,0 +1,104 @@
+"""One scheduled step: its input for the worker, and the requests at its batch positions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from quire.engine.request import Request, Status
+from quire.worker.messages import StepInput, StepOutput, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Step:
+    """One scheduled step. `requests[i]` is at batch position i of `input`.
+
+    `published` lists, per request, the blocks that became visible to other requests when this step was scheduled. This
+    step or an earlier one fills them.
+    """
+
+    input: StepInput
+    requests: list[Request]
+    num_tokens: int = 0
+    published: dict[Request, list[int]] = field(default_factory=dict)
+    # batch positions whose results are discarded because they were computed from blocks of a failed request
+    ignored: set[int] = field(default_factory=set)
+    scheduled: float = field(default_factory=time.monotonic)
+
+    def contents(self) -> str:
+        """What was computed, for a person."""
+        counts = self.input.num_scheduled
+        num_decodes = sum(count == 1 for count in counts)
+        text = f"{len(counts)} requests with {self.num_tokens} tokens, of which {num_decodes} had one each"
+        if num_decodes < len(counts):
+            text += f" and the largest {max(counts)} after {max(self.input.num_computed)} computed ones"
+        return text + (f", and {len(self.input.encode)} images" if self.input.encode else "")
+
+    def add(self, request: Request, start: int, num_new: int, new_blocks: list[list[int]]) -> None:
+        """Add a chunk of a request, `num_new` tokens from token `start` on, after which a token is sampled if it ends
+        with the last known one. Tokens after that are drafts.
+        """
+        batch, end = self.input, start + num_new
+        batch.rows.append(request.row)
+        batch.num_computed.append(start)
+        batch.num_scheduled.append(num_new)
+        batch.new_blocks.append(new_blocks)
+        known = len(request.token_ids) + request.num_in_flight
+        if end > known:
+            batch.num_draft[len(self.requests)] = end - known
+        if end >= known and request.sampling.max_tokens:
+            batch.samples.append(len(self.requests))
+            request.num_in_flight += 1
+        self.requests.append(request)
+        self.num_tokens += num_new
+
+    def ignore(self, position: int) -> None:
+        """Discard the result of a batch position."""
+        request = self.requests[position]
+        self.ignored.add(position)
+        if request.status is not Status.FINISHED and position in self.input.samples:
+            request.num_in_flight -= 1
+
+    def sampled(self, output: StepOutput) -> Iterator[tuple[int, Request, list[int], list[TokenLogprobs] | None]]:
+        """(batch position, request, token ids, log-probabilities) of requests that still wait for these."""
+        logprobs = output.logprobs or [None] * len(output.token_ids)
+        for i, token_ids, entries in zip(self.input.samples, output.token_ids, logprobs, strict=True):
+            request = self.requests[i]
+            if request.status is not Status.FINISHED and i not in self.ignored:
+                yield i, request, token_ids, entries
+
+    def unsampled(self) -> Iterator[tuple[int, Request]]:
+        """(batch position, request) of requests with max_tokens=0."""
+        if len(self.input.samples) == len(self.requests):
+            return
+        for i, request in enumerate(self.requests):
+            if request.status is not Status.FINISHED and not request.sampling.max_tokens and i not in self.ignored:
+                yield i, request
+
+    def new_prompt_logprobs(self, output: StepOutput) -> dict[Request, list[TokenLogprobs]]:
+        """Return the prompt logprobs of this step that were not delivered before. After a preemption the worker sends
+        the first ones again.
+
+        The chunk of prompt tokens [a, b) predicts tokens a + 1 .. min(b, num_prompt_tokens - 1), which are entries a ..
+        of the whole list.
+        """
+        entries_of = {}
+        for i, entries in (output.prompt_logprobs or {}).items():
+            request = self.requests[i]
+            new = entries[max(request.num_prompt_logprobs - self.input.num_computed[i], 0) :]
+            if new and request.status is not Status.FINISHED and i not in self.ignored:
+                request.num_prompt_logprobs += len(new)
+                entries_of[request] = new
+        return entries_of
+
+    def unfinished_prompts(self) -> Iterator[tuple[Request, int]]:
+        """Requests that want reports of their prompts, and how many tokens of each are computed: not all, because the
+        last chunk comes with a token.
+        """
+        for i, request in enumerate(self.requests):
+            if not request.report_prefill or request.first_token_time or request.status is Status.FINISHED:
+                continue
+            num_tokens = self.input.num_computed[i] + self.input.num_scheduled[i]
+            if i not in self.ignored and num_tokens < request.num_prompt_tokens:
+                yield request, num_tokens
