@@ -158,7 +158,7 @@ class Scheduler:
         """Abort requests whoever their client is. Returns their last outputs."""
         asked, now, outputs = set(request_ids), time.time(), {}
         for request in [one for one in self.requests.values() if one.request_id in asked]:
-            self._finish(request, "abort", now, outputs, [], None, None)
+            self._finish(request, "abort", now, outputs, [])
         return outputs
 
     def describe(self) -> list[dict[str, object]]:
@@ -496,13 +496,10 @@ class Scheduler:
             self._receive(request, token_ids, logprobs, prompt_logprobs.pop(request, None), now, outputs)
         for request, entries in prompt_logprobs.items():
             if request.sampling.max_tokens:
-                outputs.setdefault(request.client, []).append(
-                    EngineOutput(request.request_id, [], prompt_logprobs=entries)
-                )
+                _report(request, outputs, prompt_logprobs=entries)
         self._finish_unsampled(step, prompt_logprobs, output.pooled or {}, now, outputs)
         for request, num_tokens in step.unfinished_prompts():
-            report = EngineOutput(request.request_id, [], num_prefilled=num_tokens)
-            outputs.setdefault(request.client, []).append(report)
+            _report(request, outputs, num_prefilled=num_tokens)
         return outputs
 
     def _receive(
@@ -523,7 +520,7 @@ class Scheduler:
         if not request.first_token_time:
             request.first_token_time = now
         if reason:
-            self._finish(request, reason, now, outputs, token_ids, logprobs, prompt_logprobs)
+            self._finish(request, reason, now, outputs, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         else:
             output = request.output(token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
             outputs.setdefault(request.client, []).append(output)
@@ -540,11 +537,9 @@ class Scheduler:
         for i, request in step.unsampled():
             entries = prompt_logprobs.get(request)
             if step.input.num_computed[i] + step.input.num_scheduled[i] == request.num_prompt_tokens:
-                self._finish(request, "length", now, outputs, [], None, entries, pooled.get(i))
+                self._finish(request, "length", now, outputs, [], prompt_logprobs=entries, pooled=pooled.get(i))
             elif entries:
-                outputs.setdefault(request.client, []).append(
-                    EngineOutput(request.request_id, [], prompt_logprobs=entries)
-                )
+                _report(request, outputs, prompt_logprobs=entries)
 
     def _recompute_dependents(self, step: Step, failed: Collection[int]) -> None:
         """Recompute every request that read blocks filled by the requests at batch positions `failed`."""
@@ -564,23 +559,12 @@ class Scheduler:
             own = message == NO_TOKEN_ERROR and request.sampling.excludes_tokens
             kind = "invalid_request" if own or message.startswith(GRAMMAR_ERROR) else "engine"
             timing = request.timing(now)
-            outputs.setdefault(request.client, []).append(
-                EngineOutput(request.request_id, [], "error", error=message, error_kind=kind, timing=timing)
-            )
+            _report(request, outputs, finish_reason="error", error=message, error_kind=kind, timing=timing)
 
     def _finish(
-        self,
-        request: Request,
-        reason: str,
-        now: float,
-        outputs: Outputs,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        prompt_logprobs: list[TokenLogprobs] | None,
-        pooled: bytes | None = None,
+        self, request: Request, reason: str, now: float, outputs: Outputs, token_ids: list[int], **fields: Any
     ) -> None:
         self._remove(request)
-        fields = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "pooled": pooled}
         output = request.output(token_ids, reason, timing=request.timing(now), **fields)
         outputs.setdefault(request.client, []).append(output)
 
@@ -616,3 +600,8 @@ class Scheduler:
         self._count_tiers()
         stats, self.counts = self.stats(), Counts()
         return stats
+
+
+def _report(request: Request, outputs: Outputs, **fields: Any) -> None:
+    """Tell the client about a request without new tokens."""
+    outputs.setdefault(request.client, []).append(EngineOutput(request.request_id, [], **fields))
