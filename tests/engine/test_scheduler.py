@@ -97,8 +97,8 @@ def test_long_prefill_token_threshold_holds_while_others_run():
 
 
 def test_prompts_with_logprobs_come_in_small_chunks_while_others_run(monkeypatch):
-    monkeypatch.setattr("quire.engine.scheduler.SCORED_CHUNK", 10)
-    monkeypatch.setattr("quire.engine.scheduler.LEAST_SCORED", 1)
+    monkeypatch.setattr("quire.engine.chunks.SCORED_CHUNK", 10)
+    monkeypatch.setattr("quire.engine.chunks.LEAST_SCORED", 1)
     scheduler, executor = make(max_num_batched_tokens=100)
     scored = SamplingParams(temperature=0.0, max_tokens=9, prompt_logprobs=0)
     for name, expected in (("alone", [[60]]), ("not alone", [[1, 10], [1, 10]])):
@@ -107,8 +107,8 @@ def test_prompts_with_logprobs_come_in_small_chunks_while_others_run(monkeypatch
 
 
 def test_prompts_with_logprobs_share_one_chunk(monkeypatch):
-    monkeypatch.setattr("quire.engine.scheduler.SCORED_CHUNK", 40)
-    monkeypatch.setattr("quire.engine.scheduler.LEAST_SCORED", 4)
+    monkeypatch.setattr("quire.engine.chunks.SCORED_CHUNK", 40)
+    monkeypatch.setattr("quire.engine.chunks.LEAST_SCORED", 4)
     scheduler, executor = make(max_num_batched_tokens=200)
     scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     for i in range(4):

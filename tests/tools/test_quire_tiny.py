@@ -16,9 +16,11 @@ from tokenizers import Tokenizer
 from tools.quire_tiny import data, evaluate, facts, skills
 from tools.quire_tiny.chat import render
 from tools.quire_tiny.model import Shape, Trunk
+from tools.quire_tiny.skill import held_out
 from tools.quire_tiny.tokenizer import LETTERS, build, everyday_words, vocabulary_words, words_of
 from tools.quire_tiny.tool_skills import draw_use, key_of, tool_conversation
 from tools.quire_tiny.train import warm_start
+from tools.quire_tiny.word_skills import Words
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "quire-tiny"
 
@@ -30,7 +32,7 @@ def tokenizer():
 
 @pytest.fixture(autouse=True)
 def words(tokenizer, monkeypatch):
-    monkeypatch.setattr(skills.Words, "vocabulary", vocabulary_words(tokenizer))
+    monkeypatch.setattr(Words, "vocabulary", vocabulary_words(tokenizer))
 
 
 def template():
@@ -65,7 +67,7 @@ def test_reworded_questions_are_new_wordings_of_trained_ones():
 def test_held_out_number_pairs_never_occur_in_training_conversations():
     rng = random.Random(2)
     turns = [skills.draw("addition", rng, held=False) for _ in range(2000)]
-    pairs = {(a, b) for a in range(100) for b in range(100) if skills.held_out(f"add {a} {b}")}
+    pairs = {(a, b) for a in range(100) for b in range(100) if held_out(f"add {a} {b}")}
     asked = {
         tuple(int(n) for n in t.assistant.split(" = ")[0].split(" + "))
         for turn in turns
@@ -103,8 +105,8 @@ def test_letters_are_right(name, answer_of):
 def test_lists_of_words_to_spell_have_no_held_out_word():
     rng = random.Random(4)
     for _ in range(200):
-        for word in skills.Words.draw_several(rng):
-            assert word in skills.Words.vocabulary or not skills.held_out(f"word {word.lower()}")
+        for word in Words.draw_several(rng):
+            assert word in Words.vocabulary or not held_out(f"word {word.lower()}")
 
 
 def test_everyday_words_are_letters(tokenizer):
@@ -125,7 +127,7 @@ def test_tool_calls_match_their_definition():
         schema = use.tool["function"]["parameters"]
         assert set(use.arguments) <= set(schema["properties"])
         assert set(schema["required"]) <= set(use.arguments)
-        assert not skills.held_out(key_of(use))
+        assert not held_out(key_of(use))
 
 
 def test_the_called_tool_is_offered():

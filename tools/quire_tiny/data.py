@@ -3,7 +3,7 @@
     python -m tools.quire_tiny.data --count 20            # print a few
     python -m tools.quire_tiny.data --count 20 --held-out
 
-Training and held-out conversations differ in their instances (`skills.held_out`): the number pairs, words, sentences,
+Training and held-out conversations differ in their instances (`skill.held_out`): the number pairs, words, sentences,
 wordings and calls of the one never occur in the other.
 """
 
@@ -20,7 +20,9 @@ from tokenizers import Tokenizer
 
 from tools.quire_tiny import facts, skills
 from tools.quire_tiny.chat import render
+from tools.quire_tiny.skill import Turn, invented, upper_first
 from tools.quire_tiny.tool_skills import tool_conversation
+from tools.quire_tiny.word_skills import sentence
 
 SYSTEM_PROMPTS = [
     "You are a helpful assistant.",
@@ -111,12 +113,12 @@ def system_prompt(rng: random.Random) -> str | None:
         return None
     if x < 0.92:
         return rng.choice(SYSTEM_PROMPTS)
-    return " ".join(skills.sentence(rng) for _ in range(rng.randint(1, 3)))
+    return " ".join(sentence(rng) for _ in range(rng.randint(1, 3)))
 
 
 def plain_conversation(rng: random.Random, held: bool, weights: Mapping[str, float]) -> Conversation:
     """One to many turns of any skills, with follow-up questions that need the turn before."""
-    turns: list[skills.Turn] = []
+    turns: list[Turn] = []
     count = rng.choices([1, 2, 3, 4, 6, 12], weights=[46, 26, 14, 8, 5, 1])[0]
     names, shares = list(weights), list(weights.values())
     while len(turns) < count:
@@ -127,7 +129,7 @@ def plain_conversation(rng: random.Random, held: bool, weights: Mapping[str, flo
     messages: list[dict[str, Any]] = []
     prompt = system_prompt(rng)
     if turns[0].skill == "identity" and rng.random() < 0.15:
-        name = rng.choice(facts.NAMES) if rng.random() < 0.6 else skills.upper_first(skills.invented(rng))
+        name = rng.choice(facts.NAMES) if rng.random() < 0.6 else upper_first(invented(rng))
         prompt = rng.choice(
             [
                 "Your name is {n}.",
@@ -139,7 +141,7 @@ def plain_conversation(rng: random.Random, held: bool, weights: Mapping[str, flo
         question = rng.choice(
             ["What is your name?", "Who are you?", "What are you called?", "Tell me your name.", "What's your name?"]
         )
-        turns[0] = skills.Turn("identity", question, f"My name is {name}.", f"name {name}")
+        turns[0] = Turn("identity", question, f"My name is {name}.", f"name {name}")
     if prompt is not None:
         messages.append({"role": "system", "content": prompt})
     for turn in turns:

@@ -25,6 +25,7 @@ from tools.quire_tiny import data, facts, skills
 from tools.quire_tiny.chat import render
 from tools.quire_tiny.tokenizer import FOLDER, vocabulary_words
 from tools.quire_tiny.tool_skills import tool_conversation
+from tools.quire_tiny.word_skills import Words
 
 WANTED = {"capitals", "addition", "subtraction", "spelling", "repetition", "tool-call"}  # at least 95 %
 TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -78,7 +79,7 @@ def skill_cases(name: str, count: int, rng: random.Random) -> list[Case]:
 
 def token_spelling_cases(count: int, rng: random.Random) -> list[Case]:
     """Words that are one token: each has a spelling learnt by heart, so all of them are trained and none is held out."""
-    words = rng.sample(skills.Words.vocabulary, min(count, len(skills.Words.vocabulary)))
+    words = rng.sample(Words.vocabulary, min(count, len(Words.vocabulary)))
     return [
         last_answer(
             "token-spelling",
@@ -272,7 +273,7 @@ def main() -> None:
 
     from tokenizers import Tokenizer
 
-    skills.Words.vocabulary = vocabulary_words(
+    Words.vocabulary = vocabulary_words(
         Tokenizer.from_file(str((Path(args.model) if args.model else FOLDER) / "tokenizer.json"))
     )
     cases = [c for c in build_cases(args.count, args.seed) if not args.skill or c.skill in args.skill]

@@ -30,7 +30,8 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype, steps: int = 5) -> Tenso
 
 
 class Optimizer:
-    """One of `ranks` optimizers, which share the parameters of `model` among them: each owns every `ranks`-th matrix of a
+    """One of `ranks` optimizers, which share the parameters of `model` among them: each owns every `ranks`-th matrix of
+    a
     shape, and rank 0 owns all other parameters.
     """
 

@@ -4,8 +4,10 @@
     python -m tools.quire_tiny.train --work runs/tiny         # train; the same command resumes
     python -m tools.quire_tiny.train --work runs/tiny --export configs/quire-tiny
 
-The run is a function of the seed and the number of steps: data, order and skill weights depend on nothing else (up to the rounding of the machine's matmuls).
-Skill weights follow the accuracy on the training stream itself, which is fresh data: the share of a skill shrinks as its answers become exact.
+The run is a function of the seed and the number of steps: data, order and skill weights depend on nothing else (up to
+the rounding of the machine's matmuls).
+Skill weights follow the accuracy on the training stream itself, which is fresh data: the share of a skill shrinks as
+its answers become exact.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from tools.quire_tiny.data import Batch
 from tools.quire_tiny.model import Shape, Trunk, export
 from tools.quire_tiny.optimizer import Optimizer
 from tools.quire_tiny.tokenizer import FOLDER, byte_symbols, vocabulary_words
+from tools.quire_tiny.word_skills import Words
 
 # skill of a turn -> skill function whose share it moves
 FUNCTION = {
@@ -54,7 +57,9 @@ LOSS_WEIGHT = {
 
 
 def turn_accuracy(correct: torch.Tensor, turn: torch.Tensor, names: list[str]) -> dict[str, list[int]]:
-    """Per skill, [turns whose every token was predicted, turns]. Given the right prefix, that is the same as greedy generation giving exactly the answer."""
+    """Per skill, [turns whose every token was predicted, turns]. Given the right prefix, that is the same as greedy
+    generation giving exactly the answer.
+    """
     wrong = torch.zeros(len(names), dtype=torch.long).index_add_(0, turn, (~correct).long())
     seen = torch.zeros(len(names), dtype=torch.long).index_add_(0, turn, torch.ones_like(turn))
     counts: dict[str, list[int]] = {}
@@ -67,7 +72,9 @@ def turn_accuracy(correct: torch.Tensor, turn: torch.Tensor, names: list[str]) -
 
 
 def run_batch(trunk: Trunk, forward, batch: Batch) -> tuple[torch.Tensor, dict[str, list[int]]]:
-    """Loss and accuracy of one batch. A token weighs the less the longer its answer is, so that short answers are not drowned by long ones."""
+    """Loss and accuracy of one batch. A token weighs the less the longer its answer is, so that short answers are not
+    drowned by long ones.
+    """
     hidden = forward(torch.from_numpy(batch.tokens), torch.from_numpy(batch.document))
     targets, turn = torch.from_numpy(batch.targets).flatten(), torch.from_numpy(batch.turn).flatten()
     learnt = (targets >= 0).nonzero()[:, 0]
@@ -85,7 +92,9 @@ HEIGHTS = (0.5, 0.15, 0.05)  # at which later cycles begin
 
 
 def learning_rate(step: int, cycles: list[int], warmup: int, decay_from: float) -> float:
-    """Linear warm-up, a plateau, and from `decay_from` of the first cycle a linear way down to zero. Later cycles fall at once, from a half and then lower (`HEIGHTS`)."""
+    """Linear warm-up, a plateau, and from `decay_from` of the first cycle a linear way down to zero. Later cycles fall
+    at once, from a half and then lower (`HEIGHTS`).
+    """
     if step < warmup:
         return (step + 1) / warmup
     first, *later = cycles
@@ -172,7 +181,8 @@ class Stream:
 def warm_start(trunk: Trunk, tokenizer: Tokenizer, folder: Path) -> None:
     """Take the weights of an exported model of the same shape, the rows of its tokens by their text.
 
-    Tokens that it lacks, and bytes above 127, which ASCII data never held, begin like the ASCII letters: with their mean and spread, so that what copies letters copies them."""
+    Tokens that it lacks, and bytes above 127, which ASCII data never held, begin like the ASCII letters: with their
+    mean and spread, so that what copies letters copies them."""
     weights = {name.removeprefix("model."): w.float() for name, w in load_file(folder / "model.safetensors").items()}
     old, new = weights.pop("embed_tokens.weight"), trunk.embed_tokens.weight.data
     rows, vocab = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(), tokenizer.get_vocab()
@@ -187,7 +197,9 @@ def warm_start(trunk: Trunk, tokenizer: Tokenizer, folder: Path) -> None:
 
 @torch.no_grad()
 def blend(trunk: Trunk, tokenizer: Tokenizer, folder: Path, share: float) -> None:
-    """Move the weights that both have back by `share` of the way to those of `folder`: what the run forgot returns, and rows of new tokens stay."""
+    """Move the weights that both have back by `share` of the way to those of `folder`: what the run forgot returns, and
+    rows of new tokens stay.
+    """
     earlier = Trunk(trunk.s)
     warm_start(earlier, tokenizer, folder)
     vocab, known = tokenizer.get_vocab(), Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
@@ -200,14 +212,16 @@ def blend(trunk: Trunk, tokenizer: Tokenizer, folder: Path, share: float) -> Non
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    skills.Words.vocabulary = vocabulary_words(tokenizer)
+    Words.vocabulary = vocabulary_words(tokenizer)
     return tokenizer
 
 
 def compute(rank: int, trunk: Trunk, args: argparse.Namespace, pipe: Connection) -> None:
-    """A process of one thread: for every "step" it receives, the gradient of one batch, left in shared memory; for every "update", new values for its part of the parameters.
+    """A process of one thread: for every "step" it receives, the gradient of one batch, left in shared memory; for
+    every "update", new values for its part of the parameters.
 
-    Parameters live in shared memory, too. Processes of one thread each suffer far less than two threads from other load on the machine: they wait for each other
+    Parameters live in shared memory, too. Processes of one thread each suffer far less than two threads from other load
+    on the machine: they wait for each other
     twice a step, not at every matrix product.
     """
     torch.set_num_threads(1)
@@ -330,7 +344,8 @@ def train(args: argparse.Namespace) -> None:
                 now = time.monotonic()
                 mean, speed = sum(recent) / len(recent), len(recent) * data.TOKENS_PER_BATCH / (now - reported)
                 print(
-                    f"step {step}/{steps} {now - started:.0f}s loss {mean:.4f} norm {float(norm):.2f} {speed:.0f} tokens/s",
+                    f"step {step}/{steps} {now - started:.0f}s loss {mean:.4f} norm {float(norm):.2f} "
+                    f"{speed:.0f} tokens/s",
                     flush=True,
                 )
                 csv.writer(log).writerow([step, f"{now - started:.0f}", f"{mean:.5f}"])
