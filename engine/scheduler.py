@@ -11,9 +11,6 @@ Scheduling needs counts only, never token ids, so several steps may be in flight
 outputs of those steps.
 (c) A preempted request keeps `num_in_flight`, still receives those tokens, and is admitted again when it reaches 0.
 (d) Blocks and rows can be reused as soon as they are freed, because the worker runs steps in order.
-
-A step may verify drafts of a running request (`StepInput.num_draft`), of which the scheduler knows only the number.
-Only workers that run one step at a time propose any, so the number of accepted ones is known before the next step.
 """
 
 from __future__ import annotations
@@ -101,8 +98,7 @@ class Scheduler:
         self._with_drafts: list[Request] = []  # of which the worker has drafts, for the next step only
         self._in_flight: deque[Step] = deque()  # scheduled, results not processed yet
         self.counts = Counts()
-        self._num_added = 0
-        self._num_steps = 0
+        self._num_added = self._num_steps = 0
 
     # ---- adding and aborting requests
 
@@ -163,8 +159,7 @@ class Scheduler:
 
     def describe(self) -> list[dict[str, object]]:
         """Every request as plain data."""
-        now = time.time()
-        return [request.describe(now) for request in self.requests.values()]
+        return [request.describe(time.time()) for request in self.requests.values()]
 
     def abort_client(self, client: bytes) -> None:
         """Abort all requests of a server that disconnected."""
@@ -233,7 +228,8 @@ class Scheduler:
         """Choose the requests of the next step and advance their counters. Returns None if nothing can run, or only
         background requests after the step in flight.
         """
-        if self._in_flight and self._is_background_only() and self.background.expects_others:
+        only_background = all(queue.first.background for queue in (self.running, self.waiting) if queue)
+        if self._in_flight and only_background and self.background.expects_others:
             return None
         step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], [], [], [], {}), [])
         self.kv.start_step()
@@ -261,9 +257,6 @@ class Scheduler:
         self._in_flight.append(step)
         self.counts.iteration_tokens.append(step.num_tokens)
         return step
-
-    def _is_background_only(self) -> bool:
-        return all(queue.first.background for queue in (self.running, self.waiting) if queue)
 
     def _schedule_running(self, step: Step) -> None:
         """Schedule the running requests, background ones last and with a budget of their own."""

@@ -78,7 +78,8 @@ def skill_cases(name: str, count: int, rng: random.Random) -> list[Case]:
 
 
 def token_spelling_cases(count: int, rng: random.Random) -> list[Case]:
-    """Words that are one token: each has a spelling learnt by heart, so all of them are trained and none is held out."""
+    """Words that are one token: each has a spelling learnt by heart, so all of them are trained and none is held out.
+    """
     words = rng.sample(Words.vocabulary, min(count, len(Words.vocabulary)))
     return [
         last_answer(

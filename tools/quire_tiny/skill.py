@@ -72,7 +72,8 @@ ACCENTS = {
 
 
 def accented(rng: random.Random, word: str) -> str:
-    """The word with one to three of its letters replaced by accented ones; unchanged where it has none that could be."""
+    """The word with one to three of its letters replaced by accented ones; unchanged where it has none that could be.
+    """
     letters = list(word)
     places = [i for i, letter in enumerate(letters) if letter.lower() in ACCENTS]
     for i in rng.sample(places, min(len(places), rng.choice([1, 1, 1, 2, 2, 3]))):

@@ -281,7 +281,8 @@ class Workers:
             self.processes.append(process)
 
     def call(self, command: str, values: list | None = None) -> list:
-        """Send a command to every worker and collect the answers, in order of rank. Raises EOFError when one has died."""
+        """Send a command to every worker and collect the answers, in order of rank. Raises EOFError when one has died.
+        """
         for i, pipe in enumerate(self.pipes):
             pipe.send((command, values[i] if values else None))
         return [pipe.recv() for pipe in self.pipes] if command not in ("stop", "restore") else []
