@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from quire.checkpoints.lora import content_hash
+from quire.checkpoints.lora_files import content_hash
 from quire.configs.config import Config
 from quire.worker.memory import preview
 from quire.worker.messages import LoraUse, NewRequest, SamplingParams, StepInput

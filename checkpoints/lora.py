@@ -1,4 +1,5 @@
-"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors. Torch-free.
+"""LoRA adapters: in PEFT's format, adapter_config.json and adapter_model.safetensors, or a GGUF file of llama.cpp
+(`lora_gguf.py`). Torch-free.
 
 An adapter adds `scale * B A x` to the product of each linear layer that it has matrices for (arXiv:2106.09685). Every
 error names the key or tensor at fault, and no path: the server tells clients.
@@ -6,20 +7,19 @@ error names the key or tensor at fault, and no path: the server tells clients.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.checkpoints.gguf.header import is_gguf
+from quire.checkpoints.lora_files import CONFIG, MAX_RANK, WEIGHTS, LoraFiles, LoraMatrices
+from quire.checkpoints.lora_gguf import gguf_of, read_gguf_lora
 from quire.checkpoints.safetensors import StoredTensor, read_header
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FILES = (CONFIG, WEIGHTS)
-MAX_RANK = 512
 LEAST_MAX_RANK = 64  # ranks that a server accepts at least, if --max-lora-rank is not set
 DEFAULT_MAX_LORAS = 8
 _LARGEST_CONFIG = 4 << 20
@@ -42,42 +42,14 @@ _REFUSED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LoraMatrices:
-    """The matrices of one module: A `[rank, in]` and B `[out, rank]`, by the names of their tensors. Those of a tensor
-    of E experts are A `[E * rank, in]`, expert by expert, and B `[out, rank * E]`, of which every E-th column is one
-    expert's.
-    """
-
-    a: str
-    b: str
-    rank: int
-    in_features: int
-    out_features: int
-    scale: float
-    num_experts: int | None = None  # None: of one weight
-
-
-@dataclass(frozen=True, slots=True)
-class LoraFiles:
-    """An adapter whose files were read and checked. `modules` are by the name in the base model."""
-
-    folder: Path
-    modules: dict[str, LoraMatrices]
-    rank: int  # the largest
-    base_model: str | None  # its name in adapter_config.json
-
-    @property
-    def weights(self) -> Path:
-        return self.folder / WEIGHTS
-
-
 def read_lora(folder: str | Path) -> LoraFiles:
-    """The adapter in a folder. Reads the header of its weights, not the weights.
+    """The adapter in a folder, or a GGUF file. Reads the header of its weights, not the weights.
 
     Raises ValueError with what is wrong or not supported.
     """
     folder = Path(folder)
+    if file := gguf_of(folder):
+        return read_gguf_lora(file)
     config = read_config(folder)
     _check_config(config)
     if not (folder / WEIGHTS).is_file():
@@ -102,7 +74,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{CONFIG} is larger than {_LARGEST_CONFIG >> 20} MiB")
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ValueError(f"there is no {CONFIG}: give the folder of a PEFT adapter") from None
+        raise ValueError(f"there is no {CONFIG}: give the folder of a PEFT adapter, or a GGUF adapter") from None
     except OSError as error:
         raise ValueError(f"cannot read {CONFIG}: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -255,18 +227,6 @@ def _fits(module: str, targets: str | list[str]) -> bool:
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
-# ---- contents
-
-
-def content_hash(folder: Path) -> str:
-    """A hash of the adapter's files: equal hashes mean equal results."""
-    digest = hashlib.sha256()
-    for name in FILES:
-        with (folder / name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
 # ---- settings
 
 
@@ -306,8 +266,9 @@ def folders_at_start(modules: list[str], folder: str | None) -> list[tuple[str, 
         if not base.is_dir():
             raise ValueError(f"--lora-dir: there is no folder {folder}")
         for path in sorted(base.iterdir()):
-            if path.name not in found and path.is_dir() and not path.name.startswith("."):
-                found[path.name] = path.name, path, False
+            name = path.stem if path.suffix == ".gguf" and path.is_file() and is_gguf(path) else path.name
+            if name not in found and (path.is_dir() or name != path.name) and not name.startswith("."):
+                found[name] = name, path, False
     return list(found.values())
 
 
@@ -315,24 +276,16 @@ def max_rank(setting: int | None, modules: list[str], folder: str | None) -> int
     """--max-lora-rank, by default the largest rank of the adapters at start, at least LEAST_MAX_RANK."""
     if setting is not None:
         return setting
-    ranks = [LEAST_MAX_RANK]
-    for _, path, _ in folders_at_start(modules, folder):
-        try:
-            config = read_config(path)
-            declared = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
-        except (ValueError, AttributeError):
-            continue  # reported when the adapter is read
-        ranks += [rank for rank in declared if type(rank) is int and rank <= MAX_RANK]
-    return max(ranks)
+    return max((LEAST_MAX_RANK, *(lora.rank for lora in _readable(modules, folder))))
 
 
 def most_values(modules: list[str], folder: str | None) -> int:
     """The largest number of values of an adapter at start."""
-    largest = 0
+    return max((lora.num_values for lora in _readable(modules, folder)), default=0)
+
+
+def _readable(modules: list[str], folder: str | None) -> Iterator[LoraFiles]:
+    """The adapters at start, without those that cannot be read: they are reported when they are loaded."""
     for _, path, _ in folders_at_start(modules, folder):
-        try:
-            tensors = read_header(path / WEIGHTS)
-        except (ValueError, OSError):
-            continue  # reported when the adapter is read
-        largest = max(largest, sum(math.prod(tensor.shape) for tensor in tensors.values()))
-    return largest
+        with contextlib.suppress(ValueError):
+            yield read_lora(path)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from quire.checkpoints.lora import content_hash
+from quire.checkpoints.lora_files import content_hash
 from quire.engine.messages import LoraUse
 from tests.checkpoints import load_reference
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
@@ -44,8 +55,12 @@ def make_adapter(
     return folder
 
 
-def make_expert_adapter(folder: Path, model: str, rank: int = 4, seed: int = 0, stacked: bool = False) -> Path:
-    """Write an adapter for all experts: as modules of their own, or for the tensors of all experts."""
+def make_expert_adapter(
+    folder: Path, model: str, rank: int = 4, seed: int = 0, stacked: bool = False, some: bool = True
+) -> Path:
+    """Write an adapter for all experts: as modules of their own, or for the tensors of all experts. With `some`, every
+    other expert has no matrices of its gate.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors, names = {}, ("gate_proj", "up_proj", "down_proj")
 
@@ -63,7 +78,7 @@ def make_expert_adapter(folder: Path, model: str, rank: int = 4, seed: int = 0, 
                 add(name, hidden, size, rank * num)
             else:
                 for expert in range(num):
-                    for projection in names[expert % 2 :]:  # every other expert has no matrices of its gate
+                    for projection in names[expert % 2 if some else 0 :]:
                         shape = (hidden, size) if projection == "down_proj" else (size, hidden)
                         add(f"{name}.{expert}.{projection}", *shape, rank)
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(names)}
@@ -109,10 +124,39 @@ def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, torch
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
+def as_gguf(adapter: Path, path: Path, arch: str, heads: tuple[int, int]) -> Path:
+    """A PEFT adapter as llama.cpp's converter writes it. `heads` are the numbers of heads of q and k."""
+    import gguf
+
+    from tests.gguf_files import swapped
+
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    writer, stacks = gguf.GGUFWriter(path, arch), {}
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(config["lora_alpha"]))
+    for name, tensor in tensors.items():
+        module, side = re.fullmatch(r"base_model\.model\.model\.layers\.(.+)\.lora_(.)\.weight", name).groups()
+        layer, _, inner = module.partition(".")
+        weight = tensor.float().numpy()
+        if match := re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)_proj", inner):
+            stacks.setdefault(f"blk.{layer}.ffn_{match[2]}_exps.weight.lora_{side.lower()}", []).append(weight)
+            continue
+        if arch == "llama" and side == "B" and inner.endswith(("q_proj", "k_proj")):
+            weight = swapped(weight, heads[inner.endswith("k_proj")])
+        writer.add_tensor(f"blk.{layer}.{_GGUF_NAMES[inner]}.weight.lora_{side.lower()}", weight)
+    for name, parts in stacks.items():
+        writer.add_tensor(name, np.stack(parts))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def merged(model: str, *adapters: tuple[Path, float]) -> torch.nn.Module:
     """The model with `scale` times the product of each adapter's matrices added to its weights, in float32."""
-    from safetensors.torch import load_file
-
     reference = load_reference(model)
     modules = dict(reference.named_modules())
     for folder, factor in adapters:

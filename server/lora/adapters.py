@@ -267,5 +267,6 @@ def _stays_inside(folder: Path, allowed: Sequence[Path]) -> bool:
         names = [entry.name for entry in os.scandir(folder)] if folder.is_dir() else []
     except OSError:
         return True  # reported when it is read
-    files = (Path(os.path.realpath(folder / name)) for name in names if name.startswith("adapter_"))
+    read = (name for name in names if name.startswith("adapter_") or name.endswith(".gguf"))
+    files = (Path(os.path.realpath(folder / name)) for name in read)
     return all(any(file.is_relative_to(root) for root in allowed) for file in files)

@@ -12,7 +12,9 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.checkpoints.lora import CONFIG, FILES, LoraFiles, content_hash, read_lora
+from quire.checkpoints.lora import read_lora
+from quire.checkpoints.lora_files import CONFIG, FILES, GGUF, WEIGHTS, LoraFiles, content_hash
+from quire.checkpoints.lora_gguf import gguf_of
 from quire.server.private_folder import make_folder, remove_abandoned
 
 PREFIX = "quire-lora-"
@@ -42,10 +44,11 @@ class Snapshots:
         """Copy and check an adapter. Raises ValueError with what is wrong."""
         copy = Path(tempfile.mkdtemp(dir=self._own_folder()))
         try:
-            for name in FILES:
-                if (path := source / name).is_file():
+            sources = {name: source / name for name in FILES[:2]} | {GGUF: gguf_of(source)}
+            for name, path in sources.items():
+                if path is not None and path.is_file():
                     shutil.copyfile(path, copy / name)
-            if not (copy / FILES[1]).is_file() and (copy / CONFIG).is_file():
+            if not (copy / WEIGHTS).is_file() and (copy / CONFIG).is_file():
                 read_lora(source)  # says which other files there are
             files = read_lora(copy)
             snapshot = Snapshot(content_hash(copy), files)

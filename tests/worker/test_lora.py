@@ -11,7 +11,7 @@ import torch
 from quire.engine.messages import SamplingParams
 from tests.checkpoints import TOKENIZER_SIZE, greedy
 from tests.in_process import InProcessEngine
-from tests.lora import ALL, ATTENTION, make_adapter, make_expert_adapter, merged, use
+from tests.lora import ALL, ATTENTION, as_gguf, make_adapter, make_expert_adapter, merged, use
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -111,6 +111,24 @@ def test_experts_in_other_formats(settings, checkpoint, tmp_path, prompts):
     folder = checkpoint("qwen3-moe", dtype="bfloat16")
     adapter = make_expert_adapter(tmp_path / "one", folder)
     check_scores(folder, adapter, prompts, settings)
+
+
+@pytest.mark.parametrize(("name", "arch"), [("llama3", "llama"), ("qwen3-moe", "qwen3moe")], ids=str)
+def test_gguf_adapters(name, arch, checkpoint, tmp_path, prompts):
+    """llama.cpp's files stand for the same adapters: rows of q and k in another order, experts in one tensor."""
+    pytest.importorskip("gguf")
+    folder = checkpoint(name)
+    make, options = (make_expert_adapter, {"some": False}) if name == "qwen3-moe" else (make_adapter, {})
+    peft = make(tmp_path / "peft", folder, 8, **options)
+    config = merged(folder).config
+    file = as_gguf(peft, tmp_path / "one.gguf", arch, (config.num_attention_heads, config.num_key_value_heads))
+    adapter = tmp_path / "copy"
+    adapter.mkdir()
+    file.rename(adapter / "adapter.gguf")
+    engine = engine_for(folder)
+    results = engine.generate(prompts[:2], GREEDY, adapters=[[use(adapter)], []])
+    engine.close()
+    check(results, prompts[:2], [merged(folder, (peft, 1.0)), merged(folder)])
 
 
 def test_more_adapters_than_run_at_once(checkpoint, tmp_path, prompts):

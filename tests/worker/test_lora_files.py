@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from quire.checkpoints import lora
-from quire.worker.lora.adapters import read_matrix
+from quire.checkpoints.lora_files import content_hash
+from quire.worker.lora.reading import open_matrices
 from tests.lora import write_adapter
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -94,10 +94,10 @@ def test_tensors_that_are_refused(tmp_path):
             broken[f"{one}.lora_B.weight"][3, 1] = value
             found = read(tmp_path, {}, broken)
             with (
-                safe_open(found.weights, "pt") as file,
+                open_matrices(found) as read_matrix,
                 pytest.raises(ValueError, match=r"lora_B.weight. has a weight that is infinite or not a number"),
             ):
-                read_matrix(file, found.modules[MODULE].b)
+                read_matrix(found.modules[MODULE].b, None)
     with pytest.raises(ValueError, match="type F64"):
         read(tmp_path, {}, tensors(dtype=torch.float64))
 
@@ -121,7 +121,7 @@ def test_files_that_are_missing_or_damaged(tmp_path):
 def test_the_hash_is_of_the_contents(tmp_path):
     for name, alpha in (("a", 8), ("b", 8), ("c", 9)):
         write_adapter(tmp_path / name, CONFIG | {"lora_alpha": alpha}, tensors())
-    a, b, c = (lora.content_hash(tmp_path / name) for name in "abc")
+    a, b, c = (content_hash(tmp_path / name) for name in "abc")
     assert a == b != c
 
 
@@ -135,9 +135,66 @@ def test_settings_of_the_command_line(tmp_path):
         lora.folders_at_start(["a=b", "a=c"], None)
     with pytest.raises(ValueError, match="--lora-dir: there is no folder"):
         lora.folders_at_start([], str(tmp_path / "x"))
-    write_adapter(tmp_path / "z", CONFIG | {"r": 128}, tensors())
+    write_adapter(tmp_path / "z", CONFIG | {"r": 128}, tensors(128))
     (tmp_path / "file").write_text("")
     assert [(name, given) for name, _, given in lora.folders_at_start(["b=x"], str(tmp_path))] == [
         ("b", True), ("z", False)
     ]  # fmt: skip
     assert lora.max_rank(None, [], str(tmp_path)) == 128 and lora.max_rank(None, [], None) == 64
+
+
+GGUF = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 8.0}
+WEIGHT = "blk.0.attn_q.weight"
+
+
+def write_gguf(path, metadata=None, tensors=None, arch="llama"):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in (GGUF | (metadata or {})).items():
+        if value is not None:
+            writer.add_float32(key, value) if isinstance(value, float) else writer.add_string(key, value)
+    if tensors is None:
+        tensors = {f"{WEIGHT}.lora_a": torch.ones(4, 16), f"{WEIGHT}.lora_b": torch.ones(32, 4)}
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_gguf_adapters(tmp_path):
+    """A file, or a folder with one; the scale is alpha / rank, 1 if there is no alpha."""
+    file = write_gguf(tmp_path / "some.gguf")
+    for path in (file, tmp_path):
+        found = lora.read_lora(path)
+        assert found.rank == 4 and found.modules[MODULE].scale == 2.0 and found.modules[MODULE].swapped
+    write_gguf(file, {"adapter.lora.alpha": None})
+    assert lora.read_lora(file).modules[MODULE].scale == 1.0
+    assert [(name, given) for name, _, given in lora.folders_at_start([f"x={file}"], str(tmp_path))] == [
+        ("x", True), ("some", False)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "arch", "reason"),
+    [
+        ({"general.type": "model"}, None, "llama", "general.type is 'model'"),
+        ({"adapter.type": "other"}, None, "llama", "adapter.type is 'other'"),
+        ({}, None, "unknown", "general.architecture is 'unknown'"),
+        ({}, {}, "llama", "has no tensors"),
+        ({}, {f"{WEIGHT}.lora_a": torch.ones(4, 16)}, "llama", "not the other of lora_a and lora_b"),
+        ({}, {f"{WEIGHT}.x": torch.ones(4, 16)}, "llama", "the tensor 'blk.0.attn_q.weight.x'"),
+        ({}, {f"{WEIGHT}.lora_a": torch.ones(4, 16), f"{WEIGHT}.lora_b": torch.ones(32, 5)}, "llama", "have shapes"),
+        (
+            {}, {f"output.weight.lora_{side}": torch.ones(4, 4) for side in "ab"}, "llama",
+            "matrices for output.weight, which is not supported",
+        ),
+    ],
+)  # fmt: skip
+def test_gguf_adapters_that_are_refused(metadata, tensors, arch, reason, tmp_path):
+    file = write_gguf(tmp_path / "one.gguf", metadata, tensors, arch)
+    with pytest.raises(ValueError) as error:
+        lora.read_lora(file)
+    assert reason in str(error.value) and str(tmp_path) not in str(error.value)

@@ -9,26 +9,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
-from quire.checkpoints.lora import DEFAULT_MAX_LORAS, LoraFiles, folders_at_start, max_rank, most_values, read_lora
+from quire.checkpoints.lora import DEFAULT_MAX_LORAS, folders_at_start, max_rank, most_values, read_lora
+from quire.checkpoints.lora_files import LoraFiles
 from quire.configs.config import LoraConfig
 from quire.worker.batch.input_batch import InputBatch
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.lora import Adapted, LoraRows, StepLora
 from quire.worker.layers.moe_lora import ExpertProduct
+from quire.worker.lora.reading import open_matrices, unswapped
 from quire.worker.lora.targets import Piece, Targets, layer_weights
 from quire.worker.messages import LoraUse, NewRequest, StepInput
 from quire.worker.platforms.base import Platform
-
-
-def read_matrix(file: safe_open, name: str) -> torch.Tensor:
-    """A tensor in float32. Raises ValueError if a weight is infinite or not a number."""
-    tensor = file.get_tensor(name)
-    if not bool(tensor.isfinite().all()):
-        raise ValueError(f"{name!r} has a weight that is infinite or not a number (NaN)")
-    return tensor.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +100,13 @@ class Adapters:
     def _read(self, lora: LoraFiles) -> Adapted:
         found = self.targets.check(lora, self.max_rank)
         of_layer: dict[Linear | ExpertProduct, list[tuple[Piece, torch.Tensor, torch.Tensor]]] = {}
-        with safe_open(lora.weights, "pt") as file:
+        with open_matrices(lora) as read:
             for module, pieces in found.items():
                 if pieces:
                     matrices = lora.modules[module]
-                    a = read_matrix(file, matrices.a)
-                    b = read_matrix(file, matrices.b) * matrices.scale
+                    a, b = read(matrices.a, matrices.index), read(matrices.b, matrices.index) * matrices.scale
+                    if matrices.swapped:
+                        b = unswapped(b, self.targets.num_heads(module))
                     of_expert = {piece.expert: piece.of(a, b) for piece in pieces if piece.expert is not None}
                     for piece in pieces:
                         both = of_expert.get(piece.expert, (a, b))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from safetensors import safe_open
-
 from quire.checkpoints.lora import folders_at_start, read_lora
 from quire.configs.config import LoraConfig
 from quire.worker.layers.lora import StepLora
-from quire.worker.lora.adapters import LoraLimits, read_matrix
+from quire.worker.lora.adapters import LoraLimits
+from quire.worker.lora.reading import open_matrices
 from quire.worker.lora.targets import Targets
 from quire.worker.transformer.decoder import CausalLM
 
@@ -25,9 +24,9 @@ def describe_adapters(config: LoraConfig, model: CausalLM) -> list[str]:
         try:
             lora = read_lora(path)
             targets.check(lora, limits.max_rank)
-            with safe_open(lora.weights, "pt") as file:
+            with open_matrices(lora) as read:
                 for matrices in lora.modules.values():
-                    read_matrix(file, matrices.a), read_matrix(file, matrices.b)
+                    read(matrices.a, matrices.index), read(matrices.b, matrices.index)
         except ValueError as error:
             if is_given:
                 raise ValueError(f"--lora-modules {name}: {error}") from None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quire.checkpoints.lora import LoraFiles, LoraMatrices
+from quire.checkpoints.lora_files import LoraFiles, LoraMatrices
 from quire.worker.layers.linear import (
     ColumnParallelLinear,
     Linear,
@@ -61,6 +61,7 @@ class Targets:
     def __init__(self, model: nn.Module, step: StepLora):
         self.pieces: dict[tuple[int, str], list[Piece]] = {}
         names = TensorNames(getattr(model, "renames", None))
+        self._layers = model.spec.layers
         self.num_layers = model.spec.num_hidden_layers
         self.dtype = model.dtype  # of the adapters' matrices
         self.bytes_per_rank = 0  # without experts
@@ -121,6 +122,11 @@ class Targets:
             f"the adapter has matrices for {module}, but the model has no such linear layer; it has layers 0 to "
             f"{self.num_layers - 1} with {', '.join(known[:20])}"
         )
+
+    def num_heads(self, module: str) -> int:
+        """The heads of a projection of queries or keys, on all ranks."""
+        layer = self._layers[int(_IN_LAYER.fullmatch(module)[1])]
+        return layer.num_heads if module.endswith("q_proj") else layer.num_kv_heads
 
     def check(self, lora: LoraFiles, max_rank: int) -> dict[str, list[Piece]]:
         """The pieces of every module of an adapter. Raises ValueError if it does not fit the model."""
