@@ -21,6 +21,7 @@ from quire.checkpoints.gguf.header import is_gguf
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "*.gguf"]  # of LoRA
 MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
 # other precisions and formats of the same weights; folders like 1_Pooling are sentence-transformers' steps
 UNUSED_FILES = ["[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]*/*.txt", "consolidated*"]
@@ -117,6 +118,25 @@ def resolve(
     if not tokenizer_only and not any(Path(folder).glob("*.safetensors")):
         _require_safetensors(model, revision)
     return folder
+
+
+def is_hub_adapter(path: str) -> bool:
+    """Whether the path of a LoRA adapter can only be a Hub id, ORG/NAME: there is no such file or folder."""
+    is_id = path.count("/") == 1 and _HUB_ID.fullmatch(path) and not path.startswith((".", "~"))
+    return bool(is_id) and not os.path.exists(path)
+
+
+def adapter_folder(path: str, download_dir: str | None = None) -> str:
+    """The path of a LoRA adapter on this machine, downloaded first if it is a Hub id. Blocks. Raises ValueError."""
+    if not is_hub_adapter(path):
+        return path
+    import huggingface_hub as hub
+
+    logger.info("looking for the LoRA adapter %s on the Hugging Face Hub", path)
+    try:
+        return hub.snapshot_download(path, cache_dir=download_dir, allow_patterns=ADAPTER_FILES)
+    except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
+        raise ValueError(_explain(error, path, None).removeprefix("model: ")) from error
 
 
 def resolve_headers(model: str, *, revision: str | None, download_dir: str | None, target: str) -> tuple[str, bool]:

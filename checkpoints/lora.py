@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.checkpoints.gguf.header import is_gguf
+from quire.checkpoints.hub import adapter_folder
 from quire.checkpoints.lora_files import CONFIG, MAX_RANK, WEIGHTS, LoraFiles, LoraMatrices
 from quire.checkpoints.lora_gguf import gguf_of, read_gguf_lora
 from quire.checkpoints.safetensors import StoredTensor, read_header
@@ -249,6 +250,20 @@ def parse_module(text: str) -> tuple[str, str, str | None]:
     if not (name.strip() and equals and path.strip()):
         raise ValueError(f"--lora-modules: expected name=path or a JSON object, got {text!r}")
     return name.strip(), path.strip(), None
+
+
+def local_modules(modules: list[str], download_dir: str | None) -> list[str]:
+    """--lora-modules with adapters of the Hub as folders, downloaded if needed. Raises ValueError."""
+    found = []
+    for text in modules:
+        name, path, base = parse_module(text)
+        try:
+            local = adapter_folder(path, download_dir)
+        except ValueError as error:
+            raise ValueError(f"--lora-modules {name}: {error}") from None
+        given = {"name": name, "path": local} | ({"base_model_name": base} if base else {})
+        found.append(text if local == path else json.dumps(given))
+    return found
 
 
 def folders_at_start(modules: list[str], folder: str | None) -> list[tuple[str, Path, bool]]:

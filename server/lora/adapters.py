@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.checkpoints.hub import adapter_folder, is_hub_adapter
 from quire.checkpoints.lora import folders_at_start, parse_module
 from quire.configs.config import Config
 from quire.engine.messages import LoraUse
@@ -61,6 +62,7 @@ class Adapters:
         """Raises ValueError for settings that are wrong."""
         lora = config.lora
         self.enabled, self._several_frontends = lora.enabled, config.server.api_server_count > 1
+        self._download_dir = config.model.download_dir
         self.loaded: dict[str, Adapter] = {}
         self.default_scales: dict[str, float] = {}  # of requests for the base model, set by /lora-adapters
         self._snapshots = Snapshots()
@@ -71,6 +73,8 @@ class Adapters:
         roots = [Path(lora.lora_dir).expanduser()] if lora.lora_dir else []
         given = [path for _, path, is_given in self._at_start if is_given]
         self._allowed = [Path(os.path.realpath(path)) for path in (*roots, *given)]
+        # ids of the Hub by what they would be as paths
+        self._on_hub = {Path(os.path.realpath(path)): path for path in given if is_hub_adapter(str(path))}
 
     # ---- start and end
 
@@ -105,7 +109,10 @@ class Adapters:
                 await asyncio.sleep(_POLL)
 
     async def _read(self, name: str, adapter_id: int, path: Path, parent: str | None) -> Adapter:
-        snapshot = await asyncio.get_running_loop().run_in_executor(None, self._snapshots.take, path)
+        def take() -> Snapshot:
+            return self._snapshots.take(Path(adapter_folder(str(path), self._download_dir)))
+
+        snapshot = await asyncio.get_running_loop().run_in_executor(None, take)
         return Adapter(name, adapter_id, path, snapshot, parent)
 
     def close(self) -> None:
@@ -143,6 +150,7 @@ class Adapters:
         """
         self.require_dynamic()
         folder = self._allowed_folder(path)
+        folder = self._on_hub.get(folder, folder)
         known = self.loaded.get(name)
         if name in names:
             raise Conflict(f"'{name}' is the name of the model itself.", param="lora_name")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from quire.checkpoints import hub
 from quire.checkpoints.files import check_model_folder
+from quire.checkpoints.lora import local_modules, parse_module
 from quire.configs.config import Config
 from quire.configs.speculation import draft_model_of
 from quire.engine.messages import EngineStats, Progress, WorkerReady
@@ -59,6 +60,8 @@ class EngineGroup:
 
     def start_if_local(self) -> None:
         """`start` if the model, and the draft model if there is one, need no download. Raises ValueError."""
+        if any(hub.is_hub_adapter(parse_module(text)[1]) for text in self.config.lora.lora_modules):
+            return
         folder, draft = hub.local_folder(self.config.model.model), None
         if folder is not None and self.draft is not None:
             draft = hub.local_folder(self.draft)
@@ -101,6 +104,7 @@ class EngineGroup:
             progress("resolving model", 0.0)
             folder = await self._resolve(self.config.model.model, progress)
             draft = None if self.draft is None else await self._resolve(self.draft, progress, is_draft=True)
+            await self._download_adapters()
             self.start(folder, draft)
 
         def on_progress(engine: int, message: Progress) -> None:
@@ -119,6 +123,11 @@ class EngineGroup:
                 tasks.create_task(self._load_tokenizer(user, progress))
         except ExceptionGroup as errors:  # the first error cancelled the other tasks
             raise errors.exceptions[0] from None
+
+    async def _download_adapters(self) -> None:
+        lora, download_dir = self.config.lora, self.config.model.download_dir
+        modules = await in_thread(lambda: local_modules(lora.lora_modules, download_dir))
+        self.config = dataclasses.replace(self.config, lora=dataclasses.replace(lora, lora_modules=modules))
 
     async def _load_tokenizer(self, user: EngineUser, progress: Callable[[str, float], None]) -> None:
         tokenizer, folder = self.config.model.tokenizer, self.folder

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -10,6 +13,7 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.cli import main as cli
 from tests.checkpoints import greedy
 from tests.lora import make_adapter, merged
+from tests.server.fake_hub import FakeHub
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 
@@ -32,6 +36,27 @@ def test_adapters_of_the_offline_llm(checkpoint, tmp_path):
             llm.generate(prompts[:1], params, use_tqdm=False, lora_request=LoRARequest("x", 3, str(tmp_path)))
         with pytest.raises(ValueError, match="lora_request: 1 for 3 prompts"):
             llm.generate(prompts, params, use_tqdm=False, lora_request=[None])
+
+
+_PROGRAM = """
+import sys
+from quire.cli.main import main
+for path in ("org/sql", "org/none"):
+    main(["check", sys.argv[1], "--device", "cpu", "--log-level", "error", "--lora-modules", f"sql={path}"])
+"""
+
+
+def test_an_adapter_of_the_hub(checkpoint, tmp_path):
+    folder = checkpoint("llama-tied")
+    adapter = make_adapter(tmp_path / "a", folder, 6, targets=("q_proj",))
+    (adapter / "optimizer.pt").write_bytes(bytes(1000))
+    with FakeHub({"org/sql": str(adapter)}).running() as hub:
+        command = [sys.executable, "-c", _PROGRAM, folder]
+        variables = {**os.environ, **hub.environment(tmp_path / "cache")}
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
+        assert "LoRA adapter sql: rank 6, 2 modules: q_proj" in done.stdout, done.stderr
+        assert "--lora-modules sql: there is no folder org/none, and no such model on the Hugging" in done.stderr
+        assert hub.sent["adapter_model.safetensors"] and not hub.sent["optimizer.pt"]
 
 
 def test_check_tells_ranks_and_modules(checkpoint, tmp_path, capsys):

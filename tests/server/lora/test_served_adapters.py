@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.checkpoints import greedy
-from tests.lora import make_adapter, merged
+from tests.lora import as_gguf, make_adapter, merged
 from tests.server.conftest import MODEL, running_server
 
 pytestmark = pytest.mark.slow
@@ -229,6 +229,40 @@ def test_a_killed_engine_continues_with_the_adapter(served, expected):
     running.join(120)
     assert tokens(found) == expected["given"]
     assert tokens(complete(served, "one")) == expected["one"][:NUM_TOKENS]
+
+
+def test_adapters_of_the_hub_and_files(folder, adapters, expected, tmp_path, monkeypatch):
+    """By an id, as a GGUF file, and as a GGUF file below --lora-dir; then again while the server runs."""
+    asked = []
+
+    def download(repository, **options):
+        asked.append(repository)
+        return str(adapters["outside"])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    heads = merged(folder).config.num_attention_heads, merged(folder).config.num_key_value_heads
+    (tmp_path / "dir").mkdir()
+    given = as_gguf(adapters["given"], tmp_path / "given.gguf", "llama", heads)
+    as_gguf(adapters["two"], tmp_path / "dir" / "two.gguf", "llama", heads)
+    with running_server(
+        folder,
+        distributed_executor_backend="uniproc",
+        dtype="float32",
+        kv_cache_memory_bytes=64 << 20,
+        lora_modules=["outside=org/outside", f"given={given}"],
+        lora_dir=str(tmp_path / "dir"),
+    ) as running:
+        server = running.wait_ready(120)
+        for name in ("outside", "given", "two"):
+            assert tokens(complete(server, name)) == expected[name][:NUM_TOKENS]
+        for name, path in (("outside", "org/outside"), ("given", given), ("two", tmp_path / "dir" / "two.gguf")):
+            assert post(server, "/v1/unload_lora_adapter", lora_name=name).status_code == 200
+            loaded = post(server, "/v1/load_lora_adapter", lora_name=name, lora_path=str(path))
+            assert loaded.status_code == 200, loaded.text
+            assert tokens(complete(server, name)) == expected[name][:NUM_TOKENS]
+        other = post(server, "/v1/load_lora_adapter", lora_name="x", lora_path="org/other")
+        assert other.status_code == 403
+    assert set(asked) == {"org/outside"}
 
 
 def test_one_of_the_command_line_that_is_broken_fails_the_start(folder, tmp_path):
