@@ -206,6 +206,11 @@ REFUSED = {
         "its attention takes block_indices",
     ),
     "deepseek_v4": (_EXPERTS, "recurrent state"),
+    "xlstm": ({"num_heads": 4}, "recurrent state"),
+    "zaya": ({}, "recurrent state"),
+    "recurrent_gemma": ({}, "recurrent state"),
+    "rwkv": ({}, "recurrent state"),
+    "zamba2": ({"layers_block_type": ["linear_attention", "hybrid"]}, "recurrent state"),
 }
 
 

@@ -83,6 +83,7 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
             "qwen3_5_moe",
             {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16},
         ),
+        ("minicpmv4_6", "qwen3_5", {"image_size": 32, "insert_layer_id": 0}),
         ("mistral3", "ministral3", {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8}),
         ("mistral3", "mistral4", {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8}),
         ("llama4", "llama4", {"image_size": 28, "vision_output_dim": 16, "projector_input_dim": 16} | _PROJECTOR),

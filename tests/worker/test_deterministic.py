@@ -20,6 +20,7 @@ from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.platforms.cuda import CudaPlatform
 from quire.worker.sampling import logprobs
 from quire.worker.worker import Worker
+from tests.families import build_family
 from tests.worker.steps import Script
 
 NUM_OUTPUTS = 12
@@ -177,6 +178,18 @@ def test_default(checkpoint, native_kernels, monkeypatch, level, amx, quantizati
     assert limits.deterministic == on and (limits.attention.backend.name == "cpu_fixed") == on
     ((value, reason),) = [choice[1:] for choice in limits.choices if choice[0] == "deterministic"]
     assert value == ("on" if on else "off") and words in reason
+
+
+def test_recurrent_states_depend_on_how_a_prompt_is_cut(native_kernels, monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_ops, "has_amx", lambda: True)  # on by default for others
+    folder = build_family("lfm2", tmp_path, dtype="bfloat16")
+    limits = memory.resolve_limits(Config.from_flat(model=folder), read_model_spec(folder), CpuPlatform())
+    (reason,) = [choice[2] for choice in limits.choices if choice[0] == "deterministic"]
+    assert not limits.deterministic and "no order of its own for recurrent states" in reason
+    with pytest.raises(ValueError, match="--deterministic has no order of its own for recurrent states"):
+        memory.resolve_limits(
+            Config.from_flat(model=folder, deterministic=True), read_model_spec(folder), CpuPlatform()
+        )
 
 
 def test_default_on_a_gpu(checkpoint):

@@ -85,6 +85,7 @@ def test_every_family_is_among_them():
         "ArceeForCausalLM",
         "AXK1ForCausalLM",
         "BailingHybridForCausalLM",
+        "BailingMoeV3ForCausalLM",
         "DeepseekForCausalLM",
         "GemmaForCausalLM",
         "GlmForCausalLM",

@@ -133,6 +133,7 @@ INDEXED = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 WITHOUT_BIAS = {
     ("use_bias", "Ernie4_5_MoeForCausalLM"),
     ("attention_bias", "BailingHybridForCausalLM"),
+    ("attention_bias", "BailingMoeV3ForCausalLM"),
     ("attention_bias", "KimiLinearForCausalLM"),
 }
 

@@ -72,6 +72,8 @@ def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str,
         return f"needs the native CPU kernels: {KERNELS.status}", ""
     if spec.implementation != "quire":
         return "works with models that quire computes itself", ": set --model-impl quire"
+    if spec.has_states:
+        return "has no order of its own for recurrent states, whose last bits depend on how a prompt is cut", ""
     if any(layer.latent for layer in spec.layers):
         return "has no order of its own for latent attention (MLA)", ""
     if any(layer.moe and (layer.moe.routing.float32 or layer.moe.shared_gate) for layer in spec.layers):

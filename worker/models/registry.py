@@ -29,6 +29,7 @@ DECODERS = {
     "AXK1ForCausalLM": "axk1:AXK1",
     "BambaForCausalLM": "bamba:Bamba",
     "BailingHybridForCausalLM": "bailing_hybrid:BailingHybrid",
+    "BailingMoeV3ForCausalLM": "bailing_hybrid:BailingHybrid",
     "CohereForCausalLM": "cohere:Cohere",
     "Cohere2ForCausalLM": "cohere:Cohere2",
     "DeepseekForCausalLM": "deepseek:Deepseek",

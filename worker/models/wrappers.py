@@ -45,6 +45,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "LlavaForConditionalGeneration": Wrapper("llava:LlavaTower"),
     "LlavaNextForConditionalGeneration": Wrapper(),
     "LlavaOnevisionForConditionalGeneration": Wrapper("llava_onevision:LlavaOnevisionTower"),
+    "MiniCPMV4_6ForConditionalGeneration": Wrapper(),
     "Mistral3ForConditionalGeneration": Wrapper("pixtral:Mistral3Tower"),
     "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl:Qwen2VLTower", "Qwen2VLForCausalLM"),
     "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl:Qwen2_5VLTower", "Qwen2VLForCausalLM"),

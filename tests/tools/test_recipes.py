@@ -1,0 +1,35 @@
+"""The count of public recipes that are served."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tools.recipes import RECIPES, is_served, results
+
+
+def test_recipes_are_listed_once():
+    listed = [recipe for recipes in json.loads(RECIPES.read_text(encoding="utf-8")).values() for recipe in recipes]
+    assert len(listed) == len(set(listed)) == 95
+
+
+@pytest.mark.parametrize(
+    ("kind", "served", "how"),
+    [
+        ("NemotronHForCausalLM", True, "NemotronHForCausalLM"),
+        ("Qwen3_5ForConditionalGeneration qwen3_5_text", True, "Qwen3_5ForConditionalGeneration"),
+        ("Lfm2VlForConditionalGeneration lfm2", True, "text only"),
+        ("Lfm2VlForConditionalGeneration rwkv", False, "with a text part of model_type 'rwkv' is not supported"),
+        ("GlmMoeDsaForCausalLM", True, "up to 2048 tokens"),
+    ],
+)
+def test_whether_and_how(kind, served, how):
+    found = is_served(kind)
+    assert found[0] is served and how in found[1]
+
+
+@pytest.mark.slow
+def test_most_recipes_are_served():
+    """Those by transformers' implementation, too."""
+    assert sum(served for _, served, _ in results()) >= 70
