@@ -307,7 +307,7 @@ class Scheduler:
                     budget -= 1 + num_draft
                     room -= 1 + num_draft
                     room_for_drafts -= num_draft
-        parts = parts_of_prompts(prefills, self._next_admitted(prefills), budget) if prefills else {}
+        parts = parts_of_prompts(prefills, self._next_admitted(prefills), budget, self.shares) if prefills else {}
         for request in prefills:
             part = min(budget, parts.get(request.tenant, budget))
             if request.status is Status.RUNNING and part > 0:

@@ -14,6 +14,8 @@ from heapq import merge
 from quire.engine.request import Request, by_key
 
 _AHEAD = 0.5  # tokens by which a tenant that arrives goes before one that had as much
+_LEAD = 16  # steps
+_PREFERENCE = 2.2  # a little more than the 2 that makes 1.5 times as long of it, for the rounding of parts
 _MAX_IDLE = 1024  # tenants without requests whose sum is remembered while others have some
 
 
@@ -107,9 +109,15 @@ def fair_parts(needs: dict[str, int], weights: dict[str, float], total: int) -> 
     return parts
 
 
-def parts_of_prompts(prefills: list[Request], admitted: Request | None, budget: int) -> dict[str, int]:
+def parts_of_prompts(
+    prefills: list[Request], admitted: Request | None, budget: int, shares: Shares
+) -> dict[str, int]:
     """Tokens of a step's `budget` for the prompts of each tenant, so that the long prompt of one does not delay the
     first token of another, whose prompt is running or `admitted` next. Empty if there is one tenant.
+
+    The tenant that needs least has twice its weight, and the whole step if its prompts end with it: so of two tenants
+    with long prompts the shorter one takes 1.5 times as long as alone, not twice. A tenant that had `_LEAD` steps more
+    than another has no such advantage, so that over a longer time all have what their weights say.
     """
     needs: dict[str, int] = {}
     weights = {request.tenant: request.weight for request in prefills}
@@ -118,4 +126,13 @@ def parts_of_prompts(prefills: list[Request], admitted: Request | None, budget: 
         needs[request.tenant] = needs.get(request.tenant, 0) + missing
     if admitted is not None and admitted.tenant not in needs:
         needs[admitted.tenant], weights[admitted.tenant] = admitted.num_tokens, admitted.weight
-    return fair_parts(needs, weights, budget) if len(needs) > 1 else {}
+    if len(needs) < 2 or budget <= 0:
+        return {}
+    least = min(needs, key=lambda tenant: needs[tenant] / weights[tenant])
+    others = {tenant: need for tenant, need in needs.items() if tenant != least}
+    if shares.used(least) - min(map(shares.used, others)) > _LEAD * budget:
+        return fair_parts(needs, weights, budget)
+    if needs[least] > budget:
+        return fair_parts(needs, weights | {least: _PREFERENCE * weights[least]}, budget)
+    rest = budget - needs[least]
+    return {least: needs[least]} | (fair_parts(others, weights, rest) if rest else dict.fromkeys(others, 0))

@@ -1,0 +1,121 @@
+"""How much one tenant's long prompts delay the first token of another: `python -m benchmarks.fairness [--seconds]`.
+
+In steps, exactly: the scheduler with an executor that computes nothing, prompts of 100,000 tokens of one tenant, and a
+prompt of another that comes meanwhile. With `--seconds` also in time: a server with the embedded model, whose longest
+prompts one key sends without end, and the first tokens of another key alone and beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from benchmarks.soak_memory import Server
+
+BUDGET = 2048  # tokens of a step
+LONG = 100_000
+PROMPTS = (200, 1024, 1500, 2048, 3000, 6000, 20_000)
+KEYS = "keys: [{name: long, key: long-key}, {name: other, key: other-key}]"
+FLAGS = ["--max-num-batched-tokens", "256", "--no-enable-prefix-caching", "--max-num-seqs", "16", "--deterministic"]
+
+
+def steps(long_prompts: int, prompt: int) -> int:
+    """Until the first token of a prompt that comes while others are computed."""
+    from tests.engine.harness import CLIENT, Engine, fake_config
+
+    engine = Engine(
+        fake_config(
+            max_model_len="131072",
+            max_num_seqs=8,
+            max_num_batched_tokens=BUDGET,
+            num_gpu_blocks_override=60_000,
+            block_size=16,
+        )
+    )
+    for i in range(long_prompts):
+        engine.add(f"long-{i}", [i, *(j % 900 for j in range(LONG))], max_tokens=1, tenant="long")
+    for _ in range(3 if long_prompts else 0):
+        engine.turn()
+    engine.add("other", [7, *(j % 900 for j in range(prompt - 1))], max_tokens=1, tenant="other")
+    count = 0
+    while (CLIENT, "other") not in engine.outputs:
+        engine.turn()
+        count += 1
+    return count
+
+
+def first_token(http: httpx.Client, rng: random.Random, num_words: int, key: str) -> float:
+    """Seconds."""
+    body = {"prompt": " ".join(rng.choice("abcdefgh") for _ in range(num_words)), "max_tokens": 1, "stream": True}
+    started = time.monotonic()
+    with http.stream("POST", "/v1/completions", json=body, headers={"x-api-key": key}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                return time.monotonic() - started
+    raise RuntimeError(f"no token: {answer.status_code}")
+
+
+def in_seconds(num_words: Sequence[int], rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        Path(name, "keys.yaml").write_text(KEYS)
+        server = Server([*FLAGS, "--api-key-file", f"{name}/keys.yaml"], Path(name))
+        try:
+            server.wait_ready()
+            with httpx.Client(base_url=server.url, trust_env=False, timeout=120) as http:
+                info = http.get("/v1/models", headers={"x-api-key": "other-key"}).json()["data"][0]
+                longest, rng, done = info["max_model_len"] // 2 - 64, random.Random(0), threading.Event()
+                alone = {n: median(http, rng, n, rounds) for n in num_words}
+
+                def send(seed: int) -> None:
+                    own = random.Random(seed)
+                    with httpx.Client(base_url=server.url, trust_env=False, timeout=120) as client:
+                        while not done.is_set():
+                            first_token(client, own, longest, "long-key")
+
+                threads = [threading.Thread(target=send, args=(seed,)) for seed in range(6)]
+                for one in threads:
+                    one.start()
+                time.sleep(2)
+                try:
+                    for n in num_words:
+                        together = median(http, rng, n, rounds)
+                        print(f"| {n} words | {alone[n]:.3f} s | {together:.3f} s | {together / alone[n]:.2f} |")
+                finally:
+                    done.set()
+                    for one in threads:
+                        one.join()
+        finally:
+            server.end()
+
+
+def median(http: httpx.Client, rng: random.Random, num_words: int, rounds: int) -> float:
+    return statistics.median(first_token(http, rng, num_words, "other-key") for _ in range(rounds))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", action="store_true", help="also in time")
+    parser.add_argument("--rounds", type=int, default=7, help="prompts of each length, of which the median counts")
+    args = parser.parse_args(argv)
+    print("| prompt | alone | beside | x |\n|---|---|---|---|")
+    worst = 0.0
+    for prompt in PROMPTS:
+        alone, beside = steps(0, prompt), steps(4, prompt)
+        worst = max(worst, beside / alone)
+        print(f"| {prompt:,} tokens | {alone} steps | {beside} steps | {beside / alone:.2f} |", flush=True)
+    if args.seconds:
+        in_seconds((120, 400, 900), args.rounds)
+    return int(worst > 1.5)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
