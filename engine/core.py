@@ -229,7 +229,7 @@ class EngineCore:
     def call(self, message: Call) -> CallResult:
         """Run a utility method. Its error is returned to the caller and does not affect the engine."""
         methods = {
-            "free_cache": self.scheduler.free_cache,
+            "free_cache": self.free_cache,
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
             "load_lora": lambda key, folder: self.executor.call("load_lora", key, folder),
@@ -253,6 +253,11 @@ class EngineCore:
         except Exception as error:
             logger.exception("call %d: %s failed", message.call_id, message.method)
             return CallResult(message.call_id, error=f"{type(error).__name__}: {error}")
+
+    def free_cache(self, key: str) -> bool:
+        """Forget a conversation (`AddRequest.cache_key`). Returns whether its blocks were known."""
+        self.executor.call("forget_conversation", key)
+        return self.scheduler.free_cache(key)
 
     def abort(self, request_ids: list[str]) -> list[str]:
         """End requests of any server with finish reason "abort". Returns the ids of those that there were."""

@@ -168,6 +168,12 @@ class Request:
             return False
         return self.sampling.prompt_logprobs is None or self.num_prompt_logprobs >= self.num_prompt_tokens - 1
 
+    @property
+    def conversation(self) -> str:
+        """The key and the salt of the conversation that the client named, "" for none."""
+        named = self.cache_key is not None and not self.cache_key.endswith("/")
+        return f"{self.cache_key}\0{self.cache_salt or ''}" if named else ""
+
     def images(self, start: int, end: int) -> list[MediaItem]:
         """The images whose spans overlap tokens [start, end)."""
         return [item for item in self.media if item.offset < end and item.offset + item.length > start]
@@ -195,6 +201,7 @@ class Request:
             self.pooling,
             self.media,
             self.adapters,
+            self.conversation,
         )
 
     def append(self, token_ids: list[int]) -> tuple[int, str | None]:

@@ -269,6 +269,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     pooling: PoolingParams | None = None
     media: list[MediaItem] = []  # by offset; spans do not overlap
     adapters: list[LoraUse] = []
+    conversation: str = ""  # key and salt of the conversation that the client named, "" for none
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -353,6 +353,11 @@ class Worker:
     def stop_profile(self) -> tuple[str, str]:
         return self.profiler.stop()
 
+    def forget_conversation(self, key: str) -> None:
+        """Forget texts of a conversation that are sources of drafts."""
+        if self.runner.speculator is not None:
+            self.runner.speculator.forget(key)
+
     def work_idle(self) -> bool:
         """Do one piece of deferred work, some tenths of a second at most, while no step is in flight. Returns whether
         more is left.

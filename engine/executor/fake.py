@@ -253,6 +253,9 @@ class FakeExecutor(Executor):
         """Adapters do not change the fake tokens."""
         return ""
 
+    def forget_conversation(self, key: str) -> None:
+        """No action."""
+
     def unload_lora(self, key: str) -> None:
         """No action."""
 

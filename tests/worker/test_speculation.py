@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from quire.worker.messages import NewRequest, NoRepeatNgram, SamplingParams, ThinkingBudget
+from quire.worker.sampling.grammar import GrammarRows
+from quire.worker.sampling.speculation.choice import Speculation
 from quire.worker.sampling.speculation.costs import Odds, StepCosts
 from quire.worker.sampling.speculation.drafter import History
+from quire.worker.sampling.speculation.earlier import EarlierTexts
 from quire.worker.sampling.speculation.lookup import MAX_SEARCHED, LookupDrafter, PredictionDrafter, longest_match
-from quire.worker.sampling.speculation.speculator import accepted
+from quire.worker.sampling.speculation.speculator import Speculator, _Row, accepted
 from tests.families import build_family
 from tests.in_process import InProcessEngine
 
@@ -189,6 +192,10 @@ def test_a_conversation_of_a_model_with_states_finds_its_checkpoints(tmp_path):
 # ---- units
 
 
+class FakeTable:
+    vocab_size = 100
+
+
 @pytest.mark.parametrize(
     ("sampled", "draft", "want"),
     [
@@ -252,6 +259,35 @@ def test_only_drafts_that_pay_are_verified():
 def history(prompt, outputs=(), prediction=None):
     sampling = SamplingParams(prediction=prediction)
     return History(NewRequest(0, [*prompt, *outputs], len(prompt), [], sampling))
+
+
+def test_earlier_texts_of_a_conversation_are_a_source_for_it_alone():
+    speculator = Speculator(Speculation(lookup=(2, 8), num_draft=3), GrammarRows(FakeTable(), None), 64)
+
+    def begin(row: int, conversation: str) -> _Row:
+        speculator.remove(row)
+        speculator.add(row, NewRequest(row, [8, 2, 3], 3, [], SamplingParams(), conversation=conversation))
+        return speculator.rows[row]
+
+    speculator.add(0, NewRequest(0, [1, 2, 3, 4, 5], 5, [], SamplingParams(), conversation="key/a\0"))
+    propose = speculator.drafters[-1].propose
+    assert propose(1, begin(1, "key/a\0").history, 3) == [4, 5]  # of a row that was not used again
+    speculator.rows[1].history.add([4, 9])
+    begin(0, "")
+    assert propose(2, begin(2, "key/a\0").history, 3) == [4, 9]
+    for other in ("key/b\0", "other/a\0", "key/a\0salt", ""):
+        assert propose(3, begin(3, other).history, 3) == []
+    speculator.forget("key/a")
+    assert propose(4, begin(4, "key/a\0").history, 3) == []  # which the row itself begins anew
+
+
+def test_earlier_texts_are_bounded():
+    earlier = EarlierTexts()
+    for number in range(200):
+        earlier.add(f"k/{number}\0", np.full(20_000, number, np.int32))
+    earlier.add("k/199\0", np.full(20_000, 7, np.int32))
+    assert len(earlier.of("k/0\0")) == 0 and len(earlier.of("k/150\0")) == 20_001
+    assert len(earlier.of("k/199\0")) == 1 << 15 and set(earlier.of("k/199\0").tolist()) == {199, 7, -1}
 
 
 def test_lookup_proposes_what_followed_and_continues_repetitions():

@@ -17,7 +17,10 @@ from quire.worker.platforms.ops import Ops
 class History:
     """The tokens of one request on the host, prompt then outputs, and its prediction."""
 
-    def __init__(self, new: NewRequest) -> None:
+    def __init__(self, new: NewRequest, earlier: np.ndarray | None = None) -> None:
+        """`earlier`: tokens of the same conversation before it, int32."""
+        self.earlier = earlier if earlier is not None else np.empty(0, dtype=np.int32)
+        self.conversation = new.conversation
         self.num_prompt_tokens = new.num_prompt_tokens
         self.prediction = new.sampling.prediction or []
         self.has_grammar = new.sampling.grammar is not None

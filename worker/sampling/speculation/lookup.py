@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.worker.sampling.speculation.drafter import History
+from quire.worker.sampling.speculation.earlier import BETWEEN
 
 MAX_SEARCHED = 1 << 16  # the newest tokens of a request, which bounds a search to about 30 us
 _AFTER_REJECTION = 3  # tokens that must agree with a prediction for it to be followed again
@@ -37,7 +38,9 @@ def longest_match(text: np.ndarray, tail: np.ndarray, low: int, high: int) -> tu
 
 
 class LookupDrafter:
-    """What followed the last occurrence of the request's last tokens, in its prompt or output."""
+    """What followed the last occurrence of the request's last tokens, in its prompt or output, else in earlier texts of
+    its conversation.
+    """
 
     def __init__(self, low: int, high: int, by_match: bool) -> None:
         """At least `low` and at most `high` tokens must match; `by_match`: drafts are no longer than the match."""
@@ -47,15 +50,22 @@ class LookupDrafter:
         tokens = history.tokens[-MAX_SEARCHED:]
         start, length = longest_match(tokens[:-1], tokens, self.low, self.high)
         if not start:
-            return []
-        if self.by_match:
-            limit = min(limit, length)
+            return self._from_earlier(tokens, history.earlier, limit)
+        limit = self._most(limit, length)
         draft = tokens[start : start + limit].tolist()
         # The end of the text may be within the period of a repetition.
         period = len(tokens) - start
         while len(draft) < limit:
             draft.append(draft[len(draft) - period])
         return draft
+
+    def _from_earlier(self, tokens: np.ndarray, earlier: np.ndarray, limit: int) -> list[int]:
+        start, length = longest_match(earlier, tokens, self.low, self.high)
+        draft = earlier[start : start + self._most(limit, length)].tolist() if start else []
+        return draft[: draft.index(BETWEEN)] if BETWEEN in draft else draft
+
+    def _most(self, limit: int, length: int) -> int:
+        return min(limit, length) if self.by_match else limit
 
 
 class PredictionDrafter:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from quire.configs.speculation import MAX_DRAFT
@@ -19,6 +20,7 @@ from quire.worker.sampling.grammar import GrammarRows
 from quire.worker.sampling.speculation.choice import ADAPTIVE_MAX, STEP_DRAFTS, Speculation
 from quire.worker.sampling.speculation.costs import Odds, StepCosts
 from quire.worker.sampling.speculation.drafter import Drafter, History, ModelDrafter
+from quire.worker.sampling.speculation.earlier import EarlierTexts, ended, joined
 from quire.worker.sampling.speculation.forced import GrammarDrafter
 from quire.worker.sampling.speculation.lookup import LookupDrafter, PredictionDrafter
 
@@ -79,6 +81,7 @@ class Speculator:
         """A step may verify `most` drafts."""
         self.grammars, self.most, self.model = grammars, most, model
         self.costs = StepCosts()
+        self.earlier = EarlierTexts()
         self.rows: dict[int, _Row] = {}
         self.use(speculation)
 
@@ -102,10 +105,26 @@ class Speculator:
             or (speculation.prediction and sampling.prediction)
         )
         if sampling.speculation and sampling.max_tokens > 1 and may_draft:
-            self.rows[row] = _Row(History(new), [])
+            self.rows[row] = _Row(History(new, self._earlier(new.conversation)), [])
+
+    def _earlier(self, conversation: str) -> np.ndarray | None:
+        """What is known of a conversation, also from rows whose requests have ended."""
+        if not conversation or self.speculation.lookup is None:
+            return None
+        mine = (row.history for row in self.rows.values() if row.history.conversation == conversation)
+        return joined([self.earlier.of(conversation), *(ended(history.tokens) for history in mine)])
 
     def remove(self, row: int) -> None:
-        self.rows.pop(row, None)
+        ended = self.rows.pop(row, None)
+        if ended is not None and ended.history.conversation and self.speculation.lookup is not None:
+            self.earlier.add(ended.history.conversation, ended.history.tokens)
+
+    def forget(self, key: str) -> None:
+        """Forget a conversation (`AddRequest.cache_key`)."""
+        self.earlier.forget(key)
+        for row in self.rows.values():
+            if row.history.conversation.partition("\0")[0] == key:
+                row.history.conversation = ""
 
     def drafts(self, step: StepInput) -> dict[int, list[int]]:
         """Batch position -> the drafts that `step`, whose tables are up to date, verifies."""
