@@ -174,6 +174,13 @@ class CacheConfig:
         metavar="DIR",
     )
     kv_disk_gib: float = opt(16.0, "maximum GiB of all files in --kv-disk, of all engines that use it", above=0)
+    cache_reuse: int = opt(
+        0,
+        "least number of equal tokens at another position whose KV entries are reused with shifted rotary embeddings; "
+        "answers differ from computed ones (0: off)",
+        metavar="N",
+        minimum=0,
+    )
     slot_save_path: str | None = opt(
         None,
         "folder for the files of llama.cpp's POST /slots/{id}?action=save and restore (default: none)",

@@ -27,7 +27,8 @@ from quire.engine.background import Background
 from quire.engine.chunks import Chunks
 from quire.engine.dependents import dependents
 from quire.engine.encoder_cache import EncoderCache
-from quire.engine.kv.manager import KVCacheManager, Match
+from quire.engine.kv.manager import KVCacheManager, Match, Plan
+from quire.engine.kv.reuse import Reuse
 from quire.engine.kv.slots import Slots
 from quire.engine.kv.tiers import Tiers
 from quire.engine.messages import AddRequest, EngineOutput, EngineStats
@@ -68,6 +69,7 @@ class Scheduler:
         self.kv, self.num_groups, self.turn = kv, stages, 0
         self.tiers = tiers  # below the pool; None: there are none
         self.slots: Slots | None = None  # what the last request of each row left; None: nobody asks
+        self.reuse: Reuse | None = None  # of what stands at other positions; None: nobody asks
         self._unasked: list[Request] = []  # waiting requests whose prefixes were not looked up there
         self.by_priority = config.scheduling_policy == "priority"
         self.background = Background()
@@ -198,14 +200,17 @@ class Scheduler:
             self.tiers.clear()
         return True
 
-    def open_slots(self, call: Callable[..., Any], index: int) -> None:
-        """Remember what requests leave in their rows, for llama.cpp's slot files. `call` calls the workers."""
+    def open_slots(self, call: Callable[..., Any], index: int, least: int = 0) -> None:
+        """Remember what requests leave in their rows: for llama.cpp's slot files (`call` calls the workers), and to
+        reuse runs of at least `least` tokens at other positions; 0: not.
+        """
 
         def store_evicted() -> None:
             if self.tiers is not None:
                 self.tiers.store_evicted(self._unsettled())
 
         self.slots = Slots(self.kv, call, len(self.free_rows), index, store_evicted)
+        self.reuse = Reuse(self.kv, self.slots, least) if least else None
 
     def free_cache(self, key: str) -> bool:
         """Forget a conversation (`AddRequest.cache_key`) in every tier. Returns whether it was known."""
@@ -381,17 +386,32 @@ class Scheduler:
                 return  # a fetch holds them
             num_tokens = step.num_tokens
             start, room = matched.num_blocks * self.kv.block_size, self.token_budget - num_tokens
+            plan = self._plan_reuse(step, request, matched, start, reserve)
+            start = start if plan is None else plan.end
             num_new = self.chunks.size(request, start, budget, room, alone=not self.running and len(self.waiting) == 1)
             if not num_new:  # its first image must wait
                 return
-            self._admit(step, request, matched, num_new)
+            self._admit(step, request, matched, num_new, plan)
             if request.background:
                 self.background.budget -= step.num_tokens - num_tokens
             reserve += self.kv.num_expected(request)
 
-    def _admit(self, step: Step, request: Request, matched: Match, num_new: int) -> None:
-        """Move a request from waiting to running, with a row, the blocks of its cached prefix, and its first chunk of
-        `num_new` tokens.
+    def _plan_reuse(
+        self, step: Step, request: Request, matched: Match, start: int, reserve: int
+    ) -> Plan | None:
+        """What a request can copy from other positions, if it is asked for and there is room beside what is copied."""
+        if self.reuse is None:
+            return None
+        filled = {i for ids in step.published.values() for i in ids}  # by this step, after its copies
+        plan = self.reuse.plan(request, start, self._unsettled() | filled)
+        if plan is None:
+            return None
+        needed = self.kv.num_missing(request, matched) + self.kv.pool.num_free_among(plan.blocks) + reserve
+        return plan if needed <= self.kv.pool.num_free else None
+
+    def _admit(self, step: Step, request: Request, matched: Match, num_new: int, plan: Plan | None) -> None:
+        """Move a request from waiting to running, with a row, the blocks of its cached prefix, what it copies, and its
+        first chunk of `num_new` tokens.
         """
         self.waiting.remove(request)
         request.status = Status.RUNNING
@@ -399,8 +419,11 @@ class Scheduler:
         self.kv.attach(request, matched)
         if request.num_cached_tokens < 0:
             self.counts.count_admission(request, request.reads_cache and self.kv.enable_prefix_caching)
-        block_ids = self.kv.allocate(request, request.num_computed_tokens + num_new)
-        assert block_ids is not None, "admitted without enough free blocks"
+        if plan is not None:
+            step.input.shifts.extend(self.kv.reuse(request, plan, plan.end + num_new))
+        else:
+            block_ids = self.kv.allocate(request, request.num_computed_tokens + num_new)
+            assert block_ids is not None, "admitted without enough free blocks"
         self.running.add(request)
         step.input.new.append(request.as_new())
         self._add_to_step(step, request, num_new, [])

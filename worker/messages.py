@@ -272,6 +272,16 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     conversation: str = ""  # key and salt of the conversation that the client named, "" for none
 
 
+class Shift(msgspec.Struct, frozen=True, array_like=True):
+    """Entries of the KV cache to copy, in all layers: those of `source` slots to `target` slots, with keys rotated as
+    those of tokens that stand `distance` positions earlier.
+    """
+
+    source: list[int]
+    target: list[int]
+    distance: int
+
+
 class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """One forward pass over `num_scheduled[i]` tokens of row `rows[i]`, which follow the row's `num_computed[i]` tokens
     already in the KV cache.
@@ -293,6 +303,7 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     # `samples`: a token is sampled after its last known token and after each draft.
     num_draft: dict[int, int] = {}
     stores: list[tuple[int, bytes]] = []  # (block, key) to keep in lower tiers before the step reuses the blocks
+    shifts: list[Shift] = []  # copies to make before the step, in order
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -16,17 +16,18 @@ import msgspec
 
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import AddRequest, Choice, LoraUse, MediaItem, SamplingParams
-from quire.engine.request import Request
+from quire.engine.request import EXACT, Request
 
 
 @dataclass(slots=True)
-class _Slot:
+class Slot:
     """The prompt and the outputs of a request, and what else its blocks depend on."""
 
     token_ids: array = field(default_factory=lambda: array("I"))
     cache_salt: str | None = None
     adapters: list[LoraUse] = field(default_factory=list)
     media: list[MediaItem] = field(default_factory=list)
+    num_exact: int = EXACT  # tokens before those that were reused from other positions
 
 
 class _Note(msgspec.Struct, array_like=True):
@@ -48,12 +49,14 @@ class Slots:
         self, kv: KVCacheManager, call: Callable[..., Any], num_rows: int, index: int, store_evicted: Callable[[], None]
     ):
         self.kv, self.call, self._first, self._store_evicted = kv, call, index * num_rows, store_evicted
-        self._slots = [_Slot() for _ in range(num_rows)]
+        self._slots = [Slot() for _ in range(num_rows)]
 
     def note(self, request: Request) -> None:
         """A request is about to leave its row."""
         ids = array("I", request.token_ids)
-        self._slots[request.row] = _Slot(ids, request.cache_salt, request.adapters, request.media)
+        self._slots[request.row] = Slot(
+            ids, request.cache_salt, request.adapters, request.media, request.num_exact
+        )
 
     def act(self, action: str, number: int, name: str = "") -> dict[str, int] | None:
         """Save, restore or erase a slot. Returns the counts of llama.cpp's answer, {} if it is not possible, or None if
@@ -68,14 +71,24 @@ class Slots:
                 return self._restore(number - self._first, name)
         return self._erase(number - self._first)
 
+    def all(self) -> list[Slot]:
+        return self._slots
+
+    def blocks_of(self, slot: Slot) -> list[int | None]:
+        """The block of each full block of a slot's tokens in the first group, None for one that is not cached."""
+        request = self._request(slot)
+        return self.kv.find_all(request, len(slot.token_ids) // self.kv.block_size)
+
     @staticmethod
-    def _request(slot: _Slot) -> Request:
+    def _request(slot: Slot) -> Request:
         """A request that would find the slot's blocks: a hit excludes its last token."""
         message = AddRequest("", [*slot.token_ids, 0], SamplingParams(), cache_salt=slot.cache_salt)
         message = msgspec.structs.replace(message, adapters=slot.adapters, media=slot.media)
-        return Request(message, Choice("", 0), b"", 0, -1, 0.0, 1 << 30, False)
+        request = Request(message, Choice("", 0), b"", 0, -1, 0.0, 1 << 30, False)
+        request.num_exact = slot.num_exact
+        return request
 
-    def _cached(self, slot: _Slot) -> tuple[int, list[tuple[int, bytes]]]:
+    def _cached(self, slot: Slot) -> tuple[int, list[tuple[int, bytes]]]:
         """How many tokens of a slot are cached, and their (block, key)s."""
         request = self._request(slot)
         num_blocks = self.kv.match(request).num_blocks
@@ -100,7 +113,7 @@ class Slots:
             return {}
         tokens = array("I")
         tokens.frombytes(note.token_ids)
-        self._slots[row] = slot = _Slot(tokens, note.cache_salt, note.adapters, note.media)
+        self._slots[row] = slot = Slot(tokens, note.cache_salt, note.adapters, note.media)
         ids = self.kv.take_for(missing)
         self._store_evicted()
         self.call("fill", [ids.get(key, 0) for key in keys])
@@ -113,5 +126,5 @@ class Slots:
         for block_id, _ in reversed(blocks):
             if not self.kv.pool.is_held(block_id):
                 self.kv.pool.drop(block_id)
-        self._slots[row] = _Slot()
+        self._slots[row] = Slot()
         return {"n_erased": num_tokens}

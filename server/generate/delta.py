@@ -30,3 +30,4 @@ class Delta:
     events: list[Event] | None = None  # what the text says, if it is parsed (`parse.py`)
     num_reasoning_tokens: int = 0
     prediction_tokens: tuple[int, int] | None = None  # as in `EngineOutput`
+    num_reused_tokens: int = 0  # as in `EngineOutput`
