@@ -1,0 +1,109 @@
+"""The pages that `make docs` makes: from a running server, and from the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from quire.configs.foreign_settings import FOREIGN_SETTINGS
+from quire.configs.options import all_options
+from tools.site import endpoints, flags, messages
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def found():
+    return messages.messages()
+
+
+@pytest.fixture(scope="module")
+def answers(embedded_server):
+    paths = embedded_server.http.get("/openapi.json").json()["paths"]
+    return paths, list(endpoints.ask_all(embedded_server.url))
+
+
+def test_every_example_is_answered_as_its_page_says(answers):
+    wrong = {
+        f"{one.example.method} {one.path}": (one.status, one.answer[:300])
+        for _, one in answers[1]
+        if one.status != one.example.status
+    }
+    assert not wrong, "\n".join(f"{k}: {v}" for k, v in wrong.items())
+
+
+def test_every_route_has_an_example(answers):
+    paths, asked = answers
+    shown = {(one.example.method.lower(), re.sub(r"\{\w+\}", "{}", one.example.path)) for _, one in asked}
+    shown = {(method, path.replace("none-such", "{}")) for method, path in shown}
+    missing = [
+        f"{method} {path}"
+        for path, methods in paths.items()
+        for method in methods
+        if (method, re.sub(r"\{\w+\}", "{}", path)) not in shown
+        and not any(path.startswith(start) for starts in endpoints.ELSEWHERE.values() for start in starts)
+    ]
+    assert sorted(missing) == ["post /lora-adapters"]  # needs adapters: lora.md
+    for page, starts in endpoints.ELSEWHERE.items():
+        text = (DOCS / page).read_text(encoding="utf-8")
+        assert all(start.partition("{")[0].rstrip("/") in text for start in starts), page
+
+
+def test_the_page_shows_requests_and_answers(answers):
+    text = endpoints.page(iter(answers[1]))
+    assert text.count("\n### ") == len(answers[1]) and text.count("```") == 4 * len(answers[1])
+    assert '"finish_reason": "length"' in text and "curl -X DELETE" in text
+    assert max(map(len, text.splitlines())) < 4000
+
+
+def test_every_message_of_the_code_has_an_entry(found):
+    text = messages.page(found)
+    assert len(found) > 800 and text.count("\n| ") == len(found) + text.count("| message |")
+    assert "server/api/openai/" in text and "worker/" in text
+    for known in ("there is no file", "--max-model-len"):
+        assert any(known in message.text for message in found), known
+
+
+def test_messages_are_found_in_every_form(tmp_path):
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "some.py").write_text(
+        "def f(x, logger):\n"
+        "    if x: raise ValueError('a plain text')\n"
+        "    if x: raise BadRequest(f'the value {x!r} is wrong', 'param')\n"
+        "    if x: raise KeyError('name')\n"
+        "    if x: raise RuntimeError('two ' + str(x) + ' parts here')\n"
+        "    logger.warning('the disk %s is full', x)\n"
+        "    raise\n"
+    )
+    assert [(one.text, one.kind, one.line) for one in messages.messages(tmp_path)] == [
+        ("a plain text", "ValueError", 2),
+        ("the disk ... is full", "WARNING", 6),
+        ("the value ... is wrong", "BadRequest", 3),
+        ("two ... parts here", "RuntimeError", 5),
+    ]
+
+
+def test_all_flags_of_quire_and_of_others_are_listed():
+    text = flags.page()
+    assert all(f"`{option.flag}`" in text for option in all_options().values())
+    assert text.count("| `-") == len(all_options()) + len(FOREIGN_SETTINGS)
+
+
+def test_frequent_messages_are_explained_as_the_code_writes_them(found):
+    """Each heading of troubleshooting.md is a message of the code, `...` for what is filled in."""
+    known = [message.text for message in found]
+    headings = re.findall(r"^### (.+)$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(headings) >= 20
+    for heading in headings:
+        parts = [part for part in heading.split("...") if part.strip()]
+        assert any(all(part in text for part in parts) for text in known), heading
+
+
+def test_examples_are_json():
+    for examples in endpoints.SECTIONS.values():
+        for example in examples:
+            json.dumps(example.body)
