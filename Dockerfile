@@ -58,13 +58,12 @@ COPY --from=kernels /kernels/prebuilt ./worker/cpu/prebuilt
 RUN --mount=type=cache,target=/root/.cache/pip \
     /opt/quire/bin/pip install -c constraints.txt --no-deps . \
     && ln -s /opt/quire/lib/python3.*/site-packages/quire/cli/health.py /opt/quire/health.py
-# What a server never reads, a third of the size: torch's tests, headers and symbols, pip, and the byte code of packages
+# What a server never reads, a third of the size: torch's tests, headers and symbols, and the byte code of packages
 # of which a start imports little or nothing. torch refuses to be imported without torch_shm_manager.
 # hadolint ignore=DL3008,DL3003
 RUN apt-get update \
     && apt-get install -y --no-install-recommends binutils \
     && rm -rf /var/lib/apt/lists/* \
-    && /opt/quire/bin/pip uninstall -y pip \
     && cd /opt/quire/lib/python3.*/site-packages \
     && rm -rf torch/test torch/include torch/share \
     && find torch/bin -type f ! -name torch_shm_manager -delete \

@@ -172,6 +172,8 @@ def read_settings(
     if not settings.values.get("model"):
         _refuse_swallowed_model(parser, given)
         _use_embedded_model(parser, settings, need_model and not given["print_config"])
+    elif settings.values["model"] == EMBEDDED_MODEL.name and not os.path.exists(EMBEDDED_MODEL.name):
+        settings.values["model"] = embedded_model() or EMBEDDED_MODEL.name
     if given["print_config"]:
         print(describe(settings))
         parser.exit()

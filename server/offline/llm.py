@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from quire.configs.config import Config
 from quire.configs.options import all_options, config_from
-from quire.configs.sources import embedded_model
+from quire.configs.sources import EMBEDDED_MODEL, embedded_model
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.translate import COMPLETION_MAX_TOKENS
 from quire.server.errors import ApiError, BadRequest
@@ -370,7 +371,8 @@ def offline_config(model: str, settings: dict[str, Any]) -> Config:
         raise ValueError(
             "data_parallel_size: LLM has one engine; start several on one port with `quire serve --data-parallel-size`"
         )
-    model = model or embedded_model() or ""
+    if not model or (model == EMBEDDED_MODEL.name and not os.path.exists(model)):
+        model = embedded_model() or ""
     if not model:
         raise ValueError("model: name a folder, a GGUF file or a Hub id; no model comes with this copy of quire")
     # the caller of chat() is trusted

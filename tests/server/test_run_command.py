@@ -55,6 +55,13 @@ def test_a_running_server_is_used(server, model_folder):
     assert other.returncode == 0 and other.stdout.strip()  # the server that was named, whatever it has
 
 
+def test_the_embedded_model_has_a_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # no folder has the name
+    for arguments in (["quire-tiny"], []):
+        done = run([sys.executable, "-m", "quire", "serve", *arguments, "--print-config"])
+        assert "configs/quire-tiny" in done.stdout, done
+
+
 def test_errors_are_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     for arguments, words in (
