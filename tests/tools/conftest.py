@@ -14,6 +14,7 @@ def embedded_server(tmp_path_factory):
         str(EMBEDDED_MODEL),
         served_model_name=["quire-tiny"],
         batch_dir=str(tmp_path_factory.mktemp("batches")),
+        slot_save_path=str(tmp_path_factory.mktemp("slots")),
         pooling="mean",
         distributed_executor_backend="uniproc",
         max_model_len="1024",
