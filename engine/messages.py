@@ -121,6 +121,7 @@ class AddRequest(_Message):
     cache_key: str | None = None
     cache_seconds: float = 0.0
     may_call_tools: bool = False  # `CalledTools` may follow its end
+    turn_start: int = 0  # number of prompt tokens before the user's last message, 0: unknown
 
     @property
     def choices(self) -> list[Choice]:
@@ -154,6 +155,7 @@ class AddRequest(_Message):
             self.cache_key,
             self.cache_seconds,
             self.may_call_tools,
+            self.turn_start,
         )
 
 

@@ -82,6 +82,7 @@ class Request:
         "status",
         "tenant",
         "token_ids",
+        "turn_start",
         "weight",
     )
 
@@ -116,6 +117,7 @@ class Request:
         self.cache_salt = message.cache_salt
         self.cache_key, self.cache_seconds = message.cache_key, message.cache_seconds
         self.may_call_tools = message.may_call_tools
+        self.turn_start = message.turn_start
         self.media = message.media
         self.adapters = message.adapters
         self.group = group

@@ -22,6 +22,7 @@ class ModelInfo:
     max_logprobs: int  # -1: no limit
     priorities: bool  # whether the scheduler uses them
     pooling: PoolingInfo | None = None  # None: it makes no embeddings
+    keeps_states: bool = False  # whether layers have recurrent states, whose checkpoints are sparse
     other_defaults: dict[str, Any] = field(default_factory=dict)  # of sampling, where the model's files have none
 
 

@@ -63,6 +63,7 @@ class InProcessEngine:
         media: list[list[MediaItem]] | None = None,
         n: int = 1,
         adapters: list[list[LoraUse]] | None = None,
+        turn_start: int = 0,
     ) -> list[Result]:
         """Run all prompts at once until they finish. `outputs` are tokens from before a resubmission, `media` the
         images of each prompt, `adapters` its LoRA adapters. Each prompt has `n` choices, whose seeds follow one
@@ -81,6 +82,7 @@ class InProcessEngine:
                     media=media[i] if media else [],
                     adapters=adapters[i] if adapters else [],
                     siblings=[Choice(one, params[i].seed + k) for k, one in enumerate(ids[i]) if k],
+                    turn_start=turn_start,
                 )
             )
             if early:

@@ -59,6 +59,15 @@ def test_an_edited_last_turn_resumes_before_the_edit(folder):
     engine.close()
 
 
+@pytest.mark.parametrize(("turn_start", "cached"), [(71, 64), (0, 0)])
+def test_a_prompt_leaves_a_checkpoint_before_the_last_turn(folder, turn_start, cached):
+    """A long prompt that no turn was computed of before, and another end of it."""
+    engine, system = engine_for(folder), words(5, 75)
+    results = [engine.generate([system + words(60 + i, 40)], GREEDY, turn_start=turn_start)[0] for i in range(2)]
+    engine.close()
+    assert [result.num_cached_tokens for result in results] == [0, cached]
+
+
 def test_a_prefix_of_several_prompts_is_a_checkpoint_from_the_second_on(folder):
     """A system prompt: the first request passes its end within a chunk, the second stops there."""
     engine, system = engine_for(folder), words(2, 75)

@@ -17,8 +17,9 @@ What a request holds per kind of group, by block index:
               written again, so it is a checkpoint: a request can resume from the prefix that ends at its boundary.
 
 A prefix cache hit is the longest prefix that is cached in every group. Checkpoints are sparse: chunks of a prompt end
-on block boundaries and leave one each, also at the end of a prefix that another request had (`Request.junction`); of
-those that outputs leave only the newest stays, and one every CHECKPOINT_TOKENS tokens.
+on block boundaries and leave one each, also at the end of a prefix that another request had (`Request.junction`) and
+before the user's last message (`Request.turn_start`); of those that outputs leave only the newest stays, and one every
+CHECKPOINT_TOKENS tokens.
 """
 
 from __future__ import annotations
@@ -343,12 +344,13 @@ class KVCacheManager:
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
         """Return where a chunk of tokens [start, end) ends. With a state group, it stops at its last block boundary, to
-        leave a checkpoint there, or at the request's junction.
+        leave a checkpoint there, or before at the request's junction or before the user's last message.
         """
         if not self._has_state or not self.enable_prefix_caching:
             return end
-        if start < request.junction < end:
-            return request.junction
+        turn_start = request.turn_start // self.block_size * self.block_size
+        if inside := [stop for stop in (request.junction, turn_start) if start < stop < end]:
+            return min(inside)
         # a hit excludes the last token, so a checkpoint after it would rarely be found
         last = end - (end == request.num_tokens)
         boundary = last // self.block_size * self.block_size

@@ -194,11 +194,12 @@ def _opened(prompt: str, conversation: Conversation, formats: Formats) -> bool:
         return False
     if conversation.continue_final_message:
         begin, end = prompt.rfind(formats.reasoning.begin), prompt.rfind(formats.reasoning.end)
-        return begin > end and formats.reasoning.begin in _text_of(conversation.messages[-1])
+        return begin > end and formats.reasoning.begin in text_of(conversation.messages[-1])
     return formats.reasoning.opened(prompt)
 
 
-def _text_of(message: dict[str, Any]) -> str:
+def text_of(message: dict[str, Any]) -> str:
+    """The text of a message's content."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 

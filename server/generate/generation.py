@@ -145,6 +145,7 @@ class Generation:
             weight=request.weight,
             adapters=[one.use for one in request.adapters],
             report_prefill=request.progress is not None,
+            turn_start=request.turn_start,
         )
         try:
             self._stream = self._client.generate(message)

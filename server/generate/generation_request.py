@@ -44,6 +44,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     cache_key: str | None = None  # the conversation whose cached prefix is wanted for `cache_seconds`
     cache_seconds: float = 0.0
+    turn_start: int = 0  # number of prompt tokens before the user's last message, 0: unknown
     background: bool = False
     timing: RequestTiming | None = None  # of the choice that ended last
     tenant: str = ""  # who shares the engine with others, with `weight`

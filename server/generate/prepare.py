@@ -108,6 +108,7 @@ def _request(
         cache_salt=spec.cache_salt if spec.tenant is None else f"{spec.tenant}/{spec.cache_salt or ''}",
         cache_key=spec.cache_key,
         cache_seconds=spec.cache_seconds,
+        turn_start=prompt.turn_start if len(ids) == len(prompt.ids) else 0,
         background=spec.background,
         adapters=spec.adapters,
         arrival_time=time.time(),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from quire.server import needs
 from quire.server.errors import BadRequest, ContextLengthExceeded
-from quire.server.generate.conversation import Reading, read_answer, render_conversation
+from quire.server.generate.conversation import Reading, read_answer, render_conversation, text_of
 from quire.server.generate.encode import encode_texts
 from quire.server.generate.generation_request import Attached
 from quire.server.generate.images import Illustrated
@@ -22,6 +22,7 @@ class Prompt:
     ids: list[int]
     text: str | None = None  # if it was given as text and is used whole
     media: list[Attached] = field(default_factory=list)
+    turn_start: int = 0  # number of tokens before the user's last message, 0: unknown
 
 
 @dataclass(slots=True)
@@ -51,8 +52,24 @@ def _of_conversation(spec: GenerationSpec, conversation: Conversation, state: ne
     may_truncate = spec.options.truncate_prompt_tokens is not None
     (ids,) = encode_texts([rendered.text], state, bool(spec.add_special_tokens), "messages", may_truncate=may_truncate)
     reading = read_answer(conversation, rendered, spec.structure, state)
-    prompt = Prompt(ids) if rendered.illustrated is None else _expand(rendered.illustrated, ids, spec, state)
-    return Prompts([prompt], reading)
+    if rendered.illustrated is not None:
+        return Prompts([_expand(rendered.illustrated, ids, spec, state)], reading)
+    add_special_tokens = bool(spec.add_special_tokens)
+    turn_start = tokens_before_turn(conversation, rendered.text, ids, state, add_special_tokens)
+    return Prompts([Prompt(ids, turn_start=turn_start)], reading)
+
+
+def tokens_before_turn(
+    conversation: Conversation, text: str, ids: list[int], state: needs.Encoding, add_special_tokens: bool
+) -> int:
+    """Number of tokens of `ids`, the rendered `text`, before the user's last message: where a conversation goes on that
+    is edited there. 0 if the message cannot be found, or if nothing depends on it.
+    """
+    message = next((one for one in reversed(conversation.messages) if one["role"] == "user"), None)
+    if not state.model.keeps_states or message is None or not (content := text_of(message).strip()):
+        return 0
+    (before,) = state.tokenizer.encode_batch([text[: max(text.rfind(content), 0)]], add_special_tokens)
+    return next((i for i, (one, other) in enumerate(zip(before, ids)) if one != other), min(len(before), len(ids)))
 
 
 def _of_text_with_images(spec: GenerationSpec, state: needs.Prompting) -> Prompt:

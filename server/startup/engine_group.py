@@ -202,5 +202,6 @@ def model_info(config: Config, worker: WorkerReady, tokenizer: Tokenizer, sampli
         config.server.max_logprobs,
         config.scheduler.scheduling_policy == "priority",
         worker.pooling,
+        worker.num_states > 0,
         sampling.others,
     )

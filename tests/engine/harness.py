@@ -91,6 +91,7 @@ class Engine:
         media: list[MediaItem] | None = None,
         tenant: str = "",
         weight: float = 1.0,
+        turn_start: int = 0,
         **sampling: Any,
     ) -> AddRequest:
         message = AddRequest(
@@ -106,6 +107,7 @@ class Engine:
             media=media or [],
             tenant=tenant,
             weight=weight,
+            turn_start=turn_start,
         )
         self.put(message, client)
         return message

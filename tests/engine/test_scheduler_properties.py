@@ -131,6 +131,7 @@ def drive(engine, requests):
                         background=len(prompt) % 3 == 0,
                         tenant="abc"[i % 3 if len(requests) % 2 else 0],
                         weight=(1.0, 0.1, 5.0)[i % 3],
+                        turn_start=i * 7 % len(prompt),
                         **{f: getattr(sampling, f) for f in sampling.__struct_fields__},
                     )
                 )
