@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from quire.server.metrics.stats_log import StatsLog
 
 logger = logging.getLogger("quire")
+_FIRST_OF_SYSTEMD = 3  # descriptor
 
 
 def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
@@ -102,6 +103,8 @@ async def _run(config: Config, listener: socket.socket, started: float) -> int:
 
 def bind(config: ServerConfig) -> socket.socket:
     """A listening socket: connections wait in its backlog until the server accepts. Raises OSError."""
+    if (given := _socket_of_systemd()) is not None:
+        return given
     if config.uds:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         _remove_stale_socket(config.uds)
@@ -117,6 +120,22 @@ def bind(config: ServerConfig) -> socket.socket:
         except OSError:
             listener.close()
             raise
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def _socket_of_systemd() -> socket.socket | None:
+    """The socket of a systemd socket unit, which stays open while the service restarts. Its variables are removed, so
+    that no process that we start takes it for its own. Raises OSError for several sockets.
+    """
+    if os.environ.pop("LISTEN_PID", None) != str(os.getpid()):
+        return None
+    os.environ.pop("LISTEN_FDNAMES", None)
+    if (count := int(os.environ.pop("LISTEN_FDS", "0"))) != 1:
+        raise OSError(0, f"systemd gave {count} sockets, and the server listens on one")
+    listener = socket.socket(fileno=_FIRST_OF_SYSTEMD)
+    listener.set_inheritable(False)
     listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener
@@ -222,8 +241,9 @@ class Launcher:
     def _announce(self, ready: Ready) -> None:
         self.announced = True
         scheme = "https" if self.config.server.ssl_certfile else "http"
-        where = self.config.server.uds or "{}://{}:{}".format(scheme, *self.listener.getsockname()[:2])
-        curl, base = ("curl --unix-socket " + where, "http://localhost") if self.config.server.uds else ("curl", where)
+        name = self.listener.getsockname()
+        where = name if isinstance(name, str) else "{}://{}:{}".format(scheme, *name[:2])
+        curl, base = ("curl", where) if "://" in where else ("curl --unix-socket " + where, "http://localhost")
         logger.info(
             "ready in %.1f s: %s serves %s (API at %s/v1, documentation at %s/docs)",
             time.monotonic() - self.started,

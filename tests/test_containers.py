@@ -186,6 +186,16 @@ def test_the_systemd_unit_is_valid_and_hardened(tmp_path):
     assert timeout > all_options()["shutdown_timeout"].default
 
 
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+def test_the_systemd_socket_is_valid(tmp_path):
+    for name in ("quire.service", "quire.socket"):
+        text = (ROOT / "deploy" / name).read_text(encoding="utf-8")
+        (tmp_path / name).write_text(text.replace("/opt/quire/bin/quire", sys.executable))
+    units = [str(tmp_path / name) for name in ("quire.service", "quire.socket")]
+    verified = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, check=False)
+    assert verified.returncode == 0 and "quire." not in verified.stderr, verified.stderr
+
+
 def test_compose_builds_stages_that_exist():
     arguments = {rest.split("=")[0] for instructions in STAGES.values() for key, rest in instructions if key == "ARG"}
     for service in COMPOSE["services"].values():

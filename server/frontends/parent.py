@@ -467,7 +467,11 @@ def share(listener: socket.socket, count: int) -> list[socket.socket]:
         another = socket.socket(listener.family, listener.type, listener.proto)
         another.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         another.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        another.bind(listener.getsockname())
+        try:
+            another.bind(listener.getsockname())
+        except OSError:  # the socket is another user's, systemd's
+            another.close()
+            return [listener] * count
         another.listen(BACKLOG)
         another.setblocking(False)
         listeners.append(another)

@@ -471,6 +471,33 @@ def test_works_from_any_folder_without_being_installed(model_folder, tmp_path):
         server.wait_ready()
 
 
+LISTENING = """
+import json, os, socket, sys
+settings = json.loads(sys.argv[1])
+listener = socket.socket({family})
+listener.bind({address})
+listener.listen()
+os.dup2(listener.fileno(), 3)
+os.environ |= {{"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1", "LISTEN_FDNAMES": "quire.socket"}}
+sys.argv[1] = json.dumps(settings | {{"port": 1}})  # what the service says is not used
+"""
+
+
+@pytest.mark.parametrize("kind", ["port", "path"])
+def test_a_socket_of_systemd(model_folder, tmp_path, kind):
+    address = '("127.0.0.1", settings["port"])' if kind == "port" else repr(str(tmp_path / "s"))
+    family = "socket.AF_INET" if kind == "port" else "socket.AF_UNIX"
+    script = LISTENING.format(family=family, address=address) + SCRIPT
+    with server_process(model_folder, tmp_path, script=script) as server:
+        if kind == "path":
+            server.http = httpx.Client(
+                transport=httpx.HTTPTransport(uds=str(tmp_path / "s")), base_url="http://localhost"
+            )
+        server.wait_ready()
+        assert server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).status_code == 200
+        assert b"LISTEN_" not in Path(f"/proc/{server.engine().pid}/environ").read_bytes()
+
+
 def test_a_model_of_the_hub(model_folder, tmp_path, monkeypatch):
     """From a cache in the Hub's layout, offline; the name in responses is the id."""
     root = tmp_path / "models--org--model"
