@@ -141,7 +141,7 @@ def test_the_wire_form(subscribe, event_format):
     message = AddRequest(
         "a", list(range(1, 14)), SamplingParams(max_tokens=1), cache_salt="salt", adapters=adapters
     )
-    router.engine.scheduler.max_loras = 1
+    router.engine.scheduler.max_loras = router.engine.scheduler.room.max_loras = 1
     router.engine.put(message)
     router.run()
     router.engine.put(Call(1, "reset_prefix_cache"))

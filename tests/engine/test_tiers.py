@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.executor.fake import FakeOptions, expected_tokens
-from quire.engine.messages import AddRequest, Call, CallResult, SamplingParams
+from quire.engine.messages import AddRequest, Call, CalledTools, CallResult, SamplingParams
 from quire.worker.cache.tiers import store as store_module
 from quire.worker.cache.tiers.disk import DiskTier
 from tests.engine.harness import VOCAB, Engine, fake_config
@@ -276,7 +276,9 @@ def test_damage_is_a_miss_and_a_log_line(tmp_path, caplog, how, when):
 @pytest.mark.parametrize("groups", ["full", "full+window:24", "full+chunk:16", "full+state", "window:24+state"])
 @pytest.mark.parametrize("seed", range(3))
 def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):
-    """Random conversations over small tiers, with crashes, orderly ends, damaged and removed files."""
+    """Random trees of conversations over small tiers, with hints, tool calls, freed keys and slot files, and with
+    crashes, orderly ends, damaged and removed files.
+    """
     chance = random.Random(seed)
     monkeypatch.setenv("QUIRE_FAKE", f"groups={groups}")
     monkeypatch.setattr(store_module, "COPY_BYTES", 2000)
@@ -284,7 +286,12 @@ def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):
 
     def start() -> Engine:
         return engine_of(
-            folder, ram=chance.choice([0, 6000]), limit=limit, blocks=64, steps_in_flight=chance.choice([1, 2])
+            folder,
+            ram=chance.choice([0, 6000]),
+            limit=limit,
+            blocks=64,
+            steps_in_flight=chance.choice([1, 2]),
+            slot_save_path=str(tmp_path / "slots"),
         )
 
     engine, fetched, count = start(), 0, 0
@@ -294,12 +301,21 @@ def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):
         for _ in range(chance.randrange(1, 4)):
             talk, count = chance.choice(talks), count + 1
             name = f"r{count}"
-            engine.add(name, list(talk), max_tokens=4)
+            hints = {"cache_key": chance.choice([None, "t/", "t/a", "t/b"]), "cache_seconds": chance.choice([0.01, 60])}
+            sampling = SamplingParams(max_tokens=4)
+            engine.put(AddRequest(name, list(talk), sampling, may_call_tools=chance.random() < 0.5, **hints))
             batch.append((name, list(talk)))
             engine.turn()
             if chance.random() < 0.1:
                 engine.abort(batch.pop()[0])
         engine.run()
+        hint = chance.random()
+        if hint < 0.3:
+            engine.put(CalledTools([name for name, _ in batch]))
+        elif hint < 0.4:
+            engine.scheduler.free_cache(chance.choice(["t/a", "t/b"]))
+        elif hint < 0.6:
+            engine.scheduler.slots.act(chance.choice(["save", "restore", "restore", "erase"]), chance.randrange(2), "x")
         for name, prompt in batch:
             assert engine.tokens(name) == expected_tokens(prompt, SamplingParams(max_tokens=4), 4096, VOCAB)
         for talk in talks:
@@ -307,6 +323,8 @@ def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):
                 talk += [chance.randrange(VOCAB) for _ in range(chance.randrange(1, 20))]
             elif chance.random() < 0.1 and len(talk) > 12:
                 del talk[chance.randrange(8, len(talk)) :]
+        if chance.random() < 0.1:  # a branch
+            talks[chance.randrange(4)] = list(chance.choice(talks))
         assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= limit
         event = chance.random()
         if event < 0.35:
