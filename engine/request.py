@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.messages import AddRequest, Choice, EngineOutput, MediaItem, RequestTiming
-from quire.worker.messages import NewRequest
+from quire.worker.messages import NewRequest, TokenLogprobs
 
 EXACT = 1 << 62  # no tokens were reused from other positions
 
@@ -80,6 +80,7 @@ class Request:
         "sampling",
         "scheduled_time",
         "status",
+        "stop_ids",
         "tenant",
         "token_ids",
         "turn_start",
@@ -124,6 +125,7 @@ class Request:
         self.queued_time = time.time()
         self.key = (*self.rank, arrival, sequence)  # order of service; unique
 
+        self.stop_ids = frozenset(sampling.stop_token_ids) | frozenset(sampling.eos_token_ids)
         self.token_ids = (
             message.prompt_token_ids + choice.output_token_ids if choice.output_token_ids else message.prompt_token_ids
         )
@@ -190,12 +192,15 @@ class Request:
         """Return "stop" if the last output is an EOS or stop id that counts, "length" if no further token fits, else
         None.
         """
-        sampling, num_tokens = self.sampling, len(self.token_ids)
+        num_tokens, last = len(self.token_ids), self.token_ids[-1]
+        if num_tokens < self.max_total_tokens and last not in self.stop_ids:
+            return None
+        sampling = self.sampling
         # Stop ids among the first min_tokens outputs do not count; the sampler also bans them there.
-        if num_tokens - self.num_prompt_tokens > sampling.min_tokens:
-            last = self.token_ids[-1]
-            if (last in sampling.eos_token_ids and not sampling.ignore_eos) or last in sampling.stop_token_ids:
-                return "stop"
+        counts = num_tokens - self.num_prompt_tokens > sampling.min_tokens
+        ends = (last in sampling.eos_token_ids and not sampling.ignore_eos) or last in sampling.stop_token_ids
+        if counts and ends:
+            return "stop"
         return "length" if num_tokens >= self.max_total_tokens else None
 
     def as_new(self) -> NewRequest:
@@ -216,6 +221,9 @@ class Request:
         """Append outputs up to one that finishes the request. Returns their number, and why it is finished."""
         if len(self.token_ids) == self.num_prompt_tokens:
             self.token_ids = list(self.token_ids)  # copy: the sibling choices share the prompt's list
+        if len(token_ids) == 1:
+            self.token_ids.append(token_ids[0])
+            return 1, self.finish_reason()
         for i, token_id in enumerate(token_ids, 1):
             self.token_ids.append(token_id)
             if reason := self.finish_reason():
@@ -245,6 +253,18 @@ class Request:
             num_reused_tokens=self.num_reused_tokens,
             **fields,
         )
+
+    def goes_on(
+        self,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        prompt_logprobs: list[TokenLogprobs] | None,
+    ) -> EngineOutput:
+        """`output` of a request that is not finished: of every request in every step, hence without keywords."""
+        fields = token_ids, None, None, logprobs, prompt_logprobs, self.num_cached_tokens
+        if self.prediction_tokens is None:
+            return EngineOutput(self.request_id, *fields)
+        return EngineOutput(self.request_id, *fields, prediction_tokens=self.prediction_tokens)
 
     def stop_reason(self) -> int | None:
         """Return the stop id that ended a request with finish reason "stop", or None if it was an EOS token."""

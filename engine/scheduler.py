@@ -341,7 +341,8 @@ class Scheduler:
         The last request never preempts itself: its blocks stay useful until an earlier request needs them. The first
         request always gets its blocks.
         """
-        self._note_published(request, self.kv.publish_late(request))
+        if self.kv.has_states:
+            self._note_published(request, self.kv.publish_late(request))
         if self.kv.has_room(request, num_tokens):
             return True
         while (block_ids := self.kv.allocate(request, num_tokens)) is None:
@@ -439,7 +440,7 @@ class Scheduler:
             for item in request.images(start, end):
                 keep = self.images.hold if item.offset + item.length > end else self.images.release
                 keep(item.key, request)
-        if end >= (request.num_published + 1) * self.kv.block_size:
+        if end // self.kv.block_size > request.num_published:
             step.published[request] = self.kv.publish(request)
 
     # ---- memory pressure
@@ -503,13 +504,16 @@ class Scheduler:
         prompt_logprobs = step.new_prompt_logprobs(output)
         for request in self._with_drafts:
             request.num_draft = 0
-        self._with_drafts = [step.requests[i] for i in output.num_draft or ()]
+        drafted, drafts, predicted = step.input.num_draft, output.num_draft, output.predicted
+        self._with_drafts = [step.requests[i] for i in drafts or ()]
         for i, request, token_ids, logprobs in step.sampled(output):
-            if num_draft := step.input.num_draft.get(i, 0):
+            if drafted and (num_draft := drafted.get(i, 0)):
                 self.counts.count_drafts(num_draft, request.take_back_drafts(num_draft, len(token_ids)))
-            request.num_draft = output.num_draft.get(i, 0) if output.num_draft else 0
-            request.predicts = bool(output.predicted) and i in output.predicted
-            self._receive(request, token_ids, logprobs, prompt_logprobs.pop(request, None), now, outputs)
+            if drafts:
+                request.num_draft = drafts.get(i, 0)
+                request.predicts = bool(predicted) and i in predicted
+            entries = prompt_logprobs.pop(request, None) if prompt_logprobs else None
+            self._receive(request, token_ids, logprobs, entries, now, outputs)
         for request, entries in prompt_logprobs.items():
             if request.sampling.max_tokens:
                 _report(request, outputs, prompt_logprobs=entries)
@@ -538,7 +542,7 @@ class Scheduler:
         if reason:
             self._finish(request, reason, now, outputs, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         else:
-            output = request.output(token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+            output = request.goes_on(token_ids, logprobs, prompt_logprobs)
             outputs.setdefault(request.client, []).append(output)
 
     def _finish_unsampled(

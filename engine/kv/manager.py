@@ -100,7 +100,8 @@ class KVCacheManager:
         # the request that `match` looked up last, and the blocks it found per full group
         self._asked: Request | None = None
         self._found: dict[int, list[int]] = {}
-        self._has_state = any(group.kind == "state" for group in self.groups)
+        self.has_states = any(group.kind == "state" for group in self.groups)
+        self._is_plain = len(self.groups) == 1 and not self.has_states and not self.groups[0].releases
         self._shares_outputs = all(group.shares_outputs for group in self.groups)
 
     @property
@@ -160,7 +161,7 @@ class KVCacheManager:
             if self.groups[g].kind == "full":
                 hashes = hashes[: len(found[g])]
         num_blocks = self._agreed(request, found, len(hashes))
-        request.junction = len(hashes) * self.block_size if self._has_state and len(hashes) < num_full else 0
+        request.junction = len(hashes) * self.block_size if self.has_states and len(hashes) < num_full else 0
         return (
             Match(num_blocks, [self._to_hold(g, found[g], num_blocks) for g in range(len(self.groups))])
             if num_blocks
@@ -346,7 +347,7 @@ class KVCacheManager:
         """Return where a chunk of tokens [start, end) ends. With a state group, it stops at its last block boundary, to
         leave a checkpoint there, or before at the request's junction or before the user's last message.
         """
-        if not self._has_state or not self.enable_prefix_caching:
+        if not self.has_states or not self.enable_prefix_caching:
             return end
         turn_start = request.turn_start // self.block_size * self.block_size
         if inside := [stop for stop in (request.junction, turn_start) if start < stop < end]:
@@ -358,6 +359,8 @@ class KVCacheManager:
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
         """Return whether the request's blocks already hold its first `num_tokens` tokens."""
+        if self._is_plain:  # asked of every decoding request in every step
+            return len(request.block_ids[0]) * self.block_size >= num_tokens
         for group, ids in zip(self.groups, request.block_ids):
             if group.kind == "state":
                 if len(ids) < 2 or ids[0] != ids[1] or self._is_checkpoint(ids[1]):
@@ -373,6 +376,8 @@ class KVCacheManager:
         Returns the blocks added per group (for a state group its two pages, if they change), [] if nothing changes, or
         None, without adding any, if too few are free.
         """
+        if self._is_plain:
+            return self._allocate_plain(request, num_tokens)
         self._give_back(request)
         counts = [self._num_to_add(g, request, num_tokens) for g in range(len(self.groups))]
         states = sum(count for count, group in zip(counts, self.groups) if group.kind == "state")
@@ -380,6 +385,16 @@ class KVCacheManager:
             return None
         added = [self._extend(g, request, count) for g, count in enumerate(counts)]
         return added if any(added) else []
+
+    def _allocate_plain(self, request: Request, num_tokens: int) -> list[list[int]] | None:
+        """`allocate` for a single group that keeps all blocks: most models, and many calls per step."""
+        ids = request.block_ids[0]
+        count = max(self.num_blocks(num_tokens) - len(ids), 0)
+        if count > self.pool.num_free:
+            return None
+        added = self.pool.take(count, False)
+        ids += added
+        return [added] if added else []
 
     def _num_to_add(self, g: int, request: Request, num_tokens: int) -> int:
         ids = request.block_ids[g]
@@ -474,7 +489,7 @@ class KVCacheManager:
         the next step changes the state. Returns the newly published blocks.
         """
         end = request.num_computed_tokens
-        is_late = self._has_state and end % self.block_size == 0 and end // self.block_size > request.num_published
+        is_late = self.has_states and end % self.block_size == 0 and end // self.block_size > request.num_published
         return self.publish(request) if is_late and end <= request.num_tokens else []
 
     def _publish_state(self, g: int, request: Request, num_full: int) -> list[int]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from benchmarks import step_model
 from quire.worker.cuda import triton_ops
 from quire.worker.messages import SamplingParams
 from tests.worker.launches import Launches, count, per_layer
@@ -34,6 +35,8 @@ def test_a_decode_step_takes_few_launches(name, batch, sampling, layer):
     assert step.outside["graph"] == 1 and step.outside["_fill_kernel"] == 1, step.outside
     assert step.outside.total() <= OUTSIDE, step.outside
     assert of_layer["linear"] >= 3 and of_layer.total() <= layer, of_layer
+    predicted = step_model.DENSE_LAYER if layer == 10 else step_model.EXPERTS_LAYER
+    assert of_layer.total() == predicted and step.outside.total() <= step_model.OUTSIDE
     # what is not in layers: the embedding, and the last norm
     assert step.inside.total() - 3 * of_layer.total() <= 3, step.inside
 
