@@ -31,7 +31,7 @@ from quire.server.generate.request import Conversation, GenerationOptions, Gener
 from quire.server.generate.tools import ToolChoice
 from quire.server.offline import pooled
 from quire.server.offline.images import ImageTurns, has_images
-from quire.server.offline.lora import LoRARequests, chosen
+from quire.server.offline.lora import LoRARequest, LoRARequests, chosen
 from quire.server.offline.params import CompletionOutput, RequestOutput, SamplingParams
 from quire.server.offline.progress import Progress
 from quire.server.offline.prompts import (
@@ -167,28 +167,39 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[pooled.PooledRequestOutput]:
         """The embedding of every prompt, in order, as `outputs.embedding`. Prompts are as for `generate`, all texts or
-        all token ids. `normalize=None` is the model's default; `dimensions` keeps the first ones.
+        all token ids. `normalize=None` is the model's default; `dimensions` keeps the first ones. `lora_request` is as
+        for `generate`.
 
         Raises ValueError for an invalid prompt or parameter, or a model that makes no embeddings.
         """
-        return self._run(self._embed(plain(prompts), dimensions, normalize, truncate_prompt_tokens))
+        return self._run(self._embed(plain(prompts), dimensions, normalize, truncate_prompt_tokens, lora_request))
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[pooled.PooledRequestOutput]:
         """The probabilities of a classifier's labels for every prompt, as `outputs.probs`. Raises as `embed` does."""
-        return self._run(self._classify(plain(prompts), truncate_prompt_tokens))
+        return self._run(self._classify(plain(prompts), truncate_prompt_tokens, lora_request))
 
     def score(
-        self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[pooled.PooledRequestOutput]:
         """How well each text of `data_2` answers the one of `data_1`, or the one at its place there, as
         `outputs.score`: by a cross-encoder, else the cosine of embeddings. Raises as `embed` does.
         """
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
-        return self._run(self._score(first, second, truncate_prompt_tokens))
+        return self._run(self._score(first, second, truncate_prompt_tokens, lora_request))
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; returns False if running requests use them."""
@@ -297,28 +308,31 @@ class LLM:
         dimensions: int | None,
         normalize: bool | None,
         truncate_prompt_tokens: int | None,
+        lora: LoRARequests,
     ) -> list[pooled.PooledRequestOutput]:
         state = self._runtime.state
         requests = pooled.embedding_requests(
             self._next_id(), prompts, state, dimensions, normalize, truncate_prompt_tokens
         )
-        return pooled.embedding_outputs(requests, await self._vectors(requests))
+        return pooled.embedding_outputs(requests, await self._vectors(requests, lora))
 
     async def _classify(
-        self, prompts: list[str] | list[list[int]], truncate_prompt_tokens: int | None
+        self, prompts: list[str] | list[list[int]], truncate_prompt_tokens: int | None, lora: LoRARequests
     ) -> list[pooled.PooledRequestOutput]:
         state = self._runtime.state
         requests = pooled.classification_requests(self._next_id(), prompts, state, truncate_prompt_tokens)
         activation = state.model.pooling.activation
-        return pooled.classification_outputs(requests, await self._vectors(requests), activation)
+        return pooled.classification_outputs(requests, await self._vectors(requests, lora), activation)
 
     async def _score(
-        self, first: list[str], second: list[str], truncate_prompt_tokens: int | None
+        self, first: list[str], second: list[str], truncate_prompt_tokens: int | None, lora: LoRARequest | None
     ) -> list[pooled.PooledRequestOutput]:
         found = pooled.scoring(self._next_id(), first, second, self._runtime.state, truncate_prompt_tokens)
-        return pooled.scoring_outputs(found, await self._vectors(found.requests))
+        return pooled.scoring_outputs(found, await self._vectors(found.requests, lora))
 
-    async def _vectors(self, requests: list[GenerationRequest]) -> list[Vector]:
+    async def _vectors(self, requests: list[GenerationRequest], lora: LoRARequests) -> list[Vector]:
+        for request, adapters in zip(requests, await chosen(self._runtime.state, lora, len(requests)), strict=True):
+            request.adapters = adapters
         self._runtime.require_alive()
         return await pooling.run(self._runtime.state, requests)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.cli import main as cli
@@ -26,12 +27,21 @@ def test_adapters_of_the_offline_llm(checkpoint, tmp_path):
     want = [greedy(model, PROMPT, 6)[0] for model in models]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     requests = [LoRARequest("one", 1, str(one)), LoRARequest("two", 2, str(two))]
-    with LLM(folder, dtype="float32", kv_cache_memory_bytes=32 << 20, enable_lora=True) as llm:
+    settings = {"dtype": "float32", "kv_cache_memory_bytes": 32 << 20, "pooling": "lasttoken"}
+    with LLM(folder, enable_lora=True, **settings) as llm:
         prompts = [{"prompt_token_ids": PROMPT}] * 3
         found = llm.generate(prompts, params, use_tqdm=False, lora_request=[None, *requests])
         assert [result.outputs[0].token_ids for result in found] == want
         (again,) = llm.generate(prompts[:1], params, use_tqdm=False, lora_request=requests[1])
         assert again.outputs[0].token_ids == want[2]
+        texts = [{"prompt_token_ids": PROMPT}] * 2
+        base, adapted = (one.outputs.embedding for one in llm.embed(texts, lora_request=[None, requests[0]]))
+        assert llm.embed(texts[:1], lora_request=requests[0])[0].outputs.embedding == pytest.approx(adapted, abs=1e-4)
+        hidden = models[1].model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
+        assert torch.nn.functional.normalize(hidden, dim=0).tolist() == pytest.approx(adapted, abs=1e-3)
+        assert base != pytest.approx(adapted, abs=1e-2)
+        scores = [llm.score("a", "b", lora_request=one)[0].outputs.score for one in (None, requests[0])]
+        assert scores[0] != pytest.approx(scores[1], abs=1e-4)
         with pytest.raises(ValueError, match=r"there is no adapter_config.json"):
             llm.generate(prompts[:1], params, use_tqdm=False, lora_request=LoRARequest("x", 3, str(tmp_path)))
         with pytest.raises(ValueError, match="lora_request: 1 for 3 prompts"):
