@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ class Adapter:
     """An adapter under a name. Requests refer to it, and keep its files until they have ended."""
 
     name: str
-    id: int  # of llama.cpp's API: the place on the command line, then the order of loading
+    id: int  # of llama.cpp's API: the place on the command line among those served, then the order of loading
     source: Path
     snapshot: Snapshot
     parent: str | None  # the base model's name, if it was given
@@ -86,16 +86,15 @@ class Adapters:
         for name, path, is_given in self._at_start:
             if name in names:
                 raise ValueError(f"LoRA adapter {name!r}: this is a name of the model itself")
-            adapter_id = next(self._ids)
             try:
-                adapter = await self._read(name, adapter_id, path, self._parents.get(name))
+                adapter = await self._read(name, path, self._parents.get(name))
                 await self._load_when_ready(client, adapter)
             except ValueError as error:
                 if is_given:
                     raise ValueError(f"--lora-modules {name}: {error}") from None
                 logger.warning("--lora-dir: leaving out %s: %s", name, error)
                 continue
-            self.loaded[name] = adapter
+            self.loaded[name] = replace(adapter, id=next(self._ids))
         if self.loaded:
             logger.info("LoRA adapters: %s", ", ".join(self.loaded))
 
@@ -108,12 +107,12 @@ class Adapters:
             except Unavailable:  # the engine died; its supervisor starts another or ends the server
                 await asyncio.sleep(_POLL)
 
-    async def _read(self, name: str, adapter_id: int, path: Path, parent: str | None) -> Adapter:
+    async def _read(self, name: str, path: Path, parent: str | None) -> Adapter:
         def take() -> Snapshot:
             return self._snapshots.take(Path(adapter_folder(str(path), self._download_dir)))
 
         snapshot = await asyncio.get_running_loop().run_in_executor(None, take)
-        return Adapter(name, adapter_id, path, snapshot, parent)
+        return Adapter(name, -1, path, snapshot, parent)  # a new one gets its number when it is loaded
 
     def close(self) -> None:
         """Remove the copies of files. Idempotent."""
@@ -162,10 +161,10 @@ class Adapters:
             raise BadRequest(f"lora_name: {MAX_ADAPTERS} adapters are loaded, and there can be no more.")
         self._loading.add(name)
         try:
-            adapter_id = next(self._ids) if known is None else known.id
-            adapter = await self._read(name, adapter_id, folder, parent)
+            adapter = await self._read(name, folder, parent)
             await _load_into(client, adapter)
-            self.loaded[name] = adapter
+            number = next(self._ids) if known is None else known.id
+            adapter = self.loaded[name] = replace(adapter, id=number)
             return adapter
         except ValueError as error:
             raise BadRequest(f"lora_path: {error}.", param="lora_path") from None
@@ -179,11 +178,11 @@ class Adapters:
         if known is not None and known.source == path:
             return known
         try:
-            adapter = await self._read(name, next(self._ids), path.expanduser(), None)
+            adapter = await self._read(name, path.expanduser(), None)
             await _load_into(client, adapter)
         except ValueError as error:
             raise BadRequest(f"lora_request {name}: {error}") from None
-        self.loaded[name] = adapter
+        adapter = self.loaded[name] = replace(adapter, id=next(self._ids))
         return adapter
 
     def _allowed_folder(self, path: str) -> Path:

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import random
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from quire.checkpoints.gguf.folder import gguf_folder
 from quire.engine.messages import SamplingParams
 from tests.checkpoints import TOKENIZER_SIZE, greedy
 from tests.in_process import InProcessEngine
 from tests.lora import ALL, ATTENTION, as_gguf, make_adapter, make_expert_adapter, merged, use
+from tests.worker import quantized_checkpoints
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -166,6 +170,28 @@ def check_scores(folder, adapter, prompts, settings):
         found = torch.tensor([entry.logprobs[0] for entry in result.prompt_logprobs])
         right, wrong = (_scores(model, prompt) for model in ((adapted, base) if i % 2 == 0 else (base, adapted)))
         assert (found - right).abs().mean() < 0.25 * (found - wrong).abs().mean()
+
+
+@pytest.mark.parametrize("kind", ["int4", "gguf"])
+def test_quantized_bases(kind, checkpoint, tmp_path, prompts):
+    """The reference has the values that the quantized weights stand for."""
+    source = checkpoint("llama3", hidden_size=128, intermediate_size=256)
+    if kind == "int4":
+        form = quantized_checkpoints.compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=32)
+        quantized_checkpoints.write(source, tmp_path / "made", *form)
+        folder, plain = tmp_path / "made" / "quantized", tmp_path / "made" / "plain"
+    else:
+        files = pytest.importorskip("tests.gguf_files")
+        plain = tmp_path / "plain"
+        shutil.copytree(source, plain)
+        weights = files.write_gguf(source, tmp_path / "model.gguf", {"default": "Q4_0"}, "llama")
+        save_file(weights, plain / "model.safetensors", {"format": "pt"})
+        folder = gguf_folder(str(tmp_path / "model.gguf"))
+    adapter = make_adapter(tmp_path / "one", str(plain), 16)
+    engine = engine_for(str(folder), dtype="float32")
+    results = engine.generate(prompts[:2], GREEDY, adapters=[[use(adapter)], []])
+    engine.close()
+    check(results, prompts[:2], [merged(str(plain), (adapter, 1.0)), merged(str(plain))])
 
 
 def _scores(model, prompt):

@@ -136,13 +136,13 @@ def _text(answer):
 def test_llamacpps_adapters(served, expected):
     listed = served.http.get("/lora-adapters").json()
     assert [(one["id"], one["name"], one["scale"]) for one in listed][:3] == [
-        (0, "given", 0.0), (2, "one", 0.0), (3, "two", 0.0)
+        (0, "given", 0.0), (1, "one", 0.0), (2, "two", 0.0)
     ]  # fmt: skip
     assert tokens(complete(served, MODEL, lora=[{"id": 0, "scale": 1.0}])) == expected["given"][:NUM_TOKENS]
     assert tokens(complete(served, MODEL, lora=[{"id": 0, "scale": 0}])) == expected[""][:NUM_TOKENS]
     unknown = post(served, "/v1/completions", prompt="x", lora=[{"id": 99, "scale": 1}])
     assert unknown.status_code == 400 and unknown.json()["error"]["param"] == "lora"
-    assert served.http.post("/lora-adapters", json=[{"id": 2, "scale": 1.0}]).json() == {"success": True}
+    assert served.http.post("/lora-adapters", json=[{"id": 1, "scale": 1.0}]).json() == {"success": True}
     try:
         assert tokens(complete(served, MODEL)) == expected["one"][:NUM_TOKENS]
         assert tokens(complete(served, MODEL, lora=[])) == expected[""][:NUM_TOKENS]
