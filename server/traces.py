@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ class Traces:
 
     def __init__(self, endpoint: str, model: str, version: str):
         """Raises ValueError for an endpoint of another protocol, and without the SDK."""
+        protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+        if protocol not in (None, "", "http/protobuf"):
+            raise ValueError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol}: traces are sent by http/protobuf only")
         if not endpoint.startswith(("http://", "https://")):
             raise ValueError(
                 f"--otlp-traces-endpoint {endpoint}: traces go over HTTP, as to http://HOST:4318/v1/traces"
@@ -45,12 +49,14 @@ class Traces:
         self,
         scope: Scope,
         requests: Sequence[GenerationRequest],
+        arrived: float,
         started: float,
         ended: float,
         usage: Mapping[str, Any],
     ) -> None:
         """A request that ended: a span, below that of the client's `traceparent`, with one for each phase of its first
-        prompt. Times are seconds of time.time(); `usage` are attributes.
+        prompt: until it was `started`, its body was read and its prompt made. Times are seconds of time.time(); `usage`
+        are attributes.
         """
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -63,13 +69,14 @@ class Traces:
             {"gen_ai.provider.name": "quire", "gen_ai.request.model": self._model, "gen_ai.response.model": self._model}
             | _attributes(scope, requests)
             | usage,
-            start_time=int(started * _GIGA),
+            start_time=int(arrived * _GIGA),
         )
         inside = set_span_in_context(span)
-        if requests and (timing := requests[0].timing) is not None:
-            for name, begin, end in _phases(timing):
-                child = self._tracer.start_span(name, inside, start_time=int(begin * _GIGA))
-                child.end(int(end * _GIGA))
+        timing = requests[0].timing if requests else None
+        phases = [("tokenize", arrived, started), *(_phases(timing) if timing is not None else [])]
+        for name, begin, end in phases:
+            child = self._tracer.start_span(name, inside, start_time=int(begin * _GIGA))
+            child.end(int(end * _GIGA))
         span.end(int(ended * _GIGA))
 
     def close(self) -> None:

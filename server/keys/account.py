@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sqlite3
 import time
@@ -58,6 +59,11 @@ class Account:
             self.num_waiting = sum(one.n for one in self.requests)
             self.state.num_waiting_of[self.key.name] += self.num_waiting
 
+    @property
+    def _arrived(self) -> float:
+        """time.time() of the request's first byte, as well as it is known."""
+        return self.opened - self.scope.get("preparation", 0.0)
+
     def _begun(self, num_choices: int) -> None:
         """They wait no longer."""
         if self.num_waiting:
@@ -99,7 +105,7 @@ class Account:
                 "gen_ai.usage.output_tokens": self.num_output_tokens,
                 "gen_ai.response.finish_reasons": sorted(self.finish_reasons),
             }
-            state.traces.record(self.scope, self.requests, self.opened, time.time(), usage)
+            state.traces.record(self.scope, self.requests, self._arrived, self.opened, time.time(), usage)
 
     def _row(self, status: int | None) -> dict[str, object]:
         """Counts, never content."""
@@ -144,6 +150,8 @@ def open_account(scope: Scope, state: Accounts, requests: Sequence[GenerationReq
             if state.metrics is not None:
                 state.metrics.observe_key_refusal(key.name, error.code)
             raise
+    if (arrived := scope.get("state", {}).get("arrived")) is not None:
+        scope["preparation"] = max(asyncio.get_running_loop().time() - arrived, 0.0)
     scope["account"] = Account(state, scope, key, background, requests, num_tokens)
 
 

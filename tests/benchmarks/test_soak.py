@@ -8,7 +8,7 @@ import random
 import httpx
 import pytest
 
-from benchmarks import soak
+from benchmarks import kill_rounds, soak
 from benchmarks.soak_traffic import KINDS, send
 from tests.server.conftest import MODEL, running_server
 from tests.server.media.conftest import FAKE, write_seeing_model
@@ -47,6 +47,14 @@ def test_a_wrong_answer_is_seen():
             return await send(http, KINDS[0], random.Random(0), MODEL)
 
     assert asyncio.run(one()).is_wrong
+
+
+@pytest.mark.slow
+def test_two_thousand_streams_end():
+    with kill_rounds.serving(kill_rounds.ROOT, "--max-num-queued-reqs", "0", fake="step_delay=0.01") as server:
+        texts, _ = kill_rounds.streams(server, 2000, 20)
+        assert all(texts)
+        assert server.status() == 200
 
 
 @pytest.mark.slow

@@ -48,20 +48,29 @@ def test_spans_of_a_request(model_folder, collector, monkeypatch):
         body = {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 5, "ignore_eos": True}
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "abc"}
         assert server.http.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
-        poll(lambda: len(spans) >= 4)
+        poll(lambda: len(spans) >= 5)
     by_name = {span.name: span for span in spans}
-    assert set(by_name) == {"llm_request", "queue", "prefill", "decode"}
+    assert set(by_name) == {"llm_request", "tokenize", "queue", "prefill", "decode"}
     root = by_name["llm_request"]
     assert all(span.trace_id.hex() == TRACE for span in spans) and root.parent_span_id.hex() == PARENT
-    assert all(by_name[name].parent_span_id == root.span_id for name in ("queue", "prefill", "decode"))
+    assert all(by_name[name].parent_span_id == root.span_id for name in by_name if name != "llm_request")
     got = {one.key: one.value for one in root.attributes}
     assert got["gen_ai.usage.output_tokens"].int_value == 5 and got["gen_ai.usage.input_tokens"].int_value > 0
     assert got["gen_ai.request.model"].string_value == MODEL and got["gen_ai.request.id"].string_value == "abc"
     assert [one.string_value for one in got["gen_ai.response.finish_reasons"].array_value.values] == ["length"]
-    phases = [by_name[name] for name in ("queue", "prefill", "decode")]
+    phases = [by_name[name] for name in ("tokenize", "queue", "prefill", "decode")]
+    assert root.start_time_unix_nano == phases[0].start_time_unix_nano
     for before, after in itertools.pairwise(phases):
         assert before.start_time_unix_nano < before.end_time_unix_nano <= after.start_time_unix_nano + 1000
     assert "secret" not in str(spans)
+
+
+def test_another_protocol_of_the_environment(monkeypatch):
+    from quire.server.traces import Traces
+
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+    with pytest.raises(ValueError, match=r"is grpc: .* http/protobuf only"):
+        Traces("http://localhost:4318/v1/traces", "m", "1")
 
 
 def test_an_endpoint_of_another_protocol():
