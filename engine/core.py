@@ -69,6 +69,7 @@ EXIT_SIGNAL = signal.SIGUSR1  # the thread that watches stdin sends it to the ma
 GIVE_BACK_INTERVAL = 5.0  # seconds between looks of an idle engine at the machine's memory
 SAVE_INTERVAL, SAVE_RETRY = 1.0, 5.0  # seconds between writes of hot blocks to disk; after one that was not possible
 SAVED_BYTES = 8 << 20  # that busy engines write at once
+WRITTEN_AFTER = 1.0  # seconds until blocks that were given to the disk are written, unless it is slow
 SAVE_TIMEOUT = 15.0  # seconds that an engine writes before it ends
 FETCH_POLL_INTERVAL = 0.001  # seconds between looks for fetched blocks when nothing else is to do
 OPS_POLL_INTERVAL = 0.5  # seconds between polls of an idle engine for kernels that are being compiled
@@ -93,6 +94,7 @@ class EngineCore:
         self.stats_due = 0.0  # time.monotonic() of the next statistics message; 0 if there are no new statistics
         self.cache_used_at: float | None = None  # time.monotonic(); None while the KV cache's memory is given back
         self.save_due = 0.0  # time.monotonic() of the next write of hot blocks to disk
+        self.written_due = 0.0  # time.monotonic() when what was given to the disk is told in statistics; 0: not
         self.saved_blocks = 1  # number of blocks that a busy engine writes at once
         self.publisher: KVEventPublisher | None = None
         self.awaits_ops = False  # whether the workers' kernels are still being compiled
@@ -169,18 +171,23 @@ class EngineCore:
             return OPS_POLL_INTERVAL
         if self.scheduler.tiers is not None and self.scheduler.tiers.num_unsaved:
             return max(self.save_due - time.monotonic(), 0.01)
+        if self.written_due:
+            return max(self.written_due - time.monotonic(), 0.01)
         return GIVE_BACK_INTERVAL if self.gives_back and self.cache_used_at is not None else None
 
     def save_some(self, idle: bool) -> None:
         """Have hot blocks written to disk now and then, more of them while no request runs."""
         tiers, now = self.scheduler.tiers, time.monotonic()
+        if self.written_due and now >= self.written_due:
+            self.written_due = 0.0
+            self.schedule_stats()
         if tiers is None or not tiers.num_unsaved or now < self.save_due:
             return
         most = SAVED_AT_ONCE if idle else self.saved_blocks
         given = self.scheduler.save(most)
         # an idle engine goes on at once, but looks for messages in between
         self.save_due = now + (SAVE_RETRY if not given else 0.0 if idle else SAVE_INTERVAL)
-        self.schedule_stats()
+        self.written_due = now + WRITTEN_AFTER
 
     def give_back_memory(self) -> None:
         """Return the KV cache's memory to the system, and forget cached prefixes, if the workers find that it is time:

@@ -298,7 +298,7 @@ class KVCacheManager:
     @property
     def has_states_for_one_more(self) -> bool:
         """Whether the pages with states that another request holds at once are free."""
-        return not self._has_state or self.pool.num_free_states >= 2
+        return not self.has_states or self.pool.num_free_states >= 2
 
     def awaits_checkpoint(self, request: Request, match: Match) -> bool:
         """Whether the step being scheduled leaves a checkpoint of a longer prefix of the request than `match`: from the

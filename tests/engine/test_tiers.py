@@ -16,7 +16,7 @@ from quire.engine.executor.fake import FakeOptions, expected_tokens
 from quire.engine.messages import AddRequest, Call, CalledTools, CallResult, SamplingParams
 from quire.worker.cache.tiers import store as store_module
 from quire.worker.cache.tiers.disk import DiskTier
-from tests.engine.harness import VOCAB, Engine, fake_config
+from tests.engine.harness import VOCAB, Engine, Idle, fake_config
 
 GIB = 1 << 30
 
@@ -185,6 +185,14 @@ def test_an_idle_engine_writes_hot_blocks(tmp_path):
     engine.core.save_due = 0
     engine.core.save_some(idle=True)
     assert not engine.scheduler.tiers.num_unsaved
+    assert 0 < engine.core.idle_wait() <= 1  # it wakes up once more, to tell what was written
+    engine.core.written_due = 0.001
+    told = []
+    engine.core.send_stats = lambda *_: told.append(engine.scheduler.flush_stats().tiers)
+    engine.core.save_some(idle=True)
+    with pytest.raises(Idle):
+        engine.turn()
+    assert told[0].used["disk"] > 0 and engine.core.idle_wait() is None
 
 
 def test_others_run_while_a_request_waits_for_its_blocks(tmp_path, monkeypatch):
