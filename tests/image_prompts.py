@@ -136,9 +136,21 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         return _gemma4(images)
     if "ocr" in name:
         return _ocr(name, images)
+    if name == "lfm2_vl":
+        return _lfm2_vl(images)
     if name == "llava":
         return {"pixel_values": torch.stack(pixels)}
     return {"pixel_values": torch.cat(pixels)}
+
+
+def _lfm2_vl(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    grids = torch.cat([image["grids"] for image in images])
+    parts = torch.cat([image["pixel_values"] for image in images]).split(grids.prod(1).tolist())
+    padded = torch.zeros(len(parts), max(map(len, parts)), parts[0].shape[1])
+    mask = torch.zeros(padded.shape[:2], dtype=torch.int32)
+    for i, part in enumerate(parts):
+        padded[i, : len(part)], mask[i, : len(part)] = part, 1
+    return {"pixel_values": padded, "spatial_shapes": grids, "pixel_attention_mask": mask}
 
 
 def _gemma4(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:

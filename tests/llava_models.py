@@ -55,17 +55,26 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"vision_config": _SIGLIP, "image_token_index": IMAGE_TOKEN_ID, "image_grid_pinpoints": _GRIDS}
         | {"vision_aspect_ratio": "anyres_max_4"},
     ),
+    "lfm2_vl": (
+        "Lfm2Vl",
+        "lfm2",
+        {"image_token_id": IMAGE_TOKEN_ID, "projector_hidden_size": 40}
+        | {"vision_config": _VISION | {"model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 25}},
+    ),
     "idefics3": ("Idefics3", "llama", {"vision_config": _FIXED, "image_token_id": IMAGE_TOKEN_ID, "scale_factor": 2}),
     "smolvlm": ("SmolVLM", "llama", {"vision_config": _FIXED, "image_token_id": IMAGE_TOKEN_ID, "scale_factor": 2}),
 }
 
 
+_TEXTS = {"lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}}
 # preprocessor_config.json, where the defaults would make many tokens
 PREPROCESSORS = {
     "mistral3": {"size": {"longest_edge": 56}},
     "pixtral": {"size": {"longest_edge": 56}},
     "idefics3": {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}},
     "smolvlm": {"size": {"longest_edge": 2 * SIDE}, "do_image_splitting": False},
+    "lfm2_vl": {"encoder_patch_size": 4, "tile_size": 16, "min_image_tokens": 4, "max_image_tokens": 12}
+    | {"max_tiles": 4},
 }
 
 
@@ -75,7 +84,7 @@ def build_model(name: str, folder: str | Path, **overrides: Any) -> Any:
     import transformers
 
     prefix, text_type, settings = MODELS[name]
-    text = {"model_type": text_type} | _TEXT
+    text = {"model_type": text_type} | _TEXT | _TEXTS.get(text_type, {})
     settings = settings | {"text_config": text, "tie_word_embeddings": False} | overrides
     config = getattr(transformers, f"{prefix}Config")(**settings)
     torch.manual_seed(0)

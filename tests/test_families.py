@@ -104,6 +104,7 @@ def test_the_text_of_a_wrapper(model_type, text, vision, bare, prompts, tmp_path
     config = CONFIG_MAPPING[model_type](
         text_config={"model_type": text_type, **settings, "tie_word_embeddings": True},
         vision_config=VISION | vision,
+        **({"projector_hidden_size": 32} if model_type == "lfm2_vl" else {}),
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)

@@ -145,6 +145,21 @@ def test_from_the_picture_to_the_tokens(name, tmp_path):
         check(reference, prompt, result)
 
 
+def test_lfm2_vl(tmp_path):
+    """With our pixels: transformers' processor needs torchvision. Images that keep their shape, and tiles."""
+    model, rng = build("lfm2_vl", tmp_path), random.Random(3)
+    write, (a, b, c) = Writer(tmp_path, tmp_path), PICTURES
+    prompts = [
+        write(*text(rng, 9)),
+        write(a, *text(rng, 4)),
+        write(*text(rng, 3), c, *text(rng, 2), picture(3, 20, 14), *text(rng, 1)),
+        write(b, 31, b, do_image_splitting=False),
+    ]
+    assert [len(one.counts) for one in prompts[2].images] == [4, 1]  # tiles and the whole, the whole
+    for prompt, result in zip(prompts, run(tmp_path, prompts, max_model_len="400"), strict=True):
+        check(Reference("lfm2_vl", model, prompt.images), prompt, result)
+
+
 # ---- the DeepSeek-OCR family
 
 

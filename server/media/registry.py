@@ -23,6 +23,7 @@ PROCESSORS: dict[str, str] = {
     "Gemma4ForConditionalGeneration": "gemma:Gemma4Processor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",
     "InternVLForConditionalGeneration": "internvl:InternVLProcessor",
+    "Lfm2VlForConditionalGeneration": "lfm2_vl:Lfm2VLProcessor",
     "LlavaForConditionalGeneration": "llava:llava_processor",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",
     "Mistral3ForConditionalGeneration": "pixtral:PixtralProcessor",

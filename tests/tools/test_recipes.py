@@ -19,7 +19,7 @@ def test_recipes_are_listed_once():
     [
         ("NemotronHForCausalLM", True, "NemotronHForCausalLM"),
         ("Qwen3_5ForConditionalGeneration qwen3_5_text", True, "Qwen3_5ForConditionalGeneration"),
-        ("Lfm2VlForConditionalGeneration lfm2", True, "text only"),
+        ("KimiK25ForConditionalGeneration kimi_k2", True, "text only"),
         ("Lfm2VlForConditionalGeneration rwkv", False, "with a text part of model_type 'rwkv' is not supported"),
         ("GlmMoeDsaForCausalLM", True, "up to 2048 tokens"),
     ],

@@ -41,7 +41,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "KimiK25ForConditionalGeneration": Wrapper(),
     "Kimi_K25ForConditionalGeneration": Wrapper(),
     "Llama4ForConditionalGeneration": Wrapper(),
-    "Lfm2VlForConditionalGeneration": Wrapper(),
+    "Lfm2VlForConditionalGeneration": Wrapper("lfm2_vl:Lfm2VLTower"),
     "LlavaForConditionalGeneration": Wrapper("llava:LlavaTower"),
     "LlavaNextForConditionalGeneration": Wrapper(),
     "LlavaOnevisionForConditionalGeneration": Wrapper("llava_onevision:LlavaOnevisionTower"),

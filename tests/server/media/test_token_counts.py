@@ -11,6 +11,7 @@ from quire.server.media.deepseek_ocr import DeepseekOCR2Processor, DeepseekOCRPr
 from quire.server.media.gemma import Gemma3Processor, Gemma4Processor
 from quire.server.media.idefics3 import Idefics3Processor
 from quire.server.media.internvl import InternVLProcessor
+from quire.server.media.lfm2_vl import Lfm2VLProcessor
 from quire.server.media.llava import LlavaProcessor
 from quire.server.media.llava_onevision import LlavaOnevisionProcessor
 from quire.server.media.pixtral import PixtralProcessor
@@ -28,6 +29,10 @@ FAMILIES = {
         [{}, {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 5}],
     ),
     "gemma4": (Gemma4Processor(CONFIG, {}), [{}, {"max_soft_tokens": 70}, {"detail": "low"}]),
+    "lfm2": (
+        Lfm2VLProcessor(CONFIG, {"tile_size": 56, "min_image_tokens": 4, "max_image_tokens": 16}),
+        [{}, {"do_image_splitting": False}, {"max_tiles": 4, "use_thumbnail": False}, {"detail": "low"}],
+    ),
     "llava": (LlavaProcessor(CONFIG, {}), [{}]),
     "onevision": (LlavaOnevisionProcessor(CONFIG | PINPOINTS, {}), [{}, {"detail": "low"}]),
     "idefics3": (
