@@ -18,7 +18,7 @@ from quire.checkpoints.gguf.names import IGNORED
 from quire.checkpoints.safetensors import SINGLE, weight_names
 
 _FIRST = 1 << 17  # bytes of the first request
-_MOST = 1 << 28  # of a header
+_MOST = 1 << 28  # per header
 _THREADS = 8
 
 

@@ -16,7 +16,7 @@ from quire.cli.conversation import HELP, Conversation
 from quire.cli.main import Parser
 from quire.cli.terminal import note_length, read_lines, read_messages, stoppable
 
-COMPLETION_TOKENS = 256  # of an answer of `quire complete` without --max-tokens
+COMPLETION_TOKENS = 256  # per answer of `quire complete` without --max-tokens
 
 
 def _parser(name: str, description: str) -> Parser:

@@ -1,4 +1,4 @@
-"""Background requests: what they get of a step next to the others."""
+"""Background requests: their share of a step."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from quire.engine.kv.manager import KVCacheManager
 from quire.engine.request import Request
 
 # prompt tokens with log-probabilities in a step that several requests share: each costs a row of logits, and one that
-# arrives waits for the steps in flight. Each gets at least the second number, so that none holds up those behind it.
+# arrives waits for the steps in flight. Each gets at least the second number, so that none holds up those after it.
 SCORED_CHUNK, LEAST_SCORED = 256, 16
 
 

@@ -363,7 +363,7 @@ class EngineCore:
             self.publisher = KVEventPublisher(settings, self.index)
 
     def open_tiers(self, ready: WorkerReady, kv: KVCacheManager) -> Tiers | None:
-        """What is below the pool, if anything."""
+        """The tiers below the pool, if there are any."""
         self.saved_blocks = min(max(SAVED_BYTES // max(ready.plan.bytes_per_block, 1), 1), SAVED_AT_ONCE)
         return tiers_below(kv, ready, functools.partial(self.executor.call, "call_tiers"))
 

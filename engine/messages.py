@@ -228,7 +228,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when the request was first scheduled
     error: str | None = None
     timing: RequestTiming | None = None  # with the last output
-    error_kind: str = "engine"  # "engine" or "invalid_request": what caused the error, the engine or the request
+    error_kind: str = "engine"  # "engine" or "invalid_request": the cause of the error
     pooled: bytes | None = None  # with the last output of a request with `pooling`: its vector, float32
     # of a request with a prediction: how many drafts from it were accepted and rejected so far
     prediction_tokens: tuple[int, int] | None = None

@@ -43,7 +43,7 @@ class Room:
         return next((request for request in waiting if not request.adapters), None)
 
     def _has_slots(self, request: Request, without: Collection[Request] = ()) -> bool:
-        """Whether a step may use the adapters of a request beside those of the running ones."""
+        """Whether a step may use the adapters of a request in addition to those of the running ones."""
         if not request.adapters:
             return True
         others = (use.key for other in self.running if other not in without for use in other.adapters)

@@ -68,7 +68,7 @@ class Scheduler:
     ):
         self.kv, self.num_groups, self.turn = kv, stages, 0
         self.tiers = tiers  # below the pool; None: there are none
-        self.slots: Slots | None = None  # what the last request of each row left; None: nobody asks
+        self.slots: Slots | None = None  # the cache contents of each row's last request; None: not tracked
         self.reuse: Reuse | None = None  # of what stands at other positions; None: nobody asks
         self._unasked: list[Request] = []  # waiting requests whose prefixes were not looked up there
         self.by_priority = config.scheduling_policy == "priority"
@@ -118,7 +118,7 @@ class Scheduler:
             if (client, choice.request_id) in self.requests:
                 raise ValueError(f"request_id {choice.request_id!r} is already in use")
         check_request(message, self.max_model_len, self._vocab_size, self.pooling, self.max_loras)
-        # an image that is computed whole always fits beside the tokens of the other running requests
+        # an image that is computed whole always fits next to the tokens of the other running requests
         check_media(message, self.media, self.token_budget - self.max_running + 1)
         pools_all = message.pooling is not None and self.pooling.reads_all
         first, arrival = self._num_added + 1, time.monotonic() - message.age

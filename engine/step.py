@@ -31,7 +31,7 @@ class Step:
     scheduled: float = field(default_factory=time.monotonic)
 
     def contents(self) -> str:
-        """What was computed, for a person."""
+        """The contents of the step, for the log."""
         counts = self.input.num_scheduled
         num_decodes = sum(count == 1 for count in counts)
         text = f"{len(counts)} requests with {self.num_tokens} tokens, of which {num_decodes} had one each"

@@ -22,7 +22,7 @@ from quire.worker.messages import (
 # number of bad words times the length of the longest: the number of tokens that workers compare per step
 MAX_BAD_WORDS_SIZE = 1 << 18
 
-MAX_MARKER_TOKENS = 256  # of a text that begins or ends the thoughts
+MAX_MARKER_TOKENS = 256  # per text that begins or ends the thoughts
 MAX_STOP_TOKEN_IDS = 1024  # searched for every sampled token
 
 

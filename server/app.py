@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from quire.server.error_shapes import body_of, internal_body, shaped
+from quire.server.error_shapes import body_of, dialect_body, internal_body
 from quire.server.errors import ApiError, BadRequest, EngineError, Unavailable
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.middleware import Hosts, is_loopback, note_refusal
@@ -104,7 +104,7 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
         message = f"{path[:200]} does not take {request.method}."
     answer = BadRequest(message) if error.status_code < 500 else EngineError(message)
     note_refusal(request.scope, answer)
-    body = shaped(path, error.status_code, message, answer.type)
+    body = dialect_body(path, error.status_code, message, answer.type)
     return JsonResponse(body, status_code=error.status_code, headers=error.headers)
 
 

@@ -27,10 +27,12 @@ def is_ollama(path: str) -> bool:
 
 
 def body_of(error: ApiError, path: str) -> bytes:
-    return shaped(path, error.status, error.message, error.type, error.param, error.code)
+    return dialect_body(path, error.status, error.message, error.type, error.param, error.code)
 
 
-def shaped(path: str, status: int, message: str, type: str, param: str | None = None, code: str | None = None) -> bytes:
+def dialect_body(
+    path: str, status: int, message: str, type: str, param: str | None = None, code: str | None = None
+) -> bytes:
     if is_anthropic(path):
         return anthropic_body(status, message)
     if is_ollama(path):
@@ -47,4 +49,4 @@ def anthropic_body(status: int, message: str) -> bytes:
 
 def internal_body(path: str) -> bytes:
     """For unexpected exceptions; the traceback goes to the log, not to the client."""
-    return shaped(path, 500, INTERNAL, "server_error", None, "internal_error")
+    return dialect_body(path, 500, INTERNAL, "server_error", None, "internal_error")

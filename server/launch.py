@@ -182,7 +182,7 @@ class Launcher:
         stopping = asyncio.create_task(self.stop.wait())
         await asyncio.wait({serving, running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
-            if not self.announced:  # processes that load or import notice no request to end, and serve nobody
+            if not self.announced:  # processes that load or import do not notice requests to end, and have no clients
                 self.engines.kill()
                 self.frontend.kill()
             code = await self._drain()

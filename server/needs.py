@@ -104,7 +104,7 @@ class Queue(Protocol):
 
 
 class Drain(Protocol):
-    """What the end of the server waits for."""
+    """Requests in flight, which the shutdown waits for."""
 
     def enter(self) -> None: ...
     def leave(self) -> None: ...
@@ -121,7 +121,7 @@ class Responses(Protocol):
 
 
 class Details(Protocol):
-    """Of the model's files."""
+    """Details of the model's files."""
 
     details: LazyDetails
 

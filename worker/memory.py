@@ -519,7 +519,7 @@ def attention_specs(
     kv: KVStorage,
     draft: ModelSpec | None = None,
 ) -> list[AttentionSpec]:
-    """What the layers, and those of a draft model, require of attention, without repetitions: layers of one shape
+    """Requirements of all layers, and those of a draft model, on attention, without repetitions: layers of one shape
     differ only in their windows.
     """
     tp = config.parallel.tensor_parallel_size

@@ -100,7 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     prompt_logprobs: int | None = None  # the same for every prompt token except the first
     logprobs_mode: str = "raw_logprobs"
     thinking: ThinkingBudget | None = None
-    grammar: str | None = None  # what the output must match: Lark in llguidance's variant
+    grammar: str | None = None  # constraint on the output: Lark in llguidance's variant
     grammar_after: list[int] | None = None  # outputs after which the grammar applies: the end of thinking
     speculation: bool = True  # whether steps may verify draft tokens of this request
     prediction: list[int] | None = None  # tokens that the client expects, a source of drafts; None: none was sent
@@ -123,7 +123,7 @@ class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What a model returns for requests with `PoolingParams`."""
+    """The results of a model for requests with `PoolingParams`."""
 
     tasks: list[str]  # of PoolingParams.task
     method: str  # how the hidden states of the prompt become one vector, see `worker/transformer/pooling.py`
@@ -334,7 +334,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     reserve: int
     bytes_per_block: int
     graphs: int = 0  # estimate of what CUDA graphs will need
-    states: int = 0  # recurrent states of running requests and checkpoints of them, beside `kv_cache`
+    states: int = 0  # recurrent states of running requests and checkpoints of them, in addition to `kv_cache`
     images: int = 0  # estimate of the embeddings of images that are kept, and of what one encoder batch needs
     adapters: int = 0  # of LoRA, as many as may be loaded
 

@@ -310,7 +310,7 @@ class Worker:
         return nn.ModuleList([self.runner.model] if self.draft is None else [self.runner.model, self.draft])
 
     def _adapters(self, model: CausalLM, spec: ModelSpec, limits: memory.Limits, platform: Platform) -> Adapters | None:
-        """What LoRA adapters need; None if the server has none."""
+        """The memory for LoRA adapters; None if the server has none."""
         if not self.config.lora.enabled:
             return None
         if spec.is_encoder:
@@ -393,7 +393,7 @@ class Worker:
             self.warmer, self.gave_back = None, True
 
     def describe_ops(self) -> dict[str, object]:
-        """The operations in use, what is known of faster ones, and since when those are in use (time.time())."""
+        """The operations in use, the state of faster ones, and since when those are in use (time.time())."""
         platform = self.runner.platform
         return {"name": platform.ops.name, "status": platform.ops_status(), "since": platform.ops_since()}
 

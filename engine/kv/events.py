@@ -38,7 +38,7 @@ class BlockStored(_Event):
     lora_id: int | None
     medium: str
     lora_name: str | None
-    extra_keys: list[list[Any] | None]  # per block: what its values depend on besides tokens
+    extra_keys: list[list[Any] | None]  # per block: inputs of its values besides tokens
     group_idx: int
     kv_cache_spec_kind: str
     kv_cache_spec_sliding_window: int | None
@@ -104,7 +104,7 @@ class KVEventLog:
 
 
 def _extra_keys(request: Request, i: int, size: int) -> list[Any] | None:
-    """What block `i` depends on besides tokens, in vLLM's order: images, adapters, and in the first one the salt."""
+    """Inputs of block `i` besides tokens, in vLLM's order: images, adapters, and in the first one the salt."""
     keys: list[Any] = [item.key for item in request.images(i * size, (i + 1) * size)] if request.media else []
     keys += [use.name for use in request.adapters]
     if not i and request.cache_salt is not None:

@@ -575,7 +575,7 @@ class KVCacheManager:
             hashes.append(sha256(parent + content + images).digest())
 
     def _images(self, request: Request, i: int) -> bytes:
-        """What block i depends on besides its tokens: the images that overlap it, and where. Images of equal size have
+        """Inputs of block i besides tokens: the images that overlap it, and their positions. Images of equal size have
         equal placeholders.
         """
         start = i * self.block_size

@@ -39,7 +39,7 @@ class BlockPool:
         # published blocks that another request than their own found, in the order of their first hit
         self.hot: OrderedDict[int, None] = OrderedDict()
         self.unsaved: OrderedDict[int, None] = OrderedDict()  # those of which no lower tier was given a copy
-        # hot blocks that were taken for others since a caller looked, and their hashes; None: nobody looks
+        # hot blocks that were taken for others since a caller looked, and their hashes; None: no caller looks
         self.evicted: list[tuple[int, bytes]] | None = None
         self.events: KVEventLog | None = None  # told which published blocks leave
         # published blocks that a caller watches; cleared when one of them is unpublished

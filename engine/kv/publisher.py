@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 END = (-1).to_bytes(8, "big", signed=True)
 _WAKE = b""
 _LOOPBACK = ("127.0.0.1", "localhost")
-LINGER = 1000  # milliseconds for what was not sent at the end
+LINGER = 1000  # milliseconds to send the rest at the end
 
 
 class KVEventPublisher:

@@ -129,7 +129,7 @@ class Retention:
             self._due = min((entry.until for entry in self._keys.values()), default=float("inf"))
 
     def free(self, key: str) -> list[bytes] | None:
-        """Forget a conversation: its blocks that nobody holds, and that no other one keeps, are found no more. Returns
+        """Forget a conversation: blocks that no request and no other conversation holds are found no more. Returns
         their hashes, or None if it was not known.
         """
         if key not in self._keys:

@@ -1,4 +1,4 @@
-"""llama.cpp's slots: what the last request in a row left in the cache, saved to a file, restored and erased.
+"""llama.cpp's slots: the cache contents of the last request in a row, saved to a file, restored and erased.
 
 Requests get the lowest free row, so that a client that asks one thing after another always finds its conversation in
 slot 0. Only full blocks are saved. What was restored is in the pool as any other prefix: a request finds it by its

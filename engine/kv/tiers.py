@@ -1,4 +1,4 @@
-"""What goes to the tiers below the pool, RAM and disk, and what comes back. Workers move the contents
+"""Transfers between the pool and the tiers below it, RAM and disk. Workers move the contents
 (`worker/cache/tiers/`); here are block ids, keys and counts.
 
 Down goes a hot block, one that another request than its own found: when the pool reuses it, and in quiet moments, so
@@ -77,7 +77,7 @@ class _Rates:
 
 
 def tiers_below(kv: KVCacheManager, ready: WorkerReady, call: Callable[..., Any]) -> Tiers | None:
-    """What the workers have below the pool, if anything."""
+    """The workers' tiers below the pool, if there are any."""
     if not kv.enable_prefix_caching or not (ready.offload_bytes or ready.disk_bytes):
         return None
     return Tiers(kv, call, bool(ready.disk_bytes))

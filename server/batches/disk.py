@@ -61,7 +61,7 @@ class Part:
         if self.file.closed:
             return
         self.path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # what was not written cannot be, on a full disk
+        with contextlib.suppress(OSError):  # the rest cannot be written: the disk is full
             self.file.close()
 
     def __del__(self) -> None:
@@ -70,7 +70,7 @@ class Part:
 
 
 def abandoned(folder: Path, known: set[str]) -> list[Path]:
-    """Files of ours that nobody knows: neither `known` names nor parts that a process is writing."""
+    """Orphaned files: neither `known` names nor parts that a process is writing."""
     ours = (path for path in folder.iterdir() if path.name.startswith(("file-", _PART)))
     return [path for path in ours if path.name not in known and not _is_locked(path)]
 

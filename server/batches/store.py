@@ -46,11 +46,11 @@ CREATE TABLE IF NOT EXISTS lines (
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 _OPEN = "('validating', 'in_progress', 'finalizing', 'cancelling')"
 MAX_OPEN = 64  # batches of one owner
-ROWS = 1000  # of a transaction
+ROWS = 1000  # per transaction
 STEP_BYTES = 2**23  # of results, written in a step
-FILE_BYTES = 1024  # of a file's row, in addition to its content
-BATCH_BYTES = 4096  # of a batch's row, with errors, in addition to its metadata
-LINE_BYTES = 512  # of a line's row, and of the error that its output has if it does not run; its custom_id is extra
+FILE_BYTES = 1024  # per file's row, in addition to its content
+BATCH_BYTES = 4096  # per batch's row, with errors, in addition to its metadata
+LINE_BYTES = 512  # per line's row, and of the error that its output has if it does not run; its custom_id is extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Times are in seconds since the epoch, None for what has not happened."""
+    """Times are in seconds since the epoch, None for events that have not happened."""
 
     id: str
     owner: str
@@ -91,7 +91,7 @@ class Batch:
     total: int
     completed: int
     failed: int
-    result_bytes: int  # reserved: what its rows take, and what its outputs will take
+    result_bytes: int  # reserved: bytes of its rows and of its outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class Store(database.Store):
         return File(*row)
 
     def files(self, owner: str, purpose: str | None, after: str | None, limit: int, ascending: bool) -> list[File]:
-        """At most `limit` files of an owner in the order of their creation, beginning behind the file `after`."""
+        """At most `limit` files of an owner in the order of their creation, starting after the file `after`."""
         rows = self._page("files", owner, "purpose = :value" if purpose else "TRUE", after, limit, ascending, purpose)
         return [File(*row) for row in rows]
 
@@ -335,7 +335,7 @@ class Store(database.Store):
         return Batch(*row)
 
     def batches(self, owner: str, after: str | None, limit: int, endpoint: str | None = None) -> list[Batch]:
-        """At most `limit` batches of an owner (to one endpoint), newest first, beginning behind the batch `after`."""
+        """At most `limit` batches of an owner (to one endpoint), newest first, starting after the batch `after`."""
         condition = "endpoint = :value" if endpoint else "TRUE"
         return [Batch(*row) for row in self._page("batches", owner, condition, after, limit, False, endpoint)]
 
@@ -511,7 +511,7 @@ class Store(database.Store):
 
 
 def _own_bytes(batch: Batch) -> int:
-    """What the row of a batch takes."""
+    """Bytes of the row of a batch."""
     return BATCH_BYTES + len(batch.metadata or b"")
 
 

@@ -1,4 +1,4 @@
-"""Several engines behind one server (`--data-parallel-size`), as one `EngineHandle`."""
+"""Several engines of one server (`--data-parallel-size`), as one `EngineHandle`."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ RESERVED_KWARGS = frozenset(
 
 @dataclass(slots=True)
 class Rendered:
-    """The prompt, and what follows from it for the answer."""
+    """The prompt, and the facts about it that the answer's parsing needs."""
 
     text: str
     template: ChatTemplate
@@ -143,7 +143,7 @@ def _without_generic(state: needs.Settings) -> str:
 
 @dataclass(slots=True)
 class Reading:
-    """How the answer to a conversation is read (None: as text), and what it must hold to."""
+    """How the answer to a conversation is parsed (None: as text), and its constraints."""
 
     parsing: Parsing | None = None
     structure: Structure | None = None
@@ -154,7 +154,7 @@ class Reading:
 def read_answer(
     conversation: Conversation, rendered: Rendered, structure: Structure | None, state: needs.Formats
 ) -> Reading:
-    """`structure` is what the request wants of the content."""
+    """`structure` is the request's constraint on the content."""
     formats: Formats = state.formats
     tools = called_tools(conversation.tools, conversation.tool_choice) if formats.tools else ()
     if formats.reasoning is None and not tools:
@@ -178,7 +178,7 @@ def read_answer(
 
 
 def _budget(budget: int | None, opened: bool, structure: Structure | None, formats: Formats) -> ThinkingBudget | None:
-    """`structure` is what the answer must match: what ends the thoughts must not break it."""
+    """`structure` constrains the answer: the tokens that end the thoughts must not break it."""
     if budget is None or formats.reasoning is None:
         return None
     forced = formats.forced_end

@@ -13,7 +13,7 @@ _SPACES = re.compile(r"\s+")
 
 
 class CustomInput:
-    """Takes `{"input": "..."}` in pieces and gives the text. What is not of this form is given as it is."""
+    """Takes `{"input": "..."}` in pieces and gives the text. Other texts are passed through."""
 
     def __init__(self) -> None:
         self._state = "opening"  # then "text", then "after" or "raw"

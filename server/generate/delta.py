@@ -27,7 +27,7 @@ class Delta:
     num_cached_tokens: int
     error: str | None
     error_kind: str = "engine"  # as in `EngineOutput`
-    events: list[Event] | None = None  # what the text says, if it is parsed (`parse.py`)
+    events: list[Event] | None = None  # events parsed from the text (`parse.py`)
     num_reasoning_tokens: int = 0
     prediction_tokens: tuple[int, int] | None = None  # as in `EngineOutput`
     num_reused_tokens: int = 0  # as in `EngineOutput`

@@ -91,7 +91,7 @@ class Generation:
         return output.finish_reason is None and output.prompt_logprobs is None
 
     async def _next_output(self) -> EngineOutput:
-        """What piled up for a choice comes in slices, with a turn of the event loop between them."""
+        """The backlog of a choice is yielded in slices, with a turn of the event loop between them."""
         if self._rest is None:
             output = await self._stream.__anext__()
         else:

@@ -1,4 +1,4 @@
-"""One prompt and how it is generated from, checked and ready for the engine: what `prepare.py` makes and
+"""One prompt and its parameters, checked and ready for the engine: made by `prepare.py`, sent by
 `generation.py` sends.
 """
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from quire.engine.messages import MediaItem
 from quire.server.errors import BadRequest
 from quire.server.generate.request import Conversation, GenerationSpec
-from quire.server.http.threads import Later
+from quire.server.http.threads import Deferred
 from quire.server.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ R = TypeVar("R")
 
 def after_images(
     prompt: Conversation | GenerationSpec, state: needs.Images, tenant: str | None, then: Callable[[], R]
-) -> R | Later[R]:
+) -> R | Deferred[R]:
     """`then()`, once the images of `prompt` are loaded: at once if it has none. Raises BadRequest."""
     load = loading(prompt, state, tenant)
-    return then() if load is None else Later(load, then)
+    return then() if load is None else Deferred(load, then)
 
 
 def loading(
@@ -85,7 +85,7 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Placeholders:
-    """Hides the placeholders in what a client wrote while a template renders it, and finds those of the template."""
+    """Hides placeholders in client text while a template renders it, and finds those of the template."""
 
     def __init__(self, placeholder: str, template: ChatTemplate):
         self._placeholder = placeholder

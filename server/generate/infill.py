@@ -31,7 +31,7 @@ def infill_prompts(spec: GenerationSpec, state: needs.Encoding) -> tuple[list[li
 
 
 def _context(spec: GenerationSpec, found: Infill, state: needs.Text) -> list[int]:
-    """The other files, each behind the token for it, or as plain text in formats without one."""
+    """The other files, each after the file token, or as plain text in formats without one."""
     ids: list[int] = []
     for name, text in spec.context:
         ids += [] if found.file is None else [found.file]

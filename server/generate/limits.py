@@ -1,4 +1,4 @@
-"""Bounds of what a request may ask for, in any dialect. The annotated types carry them into parsers and OpenAPI."""
+"""Bounds of request parameters, in any dialect. The annotated types carry them into parsers and OpenAPI."""
 
 from __future__ import annotations
 

@@ -39,12 +39,12 @@ class NgramArguments(msgspec.Struct, kw_only=True):
 
 
 def of_vllm(arguments: NgramArguments | None) -> NoRepeatNgram | None:
-    """What vLLM's processor does with `vllm_xargs`: only the output counts."""
+    """The settings of vLLM's processor in `vllm_xargs`: only the output counts."""
     return arguments and arguments.parameter(_VLLM_WINDOW, reads_prompt=False)
 
 
 def of_sglang(processor: str | None, arguments: NgramArguments | None) -> NoRepeatNgram | None:
-    """What SGLang's processor does with `custom_params`: the prompt counts, too. `processor` is the serialized object,
+    """Settings of SGLang's processor in `custom_params`: the prompt counts, too. `processor` is the serialized object,
     of which only the name is read. Raises BadRequest for another one.
     """
     if processor is None:

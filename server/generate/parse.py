@@ -82,20 +82,20 @@ class _Choice:
         self.held: list[Reasoning] = []  # until the thoughts have ended, if they are not streamed
 
     def advance(self, delta: Delta) -> None:
-        """Parse the delta's text, and say what it says in its `events`."""
+        """Parse the delta's text into its `events`."""
         events = self.parser.push(delta.text) if delta.text else []
         if delta.finish_reason is not None:
             events += self.parser.finish()
         delta.num_reasoning_tokens = self.thoughts.count(delta.token_ids, events)
-        events = [event for found in events for event in self._told(found)]
+        events = [event for found in events for event in self._as_sent(found)]
         if not self.parsing.stream:
             events = self._without_pieces(events, delta.finish_reason is not None)
         delta.events = events
         if delta.finish_reason == "stop" and self.called:
             delta.finish_reason = "tool_calls"
 
-    def _told(self, event: Event) -> list[Event]:
-        """The event as dialects want it: every call has an id, and a custom tool's arguments are its text."""
+    def _as_sent(self, event: Event) -> list[Event]:
+        """The event as dialects need it: every call has an id, and a custom tool's arguments are its text."""
         if isinstance(event, ToolCallBegin):
             self.called = True
             if event.name in self.parsing.custom:

@@ -37,7 +37,7 @@ class PoolingSpec:
     prompts: list[str] | list[list[int]] = field(default_factory=list)
     params: PoolingParams = PoolingParams()
     add_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None  # -1: to what the model reads; None: texts, to the limit in its files
+    truncate_prompt_tokens: int | None = None  # -1: to the model's limit; None: texts, to the limit in its files
     truncation_side: str | None = None  # None: the model's
     refuses_long: bool = False  # with `truncate_prompt_tokens` None: long texts are an error in any case
     priority: int = 0
@@ -67,7 +67,7 @@ class Vector:
 
 
 def require_task(model: ModelInfo, task: str) -> PoolingInfo:
-    """What the model can do. Raises BadRequest if it does not support `task`."""
+    """The model's tasks. Raises BadRequest if `task` is none of them."""
     if model.pooling is None or task not in model.pooling.tasks:
         hint = "--pooling makes embeddings of its hidden states" if model.pooling is None and task == "embed" else ""
         what = {"embed": "makes no embeddings", "classify": "is no classifier"}[task]
@@ -137,7 +137,7 @@ def truncated_size(spec: PoolingSpec, model: ModelInfo) -> int | None:
 
 
 def side_of(spec: PoolingSpec, model: ModelInfo) -> str:
-    """Where texts are cut: right drops their end."""
+    """The side on which texts are cut: right drops their end."""
     return spec.truncation_side or (model.pooling.truncation_side if model.pooling is not None else "right")
 
 

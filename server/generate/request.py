@@ -1,4 +1,4 @@
-"""What a client asks for, in no dialect's words. A dialect, or the offline `LLM`, fills in a `GenerationSpec`;
+"""The dialect-neutral request. A dialect, or the offline `LLM`, fills in a `GenerationSpec`;
 `prepare.py` turns it into the requests for the engine.
 """
 
@@ -118,8 +118,8 @@ class GenerationSpec:
     request_id: str
     prompts: list[str] | list[list[int]] | Conversation
     options: GenerationOptions
-    structure: Structure | None = None  # what the output must match
-    default_max_tokens: int | None = None  # if neither the request nor the model sets one; None: what the context holds
+    structure: Structure | None = None  # constraint on the output
+    default_max_tokens: int | None = None  # if neither the request nor the model sets one; None: the whole context
     add_special_tokens: bool | None = None  # default: True for texts, False for conversations
     # the texts' continuations belong between them and this one; for models that were trained to fill in
     suffix: str | None = None

@@ -18,7 +18,7 @@ from quire.server.http.cache_hint import read_hint
 from quire.server.http.gzip_body import decompress, largest_result
 from quire.server.http.numbers import bounded_int
 from quire.server.http.parse_body import parse
-from quire.server.http.threads import SMALL, Later
+from quire.server.http.threads import SMALL, Deferred
 from quire.server.http.time_limit import read_timeout
 from quire.server.http.turns import tenant_of
 
@@ -35,7 +35,7 @@ _MAX_NAMES = 1000  # maximum number of logged unknown names
 _RENDERED = frozenset({"messages", "instructions", "system"})  # fields of bodies whose prompt a chat template renders
 
 
-async def take(request: Request, cls: type[T], state: needs.Body, use: Callable[[T], R | Later[R]]) -> R:
+async def take(request: Request, cls: type[T], state: needs.Body, use: Callable[[T], R | Deferred[R]]) -> R:
     """The result of `use(body)`, with `body` parsed as `cls`, or of what it leaves for later. The event loop frees the
     parts of a large body that `use` keeps. Unknown fields are noted for the response's `Warning` header.
 
@@ -54,7 +54,7 @@ async def take(request: Request, cls: type[T], state: needs.Body, use: Callable[
 
     unknown: list[str] = []
 
-    def work() -> R | Later[R]:
+    def work() -> R | Deferred[R]:
         body = unparsed.pop()
         parsed, found = parse(body, cls, strict=state.config.server.strict_params)
         request.scope["cache_hint"] = read_hint(request, body)
@@ -76,10 +76,10 @@ async def take(request: Request, cls: type[T], state: needs.Body, use: Callable[
     return used
 
 
-async def in_turns(request: Request, state: needs.Threads, size: int, work: Callable[[], R | Later[R]]) -> R:
+async def in_turns(request: Request, state: needs.Threads, size: int, work: Callable[[], R | Deferred[R]]) -> R:
     """The result of `work`, or of what it leaves for later, for a part of a body of `size` bytes. Raises as `take`."""
     used = await _run(request, state, size, work)
-    while isinstance(used, Later):
+    while isinstance(used, Deferred):
         await sse.unless_disconnected(request, used.awaited(tenant_of(request.scope)))
         used = await _run(request, state, size, used.then)
     return used

@@ -24,7 +24,7 @@ SWITCH_INTERVAL = 0.001
 
 
 @dataclass(slots=True)
-class Later(Generic[T]):
+class Deferred(Generic[T]):
     """Work that cannot begin before `awaited(tenant)` has ended, which runs on the loop, in turns of the tenant."""
 
     awaited: Callable[[str], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""What a key may ask for."""
+"""The permissions of a key."""
 
 from __future__ import annotations
 

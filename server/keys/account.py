@@ -156,6 +156,6 @@ def open_account(scope: Scope, state: Accounts, requests: Sequence[GenerationReq
 
 
 def close_account(scope: Scope, status: int | None) -> None:
-    """Settle the request's account, if it has one that nobody has taken over."""
+    """Settle the request's account, if it has one that was not taken over."""
     if (account := scope.pop("account", None)) is not None:
         account.close(status)

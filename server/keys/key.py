@@ -58,7 +58,7 @@ def digest(key: bytes) -> bytes:
 
 
 def hashed(key: str) -> str:
-    """What stands for `key` in a file."""
+    """The stored form of `key` in a file."""
     return _HASH + digest(key.encode()).hex()
 
 

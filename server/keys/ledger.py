@@ -1,4 +1,4 @@
-"""What each key has used: requests in flight, requests and tokens of the last minute, tokens of the day.
+"""The usage of each key: requests in flight, requests and tokens of the last minute, tokens of the day.
 
 Kept in a SQLite file that all frontends share and that survives a restart. Limits per minute are token buckets, which
 hold a minute's worth and refill continuously. Output tokens are charged when a request ends, so a bucket may be in

@@ -44,7 +44,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """An adapter of a request, and the factor of what it adds."""
+    """An adapter of a request, and its scale."""
 
     adapter: Adapter
     scale: float = 1.0

@@ -1,4 +1,4 @@
-"""An image as a client gives it, and what the server made of it. Loads neither numpy nor Pillow."""
+"""An image as a client sends it, and its preprocessed form. Loads neither numpy nor Pillow."""
 
 from __future__ import annotations
 

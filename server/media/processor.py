@@ -26,7 +26,7 @@ class ProcessedImage:
 class ImageProcessor(Protocol):
     """Made once from the model's folder; called in threads, so that it changes nothing of itself."""
 
-    placeholder: ClassVar[str]  # what the chat template writes for an image
+    placeholder: ClassVar[str]  # the placeholder in the chat template
     image_token: str  # the token that embeddings replace
     # names of mm_processor_kwargs that it reads; `detail` among them gets the images' detail, low or high
     options: ClassVar[frozenset[str]]

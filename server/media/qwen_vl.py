@@ -11,7 +11,7 @@ from PIL import Image
 from quire.server.media.pixels import MAX_PIXELS, PixelReader, chosen_detail, chosen_int
 from quire.server.media.processor import ProcessedImage
 
-MAX_RATIO = 200  # of an image's sides
+MAX_RATIO = 200  # between the sides of an image
 _LOW_DETAIL = 512 * 512  # pixels
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # names of the limits in `size`
 

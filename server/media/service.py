@@ -88,7 +88,7 @@ class Images:
 
     @property
     def placeholder(self) -> str:
-        """What the chat template writes for an image."""
+        """The placeholder of an image in the chat template."""
         return self._processor.placeholder
 
     @property
@@ -125,7 +125,7 @@ class Images:
         self._processor, self.image_token_id = processor, token_id
 
     def check_worker(self, media: MediaInfo | None) -> None:
-        """Refuse images that the engine would refuse. `media` is what its workers read."""
+        """Refuse images that the engine would refuse. `media` are the limits of its workers."""
         if self.why_not is None and media is None:
             self.why_not = "the engine reads none with this model"
         elif self.why_not is None and media.image_token_id != self.image_token_id:
@@ -249,7 +249,7 @@ class Images:
     # ---- in a thread
 
     def _look(self, group: _Group, fetched: list[bytes | None], tenant: str | None) -> None:
-        """Find the images of a group, or what preprocessing them would take."""
+        """Find the images of a group, or the inputs for preprocessing them."""
         started = time.perf_counter()
         images = group.images
         group.content = [self._content(image, data) for image, data in zip(images, fetched, strict=True)]

@@ -220,7 +220,7 @@ class LLM:
     def _options(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[tuple[GenerationOptions, Structure | None]]:
-        """The options of each prompt, and what its output must match. Raises ValueError if there are not as many
+        """The options of each prompt, and the constraint on its output. Raises ValueError if there are not as many
         `params` as prompts.
         """
         if params is None:

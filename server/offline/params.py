@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """What the output must match: exactly one of the first six, as in a request's `structured_outputs`. Raises
+    """A constraint on the output: exactly one of the first six, as in a request's `structured_outputs`. Raises
     ValueError.
     """
 

@@ -1,4 +1,4 @@
-"""What `LLM.embed`, `LLM.classify` and `LLM.score` return. Names and shapes are vLLM's."""
+"""The results of `LLM.embed`, `LLM.classify` and `LLM.score`. Names and shapes are vLLM's."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class _Answer:
         raise Malformed
 
     def _end_block(self, before: str = "") -> Wait[None]:
-        """White space around a block belongs to it, and what follows is on a new line."""
+        """White space around a block belongs to it, and the next text starts a new line."""
         reader = self._reader
         yield from reader.skip_space()
         reader.gap(before)

@@ -80,7 +80,7 @@ class ArgumentTypes:
         return candidate if allowed or (kind == "integer" and "number" in types) else json_string(text)
 
     def begun(self, name: str, text: str) -> str:
-        """What can be handed out of a value that was cut off after `text`."""
+        """The usable part of a value that was cut off after `text`."""
         stripped, types = text.lstrip(), self.types(name)
         if stripped[:1] in "{[-0123456789":
             return stripped

@@ -1,4 +1,4 @@
-"""What a parser makes of a model's text: content, reasoning and tool calls, as events in the order of the text.
+"""The events of a parser: content, reasoning and tool calls, in the order of the text.
 
 A parser sees one choice. Cutting the text into other pieces changes where events are cut, never what they add up to.
 """

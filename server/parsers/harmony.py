@@ -148,7 +148,7 @@ def _read_body(reader: Reader, emit: Callable[[str], None]) -> Wait[None]:
 
 
 def _read_arguments(reader: Reader) -> Wait[None]:
-    """Arguments; what is no JSON up to the end of the message is content."""
+    """Arguments; text that is not JSON up to the end of the message is content."""
     yield from reader.skip_space()
     if not (yield from reader.sees("<|")):
         yield from json_text.arguments(reader, _MARKERS)

@@ -1,4 +1,4 @@
-"""Makes JSON of what a model writes as JSON, while it arrives: the one way by which arguments leave the parsers."""
+"""Repairs JSON that a model writes, while it arrives: all arguments leave the parsers through this writer."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def _escape(reader: Reader) -> Wait[str]:
 
 
 def _unescaped(text: str) -> str:
-    """The character of an escape sequence; what is none stays as it is."""
+    """The character of an escape sequence; other sequences are kept."""
     kind = text[1]
     if kind in _HEX_DIGITS:
         try:

@@ -52,7 +52,7 @@ class CodeSpans:
         return bool(self._fence or (self._span and "\n" not in space))
 
     def end_line(self) -> None:
-        """What follows begins a new line: a call or a thought was read."""
+        """The next text starts a new line: a call or a thought was read."""
         self.push("\n")
 
     def push(self, text: str) -> None:

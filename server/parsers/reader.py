@@ -103,7 +103,7 @@ class Reader:
         self._call = JsonWriter(self._emit_arguments, only_objects=True)
 
     def arguments(self, text: str) -> None:
-        """More arguments of the call that began last. Raises Malformed for what cannot be JSON."""
+        """More arguments of the call that began last. Raises Malformed if they cannot be JSON."""
         taken = self._call.push(text)
         if text[taken:].strip(SPACE):
             raise Malformed
@@ -113,7 +113,7 @@ class Reader:
         return self._call
 
     def end_call(self) -> None:
-        """The call that began last is complete: what it left open is closed, and no arguments are an empty object."""
+        """The call that began last is complete: open brackets are closed, no arguments become an empty object."""
         call, self._call = self._call, None
         if call is not None:
             call.close()

@@ -1,4 +1,4 @@
-"""What formats are recognized by: the source of a model's chat template, and its tokenizer."""
+"""The evidence by which formats are recognized: the source of a model's chat template, and its tokenizer."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # imported late, because these imports are slow
 
 logger = logging.getLogger("quire")
 
-# of a model that reads images and has no chat template, such as DeepSeek-OCR: its messages, one after another
+# for a model that reads images and has no chat template, such as DeepSeek-OCR: its messages, one after another
 PLAIN = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 TERMINATE_TIMEOUT = 5.0  # seconds for an engine to exit
 SAVE_TIMEOUT = 15.0  # more seconds for one that writes its KV cache to disk first

@@ -1,4 +1,4 @@
-"""What the log suggests once the server is ready: a request that the served model answers."""
+"""The example request in the log of a ready server."""
 
 from __future__ import annotations
 

@@ -37,12 +37,12 @@ class Closing(Enum):
 
 @dataclass(slots=True)
 class Described:
-    """What a schema says of the properties of an object."""
+    """A schema's statements about the properties of an object."""
 
     names: dict[str, None] = field(default_factory=dict)
     patterns: dict[str, None] = field(default_factory=dict)
     describes: bool = False
-    is_explicit: bool = False  # it says what others may be
+    is_explicit: bool = False  # it constrains the others
 
     def closes(self) -> bool:
         return self.describes and not self.is_explicit
@@ -144,5 +144,5 @@ def _is_map(schema: dict[str, Any], keyword: str) -> bool:
 def _found(pattern: str, name: str) -> bool:
     try:
         return re.search(pattern, name) is not None
-    except re.error:  # the compiler's syntax differs in rare cases, and says what is wrong
+    except re.error:  # the compiler's syntax differs in rare cases, and its errors explain the difference
         return False

@@ -28,7 +28,7 @@ from quire.server.structured.to_lark import to_lark
 MAX_SECONDS = 4.0  # of CPU time for one structure, whatever else the machine does
 MAX_MEMORY = 2 << 30  # bytes of address space
 MAX_ATTEMPTS = 50  # compilations to find the place of an error
-# what the library says -> the same in words that its user understands
+# the library's message -> one that users understand
 _OURS = {
     "Failed to generate regex for": "minimum, maximum: this range of numbers cannot be enforced",
     "Value for 'multipleOf'": "multipleOf: it has too many digits",
@@ -39,7 +39,7 @@ _NOTHING = "no value is valid"  # in the library's errors; as an alternative, su
 
 
 class Vocabulary(msgspec.Struct, array_like=True):
-    """What a grammar may name: special tokens by text, the ids that end an output, and the number of ids."""
+    """Names that a grammar may use: special tokens by text, the ids that end an output, and the number of ids."""
 
     specials: dict[str, int]
     eos_ids: list[int]
@@ -138,7 +138,7 @@ class Compiler:
                 attempts -= 1
                 try:
                     inner = self._error(to_lark(_alone(structure, child, definitions), {}, self.vocabulary.eos_ids))
-                except StructureError:  # what the whole schema gives it is missing
+                except StructureError:  # the context of the whole schema is missing
                     continue
                 if inner is not None and (_NOTHING not in inner or _NOTHING in error):
                     path, schema, error, found = f"{path}/{step}", child, inner, True

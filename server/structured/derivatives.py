@@ -1,4 +1,4 @@
-"""Regular expressions as trees, and what they may go on with: by derivatives, within a limit of work."""
+"""Regular expressions as trees, and their possible continuations: by derivatives, within a limit of work."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Language:
                 yield from self.first(self.rules[node.name])
 
     def derived(self, node: Node, char: int) -> Node:
-        """What may follow `char` in the texts that begin with it."""
+        """The derivative by `char`: continuations of the texts that begin with it."""
         key = node, char
         if (known := self._derived.get(key)) is None:
             self.work -= 1

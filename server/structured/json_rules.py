@@ -24,7 +24,7 @@ class RulesError(ValueError):
 
 
 class Rules(Protocol):
-    """What this needs of `lark.Builder`."""
+    """The part of `lark.Builder` that rules use."""
 
     def name(self, prefix: str) -> str: ...
     def named(self, name: str, body: str) -> None: ...

@@ -28,7 +28,7 @@ from quire.server.structured.schema_algebra import (
     values_of,
 )
 
-MAX_ALTERNATIVES = 400  # of one keyword
+MAX_ALTERNATIVES = 400  # per keyword
 
 
 def either(condition: Schema, then: Schema, otherwise: Schema, types: frozenset[str], resolve: Resolve) -> Schema:

@@ -276,7 +276,7 @@ class _Normalizer:
         result.update(kept)
 
     def _close(self, schema: dict[str, Any], base: dict[str, Any]) -> list[Schema]:
-        """What closes the object that `schema` describes; changes `base` where that is enough."""
+        """The keywords that close the object that `schema` describes; changes `base` where that is enough."""
         if not has_parts(schema):
             known = described([schema], self._place_of)
             if known.closes():
@@ -295,7 +295,7 @@ class _Normalizer:
     def _parts(
         self, schema: dict[str, Any], base: dict[str, Any], path: str, depth: int, closing: Closing
     ) -> list[Schema]:
-        """What the keywords say that `base` lacks; takes from `base` what they replace."""
+        """The constraints of the keywords that `base` lacks; removes replaced ones from `base`."""
 
         def inner(step: str, child: Any) -> Schema:
             keyword = step.split("/")[0]

@@ -47,7 +47,7 @@ class Served(Protocol):
 
 async def constrain(requests: Sequence[GenerationRequest], state: Served, tenant: str = "") -> None:
     """Compile the structures of `requests` into their sampling parameters, in the tenant's turn. Call it before they
-    are sent. A structure is dropped when nobody waits for it any more.
+    are sent. A structure is dropped when no request waits for it any more.
 
     Raises BadRequest naming the field and the mistake, Unavailable if too many structures wait or one could not be
     compiled within its limits.
@@ -167,7 +167,7 @@ class Structures:
             except ProcessDied as error:
                 process.end()
                 logger.warning("a compile process ended: %s", error)
-            except BaseException:  # nobody waits any more: its thread sees that the process has ended
+            except BaseException:  # no request waits any more: its thread sees that the process has ended
                 process.kill()
                 future.add_done_callback(lambda _, process=process: process.end())
                 raise
@@ -225,7 +225,7 @@ def _size(key: bytes, result: str | _Refusal) -> int:
 
 
 def _read(tokenizer: Tokenizer, model: ModelInfo) -> tuple[bytes, bytes]:
-    """What the processes that compile need to know of the vocabulary, and all of it for the engines, as msgpack."""
+    """The vocabulary for the compile processes, and all of it for the engines, as msgpack."""
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(model.vocab_size)]
     special = sorted(token_id for token_id in tokenizer.special_ids if token_id < model.vocab_size)
     specials = {tokens[token_id].decode(): token_id for token_id in special if tokens[token_id]}

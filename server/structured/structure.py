@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-MAX_BYTES = 2**18  # of a structure as JSON
+MAX_BYTES = 2**18  # per structure as JSON
 
 # Type of a part of a structural tag that the server makes, with "elements" and a "name": its first element, or the
 # second if the first cannot be enforced.

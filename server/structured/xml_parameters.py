@@ -130,12 +130,12 @@ def _element(name: str, schema: Any, style: str, path: str, builder: Builder) ->
 
 
 def _opening(name: str, style: str, flag: str, builder: Builder) -> str:
-    """What comes before a value; `flag`: whether it is a text, for formats that say so."""
+    """The text before a value; `flag`: whether it is a text, for formats that say so."""
     return f"{builder.literal(_FORMS[style][0].format(name=name, text=flag))} {_value_tag(style, builder)}"
 
 
 def _texts(bodies: list[str], style: str, path: str, builder: Builder) -> str:
-    """A text of one of the terminals, up to and with what ends it."""
+    """A text of one of the terminals, including its end marker."""
     after = _FORMS[style][1]
     if ANY_TEXT in bodies:
         return _text(after, path, builder)
@@ -153,7 +153,7 @@ def _terminal(schema: dict[str, Any], path: str, builder: Builder) -> str:
 
 
 def _json(schemas: list[Any], root: Any, path: str, after: str, builder: Builder) -> str:
-    """JSON for one of the schemas, whose definitions are in `root`, up to and with what ends it."""
+    """JSON for one of the schemas, whose definitions are in `root`, including its end marker."""
     whole = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     if isinstance(root, dict) and isinstance(whole, dict):
         whole = {**whole, **_definitions(root)}

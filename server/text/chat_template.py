@@ -194,7 +194,7 @@ class ChatTemplate:
 
     @cached_property
     def tool_support(self) -> ToolSupport:
-        """What the template does with tools and calls."""
+        """The template's support for tools and calls."""
 
         def render(messages: list[dict[str, Any]], tools: list[dict] | None) -> str | None:
             return self._attempt([self._fit_content(dict(message)) for message in messages], tools)

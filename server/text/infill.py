@@ -20,7 +20,7 @@ _PREFIX_FIRST = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
 )
 _SUFFIX_FIRST = (("[SUFFIX]", "[PREFIX]"),)  # Codestral: before the suffix, before the prefix, which the middle follows
-# tokens that end a middle, beside the end of sequence
+# tokens that end a middle, in addition to the end of sequence
 _ENDS = (
     "<|fim_pad|>",
     "<fim_pad>",
@@ -40,7 +40,7 @@ class Infill:
     context, None if the format has none.
     """
 
-    begin: tuple[int, ...]  # what begins every prompt
+    begin: tuple[int, ...]  # prefix of every prompt
     marks: tuple[int, ...]
     suffix_first: bool
     ends: tuple[int, ...]

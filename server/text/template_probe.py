@@ -1,4 +1,4 @@
-"""What a chat template can print, found by rendering short conversations: tools, calls, results, and in which form.
+"""Capabilities of a chat template, found by rendering short conversations: tools, calls, results, and their form.
 
 Templates differ in what they take (arguments as an object or as text, ids of nine characters, `null` content) and say
 so nowhere; a template that cannot print something usually leaves it out without an error.

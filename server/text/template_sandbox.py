@@ -23,10 +23,10 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
 from markupsafe import Markup
 
-MAX_CHARS = 2**24  # of a value
-MAX_ITEMS = 2**20  # of a list that a template makes by repetition
+MAX_CHARS = 2**24  # per value
+MAX_ITEMS = 2**20  # per list that a template makes by repetition
 _MAX_WIDTH = 2**16  # characters to which a text is padded or wrapped, digits of a number
-_MAX_BITS = 2**16  # of an integer
+_MAX_BITS = 2**16  # per integer
 _MAX_INDENT = 64  # characters, per level of JSON
 _NUMBER = re.compile(r"\d+")
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\*|\d+)?(?:\.(\*|\d+))?")

@@ -13,7 +13,7 @@ import torch
 from quire.worker.attention.base import AttentionMetadata, AttentionSpec
 from quire.worker.attention.registry import BACKENDS, select_backend
 from quire.worker.cache.allocation import Warmer, allocate
-from quire.worker.cache.scaled import FP8, LARGEST, ScaledCache, ScaledLatents, rounded, scale_of, store, widened
+from quire.worker.cache.scaled import FP8, LARGEST, ScaledCache, ScaledLatents, scale_of, store, to_8_bits, widened
 from quire.worker.cache.spec import Full, Latent, LatentSizes, Window, plan_cache
 from quire.worker.cache.storage import KVStorage
 from quire.worker.layers.attention import Attention
@@ -37,7 +37,7 @@ def test_rounding_to_8_bits(kind):
     """
     x = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
     scales, inverse = scale_of(x, TYPES[kind])
-    values = rounded(x * inverse[..., None], TYPES[kind])
+    values = to_8_bits(x * inverse[..., None], TYPES[kind])
     error, largest = (widened(values, scales) - x).abs(), x.abs().amax(-1, keepdim=True)
     assert widened(values, scales).abs().amax(-1) == pytest.approx(largest[:, 0], rel=1e-6)
     if kind == "int8":
@@ -51,7 +51,7 @@ def test_zeros_and_numbers_that_are_none(kind):
     x = torch.ones(4, 16)
     x[0], x[1], x[2, 3], x[3, 5] = 0, 1e-38, torch.nan, torch.inf
     scales, inverse = scale_of(x, TYPES[kind])
-    read = widened(rounded(x * inverse[..., None], TYPES[kind]), scales)
+    read = widened(to_8_bits(x * inverse[..., None], TYPES[kind]), scales)
     assert torch.equal(read[0], x[0]) and torch.equal(read[1], x[0])
     assert read[2].isnan().all() and not read[3].isfinite().all()
 
@@ -190,7 +190,7 @@ def test_rotary_keys_have_a_scale_of_their_own(kind):
 
 def one_scale(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     scales, inverse = scale_of(x, kind)
-    return widened(rounded(x * inverse[..., None], kind), scales)
+    return widened(to_8_bits(x * inverse[..., None], kind), scales)
 
 
 @pytest.mark.parametrize("kind", TYPES)

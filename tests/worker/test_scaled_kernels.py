@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from quire.worker.cache.scaled import FP8, ScaledCache, ScaledLatents, rounded, scale_of, store, widened
+from quire.worker.cache.scaled import FP8, ScaledCache, ScaledLatents, scale_of, store, to_8_bits, widened
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.platforms.ops import Ops
 from tests.worker.test_kernels import (  # noqa: F401  fixtures
@@ -106,7 +106,7 @@ def in_8_bits(arguments: tuple, kind: torch.dtype) -> tuple[tuple, torch.Tensor]
 def in_bytes(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(bytes, scales) of a cache. The scales are NaN where nothing was written."""
     scales, inverse = scale_of(x, kind)
-    return rounded((x.float() * inverse[..., None]).nan_to_num(99.0), kind), scales
+    return to_8_bits((x.float() * inverse[..., None]).nan_to_num(99.0), kind), scales
 
 
 def check(arguments: tuple, kind: torch.dtype, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from quire.worker.cache.scaled import FP8, ScaledCache, rounded, scale_of, store, widened
+from quire.worker.cache.scaled import FP8, ScaledCache, scale_of, store, to_8_bits, widened
 from quire.worker.cuda import triton_ops, triton_paged
 from quire.worker.cuda.triton_scaled import store_scaled
 from quire.worker.platforms.ops import Ops
@@ -94,7 +94,7 @@ def test_attention(case, kind, dtype):
     for _ in range(2):
         x = torch.randn(len(seq_lens) * blocks + 1, page, kv_heads, dim, device=DEVICE)
         scales, inverse = scale_of(x, kind)
-        values = rounded(x * inverse[..., None], kind)
+        values = to_8_bits(x * inverse[..., None], kind)
         numbers.append(widened(values, scales))
         for row, length in zip(table, seq_lens):  # what is after the last token is never used
             after = torch.arange(blocks * page, device=DEVICE).view(blocks, page) >= length

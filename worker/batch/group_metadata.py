@@ -1,4 +1,4 @@
-"""What the kinds of cache groups change in the metadata of a step."""
+"""Changes of a step's metadata by the kind of cache group."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ScaledCache:
         else:
             self.scales[blocks, offsets], inverse = scale_of(x, self.values.dtype)
             inverse = inverse[..., None]
-        as_bytes(self.values)[blocks, offsets] = as_bytes(rounded(x.float() * inverse, self.values.dtype))
+        as_bytes(self.values)[blocks, offsets] = as_bytes(to_8_bits(x.float() * inverse, self.values.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def scale_of(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     return largest / most, inverse
 
 
-def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def to_8_bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x, which is within the range of `dtype` but for rounding errors or a constant scale, as that type."""
     x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
     return (x.round() if dtype == torch.int8 else x).to(dtype)

@@ -303,7 +303,7 @@ def _opted_in(layer: nn.Module, norm: type[Norm]) -> bool:
 
 
 def _shape(layer: nn.Module) -> tuple[int, ...]:
-    """What must be the same in all layers, because they share buffers."""
+    """The properties that must be equal in all layers, because they share buffers."""
     attention = layer.self_attn
     return (
         attention.attn.num_heads,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionCall, AttentionMetadata, AttentionSpec, try_once
-from quire.worker.cache.scaled import FP8, ScaledCache, rounded, scale_of
+from quire.worker.cache.scaled import FP8, ScaledCache, scale_of, to_8_bits
 
 _TILE_Q, _TILE_K, _MAX_SPLITS = 128, 128, 128  # of FA3: rows and keys of a program, parts of the keys
 
@@ -234,7 +234,7 @@ def in_fp8(
     num_kv_heads = k_cache.shape[2]
     grouped = q.unflatten(1, (num_kv_heads, -1))
     scale, inverse = scale_of(grouped.movedim(1, 0).flatten(1), FP8)  # of each KV head
-    numbers = rounded(grouped.float() * inverse[:, None, None], FP8).flatten(1, 2)
+    numbers = to_8_bits(grouped.float() * inverse[:, None, None], FP8).flatten(1, 2)
     scales = {"q_descale": scale, "k_descale": k_cache.scales[0, 0], "v_descale": v_cache.scales[0, 0]}
     return numbers, {name: one.expand(num_requests, num_kv_heads) for name, one in scales.items()}
 

@@ -1,4 +1,4 @@
-"""What the tiles of a kernel may take of a GPU."""
+"""Limits of a GPU on the tiles of a kernel."""
 
 from __future__ import annotations
 

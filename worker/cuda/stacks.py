@@ -49,7 +49,7 @@ def _alike(layers: Sequence[Linear]) -> bool:
 
 
 def _kind(layer: Linear) -> tuple | None:
-    """What the weights of a stack have in common; None if this one cannot be in a stack."""
+    """The common properties of the weights of a stack; None if this one cannot be in a stack."""
     method = _method(layer)
     if isinstance(method, TritonGroups):
         reordered = isinstance(layer.method, Reordered)

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from quire.worker.layers.lora import Group, LoraRows, LoraWeights, add_lora
 
-_PARTS = 8  # of a layer, at most
-_ROWS, _RANKS, _COLUMNS, _DEPTH = 16, 16, 64, 64  # of a tile
+_PARTS = 8  # per layer, at most
+_ROWS, _RANKS, _COLUMNS, _DEPTH = 16, 16, 64, 64  # per tile
 _TABLE = tl.constexpr(2 + 5 * _PARTS)  # entries per adapter: A, rank; per part B, first, rank, column, columns
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,4 +1,4 @@
-"""What a step does outside the layers in Triton, one launch each: fill and pad its inputs, write its new blocks into
+"""The work of a step outside the layers in Triton, one launch each: fill and pad its inputs, write its new blocks into
 the block tables, append its tokens to the token table.
 
 The torch twins are `Ops.fill_inputs`, `Ops.write_entries` and `Ops.append_tokens`.

@@ -1,4 +1,4 @@
-"""What images change in the inputs of a step: embeddings, positions, and attention in both directions."""
+"""Changes that images make to the inputs of a step: embeddings, positions, and attention in both directions."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 
 
 class LayerOps(Protocol):
-    """`Ops` as layers see it; `platforms/ops.py` says what each operation computes."""
+    """The operations that layers use; `platforms/ops.py` defines each."""
 
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -1,4 +1,4 @@
-"""What `quire check` says about LoRA adapters, without reading weights of the model."""
+"""The output of `quire check` about LoRA adapters, without reading weights of the model."""
 
 from __future__ import annotations
 

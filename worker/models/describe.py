@@ -1,4 +1,4 @@
-"""What a model is made of, in words, for `quire check` and docs/models.md. Torch-free."""
+"""A description of a model's parts, for `quire check` and docs/models.md. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hunyuan with experts: q and k are normalised after rotation, and a shared MLP stands beside the experts."""
+"""Hunyuan with experts: q and k are normalised after rotation, and a shared MLP runs in parallel to the experts."""
 
 from __future__ import annotations
 

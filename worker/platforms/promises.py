@@ -1,4 +1,4 @@
-"""Memory that servers on this machine have planned for and not touched yet, so that a server started beside them does
+"""Memory that servers on this machine have planned for and not touched yet, so that a server started next to them does
 not plan for it, too. Torch-free.
 
 Each process holds a lock on a file with its plan; the lock ends with the process. Servers that do not share the
@@ -37,7 +37,7 @@ class Promises:
 
     def unfilled(self) -> int:
         """Bytes that other processes have planned for and do not occupy yet."""
-        with suppress(FileNotFoundError):  # nobody has planned anything
+        with suppress(FileNotFoundError):  # no server has planned anything
             return sum(self._unfilled(path) for path in self._folder.iterdir() if path.name != str(os.getpid()))
         return 0
 

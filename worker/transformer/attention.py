@@ -247,7 +247,7 @@ class SharedCacheAttention(nn.Module):
 
 
 class GatedAttention(SelfAttention):
-    """The sigmoid of a gate, which q_proj holds beside the queries of each head, multiplies the attended values
+    """The sigmoid of a gate, which q_proj holds after the queries of each head, multiplies the attended values
     (Qwen3-Next). Normalises each head of q and k.
     """
 

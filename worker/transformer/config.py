@@ -1,4 +1,4 @@
-"""What a model is made of, as read from `config.json`: `ModelSpec` and one `LayerSpec` per layer. Torch-free.
+"""The parts of a model, as read from `config.json`: `ModelSpec` and one `LayerSpec` per layer. Torch-free.
 
 `reader.py` turns a config.json into a spec; facts about a family are in its own file.
 """
@@ -155,7 +155,7 @@ _SETTINGS_BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": 
 
 
 def with_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Add the settings of a file beside config.json, where older exports of modelopt, GPTQ and AWQ have them."""
+    """Add the settings of a file next to config.json, where older exports of modelopt, GPTQ and AWQ have them."""
     if raw.get("quantization_config") or raw.get("compression_config"):
         return raw
     for name, method in _SETTINGS_BESIDE.items():

@@ -1,4 +1,4 @@
-"""What a mixture-of-experts layer is made of, and how a config.json says so. Torch-free."""
+"""The parts of a mixture-of-experts layer, read from config.json. Torch-free."""
 
 from __future__ import annotations
 

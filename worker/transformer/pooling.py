@@ -252,7 +252,7 @@ def _load_dense(dense: DenseSpec, device: torch.device) -> list[nn.Module]:
 
 
 def pooling_info(pooling: PoolingSpec, pooler: Pooler, spec: ModelSpec) -> PoolingInfo:
-    """What the server needs to know."""
+    """The facts that the server needs."""
     labels = ["LABEL_0"] if pooling.score_tokens else spec.labels
     return PoolingInfo(
         ["classify"] if labels else ["embed"],

@@ -1,4 +1,4 @@
-"""What the vision encoders are made of. Their layers are whole on every rank, and compute all patches of several images
+"""The parts of vision encoders. Their layers are whole on every rank, and compute all patches of several images
 as one matrix: T patches of all images, C = hidden size of the encoder.
 """
 

@@ -1,4 +1,4 @@
-"""What the rest of the worker and the scheduler know about a model's vision encoder. Torch-free."""
+"""Facts about a model's vision encoder for the worker and the scheduler. Torch-free."""
 
 from __future__ import annotations
 

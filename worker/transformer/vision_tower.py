@@ -1,4 +1,4 @@
-"""What a vision encoder is: features of images in, rows for the language model out."""
+"""The interface of a vision encoder: features of images in, rows for the language model out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, WeightFormat
 from quire.worker.transformer.vision_spec import VisionSpec, read_image_token_id
 
-_PIXEL_BYTES = 3 * 16 * 16 * 4  # of a patch
+_PIXEL_BYTES = 3 * 16 * 16 * 4  # per patch
 
 
 class VisionTower(nn.Module):

@@ -75,7 +75,7 @@ class GgufCheckpoint(Checkpoint):
             start += count * size
 
     def _view(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What makes a tensor of the file that of a safetensors checkpoint."""
+        """The conversion of a tensor of the file to that of a safetensors checkpoint."""
         if self.architecture.swapped and ".self_attn." in name:
             for projection, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
                 if f".{projection}." in name:

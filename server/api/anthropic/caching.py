@@ -1,4 +1,4 @@
-"""Anthropic's `cache_control`: how long a prompt is wanted again, and what of it `usage` calls created."""
+"""Anthropic's `cache_control`: lifetime of a prompt in the cache, and the tokens that it adds to the cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def seconds_wanted(body: PromptFields) -> float:
 
 
 def caching(seconds: float, num_prompt_tokens: int, state: needs.ConfiguredEngine) -> Caching:
-    """What a request with so many tokens leaves in the cache. The last token is always computed."""
+    """Tokens of a prompt that its request leaves in the cache. The last token is always computed."""
     size = state.ready.worker.block_size if state.ready is not None else 0
     if not seconds or not size or not state.config.cache.enable_prefix_caching:
         return Caching(seconds)

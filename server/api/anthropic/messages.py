@@ -18,7 +18,7 @@ from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import wanted_for
 from quire.server.http.read_body import take
-from quire.server.http.threads import Later
+from quire.server.http.threads import Deferred
 from quire.server.http.turns import tenant_of
 from quire.server.keys.access import require_model
 from quire.server.parsers.events import Content
@@ -51,7 +51,7 @@ async def create_message(request: Request, state: needs.Completion) -> Response:
 Prepared = tuple[MessagesRequest, GenerationRequest, Caching]
 
 
-def _prepare(request: Request, body: MessagesRequest, state: needs.Preparing) -> Prepared | Later[Prepared]:
+def _prepare(request: Request, body: MessagesRequest, state: needs.Preparing) -> Prepared | Deferred[Prepared]:
     seconds = seconds_wanted(body)
     identity = wanted_for(admission.admit(request, state, ID_PREFIX, model=body.model), seconds)
     wanted = spec(body, state.formats.reasoning is not None, **identity)
@@ -76,7 +76,7 @@ def _whole(
 async def count_tokens(request: Request, state: needs.Tokenizing) -> Response:
     """The size of a prompt, without an answer."""
 
-    def work(body: CountTokensRequest) -> TokenCount | Later[TokenCount]:
+    def work(body: CountTokensRequest) -> TokenCount | Deferred[TokenCount]:
         state.require_ready()
         require_model(request.scope, body.model, state)
         prompt = conversation(body, state.formats.reasoning is not None)

@@ -151,7 +151,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class PromptFields(msgspec.Struct, kw_only=True):
-    """What makes up the prompt."""
+    """The fields that form the prompt."""
 
     model: Name
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]

@@ -1,4 +1,4 @@
-"""llama-server's GET /slots, and POST /slots/{id}: what a slot left in the cache, saved to a file, restored, erased."""
+"""llama-server's GET /slots, and POST /slots/{id}: saves a slot's cache to a file, restores or erases it."""
 
 from __future__ import annotations
 

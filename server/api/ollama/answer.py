@@ -54,14 +54,14 @@ class Answer:
             self.ended = time.monotonic_ns()
 
     def parts(self, delta: Delta) -> list[dict[str, Any]]:
-        """The objects that tell a delta; the last one of the last delta is done."""
+        """The objects of a delta; the last one of the last delta is done."""
         self.observe(delta)
         self.num_tokens += len(delta.token_ids)
         events = delta.events if delta.events is not None else [Content(delta.text)] if delta.text else []
-        told = [message for event in events for message in self._told(event)]
-        if self.tokenizer is not None and delta.logprobs and not told:
-            told = [{"content": ""}]
-        out = [self._part(message) for message in told]
+        messages = [message for event in events for message in self._messages(event)]
+        if self.tokenizer is not None and delta.logprobs and not messages:
+            messages = [{"content": ""}]
+        out = [self._part(message) for message in messages]
         if self.tokenizer is not None and delta.logprobs:
             out[0]["logprobs"] = [self._logprob(position) for position in delta.logprobs]
         if delta.finish_reason is not None:
@@ -94,7 +94,7 @@ class Answer:
         ]
         return entries[0] | ({"top_logprobs": entries[1:]} if self.num_alternatives else {})
 
-    def _told(self, event: Event) -> list[dict[str, Any]]:
+    def _messages(self, event: Event) -> list[dict[str, Any]]:
         match event:
             case Content(text):
                 return [*self._ended_call(), {"content": text}]
@@ -109,7 +109,7 @@ class Answer:
                 return []
 
     def _ended_call(self) -> list[dict[str, Any]]:
-        """A call is told when its arguments are complete, because they are an object."""
+        """A call is sent when its arguments are complete, because they are an object."""
         if self.call is None:
             return []
         call, self.call = self.call, None

@@ -14,7 +14,7 @@ _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
 
 def keep_alive_seconds(value: str | float | None) -> float:
     """Seconds: a number of them, or a duration of Go such as 5m or 1h30m. 0: not at all; below 0: as long as possible.
-    Raises BadRequest for what is no duration.
+    Raises BadRequest for an invalid duration.
     """
     if value is None or value == "":
         return 0.0

@@ -104,7 +104,7 @@ async def running(request: Request, state: _Running) -> Response:
 
 
 async def show(request: Request, state: _Showing) -> Response:
-    """What is known about a model."""
+    """Metadata of the model."""
     body = await take(request, ShowRequest, state, lambda body: body)
     name = body.model or body.name
     if not name:
@@ -112,7 +112,7 @@ async def show(request: Request, state: _Showing) -> Response:
     model = state.require_ready()
     require_model(request.scope, served_name(name, state), state)
     found = await _read(state)
-    # clients size their prompts by it: what is served may be less than what the model was trained for
+    # clients size their prompts by it: the served length may be below the trained length
     embeds = model.pooling is not None and "embed" in model.pooling.tasks
     served = {f"{found.family}.context_length": text_limit(model) if embeds else model.max_model_len}
     if embeds:

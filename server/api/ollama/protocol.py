@@ -55,7 +55,7 @@ _LOADING = frozenset(
 
 
 class Options(msgspec.Struct, kw_only=True):
-    # -2 to 0, and more than fit: what the context holds
+    # -2 to 0, and more than fit: all that the context holds
     num_predict: Annotated[int, Meta(ge=-2, le=INT64_MAX)] | None = None
     temperature: Temperature | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None

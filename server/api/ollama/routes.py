@@ -27,14 +27,14 @@ from quire.server.http import admission, sse
 from quire.server.http.cache_hint import wanted_for
 from quire.server.http.read_body import take
 from quire.server.http.route import NDJSON, Route
-from quire.server.http.threads import Later
+from quire.server.http.threads import Deferred
 from quire.server.http.vectors import VectorFields, to_requests, vectors
 
 ID_PREFIX = "ollama-"
 HEADERS = [(b"content-type", NDJSON.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 B = TypeVar("B", ChatRequest, GenerateRequest)
-Work = tuple[B, GenerationRequest | None] | Later[tuple[B, GenerationRequest | None]]
+Work = tuple[B, GenerationRequest | None] | Deferred[tuple[B, GenerationRequest | None]]
 
 
 async def chat(request: Request, state: needs.Completion) -> Response:

@@ -1,4 +1,4 @@
-"""Ollama's requests -> `GenerationSpec`. Raises BadRequest for what makes sense in no model."""
+"""Ollama's requests -> `GenerationSpec`. Raises BadRequest for requests that no model can serve."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _spec(
 def _options(options: Options) -> GenerationOptions:
     limit = options.num_predict
     return GenerationOptions(
-        max_tokens=INT64_MAX if limit is not None and limit <= 0 else limit,  # cut to what the context holds
+        max_tokens=INT64_MAX if limit is not None and limit <= 0 else limit,  # cut to the context length
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,

@@ -1,4 +1,4 @@
-"""What the answers of chat and text completions share: admission, usage, the stream of chunks, the whole body."""
+"""Common parts of chat and text completions: admission, usage, the stream of chunks, the whole body."""
 
 from __future__ import annotations
 

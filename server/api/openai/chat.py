@@ -29,7 +29,7 @@ from quire.server.generate.images import after_images
 from quire.server.generate.prepare import prepare
 from quire.server.http import sse
 from quire.server.http.read_body import take
-from quire.server.http.threads import Later
+from quire.server.http.threads import Deferred
 from quire.server.parsers.events import Content
 
 ID_PREFIX = "chatcmpl-"
@@ -45,7 +45,7 @@ async def chat_completions(request: Request, state: needs.Completion) -> Respons
 Prepared = tuple[ChatCompletionRequest, GenerationRequest]
 
 
-def _prepare(request: Request, body: ChatCompletionRequest, state: needs.Preparing) -> Prepared | Later[Prepared]:
+def _prepare(request: Request, body: ChatCompletionRequest, state: needs.Preparing) -> Prepared | Deferred[Prepared]:
     identity = admit(request, body, state, ID_PREFIX)
     spec = chat_spec(body, **identity)
 
@@ -134,7 +134,7 @@ class ChatAnswer(Answer):
         )
 
     def _with_tokens(self) -> bool:
-        """Whether every token has to be told of, beside the text."""
+        """Whether every token must be reported, in addition to the text."""
         return bool(self.body.logprobs or self.body.return_token_ids or self.running_usage)
 
     def _token_event(self, delta: Delta, content: ChatDelta) -> bytes:

@@ -22,7 +22,7 @@ from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import ClientGone, JsonResponse
 
 MAX_FILE_BYTES = 200 << 20
-MAX_FORM_BYTES = 1 << 16  # beside the file
+MAX_FORM_BYTES = 1 << 16  # in addition to the file
 MAX_BODY_BYTES = MAX_FILE_BYTES + MAX_FORM_BYTES
 MAX_NAME = 256
 BYTES, PART_BYTES = "application/octet-stream", 1 << 18  # of content
@@ -176,7 +176,7 @@ async def list_files(request: Request, state: needs.Batches) -> Response:
 
 
 async def retrieve_file(request: Request, state: needs.Batches) -> Response:
-    """What is known about a file."""
+    """Metadata of a file."""
     return JsonResponse(_shown(await _file(request, state)))
 
 

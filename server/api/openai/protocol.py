@@ -59,7 +59,7 @@ from quire.server.lora.fields import LoraScales
 from quire.server.structured.structure import MAX_BYTES
 
 MAX_TOKENIZE = 2**21  # characters of a text for /tokenize
-MAX_FIELDS = 1_000  # of a JSON Schema, at its top
+MAX_FIELDS = 1_000  # per JSON Schema, at its top
 MAX_CHOICES = 10_000  # texts of which the output must be one
 MAX_MESSAGES, MAX_PARTS = 10_000, 1_000
 MAX_DOCUMENTS, MAX_DOCUMENT_FIELDS = 1_000, 64
@@ -197,7 +197,7 @@ class Prediction(msgspec.Struct, kw_only=True):
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
-    """What chat and text completions share."""
+    """Fields of chat and text completions."""
 
     model: Name | None = None
     stream: bool | None = None
@@ -229,7 +229,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    # what the output must match (`structure.py`)
+    # constraint on the output (`structure.py`)
     response_format: JsonObject | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonObject | bool | JsonText | None = None

@@ -17,7 +17,7 @@ from quire.server.generate.encode import encode_rendered
 from quire.server.generate.images import after_images
 from quire.server.http.read_body import take
 from quire.server.http.sse import JsonResponse
-from quire.server.http.threads import Later
+from quire.server.http.threads import Deferred
 from quire.server.keys.access import require_model
 
 R = TypeVar("R")
@@ -54,9 +54,9 @@ async def apply_template(request: Request, state: needs.Tokenizing) -> Response:
 async def _rendered(
     request: Request, state: needs.Tokenizing, show: Callable[[Rendered, ChatCompletionRequest], R]
 ) -> R:
-    """What `show` makes of the rendered conversation. Images stand in its text with one token per run."""
+    """`show(rendered conversation)`. Each run of image tokens is one token in its text."""
 
-    def work(body: ChatCompletionRequest) -> R | Later[R]:
+    def work(body: ChatCompletionRequest) -> R | Deferred[R]:
         state.require_ready()
         require_model(request.scope, body.model, state)
         prompt = conversation(body)

@@ -35,7 +35,7 @@ _KINDS: dict[str, Kind] = {
 
 
 def structure_of(body: GenerationFields) -> Structure | None:
-    """What the output must match. Raises BadRequest for a malformed constraint, and for two of them."""
+    """The constraint on the output. Raises BadRequest if it is malformed or if there are two."""
     given = [*_response_format(body.response_format), *_structured_outputs(body.structured_outputs), *_fields(body)]
     if len(given) > 1:
         names = " and ".join(structure.param for structure in given)

@@ -15,7 +15,7 @@ from quire.server.generate.encode import encode_conversation, encode_texts
 from quire.server.generate.images import after_images
 from quire.server.http.read_body import take
 from quire.server.http.sse import JsonResponse
-from quire.server.http.threads import Later
+from quire.server.http.threads import Deferred
 from quire.server.keys.access import require_model
 
 
@@ -24,7 +24,7 @@ async def tokenize(request: Request, state: needs.Tokenizing) -> Response:
     return JsonResponse(await take(request, TokenizeRequest, state, lambda body: _tokenized(request, body, state)))
 
 
-def _tokenized(request: Request, body: TokenizeRequest, state: needs.Tokenizing) -> bytes | Later[bytes]:
+def _tokenized(request: Request, body: TokenizeRequest, state: needs.Tokenizing) -> bytes | Deferred[bytes]:
     state.require_ready()
     require_model(request.scope, body.model, state)
     if (body.prompt is None) == (body.messages is None):

@@ -13,8 +13,8 @@ from quire.server.generate.tools import Tool, ToolChoice, custom_arguments, requ
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
 
 MAX_TOOLS = 1024
-MAX_CALLS = 1024  # of one message
-MAX_SCHEMA_FIELDS = 4096  # of one object of a schema
+MAX_CALLS = 1024  # per message
+MAX_SCHEMA_FIELDS = 4096  # per object of a schema
 MAX_DESCRIPTION = 2**17
 MAX_GRAMMAR = 2**17
 
@@ -199,7 +199,7 @@ def required(value: Any, path: str) -> Any:
 def choice_of(
     choice: Choice | None, function_call: FunctionChoice | None, tools: list[Tool], parallel: bool
 ) -> ToolChoice:
-    """What `tool_choice`, or the older `function_call`, asks for. Raises BadRequest if the tools do not allow it."""
+    """The choice of tools by `tool_choice` or the older `function_call`. Raises BadRequest if the tools exclude it."""
     param, wanted = ("tool_choice", choice) if function_call is None else ("function_call", function_call)
     if choice is not None and function_call is not None:
         raise BadRequest("function_call is the old form of tool_choice: give one of them.", param=param)

@@ -1,4 +1,4 @@
-"""OpenAI's requests -> `GenerationSpec`. Raises BadRequest for what makes sense in no model."""
+"""OpenAI's requests -> `GenerationSpec`. Raises BadRequest for requests that no model can serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/start_profile and /stop_profile, as vLLM has them: what the workers' steps spend their time on."""
+"""/start_profile and /stop_profile, as in vLLM: time profiles of the workers' steps."""
 
 from __future__ import annotations
 

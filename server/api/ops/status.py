@@ -95,7 +95,7 @@ async def metrics(request: Request, state: needs.Scrape) -> Response:
 
 
 async def server_info(request: Request, state: _Server) -> Response:
-    """The effective configuration, what was chosen automatically, and the memory plan."""
+    """The effective configuration, values chosen automatically, and the memory plan."""
     return JsonResponse(
         {
             "version": state.version,

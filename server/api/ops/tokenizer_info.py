@@ -1,4 +1,4 @@
-"""GET /tokenizer_info: what a client needs to know of the tokenizer to build prompts itself."""
+"""GET /tokenizer_info: the properties of the tokenizer that a client needs to build prompts."""
 
 from __future__ import annotations
 

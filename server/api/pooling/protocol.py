@@ -101,7 +101,7 @@ class PoolingRequest(VectorFields, kw_only=True):
     """POST /pooling: embeddings, or a classifier's outputs, as plain vectors."""
 
     input: Text | Prompts
-    task: Literal["embed", "classify"] | None = None  # default: what the model can do
+    task: Literal["embed", "classify"] | None = None  # default: the model's task
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
     normalize: bool | None = None

@@ -1,4 +1,4 @@
-"""What a reasoning format is: the way in which one family of models marks its thoughts."""
+"""A reasoning format: how one family of models marks its thoughts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tool format is: the way in which one family of models writes calls."""
+"""A tool format: how one family of models writes calls."""
 
 from __future__ import annotations
 

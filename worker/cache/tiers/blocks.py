@@ -24,7 +24,7 @@ class BlockBytes:
 
     @property
     def layout(self) -> list[tuple]:
-        """What the bytes mean: shapes, types and order of the parts."""
+        """The layout of the bytes: shapes, types and order of the parts."""
         return [
             (kind, tuple(tensor.shape[1:]), str(tensor.dtype), tensor.stride()[1:])
             for kind, tensors in (("block", self._blocks), ("state", self._states))

@@ -1,4 +1,4 @@
-"""What the values of cached blocks depend on besides tokens: the model's weights, their type, the layout of a block."""
+"""The inputs of cached values besides tokens: the model's weights, their type, the layout of a block."""
 
 from __future__ import annotations
 

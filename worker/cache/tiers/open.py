@@ -83,7 +83,7 @@ def block_bytes(model: nn.Module, ready: WorkerReady) -> BlockBytes:
 def _mark(
     config: Config, model: nn.Module, ready: WorkerReady, storage: str, place: tuple[int, int, int], blocks: BlockBytes
 ) -> bytes:
-    """The fingerprint of what a rank's blocks mean."""
+    """The fingerprint of a rank's blocks."""
     facts = (ready.block_size, ready.groups, storage, place, blocks.layout, _weights_dtype(model))
     facts += (config.model.load_format, config.model.seed, config.model.quantization)
     return fingerprint(model_identity(config.model.model), facts)

@@ -97,7 +97,7 @@ class Groups:
 
 
 def needs_of(group: int) -> frozenset[str]:
-    """What groups of so many columns need of kernels: all kernels take 32, 64, 128 and multiples of 256."""
+    """Requirements of groups of so many columns on kernels: all kernels take 32, 64, 128 and multiples of 256."""
     return frozenset() if group in (32, 64, 128) or group % 256 == 0 else frozenset({GROUP_SIZE})
 
 

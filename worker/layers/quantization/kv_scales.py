@@ -1,4 +1,4 @@
-"""What a checkpoint says about an 8-bit KV cache: the type that it was calibrated for, and one scale per layer for keys
+"""The 8-bit KV cache that a checkpoint declares: the type that it was calibrated for, and one scale per layer for keys
 and for values.
 
 The number x is stored as x / scale, in e4m3 or as an integer. Writers name the tensors differently; the older ones have
@@ -44,7 +44,7 @@ class Declared:
 
 
 def declared(raw: dict[str, Any]) -> Declared | None:
-    """What a parsed config.json asks for, or None."""
+    """The cache type that a parsed config.json asks for, or None."""
     config = raw.get("quantization_config") or raw.get("compression_config") or {}
     config = config.get("quantization") or config  # modelopt
     if scheme := config.get("kv_cache_scheme"):

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores quantized: what all formats share.
+"""Weights that a checkpoint stores quantized: the common parts of all formats.
 
 A format (`CheckpointFormat`) names the `Scheme` of each weight `[out, in]` of the checkpoint. A scheme knows the
 tensors that store the weight and decodes them. `StoredWeights` loads the tensors of this rank's part of each weight
@@ -131,7 +131,7 @@ class Scheme(ABC):
         """
 
     def needs(self, piece: Piece) -> frozenset[str]:
-        """What the piece needs of kernels (`Groups.needs`), without which it is dequantized at load."""
+        """The piece's requirements on kernels (`Groups.needs`), without which it is dequantized at load."""
         return frozenset()
 
     def num_bytes(self, piece: Piece, itemsize: int) -> int:

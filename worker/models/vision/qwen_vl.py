@@ -1,4 +1,4 @@
-"""What the vision encoders of Qwen 2, 2.5 and 3 share: images of any size, and videos, as patches in groups of
+"""Common parts of the vision encoders of Qwen 2, 2.5 and 3: images of any size, and videos, as patches in groups of
 neighbours that make one embedding.
 """
 

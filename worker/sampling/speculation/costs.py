@@ -1,4 +1,4 @@
-"""How many drafts pay: what a draft costs, from the times of steps, and what it earns, from the drafts before.
+"""The best number of drafts, by their costs, from the times of steps, and their gains, from earlier drafts.
 
 A step of m tokens takes about a + b m: a is reading the weights, b the arithmetic of one more token. With R requests a
 step without drafts makes R tokens in a + b R. A draft that is right with probability p pays if p / b exceeds that rate.

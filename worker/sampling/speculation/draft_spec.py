@@ -1,4 +1,4 @@
-"""What a draft model must be like."""
+"""Requirements on a draft model."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def longest_match(text: np.ndarray, tail: np.ndarray, low: int, high: int) -> tu
 
 
 class LookupDrafter:
-    """What followed the last occurrence of the request's last tokens, in its prompt or output, else in earlier texts of
+    """Tokens after the last occurrence of the request's last tokens, in its prompt or output, else in earlier texts of
     its conversation.
     """
 

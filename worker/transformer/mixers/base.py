@@ -1,4 +1,4 @@
-"""What the mixers with a recurrent state share: parameters in float32, cut into this rank's share, and the convolution
+"""Common parts of mixers with a state: parameters in float32, cut into this rank's share, and the convolution
 in front.
 """
 

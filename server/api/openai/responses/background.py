@@ -37,7 +37,7 @@ class Run:
         try:
             async for events in told:
                 self._publish(events)
-        except asyncio.CancelledError:  # by `cancel` or `interrupt`, and by nobody else
+        except asyncio.CancelledError:  # by `cancel` or `interrupt` only
             await told.aclose()
             if self._interrupted is None:
                 self.answer.cancel()

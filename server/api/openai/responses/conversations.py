@@ -36,7 +36,7 @@ class _Posting(needs.Body, needs.Responses, Protocol):
 
 
 class _Call(msgspec.Struct):
-    """What tells an item that is a call."""
+    """The type of an item, if it is a call."""
 
     type: str
     call_id: str | None = None
@@ -146,7 +146,7 @@ async def delete_item(request: Request, state: needs.Responses) -> Response:
 
 
 def _place(request: Request, items: bytes) -> int:
-    """Where the item of the path is. Raises NotFound."""
+    """Index of the item that the path names. Raises NotFound."""
     item_id = request.path_params["item_id"]
     places = [i for i, known in enumerate(item_ids(items)) if known == item_id]
     if not places:

@@ -46,7 +46,7 @@ from quire.server.http.cache_hint import RETENTION, wanted_for
 from quire.server.http.paging import owner
 from quire.server.http.parse_body import is_left_out
 from quire.server.http.read_body import in_turns, take
-from quire.server.http.threads import SMALL, Later
+from quire.server.http.threads import SMALL, Deferred
 from quire.server.http.turns import tenant_of
 from quire.server.keys.access import require_model
 
@@ -56,7 +56,7 @@ ID_PREFIX = "resp_"
 
 B = TypeVar("B", bound=ResponsePrompt)
 R = TypeVar("R")
-Work = tuple[B, R] | Later[tuple[B, R]]  # at once, or after images have been loaded
+Work = tuple[B, R] | Deferred[tuple[B, R]]  # at once, or after images have been loaded
 
 
 class _Posting(needs.Body, needs.Responses, Protocol):

@@ -1,4 +1,4 @@
-"""What a request refers to in the store: the responses before it, its conversation, and items by their ids."""
+"""Stored objects that a request refers to: previous responses, its conversation, and items by id."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _references(body: ResponsePrompt):
 
 
 async def fetch(request: Request, body: ResponsePrompt, responses: Responses, state: needs.BodyLimit) -> History:
-    """Raises NotFound for what is not stored, BadRequest."""
+    """Raises NotFound for an id that is not stored, BadRequest."""
     responses.require_kept()
     if body.previous_response_id is not None and body.conversation is not None:
         raise BadRequest("previous_response_id and conversation exclude each other.", param="conversation")

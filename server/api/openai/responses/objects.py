@@ -1,4 +1,4 @@
-"""What /v1/responses answers: the response and its items."""
+"""The objects of /v1/responses: the response and its items."""
 
 from __future__ import annotations
 

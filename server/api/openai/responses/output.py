@@ -31,9 +31,9 @@ ServerEvent = tuple[str, dict[str, Any]]  # its type, and its fields but `sequen
 
 
 class Output:
-    """The output as it grows. Each method yields the events of what it does; `items` are complete after `finish`.
+    """The output as it grows. Each method yields its events; `items` are complete after `finish`.
 
-    key: what the ids of the items are made of. custom: the names of tools that take a text. summarized: thoughts are
+    key: prefix of the item ids. custom: the names of tools that take a text. summarized: thoughts are
     given as a summary. encrypted: thoughts have an `encrypted_content`. formatter: of log-probabilities, None without.
     """
 

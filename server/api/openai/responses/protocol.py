@@ -101,7 +101,7 @@ Items = Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
 
 
 class ResponseToolFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the text of a custom tool is like."""
+    """The format of a custom tool's input."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -191,7 +191,7 @@ class ConversationReference(msgspec.Struct, kw_only=True):
 
 
 class ResponsePrompt(msgspec.Struct, kw_only=True):
-    """What makes up the prompt."""
+    """The fields that form the prompt."""
 
     model: Name | None = None
     input: Text | Items | None = None

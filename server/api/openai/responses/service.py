@@ -1,4 +1,4 @@
-"""What a server process keeps of responses: the store, with one thread that uses it, and those that run in the
+"""The responses of a server process: the store, with one thread that uses it, and those that run in the
 background.
 """
 

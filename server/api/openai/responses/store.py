@@ -48,7 +48,7 @@ CREATE TRIGGER IF NOT EXISTS owner_removed AFTER DELETE ON objects BEGIN
 CREATE TRIGGER IF NOT EXISTS owner_resized AFTER UPDATE OF size ON objects BEGIN
     UPDATE owners SET size = size - OLD.size + NEW.size WHERE owner = OLD.owner; END;
 """
-_OVERHEAD = 256  # bytes that an object takes beside its texts
+_OVERHEAD = 256  # bytes that an object takes in addition to its texts
 RUNNING = ("queued", "in_progress", "cancelling")
 _RUNNING = "('queued', 'in_progress', 'cancelling')"
 

@@ -1,4 +1,4 @@
-"""Requests of /v1/responses -> `GenerationSpec`. Raises BadRequest for what makes sense in no model."""
+"""Requests of /v1/responses -> `GenerationSpec`. Raises BadRequest for requests that no model can serve."""
 
 from __future__ import annotations
 
