@@ -198,6 +198,32 @@ def test_paths(served, adapters, tmp_path):
     assert broken.status_code == 400 and "there is no adapter_config.json" in broken.json()["error"]["message"]
 
 
+def test_what_is_refused_is_named(served, folder, adapters):
+    """Each with its reason and no path; the server and its other adapters are as before."""
+    place = adapters["one"].parent / "refused"
+    cases = [
+        ({"use_dora": True}, {}, "use_dora: DoRA"),
+        ({"bias": "all"}, {}, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save: whole modules"),
+        ({}, {"strength": float("nan")}, "not a number (NaN)"),
+        ({}, {"rank": 65}, "rank 65, more than --max-lora-rank 64"),
+        ({}, {"targets": ("lm_head",)}, "output head"),
+    ]
+    try:
+        for config, options, reason in cases:
+            make_adapter(place, folder, **{"rank": 4} | options, **config)
+            refused = post(served, "/v1/load_lora_adapter", lora_name="refused", lora_path=str(place))
+            error = refused.json()["error"]
+            assert refused.status_code == 400 and error["param"] == "lora_path" and reason in error["message"], error
+            assert str(place) not in refused.text
+        (place / "adapter_model.safetensors").rename(place / "adapter_model.bin")
+        refused = post(served, "/v1/load_lora_adapter", lora_name="refused", lora_path=str(place))
+        assert refused.status_code == 400 and "adapter_model.bin cannot be read" in refused.text
+    finally:
+        shutil.rmtree(place)
+    assert "refused" not in {card["id"] for card in served.http.get("/v1/models").json()["data"]}
+
+
 def test_an_unload_lets_running_requests_finish(served, adapters, expected):
     place = adapters["two"]
     assert post(served, "/v1/load_lora_adapter", lora_name="gone", lora_path=str(place)).status_code == 200
@@ -231,8 +257,10 @@ def test_a_killed_engine_continues_with_the_adapter(served, expected):
     assert tokens(complete(served, "one")) == expected["one"][:NUM_TOKENS]
 
 
-def test_adapters_of_the_hub_and_files(folder, adapters, expected, tmp_path, monkeypatch):
-    """By an id, as a GGUF file, and as a GGUF file below --lora-dir; then again while the server runs."""
+def test_adapters_of_the_hub_and_files(folder, adapters, expected, tmp_path, monkeypatch, caplog):
+    """By an id, as a GGUF file, and as a GGUF file below --lora-dir; then again while the server runs. A broken one
+    below --lora-dir is left out with a line in the log.
+    """
     asked = []
 
     def download(repository, **options):
@@ -241,7 +269,7 @@ def test_adapters_of_the_hub_and_files(folder, adapters, expected, tmp_path, mon
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     heads = merged(folder).config.num_attention_heads, merged(folder).config.num_key_value_heads
-    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir" / "broken").mkdir(parents=True)
     given = as_gguf(adapters["given"], tmp_path / "given.gguf", "llama", heads)
     as_gguf(adapters["two"], tmp_path / "dir" / "two.gguf", "llama", heads)
     with running_server(
@@ -253,6 +281,7 @@ def test_adapters_of_the_hub_and_files(folder, adapters, expected, tmp_path, mon
         lora_dir=str(tmp_path / "dir"),
     ) as running:
         server = running.wait_ready(120)
+        assert "--lora-dir: leaving out broken: there is no adapter_config.json" in caplog.text
         for name in ("outside", "given", "two"):
             assert tokens(complete(server, name)) == expected[name][:NUM_TOKENS]
         for name, path in (("outside", "org/outside"), ("given", given), ("two", tmp_path / "dir" / "two.gguf")):
