@@ -270,6 +270,56 @@ template <int ROWS>
 void score_bytes(const QueryBytes&, const float*, const int8_t* const*, long, float*, KeyBlock<int8_t>&) {}
 #endif
 
+#if defined(__AVX512BF16__)
+constexpr bool kPairProducts = true;
+
+// The sums of four registers' entries, each in the four entries of a quarter: of a, b, c and d in this order.
+inline __m512i add_across(__m512i a, __m512i b, __m512i c, __m512i d) {
+  const auto add = [](__m512i low, __m512i high) { return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(low), _mm512_castsi512_ps(high))); };
+  const __m512i ab = add(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee)), cd = add(_mm512_shuffle_i32x4(c, d, 0x44), _mm512_shuffle_i32x4(c, d, 0xee));
+  return add(_mm512_shuffle_i32x4(ab, cd, 0x88), _mm512_shuffle_i32x4(ab, cd, 0xdd));
+}
+
+// Like score_few below, for keys and queries in bf16, q [ROWS][d], and d a multiple of 32: products of keys as they are
+// stored, whose sums are then added across registers.
+template <int ROWS>
+void score_pairs(const bf16* q, const bf16* const* k, long d, float* x, KeyBlock<bf16>& ahead) {
+  constexpr int SETS = ROWS <= 2 ? 2 : 1;  // sets of four keys at a time: enough independent sums
+  const auto add = [](__m512i low, __m512i high) { return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(low), _mm512_castsi512_ps(high))); };
+  for (int j = 0; j < 32; j += 16) {
+    __m512i quarters[ROWS][4];  // [i]: keys i, i + 4, i + 8 and i + 12
+    unrolled<4 / SETS>([&](auto part) __attribute__((always_inline)) {
+      constexpr int FIRST = part * SETS;
+      __m512 sums[4 * SETS][ROWS];
+      unrolled<4 * SETS * ROWS>([&](auto i) __attribute__((always_inline)) { sums[i / ROWS][i % ROWS] = _mm512_setzero_ps(); });
+      for (long c = 0; c < d; c += 32) {
+        __m512i queries[ROWS];
+        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { queries[r] = load_ints(q + r * d + c); });
+        unrolled<4 * SETS>([&](auto i) __attribute__((always_inline)) {
+          const __m512i key = load_ints(k[j + FIRST + i / 4 + i % 4 * 4] + c);
+          unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { sums[i][r] = _mm512_dpbf16_ps(sums[i][r], (__m512bh)key, (__m512bh)queries[r]); });
+        });
+      }
+      ahead.fetch(int(SETS * d / 16), int(d * sizeof(bf16)));
+      unrolled<SETS * ROWS>([&](auto i) __attribute__((always_inline)) {
+        constexpr int SET = i / ROWS, R = i % ROWS;
+        const auto ints = [&](int n) { return _mm512_castps_si512(sums[SET * 4 + n][R]); };
+        quarters[R][FIRST + SET] = add_across(ints(0), ints(1), ints(2), ints(3));
+      });
+    });
+    unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+      const __m512i* of = quarters[r];
+      const __m512i even = add(_mm512_unpacklo_epi32(of[0], of[1]), _mm512_unpackhi_epi32(of[0], of[1])), odd = add(_mm512_unpacklo_epi32(of[2], of[3]), _mm512_unpackhi_epi32(of[2], of[3]));
+      store_ints(x + r * kKeys + j, add(_mm512_unpacklo_epi64(even, odd), _mm512_unpackhi_epi64(even, odd)));
+    });
+  }
+}
+#else
+constexpr bool kPairProducts = false;
+template <int ROWS>
+void score_pairs(const bf16*, const bf16* const*, long, float*, KeyBlock<bf16>&) {}
+#endif
+
 // For a few rows, which read keys and values without packing: computes x[r][32] = the products of ROWS queries, stored
 // k by k, with 32 keys. CHAINS: partial sums per product; 2: one of even k and one of odd k; 1: a single sum in order.
 template <int ROWS, int CHAINS, typename T>
@@ -347,6 +397,10 @@ class FloatTiles {
       });
       return;
     }
+    if (by_pairs()) {
+      for (int r = 0; r < rows_; r++) memcpy((char*)q_ + r * d_ * sizeof(Q), row(r), d_ * sizeof(Q));
+      return;
+    }
     for (int i = 0; i < groups(); i++) {
       float* to = q_ + begin(i) * d_;
       for (int r = 0, n = size(i); r < n; r++) {
@@ -377,6 +431,11 @@ class FloatTiles {
         }
         if constexpr (n <= kFewRows)
           if (!two_scales_) {
+            if constexpr (kPairs)
+              if (by_pairs()) {
+                score_pairs<n>((const bf16*)q_, keys_->k + b * 32, d_, x, *ahead_);
+                continue;
+              }
             if constexpr (kBytes) score_bytes<n>(bytes_, q, keys_->k + b * 32, d_, x, *ahead_);
             else score_few<n, ONE_ORDER ? 1 : 2>(q, keys_->k + b * 32, d_, x, *ahead_);
             continue;
@@ -400,6 +459,8 @@ class FloatTiles {
   static constexpr int kFewRows = 4;
   // Products of bytes: queries of 16 bits keep their precision.
   static constexpr bool kBytes = kByteProducts && std::is_same_v<T, int8_t> && !std::is_same_v<Q, float> && !ONE_ORDER;
+  static constexpr bool kPairs = kPairProducts && std::is_same_v<T, bf16> && std::is_same_v<Q, bf16> && !ONE_ORDER;
+  bool by_pairs() const { return kPairs && rows_ <= kFewRows && !two_scales_ && d_ % 32 == 0; }
   // Cache lines of K, and as many of V, to prefetch per tile. The 4 * d / 32 tiles of each cover all of 128 keys.
   static constexpr int kFetched = 8 * sizeof(T);
   const float* make_keys(int b, long c, float* tile) {

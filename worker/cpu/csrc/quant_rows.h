@@ -16,8 +16,13 @@
 class IntegerRows {
  public:
   static constexpr int kRun = 256;  // k that a kernel multiplies at a time
+  // Whether rows of so many dwords for 4 k are multiplied by two registers of columns: many rows in bytes, with AVX-512
+  static constexpr bool by_two(int dwords, int rows) { return kLanes == 16 && dwords == 1 && rows > kMostRows; }
+  // Maximum rows of a group: their sums and totals, and the operands, fit 32 registers
+  static constexpr int group_rows(int dwords, int rows) { return by_two(dwords, rows) ? kMostRows / 2 : kMostRows; }
   IntegerRows(void* memory, int rows, const Quant& q)
-      : width_(long(q.k_steps) * 64), rows_(rows), span_(q.span()), per_(per(q)), zero_point_(q.zero_point()), dwords_(dwords(q)), top_(q.narrow ? 127 : 127 * 256 + 127), scaled_sums_(by_span(q.kind, q.narrow)), values_((int32_t*)memory),
+      : width_(long(q.k_steps) * 64), rows_(rows), span_(q.span()), per_(per(q)), zero_point_(q.zero_point()), dwords_(dwords(q)), top_(q.narrow ? 127 : 127 * 256 + 127), scaled_sums_(by_span(q.kind, q.narrow)), groups_((rows + group_rows(dwords_, rows) - 1) / group_rows(dwords_, rows)), least_(rows / std::max(groups_, 1)), larger_(rows % std::max(groups_, 1)),
+        span_bits_(__builtin_ctz(span_)), per_bits_(__builtin_ctz(per_)), values_((int32_t*)memory),
         scales_((float*)(values_ + rows * width_ / 4 * dwords_)), starts_((int32_t*)(scales_ + rows * runs())), sums_((float*)(starts_ + rows * spans())) {}
   static size_t bytes(long rows, const Quant& q) {
     const long width = long(q.k_steps) * 64;
@@ -29,17 +34,17 @@ class IntegerRows {
   static constexpr int dwords(int kind, bool narrow) { return narrow && (kLanes == 16 || top_code(kind) < 64) ? 1 : 2; }
   static int dwords(const Quant& q) { return dwords(q.kind, q.narrow); }
 
-  int groups() const { return (rows_ + kMostRows - 1) / kMostRows; }
-  int begin(int group) const { return int(long(rows_) * group / groups()); }
-  int size(int group) const { return begin(group + 1) - begin(group); }
+  int groups() const { return groups_; }
+  int begin(int group) const { return group * least_ + std::min(group, larger_); }
+  int size(int group) const { return least_ + (group < larger_); }
   long width() const { return width_; }
   // The dwords for each 4 k of each row of a group, from k on
   const int32_t* values(int group, long k) const { return values_ + (begin(group) * (width_ / 4) + k / 4 * size(group)) * dwords_; }
-  const float* scales(int group, long k) const { return scales_ + k / per_ * rows_ + begin(group); }
+  const float* scales(int group, long k) const { return scales_ + (k >> per_bits_) * rows_ + begin(group); }
   // What cancels the zero point that the codes contain: the sum of the integers of a span of k, times it
-  const int32_t* starts(int group, long k) const { return starts_ + k / span_ * rows_ + begin(group); }
+  const int32_t* starts(int group, long k) const { return starts_ + (k >> span_bits_) * rows_ + begin(group); }
   // The sum of the integers of a span of k; by_span: times their scale
-  const float* sums(int group, long k) const { return sums_ + k / span_ * rows_ + begin(group); }
+  const float* sums(int group, long k) const { return sums_ + (k >> span_bits_) * rows_ + begin(group); }
   long ld() const { return rows_; }  // from one run or span to the next, of `scales`, `starts` and `sums`
 
   // row(r) points to the start of a row of `given` elements; the rest is filled with zeros.
@@ -126,6 +131,8 @@ class IntegerRows {
   int rows_, span_, per_, zero_point_, dwords_;
   float top_;
   bool scaled_sums_;
+  int groups_, least_, larger_;  // groups, of which the first larger_ have least_ + 1 rows, the others least_
+  int span_bits_, per_bits_;     // logarithms of span_ and per_
   int32_t* values_;
   float* scales_;
   int32_t* starts_;

@@ -64,6 +64,19 @@ __attribute__((always_inline)) inline void add_codes(const CODES& from, const in
   });
 }
 
+// The same for several registers of columns whose codes are unpacked: all of them multiply by an entry of x before the
+// next one, so that it is loaded once.
+template <int HALF, int ROWS, int PARTS, typename CODES, int DWORDS, bool NARROW>
+__attribute__((always_inline)) inline void add_together(const CODES (&from)[PARTS], const int32_t* x, Sum<DWORDS, NARROW> (&sums)[PARTS][ROWS]) {
+  unrolled<4>([&](auto i) __attribute__((always_inline)) {
+    Ints codes[PARTS];
+    unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { codes[p] = from[p].four(HALF * 4 + i); });
+    unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+      unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { sums[p][r].add(codes[p], x + (i * ROWS + r) * DWORDS); });
+    });
+  });
+}
+
 // The scales and offsets of `columns` columns in the spans of a run of k, [span][32].
 struct RunNumbers {
   alignas(64) float scales[IntegerRows::kRun / 16][kCols], offsets[IntegerRows::kRun / 16][kCols];
@@ -107,7 +120,7 @@ template <int KIND>
 struct StoredCodes {
   // How many pairs of products of codes and bytes fit a word
   static constexpr int kTogether = top_code(KIND) < 32 ? 4 : 2;
-  static constexpr bool kSixteen = kKinds[KIND].group == 16, kZeroPoint = quant_zero_point(KIND) != 0;
+  static constexpr bool kSixteen = kKinds[KIND].group == 16, kZeroPoint = quant_zero_point(KIND) != 0, kUnpacked = false;
   const uint8_t* at;
   int odd;  // whether `at` is the second half of a step of a tile
   template <int HALF, typename F>
@@ -120,17 +133,20 @@ struct StoredCodes {
   }
 };
 
-// The same, unpacked to bytes [k / 4][kLanes][4].
+// The same as bytes [k / 4][kLanes][4]: unpacked, or codes of 8 bits as they are stored.
 template <bool SIXTEEN>
 struct UnpackedCodes {
   static constexpr int kTogether = 2;
-  static constexpr bool kSixteen = SIXTEEN, kZeroPoint = true;
+  static constexpr bool kSixteen = SIXTEEN, kZeroPoint = true, kUnpacked = true;
   const uint8_t* at;
+  int skip = 0;  // bytes to skip after every 64 k
+  int odd = 0;   // as in StoredCodes
   template <int HALF, typename F>
   __attribute__((always_inline)) void read(F&& f) const {
-    unrolled<4>([&](auto i) __attribute__((always_inline)) { f(int(i), load_ints(at + (HALF * 4 + i) * sizeof(Ints))); });
+    unrolled<4>([&](auto i) __attribute__((always_inline)) { f(int(i), four(HALF * 4 + i)); });
   }
-  void next() { at += 8 * sizeof(Ints); }
+  Ints four(int i) const { return load_ints(at + i * sizeof(Ints)); }  // k 4 i .. 4 i + 3
+  void next() { at += 8 * sizeof(Ints) + (odd ? skip : 0), odd ^= 1; }
   void prefetch() const {}
 };
 
@@ -150,7 +166,8 @@ __attribute__((always_inline)) inline void quant_run(const IntegerRows& x, int g
     starts += ld;
   };
   auto add_half = [&](auto half) __attribute__((always_inline)) {
-    unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { add_codes<half, ROWS>(codes[p], values, sums[p]); });
+    if constexpr (PARTS > 1 && CODES::kUnpacked) add_together<half, ROWS>(codes, values, sums);
+    else unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { add_codes<half, ROWS>(codes[p], values, sums[p]); });
     values += 4 * DWORDS * ROWS;
   };
   auto apply = [&] __attribute__((always_inline)) {
@@ -206,34 +223,44 @@ void few_rows(const Quant& q, const IntegerRows& x, int nb, float* y) {
     }
 }
 
-// y[ROWS][32] += a group of more rows, one run, times one register of columns, whose codes are unpacked.
-template <bool SIXTEEN, int DWORDS, bool NARROW, bool BY_SPAN, int ROWS>
-void unpacked_run(const IntegerRows& x, int group, long begin, long end, int span, const uint8_t* bytes, const RunNumbers& numbers, bool has_offsets, int column, float* y) {
-  UnpackedCodes<SIXTEEN> codes[1] = {{bytes}};
-  quant_run<UnpackedCodes<SIXTEEN>, DWORDS, NARROW, BY_SPAN, ROWS, 1>(x, group, begin, end, span, codes, numbers, has_offsets, column, y);
+// Whether the codes of a kind are used as they are stored, because they are bytes
+constexpr bool are_bytes(int kind) { return kLanes == 16 && quant_bits(kind) == 8; }
+constexpr long kUnpackedBytes = IntegerRows::kRun * kLanes;
+
+// y[ROWS][32] += a group of more rows, one run, times PARTS registers of columns, whose codes are unpacked.
+template <bool SIXTEEN, int DWORDS, bool NARROW, bool BY_SPAN, int ROWS, int PARTS>
+void unpacked_run(const IntegerRows& x, int group, long begin, long end, int span, const uint8_t* bytes, long part_bytes, int skip, const RunNumbers& numbers, bool has_offsets, int column, float* y) {
+  UnpackedCodes<SIXTEEN> codes[PARTS];
+  for (int p = 0; p < PARTS; p++) codes[p] = {bytes + p * part_bytes, skip};
+  quant_run<UnpackedCodes<SIXTEEN>, DWORDS, NARROW, BY_SPAN, ROWS, PARTS>(x, group, begin, end, span, codes, numbers, has_offsets, column, y);
 }
 
 // y[rows of x][32] += x times block nb, for more rows. The codes of a run are unpacked once for all of them.
-template <int KIND, bool NARROW>
+// PARTS: the registers of columns that are multiplied together.
+template <int KIND, bool NARROW, int PARTS>
 void many_rows(const Quant& q, const IntegerRows& x, int nb, float* y) {
-  constexpr int DWORDS = IntegerRows::dwords(KIND, NARROW);
+  constexpr int DWORDS = IntegerRows::dwords(KIND, NARROW), MOST = IntegerRows::group_rows(DWORDS, PARTS == 2 ? INT_MAX : 0);
   const bool has_offsets = kKinds[KIND].offsets || (KIND <= kIntegers8 && q.offsets);
   RunNumbers numbers;
-  alignas(64) uint8_t bytes[IntegerRows::kRun * kLanes];
+  alignas(64) uint8_t bytes[PARTS * kUnpackedBytes];
   for (long begin = 0; begin < x.width(); begin += IntegerRows::kRun)
-    for (int column = 0; column < kCols; column += kLanes) {
+    for (int column = 0; column < kCols; column += PARTS * kLanes) {
       const long end = std::min(begin + IntegerRows::kRun, x.width());
-      find_numbers<KIND>(q, nb, begin, end, column, kLanes, numbers);
-      StoredCodes<KIND> codes{codes_at(q, nb, int(begin), column), 0};
-      uint8_t* to = bytes;
-      for (long k = begin; k < end; k += 32, to += 8 * sizeof(Ints), codes.next()) {
-        codes.prefetch();
-        codes.template read<0>([&](int i, Ints four) { store_ints(to + i * sizeof(Ints), four); });
-        codes.template read<1>([&](int i, Ints four) { store_ints(to + (4 + i) * sizeof(Ints), four); });
+      find_numbers<KIND>(q, nb, begin, end, column, PARTS * kLanes, numbers);
+      const uint8_t* stored = codes_at(q, nb, int(begin), column);
+      for (int p = 0; p < PARTS; p++) {
+        StoredCodes<KIND> codes{codes_at(q, nb, int(begin), column + p * kLanes), 0};
+        uint8_t* to = bytes + p * kUnpackedBytes;
+        for (long k = begin; k < end; k += 32, to += 8 * sizeof(Ints), codes.next()) {
+          codes.prefetch();
+          if constexpr (are_bytes(KIND)) continue;
+          codes.template read<0>([&](int i, Ints four) { store_ints(to + i * sizeof(Ints), four); });
+          codes.template read<1>([&](int i, Ints four) { store_ints(to + (4 + i) * sizeof(Ints), four); });
+        }
       }
       for (int i = 0; i < x.groups(); i++)
         of_rows(x.size(i), [&](auto n) {
-          if constexpr (n > kStoredRows) unpacked_run<kKinds[KIND].group == 16, DWORDS, NARROW, IntegerRows::by_span(KIND, NARROW), n>(x, i, begin, end, q.span(), bytes, numbers, has_offsets, column, y + x.begin(i) * kCols);
+          if constexpr (n >= std::min(kStoredRows + 1, 4) && n <= MOST) unpacked_run<kKinds[KIND].group == 16, DWORDS, NARROW, IntegerRows::by_span(KIND, NARROW), n, PARTS>(x, i, begin, end, q.span(), are_bytes(KIND) ? stored : bytes, are_bytes(KIND) ? 1024 : kUnpackedBytes, are_bytes(KIND) ? 1024 : 0, numbers, has_offsets, column, y + x.begin(i) * kCols);
         });
     }
 }
@@ -242,7 +269,10 @@ void many_rows(const Quant& q, const IntegerRows& x, int nb, float* y) {
 template <int KIND, bool NARROW>
 void quant_block(const Quant& q, const IntegerRows& x, int nb, float* y) {
   std::fill(y, y + x.ld() * kCols, 0.f);
-  if (x.ld() > kStoredRows) return many_rows<KIND, NARROW>(q, x, nb, y);
+  constexpr int DWORDS = IntegerRows::dwords(KIND, NARROW);
+  if constexpr (IntegerRows::by_two(DWORDS, INT_MAX))
+    if (IntegerRows::by_two(DWORDS, int(x.ld()))) return many_rows<KIND, NARROW, 2>(q, x, nb, y);
+  if (x.ld() > kStoredRows) return many_rows<KIND, NARROW, 1>(q, x, nb, y);
   of_rows(int(x.ld()), [&](auto n) {
     if constexpr (n <= kStoredRows) few_rows<KIND, NARROW, n>(q, x, nb, y);
   });
