@@ -31,7 +31,7 @@ KEYS: dict[str, Rule] = {
     "num_hidden_layers": Whole(1, MAX_LAYERS),
     "num_attention_heads": Whole(1, 1 << 14, per_layer=True),
     "num_key_value_heads": Whole(1, 1 << 14, per_layer=True),
-    "head_dim": Whole(1, 1 << 14),
+    "head_dim": Whole(0, 1 << 14),
     "max_position_embeddings": _POSITIONS,
     "original_max_position_embeddings": _POSITIONS,
     "sliding_window": Whole(0, (1 << 31) - 1),

@@ -227,6 +227,14 @@ def test_settings_of_state_models_that_are_refused(architecture, changes, messag
         parse_model_spec({"architectures": [architecture], **changes})
 
 
+def test_glm_5_next_is_refused_with_the_reason(tmp_path):
+    config = CONFIG_MAPPING["glm5_next"]()
+    config.architectures = ["Glm5NextForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Glm5NextForConditionalGeneration is not supported: its hyper-connections"):
+        read_model_spec(str(tmp_path))
+
+
 def llama(**changes):
     return {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, **changes}
 

@@ -129,6 +129,10 @@ MODELS = {
     for name, cls in DECODERS.items()
 } | (ENCODERS | WRAPPED | BARE)
 
+# architectures that are known, but not served -> why
+_GLM5_NEXT = "its hyper-connections and its index of pooled keys are not implemented"
+REFUSED = {"Glm5NextForConditionalGeneration": _GLM5_NEXT, "Glm5NextForCausalLM": _GLM5_NEXT}
+
 
 def model_class(architecture: str) -> type[CausalLM]:
     """Return the class for an architecture. Raises ValueError listing the supported architectures."""
@@ -161,6 +165,8 @@ def read_model_spec(folder: str, implementation: str = "auto", *, images: bool =
 
 
 def _read_spec(folder: str, raw: dict[str, Any], implementation: str, images: bool) -> ModelSpec:
+    if refused := next((name for name in raw.get("architectures") or [] if name in REFUSED), None):
+        raise ValueError(f"architecture {refused} is not supported: {REFUSED[refused]}")
     if implementation == "transformers" or (implementation == "auto" and _is_foreign(raw)):
         from quire.worker.models.fallback_spec import read_spec  # loads transformers
 
