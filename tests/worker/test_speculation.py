@@ -244,7 +244,7 @@ def test_costs_are_a_line_through_the_times_of_steps():
 
 def test_only_drafts_that_pay_are_verified():
     odds = Odds()
-    assert odds.paying(0.0, 7) == 7 and odds.paying(0.5, 7) == 1
+    assert odds.paying(0.0, 7) == 7 and 1 <= odds.paying(0.8, 7) < 4  # at first it is hoped that a draft is right
     for _ in range(10):
         odds.learn(4, 4)
     assert odds.paying(0.5, 64) > 4

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _RATIO = 1 / 24  # b / a before it is known
-_LEAST, _MOST = 1 / 256, 1.0  # of what is measured, which is noisy
+_LEAST, _MOST = 1 / 256, 1 / 4  # of what is measured, which is noisy
 _DECAY = 0.98  # of the weight of a step, per step
 _LONG = 3.0  # times what was expected: steps that something else delayed do not count more
+_HOPE = 2.0  # tokens that count as right before any was tried
 _ENOUGH = 1.0  # variance of m from which b can be told
 
 
@@ -66,7 +67,7 @@ class Odds:
 
     @property
     def probability(self) -> float:
-        return (self.right + 1) / (self.tried + 1.5)
+        return (self.right + _HOPE) / (self.tried + _HOPE + 0.25)
 
     def paying(self, threshold: float, limit: int) -> int:
         """How many drafts pay, at most `limit`: the last one is right if all before it are."""
