@@ -223,6 +223,17 @@ def test_several_ranks(name, ranks, checkpoint, tmp_path, prompts):
     check(results, prompts[1:4], [adapted, merged(folder), adapted])
 
 
+def test_one_adapter_of_the_largest_rank_fits_the_plan(checkpoint, tmp_path, prompts):
+    folder = checkpoint("llama3")
+    adapter = make_adapter(tmp_path / "one", folder, 24)
+    engine = engine_for(folder, max_loras=1, max_cpu_loras=1, max_lora_rank=24)
+    (result,) = engine.generate(prompts[:1], GREEDY, adapters=[[use(adapter)]])
+    adapters = engine.executor._worker.runner.adapters
+    assert adapters._most_bytes == sum(weights.nbytes for _, weights in adapters._loaded[use(adapter).key])
+    engine.close()
+    check([result], prompts[:1], [merged(folder, (adapter, 1.0))])
+
+
 def test_what_does_not_fit_the_model_is_refused(checkpoint, tmp_path):
     folder, other = checkpoint("llama3"), checkpoint("qwen3")
     engine = engine_for(folder, max_lora_rank=8)

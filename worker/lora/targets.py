@@ -70,15 +70,15 @@ class Targets:
                 self._add_experts(path, experts, names)
             if not isinstance(layer, Linear) or ".experts." in path:
                 continue
-            widths = 0
+            modules = set()  # each has an A of its own
             for name, piece in _pieces(path, layer):
                 for candidate in names.modules(name):
                     if match := _IN_LAYER.fullmatch(candidate):
                         self._add((int(match[1]), match[2]), piece)
-                        widths = layer.in_features + layer.out_features
-            if widths:
+                        modules.add(name)
+            if modules:
                 layer.lora = LinearLora(step)
-                self.bytes_per_rank += self.dtype.itemsize * widths
+                self.bytes_per_rank += self.dtype.itemsize * (len(modules) * layer.in_features + layer.out_features)
 
     def _add_experts(self, path: str, lora: ExpertsLora, names: TensorNames) -> None:
         """Experts as modules of their own, `path`.3.gate_proj, and as tensors of all experts, of the module `path`."""
