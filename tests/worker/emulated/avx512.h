@@ -1,7 +1,8 @@
 // What the kernels use of AVX-512 and AMX, computed with AVX2: for tests of those paths on CPUs that lack them.
 //
-// Included ahead of each source, in whose text `_mm512_` has become `emulated_` and AMX's assembly calls of the functions at the end (see __init__.py). Semantics are those
-// of Intel's Software Developer's Manual, volume 2; of bf16 products, that denormals count as zeros, too. A misaligned address traps where the instruction would.
+// Included ahead of each source, in whose text `_mm512_` has become `emulated_` and AMX's assembly calls of the
+// functions at the end (see __init__.py). Semantics are those of Intel's Software Developer's Manual, volume 2; of bf16
+// products, that denormals count as zeros, too. A misaligned address traps where the instruction would.
 #pragma once
 
 #include <immintrin.h>
@@ -31,13 +32,23 @@ template <typename To, typename From> EMULATED To emulated_bits(const From& from
   return to;
 }
 
-// --- what AVX2 does with half a register --------------------------------------------------------------------------------------------------------------
+// --- what AVX2 does with half a register
+// ----------------------------------------------------------------------------------------------------
 
-EMULATED __m256 emulated_half(__m512 x, int h) { return h ? __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15) : __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
-EMULATED __m256i emulated_half(__m512i x, int h) { return h ? __builtin_shufflevector(x, x, 4, 5, 6, 7) : __builtin_shufflevector(x, x, 0, 1, 2, 3); }
-EMULATED __m256d emulated_half(__m512d x, int h) { return h ? __builtin_shufflevector(x, x, 4, 5, 6, 7) : __builtin_shufflevector(x, x, 0, 1, 2, 3); }
+EMULATED __m256 emulated_half(__m512 x, int h) {
+  return h ? __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15)
+           : __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7);
+}
+EMULATED __m256i emulated_half(__m512i x, int h) {
+  return h ? __builtin_shufflevector(x, x, 4, 5, 6, 7) : __builtin_shufflevector(x, x, 0, 1, 2, 3);
+}
+EMULATED __m256d emulated_half(__m512d x, int h) {
+  return h ? __builtin_shufflevector(x, x, 4, 5, 6, 7) : __builtin_shufflevector(x, x, 0, 1, 2, 3);
+}
 EMULATED int emulated_half(int x, int) { return x; }
-EMULATED __m512 emulated_whole(__m256 a, __m256 b) { return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+EMULATED __m512 emulated_whole(__m256 a, __m256 b) {
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
 EMULATED __m512i emulated_whole(__m256i a, __m256i b) { return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7); }
 EMULATED __m512d emulated_whole(__m256d a, __m256d b) { return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7); }
 
@@ -86,7 +97,8 @@ BY_HALVES(srli_epi32, _mm256_srli_epi32)
 BY_HALVES(srai_epi32, _mm256_srai_epi32)
 #undef BY_HALVES
 
-// --- constants, memory, conversions -------------------------------------------------------------------------------------------------------------------
+// --- constants, memory, conversions
+// ----------------------------------------------------------------------------------------------------
 
 EMULATED void emulated_aligned(const void* p) { if (uintptr_t(p) % 64) __builtin_trap(); }
 EMULATED __m512i emulated_loadu_si512(const void* p) { __m512i x; memcpy(&x, p, 64); return x; }
@@ -112,27 +124,36 @@ template <typename T, typename... Args> EMULATED __m512i emulated_set(Args... hi
 template <typename... Args> EMULATED __m512i emulated_set_epi16(Args... args) { return emulated_set<int16_t>(args...); }
 template <typename... Args> EMULATED __m512i emulated_set_epi32(Args... args) { return emulated_set<int32_t>(args...); }
 
-EMULATED __m512i emulated_broadcast_i32x4(__m128i x) { return emulated_whole(_mm256_broadcastsi128_si256(x), _mm256_broadcastsi128_si256(x)); }
+EMULATED __m512i emulated_broadcast_i32x4(__m128i x) {
+  return emulated_whole(_mm256_broadcastsi128_si256(x), _mm256_broadcastsi128_si256(x));
+}
 EMULATED __m512i emulated_castps_si512(__m512 x) { return (__m512i)x; }
 EMULATED __m512 emulated_castsi512_ps(__m512i x) { return (__m512)x; }
 EMULATED __m512d emulated_castps_pd(__m512 x) { return (__m512d)x; }
 EMULATED __m512 emulated_castpd_ps(__m512d x) { return (__m512)x; }
 
 EMULATED __m512i emulated_cvtepu16_epi32(__m256i x) {
-  return emulated_whole(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1)));
+  return emulated_whole(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)),
+                        _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1)));
 }
-EMULATED __m512i emulated_cvtepu8_epi32(__m128i x) { return emulated_whole(_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))); }
+EMULATED __m512i emulated_cvtepu8_epi32(__m128i x) {
+  return emulated_whole(_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8)));
+}
 EMULATED __m512i emulated_cvtepu8_epi16(__m256i x) {
-  return emulated_whole(_mm256_cvtepu8_epi16(_mm256_castsi256_si128(x)), _mm256_cvtepu8_epi16(_mm256_extracti128_si256(x, 1)));
+  return emulated_whole(_mm256_cvtepu8_epi16(_mm256_castsi256_si128(x)),
+                        _mm256_cvtepu8_epi16(_mm256_extracti128_si256(x, 1)));
 }
-EMULATED __m512i emulated_cvtepi8_epi32(__m128i x) { return emulated_whole(_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))); }
+EMULATED __m512i emulated_cvtepi8_epi32(__m128i x) {
+  return emulated_whole(_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)));
+}
 EMULATED __m512i emulated_maskz_loadu_epi8(__mmask64 mask, const void* p) {
   char x[64];
   for (int i = 0; i < 64; i++) x[i] = mask >> i & 1 ? ((const char*)p)[i] : 0;
   return emulated_loadu_si512(x);
 }
 EMULATED __m512i emulated_cvtepi8_epi16(__m256i x) {
-  return emulated_whole(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(x, 1)));
+  return emulated_whole(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)),
+                        _mm256_cvtepi8_epi16(_mm256_extracti128_si256(x, 1)));
 }
 EMULATED __m512i emulated_castsi256_si512(__m256i x) { return emulated_whole(x, _mm256_setzero_si256()); }
 EMULATED __m512i emulated_inserti64x4(__m512i x, __m256i y, int half) {
@@ -169,7 +190,8 @@ EMULATED __m512 emulated_cvtph_ps(__m256i x) {
   return emulated_whole(_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1)));
 }
 
-// --- arithmetic ---------------------------------------------------------------------------------------------------------------------------------------
+// --- arithmetic
+// ----------------------------------------------------------------------------------------------------
 
 EMULATED __m512 emulated_roundscale_ps(__m512 x, int to_whole) {
   if (to_whole != 0) __builtin_trap();  // nothing else is used
@@ -178,7 +200,8 @@ EMULATED __m512 emulated_roundscale_ps(__m512 x, int to_whole) {
 // For n of up to 250 either way, in two factors, since 2^-150 is no float.
 EMULATED __m512 emulated_scalef_ps(__m512 x, __m512 by) {
   by = emulated_min_ps(emulated_max_ps(by, emulated_set1_ps(-250.f)), emulated_set1_ps(250.f));
-  const auto n = (__v16si)emulated_cvtps_epi32(emulated_whole(_mm256_floor_ps(emulated_half(by, 0)), _mm256_floor_ps(emulated_half(by, 1))));
+  const auto n = (__v16si)emulated_cvtps_epi32(
+      emulated_whole(_mm256_floor_ps(emulated_half(by, 0)), _mm256_floor_ps(emulated_half(by, 1))));
   const __v16si first = n >> 1, second = n - first;
   return x * (__m512)((first + 127) << 23) * (__m512)((second + 127) << 23);
 }
@@ -204,19 +227,24 @@ EMULATED __m512i emulated_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, in
   return out;
 }
 
-// --- bf16 and pairs of 16-bit numbers -----------------------------------------------------------------------------------------------------------------
+// --- bf16 and pairs of 16-bit numbers
+// ----------------------------------------------------------------------------------------------------
 
 EMULATED __m512 emulated_flushed(__m512 x) {  // denormals to zeros of their sign
   const auto bits = (__v16si)x;
   return (__m512)(bits & (((bits & 0x7f800000) != 0) | int(0x80000000)));
 }
 EMULATED __m512 emulated_low_bf16(__m512i pairs) { return emulated_flushed((__m512)((__v16si)pairs << 16)); }
-EMULATED __m512 emulated_high_bf16(__m512i pairs) { return emulated_flushed((__m512)((__v16si)pairs & int(0xffff0000))); }
+EMULATED __m512 emulated_high_bf16(__m512i pairs) {
+  return emulated_flushed((__m512)((__v16si)pairs & int(0xffff0000)));
+}
 EMULATED __m512 emulated_dp_bf16(__m512 sum, __m512i a, __m512i b) {
   sum = emulated_fmadd_ps(emulated_high_bf16(a), emulated_high_bf16(b), sum);
   return emulated_fmadd_ps(emulated_low_bf16(a), emulated_low_bf16(b), sum);
 }
-EMULATED __m512 emulated_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) { return emulated_dp_bf16(sum, (__m512i)a, (__m512i)b); }
+EMULATED __m512 emulated_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
+  return emulated_dp_bf16(sum, (__m512i)a, (__m512i)b);
+}
 EMULATED __m256bh emulated_cvtneps_pbh(__m512 x) {
   const auto bits = (__v16su)emulated_flushed(x);
   const auto nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -226,7 +254,9 @@ EMULATED __m256bh emulated_cvtneps_pbh(__m512 x) {
 EMULATED __m512bh emulated_cvtne2ps_pbh(__m512 high, __m512 low) {
   return (__m512bh)emulated_whole((__m256i)emulated_cvtneps_pbh(low), (__m256i)emulated_cvtneps_pbh(high));
 }
-EMULATED __m512i emulated_dpwssd_epi32(__m512i sum, __m512i a, __m512i b) { return emulated_add_epi32(sum, emulated_madd_epi16(a, b)); }
+EMULATED __m512i emulated_dpwssd_epi32(__m512i sum, __m512i a, __m512i b) {
+  return emulated_add_epi32(sum, emulated_madd_epi16(a, b));
+}
 // Four bytes of x and y each, those of x with their sign, those of y as kSigned says.
 template <bool kSigned> EMULATED __m512i emulated_dp_bytes(__m512i sum, __m512i x, __m512i y) {
   auto total = (__v16si)sum;
@@ -237,9 +267,12 @@ template <bool kSigned> EMULATED __m512i emulated_dp_bytes(__m512i sum, __m512i 
   return (__m512i)total;
 }
 // Adds to each lane four products of an unsigned byte of a and a signed byte of b.
-EMULATED __m512i emulated_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) { return emulated_dp_bytes<false>(sum, b, a); }
+EMULATED __m512i emulated_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
+  return emulated_dp_bytes<false>(sum, b, a);
+}
 
-// --- masks --------------------------------------------------------------------------------------------------------------------------------------------
+// --- masks
+// ----------------------------------------------------------------------------------------------------
 
 #define emulated_cmp_ps_mask(a, b, predicate)                                                                     \
   __mmask16(_mm256_movemask_ps(_mm256_cmp_ps(emulated_half(a, 0), emulated_half(b, 0), predicate)) |              \
@@ -249,7 +282,9 @@ EMULATED __mmask32 emulated_cmpgt_epu16_mask(__m512i a, __m512i b) {
   for (int i = 0; i < 32; i++) mask |= __mmask32(((__v32hu)a)[i] > ((__v32hu)b)[i]) << i;
   return mask;
 }
-EMULATED __m512i emulated_blend(__m512i otherwise, __m512i lanes, __m512i x) { return (x & lanes) | (otherwise & ~lanes); }
+EMULATED __m512i emulated_blend(__m512i otherwise, __m512i lanes, __m512i x) {
+  return (x & lanes) | (otherwise & ~lanes);
+}
 EMULATED __m512i emulated_dwords(__mmask16 mask) {
   const __v16si bits = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
   return (__m512i)((bits & int(mask)) != 0);
@@ -259,12 +294,22 @@ template <typename V> EMULATED __m512i emulated_elements(uint64_t mask) {
   for (size_t i = 0; i < sizeof(V) / sizeof(lanes[0]); i++) lanes[i] = mask >> i & 1 ? -1 : 0;
   return (__m512i)lanes;
 }
-EMULATED __m512i emulated_mask_blend_epi16(__mmask32 mask, __m512i otherwise, __m512i x) { return emulated_blend(otherwise, emulated_elements<__v32hi>(mask), x); }
-EMULATED __m512i emulated_mask_mov_epi32(__m512i otherwise, __mmask16 mask, __m512i x) { return emulated_blend(otherwise, emulated_dwords(mask), x); }
-EMULATED __m512 emulated_mask_mov_ps(__m512 otherwise, __mmask16 mask, __m512 x) { return (__m512)emulated_mask_mov_epi32((__m512i)otherwise, mask, (__m512i)x); }
+EMULATED __m512i emulated_mask_blend_epi16(__mmask32 mask, __m512i otherwise, __m512i x) {
+  return emulated_blend(otherwise, emulated_elements<__v32hi>(mask), x);
+}
+EMULATED __m512i emulated_mask_mov_epi32(__m512i otherwise, __mmask16 mask, __m512i x) {
+  return emulated_blend(otherwise, emulated_dwords(mask), x);
+}
+EMULATED __m512 emulated_mask_mov_ps(__m512 otherwise, __mmask16 mask, __m512 x) {
+  return (__m512)emulated_mask_mov_epi32((__m512i)otherwise, mask, (__m512i)x);
+}
 EMULATED __m512 emulated_maskz_mov_ps(__mmask16 mask, __m512 x) { return emulated_mask_mov_ps(__m512{}, mask, x); }
-EMULATED __m512 emulated_maskz_div_ps(__mmask16 mask, __m512 a, __m512 b) { return emulated_mask_mov_ps(__m512{}, mask, a / b); }
-EMULATED __m512i emulated_maskz_slli_epi16(__mmask32 mask, __m512i x, int count) { return emulated_slli_epi16(x, count) & emulated_elements<__v32hi>(mask); }
+EMULATED __m512 emulated_maskz_div_ps(__mmask16 mask, __m512 a, __m512 b) {
+  return emulated_mask_mov_ps(__m512{}, mask, a / b);
+}
+EMULATED __m512i emulated_maskz_slli_epi16(__mmask32 mask, __m512i x, int count) {
+  return emulated_slli_epi16(x, count) & emulated_elements<__v32hi>(mask);
+}
 EMULATED __m512 emulated_maskz_compress_ps(__mmask16 mask, __m512 x) {
   __m512 out{};
   for (int i = 0, n = 0; i < 16; i++)
@@ -272,7 +317,8 @@ EMULATED __m512 emulated_maskz_compress_ps(__mmask16 mask, __m512 x) {
   return out;
 }
 
-// --- permutations -------------------------------------------------------------------------------------------------------------------------------------
+// --- permutations
+// ----------------------------------------------------------------------------------------------------
 
 template <typename V, typename Index> EMULATED V emulated_permute(V a, Index index, V b) {
   constexpr int count = sizeof(V) / sizeof(a[0]);
@@ -283,11 +329,19 @@ template <typename V, typename Index> EMULATED V emulated_permute(V a, Index ind
   }
   return out;
 }
-EMULATED __m512 emulated_permutex2var_ps(__m512 a, __m512i index, __m512 b) { return emulated_permute(a, (__v16si)index, b); }
-EMULATED __m512i emulated_permutex2var_epi32(__m512i a, __m512i index, __m512i b) { return (__m512i)emulated_permute((__v16si)a, (__v16si)index, (__v16si)b); }
-EMULATED __m512i emulated_permutex2var_epi16(__m512i a, __m512i index, __m512i b) { return (__m512i)emulated_permute((__v32hi)a, (__v32hi)index, (__v32hi)b); }
+EMULATED __m512 emulated_permutex2var_ps(__m512 a, __m512i index, __m512 b) {
+  return emulated_permute(a, (__v16si)index, b);
+}
+EMULATED __m512i emulated_permutex2var_epi32(__m512i a, __m512i index, __m512i b) {
+  return (__m512i)emulated_permute((__v16si)a, (__v16si)index, (__v16si)b);
+}
+EMULATED __m512i emulated_permutex2var_epi16(__m512i a, __m512i index, __m512i b) {
+  return (__m512i)emulated_permute((__v32hi)a, (__v32hi)index, (__v32hi)b);
+}
 EMULATED __m512 emulated_permutexvar_ps(__m512i index, __m512 a) { return emulated_permute(a, (__v16si)index, a); }
-EMULATED __m512i emulated_permutexvar_epi32(__m512i index, __m512i a) { return (__m512i)emulated_permute((__v16si)a, (__v16si)index, (__v16si)a); }
+EMULATED __m512i emulated_permutexvar_epi32(__m512i index, __m512i a) {
+  return (__m512i)emulated_permute((__v16si)a, (__v16si)index, (__v16si)a);
+}
 EMULATED __m512i emulated_maskz_permutexvar_epi8(__mmask64 mask, __m512i index, __m512i a) {
   return (__m512i)emulated_permute((__v64qi)a, (__v64qi)index, (__v64qi)a) & emulated_elements<__v64qi>(mask);
 }
@@ -298,9 +352,12 @@ EMULATED __m512 emulated_shuffle_f32x4(__m512 a, __m512 b, int choice) {
   for (int i = 0; i < 4; i++) out[i] = from[i / 2][choice >> 2 * i & 3];
   return emulated_bits<__m512>(out);
 }
-EMULATED __m512i emulated_shuffle_i32x4(__m512i a, __m512i b, int choice) { return (__m512i)emulated_shuffle_f32x4((__m512)a, (__m512)b, choice); }
+EMULATED __m512i emulated_shuffle_i32x4(__m512i a, __m512i b, int choice) {
+  return (__m512i)emulated_shuffle_f32x4((__m512)a, (__m512)b, choice);
+}
 
-// --- AMX ----------------------------------------------------------------------------------------------------------------------------------------------
+// --- AMX
+// ----------------------------------------------------------------------------------------------------
 
 #ifdef EMULATE_AMX
 struct EmulatedTiles {
@@ -323,18 +380,22 @@ static inline void emulated_tilezero(int t) {
 }
 static inline void emulated_tileload(int t, const void* from, long stride) {
   emulated_tilezero(t);
-  for (int r = 0; r < emulated_tiles.config.rows[t]; r++) memcpy(emulated_tiles.row(t, r), (const char*)from + r * stride, emulated_tiles.config.bytes[t]);
+  for (int r = 0; r < emulated_tiles.config.rows[t]; r++)
+    memcpy(emulated_tiles.row(t, r), (const char*)from + r * stride, emulated_tiles.config.bytes[t]);
 }
 static inline void emulated_tilestore(int t, void* to, long stride) {
   if (emulated_tiles.config.palette != 1) __builtin_trap();
-  for (int r = 0; r < emulated_tiles.config.rows[t]; r++) memcpy((char*)to + r * stride, emulated_tiles.row(t, r), emulated_tiles.config.bytes[t]);
+  for (int r = 0; r < emulated_tiles.config.rows[t]; r++)
+    memcpy((char*)to + r * stride, emulated_tiles.row(t, r), emulated_tiles.config.bytes[t]);
 }
 
-// c += a * b, whose dwords are summed by step(sum, dword of a in all lanes, dwords of b). The shapes must fit, as the instruction demands.
+// c += a * b, whose dwords are summed by step(sum, dword of a in all lanes, dwords of b). The shapes must fit, as the
+// instruction demands.
 template <typename Step> EMULATED void emulated_tile_products(int c, int a, int b, Step step) {
   auto& tiles = emulated_tiles;
   const auto& config = tiles.config;
-  if (config.rows[c] != config.rows[a] || config.bytes[c] != config.bytes[b] || config.bytes[a] != 4 * config.rows[b]) __builtin_trap();
+  if (config.rows[c] != config.rows[a] || config.bytes[c] != config.bytes[b] || config.bytes[a] != 4 * config.rows[b])
+    __builtin_trap();
   for (int r = 0; r < config.rows[c]; r++) {
     __m512i sum = tiles.line(c, r);
     for (int k = 0; k < config.rows[b]; k++) {
@@ -346,7 +407,8 @@ template <typename Step> EMULATED void emulated_tile_products(int c, int a, int 
   }
 }
 static inline void emulated_tdpbf16ps(int c, int a, int b) {
-  emulated_tile_products(c, a, b, [](__m512i sum, __m512i x, __m512i y) { return (__m512i)emulated_dp_bf16((__m512)sum, x, y); });
+  emulated_tile_products(
+      c, a, b, [](__m512i sum, __m512i x, __m512i y) { return (__m512i)emulated_dp_bf16((__m512)sum, x, y); });
 }
 static inline void emulated_tdpbssd(int c, int a, int b) { emulated_tile_products(c, a, b, emulated_dp_bytes<true>); }
 static inline void emulated_tdpbsud(int c, int a, int b) { emulated_tile_products(c, a, b, emulated_dp_bytes<false>); }

@@ -17,14 +17,17 @@
 
 // Requests the tile registers from Linux, once per process. Returns false if the kernel refuses.
 static inline bool amx_permitted() {
-  static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+  static const bool granted =
+      syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
   return granted;
 }
 
 #define TILE_LOAD(t, p, stride) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"((long)(stride)) : "memory")
 // Does not fill L1
-#define TILE_LOAD_FAR(t, p, stride) asm volatile("tileloaddt1 (%0,%1,1), %%tmm" #t ::"r"(p), "r"((long)(stride)) : "memory")
-#define TILE_STORE(t, p, stride) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((long)(stride)) : "memory")
+#define TILE_LOAD_FAR(t, p, stride) \
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm" #t::"r"(p), "r"((long)(stride)) : "memory")
+#define TILE_STORE(t, p, stride) \
+  asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((long)(stride)) : "memory")
 #define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
 #define TILE_DP_SU(c, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 #define TILE_DP_SS(c, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
@@ -36,7 +39,11 @@ static inline bool amx_permitted() {
 // itself finds them in their initial state.
 struct TileScope {
   explicit TileScope(int rows = 16, int bytes = 64, int lower = 0, int columns = 16) {
-    struct alignas(64) { uint8_t palette = 1, start_row = 0, zero[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } config;
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, zero[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
     for (int t = 0; t < 8; t++) {
       config.bytes[t] = uint16_t(t == 4 || t == 5 ? bytes : columns * 4);
       config.rows[t] = uint8_t(t >= 6 ? bytes / 4 : (t == 2 || t == 3 || t == 5) && lower ? lower : rows);
@@ -72,7 +79,8 @@ static inline void amx_tiles_2x2(const bf16* a, long lda, const bf16* b, int ste
 // is loaded from L2 without filling L1. aside(step) is called in each step, for vector work while AMX multiplies.
 // `spare`: 1 KiB.
 template <typename F>
-static inline void amx_tiles_2x2_streaming(const bf16* a, long lda, const bf16* b, int steps, int hot, void* spare, F&& aside) {
+static inline void amx_tiles_2x2_streaming(const bf16* a, long lda, const bf16* b, int steps, int hot, void* spare,
+                                           F&& aside) {
   const bf16* lower = a + 16 * lda;
   for (int s = 0; s < steps; s++, a += 32, lower += 32, b += 1024) {
     TILE_LOAD_FAR(4, a, lda * 2);

@@ -11,15 +11,19 @@ extern "C" {
 // path: bit flags; 1: no AMX, 2: one order of summation.
 // layer: a Layer (attention.h).
 // wanted: ascending tokens whose results are read; the results of other tokens may be left unwritten. Null: all.
-void quire_paged_attention(const void* layer, const void* q, long ldq, void* out, long ldo, const int* block_table, long ld_table, const int* seq_lens,
-                           const int* query_start_loc, long num_requests, int path, const long* wanted, long num_wanted) {
+void quire_paged_attention(const void* layer, const void* q, long ldq, void* out, long ldo, const int* block_table,
+                           long ld_table, const int* seq_lens, const int* query_start_loc, long num_requests, int path,
+                           const long* wanted, long num_wanted) {
   const long cache = ((const Layer*)layer)->cache;
   const auto attend = cache == kInt8 ? quire_attend_int8 : cache == kE4m3 ? quire_attend_e4m3 : quire_attend_own;
-  attend(layer, q, ldq, out, ldo, block_table, ld_table, seq_lens, query_start_loc, num_requests, path, wanted, num_wanted);
+  attend(layer, q, ldq, out, ldo, block_table, ld_table, seq_lens, query_start_loc, num_requests, path, wanted,
+         num_wanted);
 }
 
-void quire_attend_own(const void* layer, const void* q, long ldq, void* out, long ldo, const int* block_table, long ld_table, const int* seq_lens,
-                           const int* query_start_loc, long num_requests, int path, const long* wanted, long num_wanted) {
-  attend_step<void>((const Layer*)layer, q, ldq, out, ldo, block_table, ld_table, seq_lens, query_start_loc, num_requests, path, wanted, num_wanted);
+void quire_attend_own(const void* layer, const void* q, long ldq, void* out, long ldo, const int* block_table,
+                      long ld_table, const int* seq_lens, const int* query_start_loc, long num_requests, int path,
+                      const long* wanted, long num_wanted) {
+  attend_step<void>((const Layer*)layer, q, ldq, out, ldo, block_table, ld_table, seq_lens, query_start_loc,
+                    num_requests, path, wanted, num_wanted);
 }
 }

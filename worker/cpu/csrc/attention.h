@@ -24,7 +24,9 @@ struct Layer {  // constant across steps; strides in elements
   Scales rope_scales;  // of latents, for the entries of a key after those that are its value; otherwise without a base
 
   // Returns the sum of a row's softmax, relative to its maximum m (of scores times log2 e), with the head's sink.
-  float with_sink(long head, float m, float sum) const { return sinks ? sum + std::exp2(sinks[head] * kLog2e - m) : sum; }
+  float with_sink(long head, float m, float sum) const {
+    return sinks ? sum + std::exp2(sinks[head] * kLog2e - m) : sum;
+  }
   bool two_scales() const { return rope_scales.base; }
 
   // Offset in each cache, in elements, of the token at position `at` of a sequence.

@@ -89,7 +89,8 @@ inline void decode_softmax(const Layer& l, float* s, int lo, int hi, int tiles, 
 // Computes o [chunk][16 rows][16]: 16 rows of p times columns c0 .. c0 + 32 * chunks - 1 of the values of KV head h.
 // Values of keys outside [begin, end) are replaced with zeros: they may be NaN, and 0 * NaN is NaN. Prefetches the
 // values of the next head, adjacent in memory, to L2.
-inline void decode_values(const Layer& l, const Task& t, long h, long key, int tiles, const bf16* p, long c0, int chunks, bf16* own, float* o) {
+inline void decode_values(const Layer& l, const Task& t, long h, long key, int tiles, const bf16* p, long c0,
+                          int chunks, bf16* own, float* o) {
   TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
   for (int tile = 0; tile < tiles; tile++) {
     const long at = key + tile * 16, rows = l.v_slot;
@@ -119,11 +120,13 @@ inline void decode_values(const Layer& l, const Task& t, long h, long key, int t
 
 // Interleaves 16 even and 16 odd elements, multiplied by `by` (if given), into 32 in order.
 inline void store_interleaved(bf16* to, const float* even, const float* odd, vf by) {
-  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((load(even) * by).v)), high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((load(odd) * by).v));
+  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((load(even) * by).v)),
+                high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((load(odd) * by).v));
   _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
 inline void store_interleaved(float* to, const float* even, const float* odd) {
-  const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0),
+                high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
   store(to, {_mm512_permutex2var_ps(load(even).v, low, load(odd).v)});
   store(to + 16, {_mm512_permutex2var_ps(load(even).v, high, load(odd).v)});
 }
@@ -151,7 +154,9 @@ inline void attend_decode(const Step& s, const Task& t, const Partials& partials
         const float* row = f.o + j % 8 * 32;
         if (!t.keep) {
           const vf inverse = set1(1.f / l.with_sink(head, top[column], total[column]));
-          for (int c = 0; c < chunks; c++) store_interleaved((bf16*)s.out + *t.tokens * s.ldo + head * dv + c0 + c * 32, row + c * 256, row + c * 256 + 16, inverse);
+          for (int c = 0; c < chunks; c++)
+            store_interleaved((bf16*)s.out + *t.tokens * s.ldo + head * dv + c0 + c * 32, row + c * 256,
+                              row + c * 256 + 16, inverse);
           continue;
         }
         const Partial to = partials.at(t.slot, head);

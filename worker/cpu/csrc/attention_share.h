@@ -21,7 +21,8 @@ struct SharedKeys {
 class SharedPrefixes {
  public:
   // Finds the groups among `requests` that share at least kSplit keys and have at least `min_tokens` tokens in total.
-  SharedPrefixes(const Step& s, std::vector<int> requests, long min_tokens) : s_(s), min_tokens_(min_tokens), own_begin_(s.num_requests, 0) {
+  SharedPrefixes(const Step& s, std::vector<int> requests, long min_tokens)
+      : s_(s), min_tokens_(min_tokens), own_begin_(s.num_requests, 0) {
     find(requests.data(), requests.data() + requests.size(), 0, 0);
   }
   const std::vector<SharedKeys>& found() const { return found_; }
@@ -32,11 +33,14 @@ class SharedPrefixes {
   void find(int* first, int* last, long begin, int level) {
     last = std::partition(first, last, [&](int i) { return s_.context_len(i) >= begin + kSplit; });
     const long block = begin / s_.layer.block_size, blocks = (begin + kSplit - 1) / s_.layer.block_size + 1 - block;
-    std::sort(first, last, [&](int a, int b) { return std::make_pair(s_.table(a)[block], a) < std::make_pair(s_.table(b)[block], b); });
+    std::sort(first, last, [&](int a, int b) {
+      return std::make_pair(s_.table(a)[block], a) < std::make_pair(s_.table(b)[block], b);
+    });
     while (first < last) {
       const int* with = s_.table(*first) + block;
       int* other = std::find_if(first + 1, last, [&](int i) { return s_.table(i)[block] != *with; });
-      int* end = std::partition(first + 1, other, [&](int i) { return std::equal(with, with + blocks, s_.table(i) + block); });
+      int* end =
+          std::partition(first + 1, other, [&](int i) { return std::equal(with, with + blocks, s_.table(i) + block); });
       if (end - first >= 2) add(first, end, begin, level);
       first = end;
     }
@@ -50,7 +54,8 @@ class SharedPrefixes {
     const long size = s_.layer.block_size;
     const int* with = s_.table(*first);
     for (int* i = first + 1; i < last; i++) {
-      const long from = begin / size, same = std::mismatch(with + from, with + (keys + size - 1) / size, s_.table(*i) + from).first - with;
+      const long from = begin / size,
+                 same = std::mismatch(with + from, with + (keys + size - 1) / size, s_.table(*i) + from).first - with;
       keys = std::min(keys, same * size);
     }
     keys = keys / kSplit * kSplit;

@@ -43,7 +43,12 @@ struct Plan {
 
 class Planner {
  public:
-  Planner(const Step& s, int threads, int path) : s_(s), l_(s.layer), threads_(threads), one_order_(path & kOneOrder), num_tokens_(s.query_start_loc[s.num_requests]) {
+  Planner(const Step& s, int threads, int path)
+      : s_(s),
+        l_(s.layer),
+        threads_(threads),
+        one_order_(path & kOneOrder),
+        num_tokens_(s.query_start_loc[s.num_requests]) {
 #if QUIRE_AMX
     tiles_ = !(path & kNoTiles) && amx_permitted() && l_.dtype == 1 && l_.head_dim % 32 == 0 && l_.v_dim % 32 == 0;
 #endif
@@ -77,9 +82,15 @@ class Planner {
   }
 
  private:
-  bool by_decode_tiles(long i) const { return tiles_ && l_.cache == kLikeActivations && !one_order_ && s_.query_len(i) == 1 && s_.group() <= 16 && l_.block_size % 16 == 0; }
+  bool by_decode_tiles(long i) const {
+    return tiles_ && l_.cache == kLikeActivations && !one_order_ && s_.query_len(i) == 1 && s_.group() <= 16 &&
+           l_.block_size % 16 == 0;
+  }
   // True for requests with several tokens or with enough rows for AMX. Otherwise the token's keys are split.
-  bool by_rows(long i) const { return one_order_ || s_.query_len(i) > 1 || (tiles_ && l_.cache == kLikeActivations && s_.group() >= 8 && !by_decode_tiles(i)); }
+  bool by_rows(long i) const {
+    return one_order_ || s_.query_len(i) > 1 ||
+           (tiles_ && l_.cache == kLikeActivations && s_.group() >= 8 && !by_decode_tiles(i));
+  }
 
   // Returns the requests that may share keys. A long chunk has enough rows by itself, and a window may hide shared keys
   // from some tokens.
@@ -87,29 +98,43 @@ class Planner {
     std::vector<int> requests;
     for (long i = 0; i < s_.num_requests; i++) {
       const int n = s_.query_len(i);
-      if (n > 0 && n * s_.group() < 128 && s_.context_len(i) >= kSplit && (l_.window <= 0 || s_.seq_lens[i] <= l_.window)) requests.push_back(int(i));
+      if (n > 0 && n * s_.group() < 128 && s_.context_len(i) >= kSplit &&
+          (l_.window <= 0 || s_.seq_lens[i] <= l_.window))
+        requests.push_back(int(i));
     }
     return requests;
   }
 
   void own_by_rows(long i, long own_begin, int at_once) {
     const int start = s_.first_wanted(i), count = s_.query_start_loc[i + 1] - start;
-    if (own_begin > 0) for (int token = s_.query_start_loc[i]; token < s_.query_start_loc[i + 1]; token++) plan_.slots[token] = plan_.num_slots++;
+    if (own_begin > 0)
+      for (int token = s_.query_start_loc[i]; token < s_.query_start_loc[i + 1]; token++)
+        plan_.slots[token] = plan_.num_slots++;
     const bool tiles = tiles_ && (one_order_ || own_begin > 0 || s_.query_len(i) * s_.group() >= 8);
     add_rows(tiles ? plan_.tiles : rows_, &plan_.tokens[start], count, at_once, [&](const int* tokens, int n) {
-      return Task{tokens, n, s_.table(i), 0, 0, std::max(own_begin, s_.first_key(s_.position[tokens[0]])), s_.position[tokens[n - 1]] + 1, own_begin > 0, false};
+      return Task{tokens,
+                  n,
+                  s_.table(i),
+                  0,
+                  0,
+                  std::max(own_begin, s_.first_key(s_.position[tokens[0]])),
+                  s_.position[tokens[n - 1]] + 1,
+                  own_begin > 0,
+                  false};
     });
   }
 
   // Adds the splits of a request with one token, wanted or not.
   void own_by_splits(long i, long own_begin) {
     const int token = s_.query_start_loc[i], before = own_begin > 0;
-    const long position = s_.position[token], begin = std::max(own_begin, s_.first_key(position)), first = begin / kSplit, last = position / kSplit;
+    const long position = s_.position[token], begin = std::max(own_begin, s_.first_key(position)),
+               first = begin / kSplit, last = position / kSplit;
     const bool keep = first < last || before;
     const long slot = plan_.slots[token] = plan_.num_slots;
     for (long split = first; split <= last; split++)
       (by_decode_tiles(i) ? plan_.decode : plan_.vector)
-          .push_back({&plan_.tokens[token], 1, s_.table(i), 0, l_.num_kv_heads, std::max(split * kSplit, begin), std::min((split + 1) * kSplit, position + 1), false, keep, slot + before + split - first});
+          .push_back({&plan_.tokens[token], 1, s_.table(i), 0, l_.num_kv_heads, std::max(split * kSplit, begin),
+                      std::min((split + 1) * kSplit, position + 1), false, keep, slot + before + split - first});
     plan_.rows = std::max(plan_.rows, s_.group());
     if (!keep) return;
     plan_.num_slots += before + last + 1 - first;
@@ -122,9 +147,10 @@ class Planner {
       for (int token = s_.query_start_loc[i]; token < s_.query_start_loc[i + 1]; token++) plan_.tokens.push_back(token);
     const int count = int(plan_.tokens.size() - first);
     if (plan_.shared.size() <= size_t(keys.level)) plan_.shared.resize(keys.level + 1);
-    add_rows(plan_.shared[keys.level], &plan_.tokens[first], count, tokens_at_once({count}), [&](const int* some, int n) {
-      return Task{some, n, s_.table(keys.requests[0]), 0, 0, keys.begin, keys.end, keys.level > 0, true};
-    });
+    add_rows(plan_.shared[keys.level], &plan_.tokens[first], count, tokens_at_once({count}),
+             [&](const int* some, int n) {
+               return Task{some, n, s_.table(keys.requests[0]), 0, 0, keys.begin, keys.end, keys.level > 0, true};
+             });
   }
 
   // Returns the number of tokens per task of one KV head, for requests with `counts` tokens: as many as keep queries
@@ -180,16 +206,20 @@ template <typename T> using Fixable = std::conditional_t<kFixable<T>, T, bf16>;
 template <typename T, typename C>
 size_t vector_bytes(const Step& s, int rows) {
   const long d = s.layer.head_dim, dv = s.layer.v_dim;
-  return state_bytes(rows, dv) + std::max(FloatTiles<T, C, true>::bytes(rows, d, dv), FixedTiles<Fixable<C>>::bytes(rows, d, dv));
+  return state_bytes(rows, dv) +
+         std::max(FloatTiles<T, C, true>::bytes(rows, d, dv), FixedTiles<Fixable<C>>::bytes(rows, d, dv));
 }
 
 // Runs a task with vectors, in fixed point or in floats depending on its number of rows.
 template <typename T, typename C>
-void attend_vector(const Step& s, const Task& t, const Task* following, const Partials& partials, const Plan& plan, bool one_order, char* memory) {
+void attend_vector(const Step& s, const Task& t, const Task* following, const Partials& partials, const Plan& plan,
+                   bool one_order, char* memory) {
   if constexpr (std::is_same_v<T, bf16> && kFixable<C>)
-    if (!one_order && t.count * s.group() >= kFixedRowsFrom && s.layer.head_dim % 32 == 0 && s.layer.v_dim % 32 == 0 && (!s.layer.two_scales() || s.layer.v_dim % kFixedRun == 0))
+    if (!one_order && t.count * s.group() >= kFixedRowsFrom && s.layer.head_dim % 32 == 0 && s.layer.v_dim % 32 == 0 &&
+        (!s.layer.two_scales() || s.layer.v_dim % kFixedRun == 0))
       return attend_rows<T, C, FixedTiles<C>>(s, t, following, partials, plan.slots.data(), memory);
-  (one_order ? attend_rows<T, C, FloatTiles<T, C, true>> : attend_rows<T, C, FloatTiles<T, C, false>>)(s, t, following, partials, plan.slots.data(), memory);
+  (one_order ? attend_rows<T, C, FloatTiles<T, C, true>>
+             : attend_rows<T, C, FloatTiles<T, C, false>>)(s, t, following, partials, plan.slots.data(), memory);
 }
 
 template <typename T>
@@ -258,7 +288,8 @@ void run(const Step& s, int path) {
 
 // Computes the attention of a step (see quire_paged_attention) over a cache of type C, or of the queries' type.
 template <typename C>
-void attend_step(const Layer* layer, const void* q, long ldq, void* out, long ldo, const int* block_table, long ld_table, const int* seq_lens, const int* query_start_loc, long num_requests, int path,
+void attend_step(const Layer* layer, const void* q, long ldq, void* out, long ldo, const int* block_table,
+                 long ld_table, const int* seq_lens, const int* query_start_loc, long num_requests, int path,
                  const long* wanted, long num_wanted) {
   Step s{*layer, q, out, ldq, ldo, block_table, ld_table, seq_lens, query_start_loc, num_requests, wanted, num_wanted};
   for (long i = 0; i < num_requests; i++)

@@ -27,7 +27,9 @@ struct FlashScratch {
     m = (float*)take(rows * 4);
     l = (float*)take(rows * 64);
   }
-  static size_t bytes(long rows, long d, long dv) { return rows * (d * 2 + dv * 4) + kKeys * (d + dv) * 2 + 32 * kKeys * 4 + rows * 68 + 1024; }
+  static size_t bytes(long rows, long d, long dv) {
+    return rows * (d * 2 + dv * 4) + kKeys * (d + dv) * 2 + 32 * kKeys * 4 + rows * 68 + 1024;
+  }
 };
 
 // Copies the queries of KV head h0 to dst [rows][d]: for each token, its query heads of h0. Zeroes unused rows.
@@ -57,7 +59,8 @@ inline void widen_row(const Layer& l, const void* cache, long place, float scale
 // memory may hold NaN, and 0 * NaN is NaN.
 void pack_keys(const Layer& l, const int* table, long head, long key, int n, long begin, long end, bf16* kd, bf16* vd) {
   const long steps = l.head_dim / 32;
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (int j0 = 0; j0 < n; j0 += 16) {
     const bf16 *k[16], *v[16];
@@ -72,7 +75,9 @@ void pack_keys(const Layer& l, const int* table, long head, long key, int n, lon
       const long block = table[at / l.block_size], slot = at % l.block_size;
       const long first = l.two_scales() ? l.v_dim : l.head_dim;  // entries with the first scale
       widen_row(l, l.k_cache, at_k, *l.k_scales.at(block, slot, head), first, wide_k[j]), k[j] = wide_k[j];
-      if (l.two_scales()) widen_row(l, l.k_cache, at_k + first, *l.rope_scales.at(block, slot, head), l.head_dim - first, wide_k[j] + first);
+      if (l.two_scales())
+        widen_row(l, l.k_cache, at_k + first, *l.rope_scales.at(block, slot, head), l.head_dim - first,
+                  wide_k[j] + first);
       widen_row(l, l.v_cache, at_v, *l.v_scales.at(block, slot, head), l.v_dim, wide_v[j]), v[j] = wide_v[j];
     }
     for (long c = 0; c < steps; c++) {
@@ -85,7 +90,8 @@ void pack_keys(const Layer& l, const int* table, long head, long key, int n, lon
     for (long c = 0; c < l.v_dim / 32; c++) {
       bf16* dst = vd + (c * (kKeys / 32) + j0 / 32) * 2 * kTileElems + j0 / 16 % 2 * 64;
       for (int j = 0; j < 16; j += 2) {
-        __m512i x = v[j] ? _mm512_loadu_si512(v[j] + c * 32) : _mm512_setzero_si512(), y = v[j + 1] ? _mm512_loadu_si512(v[j + 1] + c * 32) : _mm512_setzero_si512();
+        __m512i x = v[j] ? _mm512_loadu_si512(v[j] + c * 32) : _mm512_setzero_si512(),
+                y = v[j + 1] ? _mm512_loadu_si512(v[j + 1] + c * 32) : _mm512_setzero_si512();
         const int pair = j / 4 * 4 + j / 2 % 2;
         _mm512_store_si512(dst + pair * 32, _mm512_permutex2var_epi16(x, low, y));
         _mm512_store_si512(dst + kTileElems + pair * 32, _mm512_permutex2var_epi16(x, high, y));
@@ -97,7 +103,10 @@ void pack_keys(const Layer& l, const int* table, long head, long key, int n, lon
 // Prefetches the keys [key, end) of a head and their values to L2, a few cache lines at a time.
 class KeysAhead {
  public:
-  KeysAhead(const Layer& l, const int* table, long head, long key, long end) : l_(l), table_(table), head_(head), key_(key), end_(end) { find(); }
+  KeysAhead(const Layer& l, const int* table, long head, long key, long end)
+      : l_(l), table_(table), head_(head), key_(key), end_(end) {
+    find();
+  }
   void bring(long lines) {
     for (; lines > 0 && key_ < end_; lines--) {
       _mm_prefetch(k_ + at_, _MM_HINT_T1);
@@ -128,9 +137,12 @@ constexpr float kHeadroom = 8;
 // exponent and 8 bits of fraction f, is already a bf16 with one bit too many, except that the fraction must be 2^f - 1
 // instead of f. The difference, up to 0.086, comes from a table of 64 entries.
 inline __m512i exp2_fixed(__m512i x) {
-  alignas(64) static const uint8_t kLess[64] = {1,  2,  3,  5,  5,  7,  8,  9,  10, 11, 11, 13, 13, 14, 15, 16, 16, 17, 18, 18, 19, 19, 20, 20, 21, 21, 21, 22, 22, 22, 22, 22,
-                                                22, 23, 23, 22, 22, 22, 22, 22, 22, 21, 21, 20, 20, 20, 19, 18, 18, 17, 16, 16, 14, 14, 13, 12, 10, 10, 8,  7,  6,  4,  3,  2};
-  const __m512i less = _mm512_maskz_permutexvar_epi8(0x5555555555555555, _mm512_srli_epi16(x, 2), _mm512_load_si512(kLess));
+  alignas(64) static const uint8_t kLess[64] = {1,  2,  3,  5,  5,  7,  8,  9,  10, 11, 11, 13, 13, 14, 15, 16,
+                                                16, 17, 18, 18, 19, 19, 20, 20, 21, 21, 21, 22, 22, 22, 22, 22,
+                                                22, 23, 23, 22, 22, 22, 22, 22, 22, 21, 21, 20, 20, 20, 19, 18,
+                                                18, 17, 16, 16, 14, 14, 13, 12, 10, 10, 8,  7,  6,  4,  3,  2};
+  const __m512i less =
+      _mm512_maskz_permutexvar_epi8(0x5555555555555555, _mm512_srli_epi16(x, 2), _mm512_load_si512(kLess));
   return _mm512_avg_epu16(_mm512_subs_epu16(x, less), _mm512_setzero_si512());  // x / 2, rounded
 }
 
@@ -148,7 +160,8 @@ inline float softmax_row(const Layer& l, float* row, long lo, long hi, float* m,
     scale = kLog2e;
   }
   if (lo > 0 || hi < N * 16)  // mask with a finite score that becomes 0
-    for (int i = 0; i < N; i++) x[i] = select_range(x[i], int(std::max(lo - i * 16, 0L)), int(std::min(hi - i * 16, 16L)), set1(kUnseen));
+    for (int i = 0; i < N; i++)
+      x[i] = select_range(x[i], int(std::max(lo - i * 16, 0L)), int(std::min(hi - i * 16, 16L)), set1(kUnseen));
   vf top = x[0], total = load(sum);
   for (int i = 1; i < N; i++) top = max(top, x[i]);
   if (_mm512_cmp_ps_mask(top.v, set1((*m + kHeadroom) / scale).v, _CMP_NLE_UQ)) {  // true at first: m is -inf
@@ -164,7 +177,8 @@ inline float softmax_row(const Layer& l, float* row, long lo, long hi, float* m,
   }
   const vf by = set1(scale * 256), plus = set1((127 - *m) * 256), ones = {(__m512)_mm512_set1_epi16(0x3f80)};
   for (int i = 0; i < N; i += 2) {  // saturating: values that are too small become 0
-    const __m512i e = exp2_fixed(_mm512_packus_epi32(_mm512_cvtps_epi32(fma(x[i], by, plus).v), _mm512_cvtps_epi32(fma(x[i + 1], by, plus).v)));
+    const __m512i e = exp2_fixed(
+        _mm512_packus_epi32(_mm512_cvtps_epi32(fma(x[i], by, plus).v), _mm512_cvtps_epi32(fma(x[i + 1], by, plus).v)));
     total = {_mm512_dpbf16_ps(total.v, (__m512bh)e, (__m512bh)ones.v)};
     _mm512_store_si512(p + i * 16, e);
   }
@@ -226,15 +240,25 @@ void attend_flash(const Step& s, const Task& t, const Partials& partials, const 
       for (int r = 0; r < std::min(32, used - r0); r++) {
         ahead.bring(lines_per_row);
         const long position = s.position[token(r0 + r)];
-        const float correction = softmax_row(l, f.s + r * kKeys, columns, s.first_key(position) - key, position + 1 - key, f.m + r0 + r, f.l + (r0 + r) * 16);
+        const float correction = softmax_row(l, f.s + r * kKeys, columns, s.first_key(position) - key,
+                                             position + 1 - key, f.m + r0 + r, f.l + (r0 + r) * 16);
         if (correction == 1.f || !started[r0 / 32]) continue;
         float* x = flash_row(o, r, dv);
         for (long c = 0; c < dv; c += 16) store(x + flash_offset(c), load(x + flash_offset(c)) * set1(correction));
       }
       for (long c = 0; c < dv / 32; c++) {
         float* x = o + c * 1024;
-        if (started[r0 / 32]) { TILE_LOAD(0, x, 64); TILE_LOAD(1, x + 256, 64); TILE_LOAD(2, x + 512, 64); TILE_LOAD(3, x + 768, 64); }
-        else { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
+        if (started[r0 / 32]) {
+          TILE_LOAD(0, x, 64);
+          TILE_LOAD(1, x + 256, 64);
+          TILE_LOAD(2, x + 512, 64);
+          TILE_LOAD(3, x + 768, 64);
+        } else {
+          TILE_ZERO(0);
+          TILE_ZERO(1);
+          TILE_ZERO(2);
+          TILE_ZERO(3);
+        }
         amx_tiles_2x2((const bf16*)f.s, kKeys * 2, f.v + c * (kKeys / 32) * 2 * kTileElems, columns / 32);
         TILE_STORE(0, x, 64); TILE_STORE(1, x + 256, 64); TILE_STORE(2, x + 512, 64); TILE_STORE(3, x + 768, 64);
       }

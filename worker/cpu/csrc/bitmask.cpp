@@ -8,7 +8,8 @@ extern "C" {
 
 // Sets logits[rows[i], t] to -inf where bit t of masks[i] is 0, for the tokens t of a vocabulary of n. The lowest bit
 // of a word is its first token; ld_masks words are a row of masks.
-void quire_exclude_by_bitmask(float* logits, long ld_logits, long n, const long* rows, const int* masks, long ld_masks, long num_rows) {
+void quire_exclude_by_bitmask(float* logits, long ld_logits, long n, const long* rows, const int* masks, long ld_masks,
+                              long num_rows) {
   constexpr float kExcluded = -std::numeric_limits<float>::infinity();
   constexpr long kWords = 512;  // of one piece of work: 64 KB of logits
   const long pieces = (ld_masks + kWords - 1) / kWords;

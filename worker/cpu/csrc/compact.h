@@ -37,9 +37,11 @@ struct Compact {
 
 // Expands one register of each of three vectors of words to one register of each of four vectors of weights.
 static inline void expand_part(const uint16_t* src, Ints* weights) {
-  const Ints keep = set1_words(0x87ff), low = set1_words(Compact::kLow << 7), a = load_ints(src), b = load_ints(src + 32), c = load_ints(src + 64);
+  const Ints keep = set1_words(0x87ff), low = set1_words(Compact::kLow << 7), a = load_ints(src),
+             b = load_ints(src + 32), c = load_ints(src + 64);
   weights[0] = or_masked(low, a, keep), weights[1] = or_masked(low, b, keep), weights[2] = or_masked(low, c, keep);
-  const Ints lower = or_masked(or_masked(low, words_right<4>(a), set1_words(0x0780)), words_right<11>(b), set1_words(0x000f));
+  const Ints lower =
+      or_masked(or_masked(low, words_right<4>(a), set1_words(0x0780)), words_right<11>(b), set1_words(0x000f));
   weights[3] = or_masked(or_masked(lower, words_right<7>(c), set1_words(0x0070)), words_left<1>(c), set1_words(0x8000));
 }
 // Expands three vectors of words to four vectors of weights.
@@ -62,7 +64,8 @@ static inline void expand_step(const Compact& w, int nb, int s, const uint64_t*&
     if (STREAM) read_ahead(src), read_ahead(src + 32), read_ahead(src + 64);
     expand_group(src, dst + i * 128);
   }
-  for (const uint64_t step = uint64_t(nb) * w.k_steps + s; *next >> 32 == step; next++) dst[*next >> 16 & 1023].bits = uint16_t(*next);
+  for (const uint64_t step = uint64_t(nb) * w.k_steps + s; *next >> 32 == step; next++)
+    dst[*next >> 16 & 1023].bits = uint16_t(*next);
 }
 
 // Returns the lowest of the 16 neighbouring exponents that cover the most weights, estimated from a sample.
@@ -100,17 +103,23 @@ static inline bool compact_group(const bf16* packed, int low, uint16_t* data, F&
   for (int half = 0; half < 32; half += 16) {
     __m256i field[4];
     for (int j = 0; j < 4; j++) {
-      const __m256i w = _mm256_loadu_si256((const __m256i*)(packed + j * 32 + half)), code = _mm256_sub_epi16(bits_of(_mm256_srli_epi16(w, 7), 255), _mm256_set1_epi16(short(low)));
+      const __m256i w = _mm256_loadu_si256((const __m256i*)(packed + j * 32 + half)),
+                    code = _mm256_sub_epi16(bits_of(_mm256_srli_epi16(w, 7), 255), _mm256_set1_epi16(short(low)));
       const __m256i inside = _mm256_cmpeq_epi16(_mm256_min_epu16(code, _mm256_set1_epi16(15)), code);
       field[j] = _mm256_or_si256(bits_of(w, 0x807f), _mm256_and_si256(inside, _mm256_slli_epi16(code, 7)));
       for (uint32_t rest = ~uint32_t(_mm256_movemask_epi8(inside)) & 0x55555555; rest; rest &= rest - 1) {
-        const int place = j * 32 + half + __builtin_ctz(rest) / 2, bits = exception_bits(packed[place].bits, low - Compact::kLow);
+        const int place = j * 32 + half + __builtin_ctz(rest) / 2,
+                  bits = exception_bits(packed[place].bits, low - Compact::kLow);
         if (bits < 0) return false;
         list(place, bits);
       }
     }
-    const __m256i last = field[3], upper = _mm256_or_si256(bits_of(_mm256_srli_epi16(last, 12), 8), bits_of(_mm256_srli_epi16(last, 4), 7));
-    auto put = [&](int i, __m256i nibble) { _mm256_storeu_si256((__m256i*)(data + i * 32 + half), _mm256_or_si256(field[i], _mm256_slli_epi16(bits_of(nibble, 15), 11))); };
+    const __m256i last = field[3], upper = _mm256_or_si256(bits_of(_mm256_srli_epi16(last, 12), 8),
+                                                           bits_of(_mm256_srli_epi16(last, 4), 7));
+    auto put = [&](int i, __m256i nibble) {
+      _mm256_storeu_si256((__m256i*)(data + i * 32 + half),
+                          _mm256_or_si256(field[i], _mm256_slli_epi16(bits_of(nibble, 15), 11)));
+    };
     put(0, _mm256_srli_epi16(last, 7));
     put(1, last);
     put(2, upper);
@@ -120,7 +129,8 @@ static inline bool compact_group(const bf16* packed, int low, uint16_t* data, F&
 
 // Compacts one block of `steps` packed k-steps, the first of which has index `step0`. Returns the number of exceptions,
 // or -1 if one cannot be stored.
-static inline long compact_block(const bf16* packed, int steps, long step0, uint16_t* data, uint64_t* exceptions, float* scale) {
+static inline long compact_block(const bf16* packed, int steps, long step0, uint16_t* data, uint64_t* exceptions,
+                                 float* scale) {
   if (all_zero(packed, long(steps) * 1024)) {  // for example spare rows of a vocabulary
     *scale = 0.f;
     memset(data, 0, long(steps) * Compact::kStepWords * 2);
@@ -146,5 +156,6 @@ static inline uint32_t expand_pair(const uint16_t* step, int v, int pair) {
   for (int i = 0; i < 3; i++) memcpy(word + i, step + v / 4 * 96 + i * 32 + pair * 2, 4);
   const uint32_t low = Compact::kLow << 7 | Compact::kLow << 23;
   if (v % 4 < 3) return (word[v % 4] & 0x87ff87ffu) | low;
-  return (word[0] >> 4 & 0x07800780u) | (word[1] >> 11 & 0x000f000fu) | (word[2] >> 7 & 0x00700070u) | (word[2] << 1 & 0x80008000u) | low;
+  return (word[0] >> 4 & 0x07800780u) | (word[1] >> 11 & 0x000f000fu) | (word[2] >> 7 & 0x00700070u) |
+         (word[2] << 1 & 0x80008000u) | low;
 }

@@ -9,7 +9,9 @@
 struct Scales {  // of the keys or the values of a layer; strides in elements, all 0 if there is one number only
   float* base;
   long block, slot, head;
-  float* at(long block_id, long slot_in_block, long h) const { return base + block_id * block + slot_in_block * slot + h * head; }
+  float* at(long block_id, long slot_in_block, long h) const {
+    return base + block_id * block + slot_in_block * slot + h * head;
+  }
   bool constant() const { return slot == 0; }
 };
 
@@ -30,7 +32,8 @@ inline e4m3 to_e4m3(float x) {
   memcpy(&u, &x, 4);
   const uint32_t sign = u >> 24 & 0x80;
   u &= 0x7fffffff;
-  const float units = std::fabs(x) * 512 + 12582912.f;  // below 2^-6 the step is 2^-9: rounded to an integer in the low bits
+  const float units =
+      std::fabs(x) * 512 + 12582912.f;  // below 2^-6 the step is 2^-9: rounded to an integer in the low bits
   memcpy(&small, &units, 4);
   const uint32_t large = ((u + 0x7ffff + (u >> 20 & 1)) >> 20) - (120 << 3);
   const uint32_t magnitude = u > 0x7f800000u ? 0x7f : u < 0x3c800000u ? small & 0xff : large;

@@ -64,10 +64,12 @@ void sum_rows(const float* y, const long* rows, const float* weights, long count
   }
 }
 
-void run_tokens(const Experts& e, const bf16* x, long ldx, const int64_t* ids, const float* weights, bf16* out, long ldo, long tokens) {
+void run_tokens(const Experts& e, const bf16* x, long ldx, const int64_t* ids, const float* weights, bf16* out,
+                long ldo, long tokens) {
   const Sorted sorted(e, ids, tokens);
   // Rows whose stride is no multiple of 4 KiB, which would map them to the same few cache sets
-  const long rows = sorted.rows(), hidden = e.down->n, inner = e.down->k, ldh = (hidden + 31) / 32 * 32 + 32, ldi = (inner + 31) / 32 * 32 + 32;
+  const long rows = sorted.rows(), hidden = e.down->n, inner = e.down->k, ldh = (hidden + 31) / 32 * 32 + 32,
+             ldi = (inner + 31) / 32 * 32 + 32;
   float* y = (float*)scratch.get(rows * (hidden * sizeof(float) + (ldh + ldi) * sizeof(bf16)));
   bf16 *inputs = (bf16*)(y + rows * hidden), *between = inputs + rows * ldh;
   parallel_for(rows, 8, [&](long r) {
@@ -92,9 +94,12 @@ extern "C" {
 
 // out [tokens, hidden] = for each row of x [tokens, hidden] the weighted sum of its experts: ids and weights are
 // [tokens, top_k]. Experts that are not here add nothing. out may be x.
-void quire_run_experts(const Experts* e, const bf16* x, long ldx, const int64_t* ids, const float* weights, bf16* out, long ldo, long tokens) {
-  const long most = std::max(1L, kMostPairs / e->top_k), parts = (tokens + most - 1) / most, each = parts ? (tokens + parts - 1) / parts : 0;
+void quire_run_experts(const Experts* e, const bf16* x, long ldx, const int64_t* ids, const float* weights, bf16* out,
+                       long ldo, long tokens) {
+  const long most = std::max(1L, kMostPairs / e->top_k), parts = (tokens + most - 1) / most,
+             each = parts ? (tokens + parts - 1) / parts : 0;
   for (long t = 0; t < tokens; t += each)
-    run_tokens(*e, x + t * ldx, ldx, ids + t * e->top_k, weights + t * e->top_k, out + t * ldo, ldo, std::min(each, tokens - t));
+    run_tokens(*e, x + t * ldx, ldx, ids + t * e->top_k, weights + t * e->top_k, out + t * ldo, ldo,
+               std::min(each, tokens - t));
 }
 }

@@ -22,15 +22,20 @@ inline long pair_place(int part, long p) { return tile_place(part * kLanes) + p 
 
 // Returns the units of runs with these sums of squares. If a sum is not finite (norm of 2^64 or more), the unit is
 // infinite, so that the results are not finite either; below a norm of 2^-74 it is zero.
-inline Floats fixed_unit(Floats squares) { return Floats(Ints(root(squares) * set1_floats(1.f / 16000)) & set1_ints(0x7f800000)); }
+inline Floats fixed_unit(Floats squares) {
+  return Floats(Ints(root(squares) * set1_floats(1.f / 16000)) & set1_ints(0x7f800000));
+}
 
 // Rows as integers, in groups of at most kMostRows, ordered by run, then group, then pair of k, so that a block of the
 // weight reads them front to back.
 class FixedRows {
  public:
   // Fill() stores kLanes pairs at a time
-  FixedRows(void* memory, int rows, long k) : values_((int16_t*)memory), units_((float*)(values_ + rows * k + 2 * kLanes)), k_(k), rows_(rows) {}
-  static constexpr size_t bytes(long rows, long k) { return (rows * k + 2 * kLanes) * sizeof(int16_t) + rows * runs_of(k / 32) * sizeof(float); }
+  FixedRows(void* memory, int rows, long k)
+      : values_((int16_t*)memory), units_((float*)(values_ + rows * k + 2 * kLanes)), k_(k), rows_(rows) {}
+  static constexpr size_t bytes(long rows, long k) {
+    return (rows * k + 2 * kLanes) * sizeof(int16_t) + rows * runs_of(k / 32) * sizeof(float);
+  }
 
   int groups() const { return (rows_ + kMostRows - 1) / kMostRows; }
   int begin(int group) const { return int(long(rows_) * group / groups()); }
@@ -46,7 +51,9 @@ class FixedRows {
       for (int i = 0; i < groups(); i++) {
         alignas(64) int16_t integers[kMostRows][kFixedRun];
         for (int r = 0; r < size(i); r++)
-          units_[run * rows_ + begin(i) + r] = fix_row(row(begin(i) + r) + run * kFixedRun, std::min(given - run * kFixedRun, count(run)), count(run), integers[r]);
+          units_[run * rows_ + begin(i) + r] =
+              fix_row(row(begin(i) + r) + run * kFixedRun, std::min(given - run * kFixedRun, count(run)), count(run),
+                      integers[r]);
         interleave(integers, size(i), count(run) / 2, values_ + place(i, run));
       }
   }
@@ -89,11 +96,14 @@ class FixedRows {
 // in_units returns weights of even and odd k in units, as pairs of integers. Adding 1.5 * 2^23 units puts the number of
 // units into a float's low bits.
 inline Floats magic_of(Floats unit) { return unit * set1_floats(1.5f * (1 << 23)); }
-inline Ints in_units(Floats even, Floats odd, Floats magic) { return odd_words(Ints(even + magic), left<16>(Ints(odd + magic))); }
+inline Ints in_units(Floats even, Floats odd, Floats magic) {
+  return odd_words(Ints(even + magic), left<16>(Ints(odd + magic)));
+}
 
 // y[r * ld + column] += a run of ROWS rows x times 32 columns w, over `count` k-steps.
 template <int ROWS>
-void fixed_products(const int16_t* x, const float* row_units, const int16_t* w, int count, const float* units, Fetch& fetch, float* y, long ld) {
+void fixed_products(const int16_t* x, const float* row_units, const int16_t* w, int count, const float* units,
+                    Fetch& fetch, float* y, long ld) {
   for (int c = 0; c < 32; c += 2 * kLanes, w += tile_place(2 * kLanes)) {
     const int16_t* at = x;
     Ints sums[ROWS * 2];
@@ -106,7 +116,9 @@ void fixed_products(const int16_t* x, const float* row_units, const int16_t* w, 
         unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
           int pair;
           memcpy(&pair, at + 2 * r, 4);
-          unrolled<2>([&](auto i) __attribute__((always_inline)) { sums[r * 2 + i] = add_products(sums[r * 2 + i], v[i], set1_ints(pair)); });
+          unrolled<2>([&](auto i) __attribute__((always_inline)) {
+            sums[r * 2 + i] = add_products(sums[r * 2 + i], v[i], set1_ints(pair));
+          });
         });
       }
     }
@@ -121,8 +133,10 @@ void fixed_products(const int16_t* x, const float* row_units, const int16_t* w, 
 }
 
 // Like fixed_products, for run `run` of a group of rows.
-inline void fixed_group(const FixedRows& x, int group, long run, const int16_t* w, int count, const float* units, Fetch& fetch, float* y, long ld) {
-  of_rows(x.size(group), [&](auto n) { fixed_products<n>(x.at(group, run), x.units(group, run), w, count, units, fetch, y, ld); });
+inline void fixed_group(const FixedRows& x, int group, long run, const int16_t* w, int count, const float* units,
+                        Fetch& fetch, float* y, long ld) {
+  of_rows(x.size(group),
+          [&](auto n) { fixed_products<n>(x.at(group, run), x.units(group, run), w, count, units, fetch, y, ld); });
 }
 
 // Converts a run of `count` k-steps of 32 columns from bf16 to integers in place. units: [32].
@@ -132,7 +146,8 @@ inline void fix_tiles(bf16* tiles, int count, float* units) {
     for (int p = 0; p < count * 16; p += 2)
       unrolled<2>([&](auto i) __attribute__((always_inline)) {
         const Ints pairs = load_ints(tiles + pair_place(part, p + i));
-        squares[2 * i] = fma(evens(pairs), evens(pairs), squares[2 * i]), squares[2 * i + 1] = fma(odds(pairs), odds(pairs), squares[2 * i + 1]);
+        squares[2 * i] = fma(evens(pairs), evens(pairs), squares[2 * i]),
+                    squares[2 * i + 1] = fma(odds(pairs), odds(pairs), squares[2 * i + 1]);
       });
     const Floats unit = fixed_unit((squares[0] + squares[1]) + (squares[2] + squares[3])), magic = magic_of(unit);
     store_floats(units + part * kLanes, unit);

@@ -136,7 +136,8 @@ void norm_rope(const T* src, T* dst, const W* weight, const float* cos_sin, cons
   for (; i < d; i++) v[i] = to_float(src[i]), tail += v[i] * v[i];
   if (weight) {
     const float scale = 1.f / std::sqrt((reduce_add(sum) + tail) / float(d) + a.eps);
-    for (i = 0; i + 16 <= d; i += 16) store(v + i, rounded<T>(unweighted<T, W>(load(v + i) * set1(scale)) * load(weight + i)));
+    for (i = 0; i + 16 <= d; i += 16)
+      store(v + i, rounded<T>(unweighted<T, W>(load(v + i) * set1(scale)) * load(weight + i)));
     for (; i < d; i++) v[i] = to_float(weighted<T>(v[i] * scale, weight[i]));
   }
   if (cos_sin) {  // rotate pairs (i, i + half)
@@ -173,18 +174,28 @@ void norm_rope_heads(long count, const void* weight, const QkvArgs& a, At&& at) 
   norm_rope_heads<T>(count, (const T*)weight, a, at);
 }
 
-const float* angles(const QkvArgs& a, long position) { return a.cos_sin ? a.cos_sin + position * a.rotary_dim : nullptr; }
-template <typename C> C* key_place(const QkvArgs& a, long slot) { return (C*)a.k_cache + slot / a.block_size * a.k_block + slot % a.block_size * a.k_slot; }
-template <typename C> C* value_place(const QkvArgs& a, long slot) { return (C*)a.v_cache + slot / a.block_size * a.v_block + slot % a.block_size * a.v_slot; }
+const float* angles(const QkvArgs& a, long position) {
+  return a.cos_sin ? a.cos_sin + position * a.rotary_dim : nullptr;
+}
+template <typename C>
+C* key_place(const QkvArgs& a, long slot) {
+  return (C*)a.k_cache + slot / a.block_size * a.k_block + slot % a.block_size * a.k_slot;
+}
+template <typename C>
+C* value_place(const QkvArgs& a, long slot) {
+  return (C*)a.v_cache + slot / a.block_size * a.v_block + slot % a.block_size * a.v_slot;
+}
 
 // Stores the key or the value x of KV head h in 8 bits.
 template <typename T, typename C>
 void store_key(const QkvArgs& a, const T* x, long slot, long h) {
-  store_head(x, a.head_dim, key_place<C>(a, slot) + h * a.k_head, a.k_scales.at(slot / a.block_size, slot % a.block_size, h), a.k_scales.constant());
+  store_head(x, a.head_dim, key_place<C>(a, slot) + h * a.k_head,
+             a.k_scales.at(slot / a.block_size, slot % a.block_size, h), a.k_scales.constant());
 }
 template <typename T, typename C>
 void store_value(const QkvArgs& a, const T* x, long slot, long h) {
-  store_head(x, a.v_dim, value_place<C>(a, slot) + h * a.v_head, a.v_scales.at(slot / a.block_size, slot % a.block_size, h), a.v_scales.constant());
+  store_head(x, a.v_dim, value_place<C>(a, slot) + h * a.v_head,
+             a.v_scales.at(slot / a.block_size, slot % a.block_size, h), a.v_scales.constant());
 }
 
 // Normalises and rotates `count` keys, from(i) says where they are, and passes each to keep(i, key).
@@ -208,9 +219,12 @@ void qkv_token(const QkvArgs& a, long t, long position, long slot) {
   const long d = a.head_dim, hq = a.num_heads, hk = a.num_kv_heads;
   T* row = (T*)a.qkv + t * a.ld_qkv;
   const float* cs = angles(a, position);
-  if (a.q_weight || cs) norm_rope_heads<T>(hq, a.q_weight, a, [&](long h) { return Head<T>{row + h * d, row + h * d, cs}; });
+  if (a.q_weight || cs)
+    norm_rope_heads<T>(hq, a.q_weight, a, [&](long h) { return Head<T>{row + h * d, row + h * d, cs}; });
   if constexpr (kScaled<C>) {
-    rotated_keys<T>(a, hk, [&](long h) { return Head<T>{row + (hq + h) * d, nullptr, cs}; }, [&](long h, const T* key) { store_key<T, C>(a, key, slot, h); });
+    rotated_keys<T>(
+        a, hk, [&](long h) { return Head<T>{row + (hq + h) * d, nullptr, cs}; },
+        [&](long h, const T* key) { store_key<T, C>(a, key, slot, h); });
     for (long h = 0; h < hk; h++) store_value<T, C>(a, row + (hq + hk + h) * d, slot, h);
     return;
   }
@@ -221,10 +235,13 @@ void qkv_token(const QkvArgs& a, long t, long position, long slot) {
 
 // Processes one head of q, k or v for `count` tokens, x with row stride ldx: writes q to a.qkv, k and v to the cache.
 template <typename T, typename C>
-void qkv_head(const QkvArgs& a, long head, const T* x, long ldx, const long* positions, const long* slots, long token, long count) {
+void qkv_head(const QkvArgs& a, long head, const T* x, long ldx, const long* positions, const long* slots, long token,
+              long count) {
   const long d = a.head_dim, hq = a.num_heads, hk = a.num_kv_heads;
   if (head < hq)
-    norm_rope_heads<T>(count, a.q_weight, a, [&](long t) { return Head<T>{x + t * ldx, (T*)a.qkv + (token + t) * a.ld_qkv + head * d, angles(a, positions[token + t])}; });
+    norm_rope_heads<T>(count, a.q_weight, a, [&](long t) {
+      return Head<T>{x + t * ldx, (T*)a.qkv + (token + t) * a.ld_qkv + head * d, angles(a, positions[token + t])};
+    });
   else if constexpr (kScaled<C>) {
     if (head < hq + hk)
       rotated_keys<T>(a, count, [&](long t) { return Head<T>{x + t * ldx, nullptr, angles(a, positions[token + t])}; },
@@ -233,8 +250,10 @@ void qkv_head(const QkvArgs& a, long head, const T* x, long ldx, const long* pos
       for (long t = 0; t < count; t++) store_value<T, C>(a, x + t * ldx, slots[token + t], head - hq - hk);
   }
   else if (head < hq + hk)
-    norm_rope_heads<T>(count, a.k_weight, a,
-                    [&](long t) { return Head<T>{x + t * ldx, key_place<T>(a, slots[token + t]) + (head - hq) * a.k_head, angles(a, positions[token + t])}; });
+    norm_rope_heads<T>(count, a.k_weight, a, [&](long t) {
+      return Head<T>{x + t * ldx, key_place<T>(a, slots[token + t]) + (head - hq) * a.k_head,
+                     angles(a, positions[token + t])};
+    });
   else {
     const auto place = [&](long t) { return value_place<T>(a, slots[token + t]) + (head - hq - hk) * a.v_head; };
     for (long t = 0; t < count; t++) {
@@ -279,7 +298,8 @@ extern "C" {
 
 // Computes residual += x, out = norm(residual), or out = norm(x), which may be x, if residual is null. wide: the weight
 // is float32.
-void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo, long rows, long h, float eps, int dtype, int wide) {
+void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo,
+                        long rows, long h, float eps, int dtype, int wide) {
   DISPATCH(dtype, parallel_rows(rows, rows * h, [&](long r) {
              const T* from = (const T*)x + r * ldx;
              T *sum = residual ? (T*)residual + r * ldr : nullptr, *to = (T*)out + r * ldo;
@@ -290,7 +310,8 @@ void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const
 
 // Computes out [rows, width] = silu(x[:, :width]) * x[:, width:] for x [rows, 2 * width].
 void quire_silu_and_mul(const void* x, long ldx, void* out, long ldo, long rows, long width, int dtype) {
-  DISPATCH(dtype, parallel_rows(rows, rows * width, [&](long r) { silu_and_mul_row<T>((const T*)x + r * ldx, (T*)out + r * ldo, width); }));
+  DISPATCH(dtype, parallel_rows(rows, rows * width,
+                                [&](long r) { silu_and_mul_row<T>((const T*)x + r * ldx, (T*)out + r * ldo, width); }));
 }
 
 // Normalises and rotates q (in place) and k, and writes k and v of each token to its slot.
@@ -298,20 +319,27 @@ void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, cons
   QkvArgs args = *a;
   args.qkv = qkv;
   const long elements = num_tokens * (a->num_heads + 2 * a->num_kv_heads) * a->head_dim;
-  DISPATCH(a->dtype, DISPATCH_CACHE(a->cache, parallel_rows(num_tokens, elements, [&](long t) { (qkv_token<T, C>)(args, t, positions[t], slots[t]); })));
+  DISPATCH(a->dtype, DISPATCH_CACHE(a->cache, parallel_rows(num_tokens, elements, [&](long t) {
+                                      (qkv_token<T, C>)(args, t, positions[t], slots[t]);
+                                    })));
 }
 
 // Does the same for one head of q, k or v of the `count` bf16 tokens from `token` on, read from x with row stride ldx.
 // Runs in the calling thread.
-void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions, const long* slots, long token, long count) {
+void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions,
+                             const long* slots, long token, long count) {
   using T = bf16;
   DISPATCH_CACHE(a->cache, (qkv_head<T, C>)(*a, head, x, ldx, positions, slots, token, count));
 }
 
-// Copies k [num_tokens, num_kv_heads, head_dim] and v [.., v_dim] (row strides ldk, ldv) to their slots. Strides and sizes are in `a`.
-void quire_write_kv(const QkvArgs* a, const void* k, long ldk, const void* v, long ldv, const long* slots, long num_tokens) {
-  DISPATCH(a->dtype, DISPATCH_CACHE(a->cache, parallel_rows(num_tokens, num_tokens * 2 * a->num_kv_heads * a->head_dim, [&](long t) {
-             (write_token<T, C>)(*a, (const T*)k + t * ldk, (const T*)v + t * ldv, slots[t]);
-           })));
+// Copies k [num_tokens, num_kv_heads, head_dim] and v [.., v_dim] (row strides ldk, ldv) to their slots. Strides and
+// sizes are in `a`.
+void quire_write_kv(const QkvArgs* a, const void* k, long ldk, const void* v, long ldv, const long* slots,
+                    long num_tokens) {
+  DISPATCH(
+      a->dtype,
+      DISPATCH_CACHE(a->cache, parallel_rows(num_tokens, num_tokens * 2 * a->num_kv_heads * a->head_dim, [&](long t) {
+                       (write_token<T, C>)(*a, (const T*)k + t * ldk, (const T*)v + t * ldv, slots[t]);
+                     })));
 }
 }

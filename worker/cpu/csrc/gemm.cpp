@@ -37,7 +37,8 @@ bool by_many_rows(const Gemm& g, int path) {
 // Whether the product takes the path of fixed-point numbers.
 bool by_fixed(const Gemm& g, int path) {
   if (g.quant && g.quant->narrow) return false;  // the same rounding for any number of rows
-  if (g.quant) return path == 3 || (path == 0 && g.m >= (g.quant->kind == kFloats8 ? kFixedFloatRows : kFixedQuantRows));
+  if (g.quant)
+    return path == 3 || (path == 0 && g.m >= (g.quant->kind == kFloats8 ? kFixedFloatRows : kFixedQuantRows));
   return path == 0 && g.compact && g.m >= (g.out_f32 == 1 ? kFixedLogitRows : kFixedRows);
 }
 
@@ -47,7 +48,8 @@ bool run_amx(const Gemm& g, int path, int threads) {
   if (!amx_permitted()) return false;
   if (by_many_rows(g, path)) return run_many_rows(g, threads), true;
   const bool bytes = g.quant && has_table_of_halves(g.quant->kind);
-  if (g.quant ? bytes && (path == 2 || (path == 0 && g.m > 4)) : path != 1) return g.quant ? run_quant_rows(g, threads) : run_few_rows(g, threads), true;
+  if (g.quant ? bytes && (path == 2 || (path == 0 && g.m > 4)) : path != 1)
+    return g.quant ? run_quant_rows(g, threads) : run_few_rows(g, threads), true;
 #endif
   return false;
 }
@@ -72,7 +74,8 @@ void run_products(const LinearRows* products, long count, const bf16* x, long ld
   for (long i = 0; i < count; i++) {
     const auto& [linear, begin, end] = products[i];
     void* to = (char*)out + begin * ldo * (out_f32 ? 4 : 2);
-    all.push_back({x + begin * ldx, ldx, linear->packed, linear->bias, to, ldo, int(end - begin), int(linear->n), int(linear->k), out_f32 ? 2 : 0, int(linear->gated), linear->quant, linear->compact});
+    all.push_back({x + begin * ldx, ldx, linear->packed, linear->bias, to, ldo, int(end - begin), int(linear->n),
+                   int(linear->k), out_f32 ? 2 : 0, int(linear->gated), linear->quant, linear->compact});
   }
   run_all(all, int(products[0].linear->path));
 }
@@ -106,7 +109,9 @@ static void pack_block(const bf16* weight, long ldw, bf16* packed, long nb, long
         continue;
       }
 #endif
-      auto at = [&](int c, long kk) -> uint32_t { return rows[c] && (kk < k || repeat) ? rows[c][kk < k ? kk : 0].bits : 0; };
+      auto at = [&](int c, long kk) -> uint32_t {
+        return rows[c] && (kk < k || repeat) ? rows[c][kk < k ? kk : 0].bits : 0;
+      };
       for (int r = 0; r < 16; r++)
         for (int c = 0; c < 16; c++) dst[r * 16 + c] = at(c, s * kStep + 2 * r) | at(c, s * kStep + 2 * r + 1) << 16;
     }
@@ -116,14 +121,17 @@ static void pack_block(const bf16* weight, long ldw, bf16* packed, long nb, long
 // Packs weight [n, k] with row stride ldw to packed [columns / 32][ceil(k / 32)][2][16][16][2].
 void quire_gemm_pack(const bf16* weight, long ldw, bf16* packed, long n, long k, int silu_mul) {
   const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols;
-  parallel_for(blocks, 4, [&](long nb) { pack_block(weight, ldw, packed + nb * steps * kStepElems, nb, n, k, silu_mul, false); });
+  parallel_for(blocks, 4,
+               [&](long nb) { pack_block(weight, ldw, packed + nb * steps * kStepElems, nb, n, k, silu_mul, false); });
 }
 
 // Packs the weight to 12 bits: data [columns / 32][ceil(k / 32)][768], exceptions [most + 1], first and scales [columns
 // / 32], units [columns / 32][ceil(k / 256)][32]. Returns the number of exceptions without the end marker, or -1 if
 // there are more than `most` or a weight cannot be stored this way.
-long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint64_t* exceptions, uint32_t* first, float* scales, uint8_t* units, long n, long k, int silu_mul, long most) {
-  const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols, room = steps * kStepElems;
+long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint64_t* exceptions, uint32_t* first,
+                        float* scales, uint8_t* units, long n, long k, int silu_mul, long most) {
+  const long steps = (k + kStep - 1) / kStep, blocks = quire_gemm_packed_columns(n, silu_mul) / kCols,
+             room = steps * kStepElems;
   std::vector<std::vector<uint64_t>> found(blocks);
   std::atomic<long> left{most};
   parallel_for(blocks, 4, [&](long nb) {
@@ -131,7 +139,8 @@ long quire_gemm_compact(const bf16* weight, long ldw, uint16_t* data, uint64_t* 
     bf16* packed = (bf16*)own_scratch.get(room * (sizeof(bf16) + sizeof(uint64_t)));
     uint64_t* own = (uint64_t*)(packed + room);
     pack_block(weight, ldw, packed, nb, n, k, silu_mul, true);
-    const long count = compact_block(packed, int(steps), nb * steps, data + nb * steps * Compact::kStepWords, own, scales + nb);
+    const long count =
+        compact_block(packed, int(steps), nb * steps, data + nb * steps * Compact::kStepWords, own, scales + nb);
 #if !QUIRE_AMX
     if (count >= 0) find_units(packed, k, std::ilogb(scales[nb]), units + nb * runs_of(steps) * kCols);
 #endif
@@ -169,11 +178,13 @@ void quire_compact_rows(const Compact* w, const long* ids, long num_ids, bf16* o
       for (int r = 0; r < 16; r++) values[r] = expand_pair(w->step(nb, s), v0 + r, pair);
       for (const uint64_t step = uint64_t(nb) * w->k_steps + s; *e >> 32 == step; e++) {
         const int place = int(*e >> 16 & 1023) - v0 * 32;
-        if (place >= 0 && place < 512 && place / 2 % 16 == pair) memcpy((uint16_t*)(values + place / 32) + place % 2, e, 2);
+        if (place >= 0 && place < 512 && place / 2 % 16 == pair)
+          memcpy((uint16_t*)(values + place / 32) + place % 2, e, 2);
       }
       const vf scale = set1(w->scales[nb]);  // exact: a power of two
       bf16 step_values[32];
-      for (int half = 0; half < 2; half++) store(step_values + half * 16, load((const bf16*)values + half * 16) * scale);
+      for (int half = 0; half < 2; half++)
+        store(step_values + half * 16, load((const bf16*)values + half * 16) * scale);
       memcpy(row + s * kStep, step_values, std::min(long(kStep), k - s * kStep) * 2);
     }
   });
@@ -182,24 +193,28 @@ void quire_compact_rows(const Compact* w, const long* ids, long num_ids, bf16* o
 // y = x W^T (+ bias). bias: fp32, in packed order, padded to the packed columns. out: bf16, or float32 with flag 1; the
 // other flags are twice the `Activation`. path: 0 automatic, 1 vector, 2 AMX, 3 automatic, but the same path for any
 // number of rows.
-void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
+void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n,
+                    long k, int flags, int path) {
   run_all({{x, ldx, packed, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1}}, path);
 }
 
 // Like quire_gemm_run, for a compact weight.
-void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
+void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, const float* bias, void* out, long ldo,
+                            long m, long n, long k, int flags, int path) {
   run_all({{x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1, nullptr, weight}}, path);
 }
 
 // Like quire_gemm_run, for a weight of 4 or 8 bits. path: 0 automatic, 1 integers without AMX, 2 integers with AMX, 3
 // the many-rows path: bf16 with AMX, else fixed point.
-void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path) {
+void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m,
+                          long n, long k, int flags, int path) {
   run_all({{x, ldx, nullptr, bias, out, ldo, int(m), int(n), int(k), flags & 1, flags >> 1, weight}}, path);
 }
 
 // Like the functions above, for whichever weight is not null, but passes the result to `sink`. Returns false and does
 // nothing if the rows are few, there is no AMX, or the sink takes so many columns at a time that threads would be idle.
-bool quire_gemm_run_to_sink(const bf16* x, long ldx, const bf16* packed, const Quant* quant, const Compact* compact, const float* bias, const Sink* sink, long m, long n, long k, int path) {
+bool quire_gemm_run_to_sink(const bf16* x, long ldx, const bf16* packed, const Quant* quant, const Compact* compact,
+                            const float* bias, const Sink* sink, long m, long n, long k, int path) {
   Gemm g{x, ldx, packed, bias, nullptr, sink->columns + kCols, int(m), int(n), int(k), 0, 0, quant, compact, sink};
   const int threads = Pool::get().threads();
   if (!by_many_rows(g, path) || n / sink->columns < 2 * threads) return false;
@@ -210,8 +225,10 @@ bool quire_gemm_run_to_sink(const bf16* x, long ldx, const bf16* packed, const Q
 }
 
 // Quantizes weight [n, k] (bf16) into `data` and `scales`; no offsets. group: a multiple of 32.
-void quire_quantize(const bf16* weight, long ldw, uint8_t* data, bf16* scales, long n, long k, int bits, long group, int silu_mul) {
-  const long steps = (k + 63) / 64, groups = (steps * 64 + group - 1) / group, columns = quire_gemm_packed_columns(n, silu_mul);
+void quire_quantize(const bf16* weight, long ldw, uint8_t* data, bf16* scales, long n, long k, int bits, long group,
+                    int silu_mul) {
+  const long steps = (k + 63) / 64, groups = (steps * 64 + group - 1) / group,
+             columns = quire_gemm_packed_columns(n, silu_mul);
   parallel_for(columns / 16, 2, [&](long tile) {
     const long ld = steps * 64;
     float* w = (float*)own_scratch.get(ld * 20);
@@ -223,16 +240,18 @@ void quire_quantize(const bf16* weight, long ldw, uint8_t* data, bf16* scales, l
       for (; i + 16 <= given; i += 16) store(w + i, load(weight + source * ldw + i));
       for (; i < ld; i++) w[i] = i < given ? to_float(weight[source * ldw + i]) : 0.f;
       for (long at = 0, begin = 0; begin < ld; at++, begin += group)
-        scales[(tile / 2 * groups + at) * kCols + tile % 2 * 16 + c] = to_bf16(quantize_group(w + begin, int(std::min(group, ld - begin)), bits, q + c * ld + begin));
+        scales[(tile / 2 * groups + at) * kCols + tile % 2 * 16 + c] =
+            to_bf16(quantize_group(w + begin, int(std::min(group, ld - begin)), bits, q + c * ld + begin));
     }
     for (long i = 0; i < ld * 16; i++) q[i] = int8_t(q[i] + zero_point);
     pack_columns(data, bits, int(steps), tile / 2, int(tile % 2), (const uint8_t*)q);
   });
 }
 
-// Packs a weight that is already quantized into q, kIntegers4, kIntegers8 or kFloats8: values [n, k] signed (-8 .. 7 for 4 bits), scale and offset [n,
-// ceil(k / group)] float32; offset may be null.
-void quire_pack_quantized(const int8_t* values, const float* scale, const float* offset, const Quant* q, long n, long k, int silu_mul) {
+// Packs a weight that is already quantized into q, kIntegers4, kIntegers8 or kFloats8: values [n, k] signed (-8 .. 7
+// for 4 bits), scale and offset [n, ceil(k / group)] float32; offset may be null.
+void quire_pack_quantized(const int8_t* values, const float* scale, const float* offset, const Quant* q, long n, long k,
+                          int silu_mul) {
   const long groups = q->groups, columns = quire_gemm_packed_columns(n, silu_mul);
   const long given = (k + q->group - 1) / q->group;  // number of groups in the source
   parallel_for(columns / 16, 2, [&](long tile) {
@@ -240,7 +259,8 @@ void quire_pack_quantized(const int8_t* values, const float* scale, const float*
     int8_t* rows = (int8_t*)own_scratch.get(ld * 16);
     memset(rows, 0, ld * 16);
     for (int c = 0; c < 16; c++) {
-      const long source = source_column(tile * 16 + c, n, silu_mul), place = tile / 2 * groups * kCols + tile % 2 * 16 + c;
+      const long source = source_column(tile * 16 + c, n, silu_mul),
+                 place = tile / 2 * groups * kCols + tile % 2 * 16 + c;
       if (source >= 0) memcpy(rows + c * ld, values + source * k, k);
       for (long i = 0; i < groups; i++) {
         const bool real = source >= 0 && i < given;

@@ -34,7 +34,10 @@ struct Gemm {
   int k_steps() const { return quant ? 2 * quant->k_steps : (k + kStep - 1) / kStep; }
   int n_blocks() const { return (n + kCols - 1) / kCols; }
   const bf16* block(int nb) const { return packed + size_t(nb) * k_steps() * kStepElems; }
-  long block_bytes() const { return quant ? quant->k_steps * quant->step_bytes() : long(k_steps()) * 2 * (compact ? Compact::kStepWords : kStepElems); }
+  long block_bytes() const {
+    return quant ? quant->k_steps * quant->step_bytes()
+                 : long(k_steps()) * 2 * (compact ? Compact::kStepWords : kStepElems);
+  }
 };
 
 // The activation of a product whose columns are a gate and, in equal number, up. Numbered as in worker/cpu/ops.py.

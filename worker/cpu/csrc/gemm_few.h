@@ -45,7 +45,8 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
   }
   if (g.m > 16) { TILE_STORE(2, c[2], 64); TILE_STORE(3, c[3], 64); }
   TILE_STORE(0, c[0], 64); TILE_STORE(1, c[1], 64);
-  for (int r = 0; r < g.m; r++) finish_row(g, r, nb * kCols, load(c[r / 16 * 2][r % 16]), load(c[r / 16 * 2 + 1][r % 16]));
+  for (int r = 0; r < g.m; r++)
+    finish_row(g, r, nb * kCols, load(c[r / 16 * 2][r % 16]), load(c[r / 16 * 2 + 1][r % 16]));
 }
 
 inline void run_few_rows(const Gemm& g, int threads) {

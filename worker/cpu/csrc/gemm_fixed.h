@@ -16,7 +16,9 @@ constexpr int kFixedLogitRows = kMostGreedy + 1;
 constexpr long kFixedPiece = 1 << 20;   // bytes of the rows of one chunk
 constexpr long kFixedAhead = 16 << 10;  // prefetch distance in bytes
 
-inline const uint8_t* units_of(const Compact& w, int nb, long run) { return w.units + (nb * runs_of(w.k_steps) + run) * kCols; }
+inline const uint8_t* units_of(const Compact& w, int nb, long run) {
+  return w.units + (nb * runs_of(w.k_steps) + run) * kCols;
+}
 
 // Computes the columns' units in each run of a block, packed [k_steps][2 tiles][16][16 columns][2]; only the first k
 // entries count. units [runs][32] are the units' float exponents minus `shift`, to match the compact weight.
@@ -33,7 +35,8 @@ inline void find_units(const bf16* packed, long k, int shift, uint8_t* units) {
       store_ints(bits, Ints(fixed_unit(even + odd)));
       for (int c = 0; c < kLanes; c++) {
         const int exponent = bits[c] >> 23;
-        units[part * kLanes + c] = uint8_t(exponent == 0 || exponent == 255 ? exponent : std::clamp(exponent - shift, 0, 254));
+        units[part * kLanes + c] =
+            uint8_t(exponent == 0 || exponent == 255 ? exponent : std::clamp(exponent - shift, 0, 254));
       }
     }
 }
@@ -41,7 +44,8 @@ inline void find_units(const bf16* packed, long k, int shift, uint8_t* units) {
 // Converts a block of a weight to integers, one run at a time, with the run's unit for each column.
 class FixedCompact {
  public:
-  FixedCompact(const Gemm& g, int nb, bool stream) : w_(*g.compact), nb_(nb), stream_(stream), next_(w_.exceptions_from(nb, 0)) {}
+  FixedCompact(const Gemm& g, int nb, bool stream)
+      : w_(*g.compact), nb_(nb), stream_(stream), next_(w_.exceptions_from(nb, 0)) {}
   static constexpr int kLines = Compact::kStepWords / 32;
   const void* stored(int s) const { return w_.step(nb_, s); }
   void fix(int s, int count, int16_t* fixed, float* units) {
@@ -67,7 +71,8 @@ class FixedCompact {
           Ints pairs[4];
           expand_part(src + part * 2 * kLanes, pairs);
           unrolled<4>([&](auto v) __attribute__((always_inline)) {
-            store_ints(dst + v * 32 + part * 2 * kLanes, in_units(evens(pairs[v]), odds(pairs[v]), load_floats(magic + t * 16 + part * kLanes)));
+            store_ints(dst + v * 32 + part * 2 * kLanes,
+                       in_units(evens(pairs[v]), odds(pairs[v]), load_floats(magic + t * 16 + part * kLanes)));
           });
         });
       }
@@ -97,15 +102,19 @@ class FixedQuant {
     GroupNumbers numbers[2][kFixedRun / 16];
     const int each = std::max(1, std::min(q_.group, kFixedRun) / 16);
     for (int t = 0; t < 2; t++)
-      for (int i = 0; i < count * 2; i++) numbers[t][i] = i % each ? numbers[t][i - 1] : numbers_of(q_, nb_, s * kStep + i * 16, t);
+      for (int i = 0; i < count * 2; i++)
+        numbers[t][i] = i % each ? numbers[t][i - 1] : numbers_of(q_, nb_, s * kStep + i * 16, t);
     for (int part = 0; part < kCols / kLanes; part++) {
       Floats squares[4] = {};
-      over_pairs(numbers, count, part, fixed, [&](int i, int16_t*, Floats even, Floats odd) __attribute__((always_inline)) {
-        squares[i] = fma(even, even, squares[i]), squares[i + 2] = fma(odd, odd, squares[i + 2]);
-      });
+      over_pairs(numbers, count, part, fixed,
+                 [&](int i, int16_t*, Floats even, Floats odd) __attribute__((always_inline)) {
+                   squares[i] = fma(even, even, squares[i]), squares[i + 2] = fma(odd, odd, squares[i + 2]);
+                 });
       const Floats unit = fixed_unit((squares[0] + squares[1]) + (squares[2] + squares[3])), magic = magic_of(unit);
       store_floats(units + part * kLanes, unit);
-      over_pairs(numbers, count, part, fixed, [&](int, int16_t* at, Floats even, Floats odd) __attribute__((always_inline)) { store_ints(at, in_units(even, odd, magic)); });
+      over_pairs(numbers, count, part, fixed,
+                 [&](int, int16_t* at, Floats even, Floats odd)
+                     __attribute__((always_inline)) { store_ints(at, in_units(even, odd, magic)); });
     }
   }
 
@@ -137,7 +146,8 @@ class FixedQuant {
       for (int p = 0; p < 8; p++) {
         int16_t* at = fixed + pair_place(part, i * 8 + p);
         const Ints pairs = load_ints(at);
-        f(p % 2, at, fma(to_floats(signed_right<16>(left<16>(pairs))), scale, offset), fma(to_floats(signed_right<16>(pairs)), scale, offset));
+        f(p % 2, at, fma(to_floats(signed_right<16>(left<16>(pairs))), scale, offset),
+          fma(to_floats(signed_right<16>(pairs)), scale, offset));
       }
     }
   }
@@ -154,10 +164,14 @@ class FixedE4m3 {
   void fix(int s, int count, int16_t* fixed, float* units) const {
     for (int part = 0; part < kCols / kLanes; part++) {
       Floats squares[2] = {};
-      over_pairs(s, count, part, [&](int, Floats even, Floats odd) __attribute__((always_inline)) { squares[0] = fma(even, even, squares[0]), squares[1] = fma(odd, odd, squares[1]); });
+      over_pairs(s, count, part, [&](int, Floats even, Floats odd) __attribute__((always_inline)) {
+        squares[0] = fma(even, even, squares[0]), squares[1] = fma(odd, odd, squares[1]);
+      });
       const Floats unit = fixed_unit(squares[0] + squares[1]), magic = magic_of(unit);
       store_floats(units + part * kLanes, unit);
-      over_pairs(s, count, part, [&](int p, Floats even, Floats odd) __attribute__((always_inline)) { store_ints(fixed + pair_place(part, p), in_units(even, odd, magic)); });
+      over_pairs(s, count, part, [&](int p, Floats even, Floats odd) __attribute__((always_inline)) {
+        store_ints(fixed + pair_place(part, p), in_units(even, odd, magic));
+      });
     }
   }
 
@@ -171,7 +185,8 @@ class FixedE4m3 {
       const uint8_t* lines = codes_at(q_, nb_, k, part * kLanes);
       for (int line = 0; line < 8; line++) {
         const Ints codes = load_ints(lines + line * 64);
-        f(i * 16 + line * 2, widen_e4m3<0>(codes) * scale, widen_e4m3<1>(codes) * scale), f(i * 16 + line * 2 + 1, widen_e4m3<2>(codes) * scale, widen_e4m3<3>(codes) * scale);
+        f(i * 16 + line * 2, widen_e4m3<0>(codes) * scale, widen_e4m3<1>(codes) * scale),
+            f(i * 16 + line * 2 + 1, widen_e4m3<2>(codes) * scale, widen_e4m3<3>(codes) * scale);
       }
     }
   }
@@ -195,7 +210,8 @@ void fixed_block(const Chunk& c, const FixedRows& x, int nb, float* y) {
     const int run = s / kFixedSteps, count = std::min(kFixedSteps, g.k_steps() - s);
     Fetch fetch{(const char*)weights.stored(s) + kFixedAhead, stream ? 0 : (W::kLines + passes - 1) / passes};
     weights.fix(s, count, fixed, units);
-    for (int i = 0; i < x.groups(); i++) fixed_group(x, i, run, fixed, count, units, fetch, y + x.begin(i) * kCols, kCols);
+    for (int i = 0; i < x.groups(); i++)
+      fixed_group(x, i, run, fixed, count, units, fetch, y + x.begin(i) * kCols, kCols);
   }
   for (int r = 0; r < c.rows; r++) finish_row(g, c.row0 + r, nb * kCols, load(y + r * kCols), load(y + r * kCols + 16));
 }
@@ -206,11 +222,17 @@ inline void run_fixed(const std::vector<Gemm>& products, int threads) {
   const long k = long(first.k_steps()) * kStep;
   auto block = fixed_block<FixedCompact>;
   if (first.quant)
-    of_kind(first.quant->kind, [&](auto kind) { block = fixed_block<std::conditional_t<kind == kFloats8, FixedE4m3, FixedQuant<kind == kFloats8 ? int(kIntegers8) : int(kind)>>>; });
+    of_kind(first.quant->kind, [&](auto kind) {
+      block = fixed_block<
+          std::conditional_t<kind == kFloats8, FixedE4m3, FixedQuant<kind == kFloats8 ? int(kIntegers8) : int(kind)>>>;
+    });
   auto integers = [&](float* memory, const Chunk& c) { return FixedRows(memory + c.rows * kCols, c.rows, k); };
   over_chunks(
-      products, threads, kFixedPiece / (k * sizeof(int16_t)), [&](int rows) { return rows * kCols * sizeof(float) + FixedRows::bytes(rows, k); },
-      [&](float* memory, const Chunk& c) { integers(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; }); },
+      products, threads, kFixedPiece / (k * sizeof(int16_t)),
+      [&](int rows) { return rows * kCols * sizeof(float) + FixedRows::bytes(rows, k); },
+      [&](float* memory, const Chunk& c) {
+        integers(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; });
+      },
       [&](float* memory, const Chunk& c, int nb) { block(c, integers(memory, c), nb, memory); });
 }
 

@@ -58,7 +58,9 @@ struct Part {
 class WeightStream {
  public:
   WeightStream(const Gemm& g, bf16* buffer) : g_(g), buffer_(buffer) {}
-  static long buffer_bytes(const Gemm& g, int max_steps) { return g.quant || g.compact ? 2L * max_steps * kStepElems : 0; }
+  static long buffer_bytes(const Gemm& g, int max_steps) {
+    return g.quant || g.compact ? 2L * max_steps * kStepElems : 0;
+  }
 
   const bf16* tiles(const Part& at) {
     if (!expanded()) return g_.block(at.nb) + size_t(at.s0) * kStepElems;
@@ -99,9 +101,13 @@ class WeightStream {
 
   const char* source(const Part& at) const {
     if (g_.compact) return (const char*)g_.compact->step(at.nb, at.s0);
-    return g_.quant ? (const char*)g_.quant->step(at.nb, at.s0 / 2) : (const char*)(g_.block(at.nb) + size_t(at.s0) * kStepElems);
+    return g_.quant ? (const char*)g_.quant->step(at.nb, at.s0 / 2)
+                    : (const char*)(g_.block(at.nb) + size_t(at.s0) * kStepElems);
   }
-  long bytes(const Part& at) const { return g_.quant ? at.steps() / 2 * g_.quant->step_bytes() : at.steps() * 2L * (g_.compact ? Compact::kStepWords : kStepElems); }
+  long bytes(const Part& at) const {
+    return g_.quant ? at.steps() / 2 * g_.quant->step_bytes()
+                    : at.steps() * 2L * (g_.compact ? Compact::kStepWords : kStepElems);
+  }
   void fetch(const Part& at) {
     const char* from = source(at);
     for (long i = 0; i < bytes(at); i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
@@ -183,7 +189,8 @@ struct ManyRows {
     // Then sums stay in the tiles at the end of a run, and the next run starts from them in the opposite order
     const bool one_block = nb1 - nb0 == 1;
     for (int s0 = 0, turn = 0; s0 < steps; s0 += max_run, turn++) {
-      const int s1 = std::min(s0 + max_run, steps), first = one_block && turn % 2 ? pair1 - 1 : pair0, by = first == pair0 ? 1 : -1;
+      const int s1 = std::min(s0 + max_run, steps), first = one_block && turn % 2 ? pair1 - 1 : pair0,
+                by = first == pair0 ? 1 : -1;
       for (int nb = nb0; nb < nb1; nb++) {
         const Part at{nb, s0, s1};
         // So that the next columns are written to the start of `room`
@@ -191,14 +198,17 @@ struct ManyRows {
         const bf16* w = weights.tiles(at);
         weights.announce(after(at, nb0, nb1, max_run, following), long(pair1 - pair0) * at.steps());
         for (int p = first, left = pair1 - pair0; left > 0; left--, p += by) {
-          if (max_run < steps && !one_block) waiting.announce(p + 1 < pair1 ? waiting.of(p + 1 - pair0, nb - nb0) : waiting.of(0, nb + 1 < nb1 ? nb + 1 - nb0 : 0));
+          if (max_run < steps && !one_block)
+            waiting.announce(p + 1 < pair1 ? waiting.of(p + 1 - pair0, nb - nb0)
+                                           : waiting.of(0, nb + 1 < nb1 ? nb + 1 - nb0 : 0));
           float* sums = waiting.of(p - pair0, nb - nb0);
           begin(s0 == 0, one_block && p == first, sums);
           multiply(p, p == first, at, w);
           if (s1 == steps) finisher.take(p, nb);
           else if (!one_block || left > 1) store(sums);
         }
-        if (g.sink && s1 == steps && (nb + 1) % sink_blocks() == 0) hand_over(pair0 * 32, std::min(pair1 * 32, g.m), (nb + 1) * kCols);
+        if (g.sink && s1 == steps && (nb + 1) % sink_blocks() == 0)
+          hand_over(pair0 * 32, std::min(pair1 * 32, g.m), (nb + 1) * kCols);
       }
     }
   }
@@ -219,10 +229,20 @@ struct ManyRows {
   }
 
   static void begin(bool from_zero, bool in_tiles, const float* sums) {
-    if (from_zero) { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3); }
-    else if (!in_tiles) { TILE_LOAD(0, sums, 64); TILE_LOAD(1, sums + 256, 64); TILE_LOAD(2, sums + 512, 64); TILE_LOAD(3, sums + 768, 64); }
+    if (from_zero) { TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
+    } else if (!in_tiles) {
+      TILE_LOAD(0, sums, 64);
+      TILE_LOAD(1, sums + 256, 64);
+      TILE_LOAD(2, sums + 512, 64);
+      TILE_LOAD(3, sums + 768, 64);
+    }
   }
-  static void store(float* sums) { TILE_STORE(0, sums, 64); TILE_STORE(1, sums + 256, 64); TILE_STORE(2, sums + 512, 64); TILE_STORE(3, sums + 768, 64); }
+  static void store(float* sums) {
+    TILE_STORE(0, sums, 64);
+    TILE_STORE(1, sums + 256, 64);
+    TILE_STORE(2, sums + 512, 64);
+    TILE_STORE(3, sums + 768, 64);
+  }
 
   void multiply(int p, bool first, const Part& at, const bf16* w) {
     const bf16* a = x.pair(p) + at.s0 * kStep;
@@ -239,7 +259,8 @@ long blocks_per_piece(long blocks, long groups, long threads, bool in_l1, bool s
   if (in_l1) return 1;
   if (!several_runs) return std::max(1L, std::min(4L, blocks * groups / (4 * threads)));
   // The same number for each thread
-  const long least = (blocks + kBlocksAtOnce - 1) / kBlocksAtOnce * groups, pieces = (least + threads - 1) / threads * threads;
+  const long least = (blocks + kBlocksAtOnce - 1) / kBlocksAtOnce * groups,
+             pieces = (least + threads - 1) / threads * threads;
   return std::max(1L, (blocks * groups + pieces - 1) / pieces);
 }
 
@@ -250,7 +271,8 @@ void run_many_rows(const Gemm& g, int threads) {
   const int longest = in_l1 ? kRunInL1 : long(group) * 32 * steps * kStep * 2 <= kPiece ? steps : kRun;
   const int runs = (steps + longest - 1) / longest, max_run = ((steps + runs - 1) / runs + 1) / 2 * 2;
   const long at_once = g.sink ? g.sink->columns / kCols : 1;  // blocks that must stay in one piece
-  const long per = (blocks_per_piece(blocks, groups, threads, in_l1, runs > 1) + at_once - 1) / at_once * at_once, pieces = (blocks + per - 1) / per;
+  const long per = (blocks_per_piece(blocks, groups, threads, in_l1, runs > 1) + at_once - 1) / at_once * at_once,
+             pieces = (blocks + per - 1) / per;
   const PairedRows x(g);
   Stretches stretches(pieces * groups, threads);
   Pool::get().run([&] {
@@ -258,11 +280,19 @@ void run_many_rows(const Gemm& g, int threads) {
     const int own = stretches.own();
     const long buffer = WeightStream::buffer_bytes(g, max_run), sums = runs > 1 ? group * (in_l1 ? 1 : per) * 4096 : 0;
     char* memory = (char*)own_scratch.get(buffer + sums + (g.sink ? group * 32 * g.ldo * 2 : 0));
-    ManyRows work{g, x, (bf16*)(memory + buffer + sums), WeightStream(g, (bf16*)memory), Finisher(work.g), WaitingSums((float*)(memory + buffer), group)};
+    ManyRows work{g,
+                  x,
+                  (bf16*)(memory + buffer + sums),
+                  WeightStream(g, (bf16*)memory),
+                  Finisher(work.g),
+                  WaitingSums((float*)(memory + buffer), group)};
     for (long i; stretches.take(own, i);) {
-      const int pair0 = int(i / pieces) * group, nb0 = int(i % pieces * per), nb1 = std::min(int(nb0 + per), blocks), step = in_l1 ? 1 : nb1 - nb0;
+      const int pair0 = int(i / pieces) * group, nb0 = int(i % pieces * per), nb1 = std::min(int(nb0 + per), blocks),
+                step = in_l1 ? 1 : nb1 - nb0;
       const int following = i + 1 < stretches.end(own) ? int((i + 1) % pieces * per) : -1;
-      for (int nb = nb0; nb < nb1; nb += step) work.run(pair0, std::min(pair0 + group, pairs), nb, nb + step, max_run, nb + step < nb1 ? nb + step : following);
+      for (int nb = nb0; nb < nb1; nb += step)
+        work.run(pair0, std::min(pair0 + group, pairs), nb, nb + step, max_run,
+                 nb + step < nb1 ? nb + step : following);
     }
     work.finisher.flush();
   });

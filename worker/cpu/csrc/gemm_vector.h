@@ -48,7 +48,8 @@ inline void vector_block(const Gemm& g, const Groups& x, int row0, int rows, int
   alignas(64) bf16 expanded[kVectorRun * kStepElems];
   const uint64_t* exceptions = g.compact ? g.compact->exceptions_from(nb, 0) : nullptr;
   // Passes over one k-step
-  const int lines = (g.compact ? Compact::kStepWords : kStepElems) / 32, passes = rows <= kRowsOfAll ? 1 : kPasses * x.count();
+  const int lines = (g.compact ? Compact::kStepWords : kStepElems) / 32,
+            passes = rows <= kRowsOfAll ? 1 : kPasses * x.count();
   const int run = rows == 1 ? 1 : kVectorRun;  // for one row it is fastest to use a weight as soon as it is expanded
   for (int s = 0, steps; s < g.k_steps(); s += steps) {
     steps = std::min(run, g.k_steps() - s);
@@ -58,7 +59,10 @@ inline void vector_block(const Gemm& g, const Groups& x, int row0, int rows, int
         const long until = std::min(long(*exceptions >> 32) - long(nb) * g.k_steps(), long(g.k_steps()));
         if (until > s) {
           steps = int(until) - s;
-          of_rows(rows, [&](auto n) { if constexpr (n <= kMostInRegisters) compact_rows<n>(x.at(0, long(s) * kStep), g.compact->step(nb, s), steps, sums); });
+          of_rows(rows, [&](auto n) {
+            if constexpr (n <= kMostInRegisters)
+              compact_rows<n>(x.at(0, long(s) * kStep), g.compact->step(nb, s), steps, sums);
+          });
           continue;
         }
         steps = 1;
@@ -69,9 +73,11 @@ inline void vector_block(const Gemm& g, const Groups& x, int row0, int rows, int
       for (int i = 0; i < steps; i++) expand_step<false>(*g.compact, nb, s + i, exceptions, expanded + i * kStepElems);
       w = expanded;
     }
-    for (int i = 0; i < x.count(); i++) vector_group(x.size(i), x.at(i, long(s) * kStep), w, steps, fetch, sums + x.begin(i) * kCols, kCols);
+    for (int i = 0; i < x.count(); i++)
+      vector_group(x.size(i), x.at(i, long(s) * kStep), w, steps, fetch, sums + x.begin(i) * kCols, kCols);
   }
-  for (int r = 0; r < rows; r++) finish_row(g, row0 + r, nb * kCols, load(sums + r * kCols), load(sums + r * kCols + 16));
+  for (int r = 0; r < rows; r++)
+    finish_row(g, row0 + r, nb * kCols, load(sums + r * kCols), load(sums + r * kCols + 16));
 }
 
 // Some rows of a product.
@@ -109,7 +115,8 @@ void over_chunks(const std::vector<Gemm>& products, int threads, long rows, R&& 
     for (long i; stretches.take(own, i);) {
       const Chunk& chunk = chunks[i / pieces];
       if (&chunk != last) fill(memory, *(last = &chunk));
-      for (int nb = int(i % pieces * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++) block(memory, chunk, nb);
+      for (int nb = int(i % pieces * per), end = std::min(int(nb + per), g.n_blocks()); nb < end; nb++)
+        block(memory, chunk, nb);
     }
   });
 }
@@ -119,17 +126,22 @@ inline void run_vector(const std::vector<Gemm>& products, int threads) {
   const long k = long(products[0].k_steps()) * kStep;
   auto floats = [&](float* memory, const Chunk& c) { return Groups(memory + c.rows * kCols, k, c.rows); };
   over_chunks(
-      products, threads, kVectorPiece / (k * sizeof(float)), [&](int rows) { return (rows * kCols + Groups::floats(k, rows)) * sizeof(float); },
-      [&](float* memory, const Chunk& c) { floats(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; }); },
-      [&](float* memory, const Chunk& c, int nb) { vector_block(*c.g, floats(memory, c), c.row0, c.rows, nb, memory); });
+      products, threads, kVectorPiece / (k * sizeof(float)),
+      [&](int rows) { return (rows * kCols + Groups::floats(k, rows)) * sizeof(float); },
+      [&](float* memory, const Chunk& c) {
+        floats(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; });
+      },
+      [&](float* memory, const Chunk& c, int nb) {
+        vector_block(*c.g, floats(memory, c), c.row0, c.rows, nb, memory);
+      });
 }
 
 // --- quantized weights -----------------------------------------------------------------------------------------------
 
 }  // namespace
 
-// Multiplies x by block nb of a weight: y [rows][32]. The function for a kind of weights, in files that are compiled at the
-// same time: kinds with a table of scales or with SuperScales, activations of 16 or 8 bits.
+// Multiplies x by block nb of a weight: y [rows][32]. The function for a kind of weights, in files that are compiled at
+// the same time: kinds with a table of scales or with SuperScales, activations of 16 or 8 bits.
 using QuantBlock = void (*)(const Quant& q, const IntegerRows& x, int nb, float* y);
 QuantBlock table_block(int kind), super_block(int kind), narrow_table_block(int kind), narrow_super_block(int kind);
 inline QuantBlock quant_block_of(const Quant& q) {
@@ -143,13 +155,19 @@ namespace {
 inline void run_quant_vector(const std::vector<Gemm>& products, int threads) {
   const Quant& q = *products[0].quant;
   const QuantBlock block = quant_block_of(q);
-  auto integers = [&](float* memory, const Chunk& c) { return IntegerRows(memory + c.rows * kCols, c.rows, *c.g->quant); };
+  auto integers = [&](float* memory, const Chunk& c) {
+    return IntegerRows(memory + c.rows * kCols, c.rows, *c.g->quant);
+  };
   over_chunks(
-      products, threads, kVectorPiece / (long(q.k_steps) * 64 * IntegerRows::dwords(q)), [&](int rows) { return rows * kCols * sizeof(float) + IntegerRows::bytes(rows, q); },
-      [&](float* memory, const Chunk& c) { integers(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; }); },
+      products, threads, kVectorPiece / (long(q.k_steps) * 64 * IntegerRows::dwords(q)),
+      [&](int rows) { return rows * kCols * sizeof(float) + IntegerRows::bytes(rows, q); },
+      [&](float* memory, const Chunk& c) {
+        integers(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; });
+      },
       [&](float* memory, const Chunk& c, int nb) {
         block(*c.g->quant, integers(memory, c), nb, memory);
-        for (int r = 0; r < c.rows; r++) finish_row(*c.g, c.row0 + r, nb * kCols, load(memory + r * kCols), load(memory + r * kCols + 16));
+        for (int r = 0; r < c.rows; r++)
+          finish_row(*c.g, c.row0 + r, nb * kCols, load(memory + r * kCols), load(memory + r * kCols + 16));
       });
 }
 
@@ -199,7 +217,9 @@ inline void e4m3_block(const Quant& q, const Groups& x, int rows, int nb, float*
   for (long k = 0; k < width; k += part) {
     Fetch fetch{(const char*)q.step(nb, int(k / 64)) + kVectorAhead, stream ? 0 : (16 + passes - 1) / passes};
     for (int i = 0; i < x.count(); i++)
-      of_rows(x.size(i), [&](auto n) { e4m3_part<n>(q, x.at(i, 0), nb, k, std::min(k + part, width), fetch, y + x.begin(i) * kCols); });
+      of_rows(x.size(i), [&](auto n) {
+        e4m3_part<n>(q, x.at(i, 0), nb, k, std::min(k + part, width), fetch, y + x.begin(i) * kCols);
+      });
   }
 }
 
@@ -207,11 +227,15 @@ inline void run_e4m3(const std::vector<Gemm>& products, int threads) {
   const long k = long(products[0].quant->k_steps) * 64;
   auto floats = [&](float* memory, const Chunk& c) { return Groups(memory + c.rows * kCols, k, c.rows); };
   over_chunks(
-      products, threads, kVectorPiece / (k * sizeof(float)), [&](int rows) { return (rows * kCols + Groups::floats(k, rows)) * sizeof(float); },
-      [&](float* memory, const Chunk& c) { floats(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; }); },
+      products, threads, kVectorPiece / (k * sizeof(float)),
+      [&](int rows) { return (rows * kCols + Groups::floats(k, rows)) * sizeof(float); },
+      [&](float* memory, const Chunk& c) {
+        floats(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; });
+      },
       [&](float* memory, const Chunk& c, int nb) {
         e4m3_block(*c.g->quant, floats(memory, c), c.rows, nb, memory);
-        for (int r = 0; r < c.rows; r++) finish_row(*c.g, c.row0 + r, nb * kCols, load(memory + r * kCols), load(memory + r * kCols + 16));
+        for (int r = 0; r < c.rows; r++)
+          finish_row(*c.g, c.row0 + r, nb * kCols, load(memory + r * kCols), load(memory + r * kCols + 16));
       });
 }
 

@@ -1,11 +1,11 @@
 // argmax of each row of logits without computing all of them: the same result, but reads little more than 8 bits of
 // each weight.
 //
-// The output head has an additional copy that is rounded to 8 bits. With a row h = h' + d, h' of 16 or 8 bits, and a weight
-// w = w' + e, h w is at most h' w' + |d| |w'| + |h| |e| (Cauchy-Schwarz); all norms are known beforehand. One pass over
-// the copy yields an upper bound (limit) for each block of 32 logits. For each row the block with the highest limit is
-// computed exactly, then all blocks whose limits reach the largest logit found there: for random weights a few in a
-// thousand. All other logits are smaller.
+// The output head has an additional copy that is rounded to 8 bits. With a row h = h' + d, h' of 16 or 8 bits, and a
+// weight w = w' + e, h w is at most h' w' + |d| |w'| + |h| |e| (Cauchy-Schwarz); all norms are known beforehand. One
+// pass over the copy yields an upper bound (limit) for each block of 32 logits. For each row the block with the highest
+// limit is computed exactly, then all blocks whose limits reach the largest logit found there: for random weights a few
+// in a thousand. All other logits are smaller.
 #include <climits>
 #include <vector>
 
@@ -39,7 +39,8 @@ struct Wanted {  // logits to compute: those of block nb, for the rows whose bit
 
 class Greedy {
  public:
-  Greedy(const Gemm& g, const float* limits) : g_(g), logits_(g), limits_(limits), ld_(limits_ld(g.m)), done_(g.n_blocks()) {}
+  Greedy(const Gemm& g, const float* limits)
+      : g_(g), logits_(g), limits_(limits), ld_(limits_ld(g.m)), done_(g.n_blocks()) {}
 
   // Computes the blocks that may hold a row's largest logit; returns the number of blocks.
   long find() {
@@ -61,7 +62,8 @@ class Greedy {
       std::copy(limits_ + r0, limits_ + r0 + 16, top);
       for (int nb = 1; nb < g_.n_blocks(); nb++) {
         const float* limit = limits_ + nb * ld_ + r0;
-        for (int r = 0; r < 16; r++) at[r] = limit[r] > top[r] ? nb : at[r], top[r] = limit[r] > top[r] ? limit[r] : top[r];
+        for (int r = 0; r < 16; r++)
+          at[r] = limit[r] > top[r] ? nb : at[r], top[r] = limit[r] > top[r] ? limit[r] : top[r];
       }
       for (int r = 0; r < std::min(16, g_.m - r0); r++) {
         if (!done_[at[r]]) blocks.push_back({at[r], 0});
@@ -110,7 +112,8 @@ class Greedy {
       const vf a = load(logits[r]), b = load(logits[r] + 16);
       const float top = reduce_max(max(a, b));
       best.nan |= any_nan(a, b);
-      if (top >= best.value[r]) best.take(r, top, nb * kCols + int(std::find(logits[r], logits[r] + kCols - 1, top) - logits[r]));
+      if (top >= best.value[r])
+        best.take(r, top, nb * kCols + int(std::find(logits[r], logits[r] + kCols - 1, top) - logits[r]));
     }
   }
 
@@ -154,10 +157,11 @@ bool quire_screen_measure(const Quant* q, const Screen* screen, long n) {
 #endif
 }
 
-// ids[r] = argmax of the logits x[r] W^T (first index on ties), for x [m, k] with m <= 32 and a weight with its copy, or
-// that was measured.
-// Returns the number of computed blocks of 32 logits, or -1 if a candidate logit is not finite; the caller decides.
-long quire_greedy(const bf16* x, long ldx, const bf16* packed, const Compact* compact, const Quant* quant, const Screen* screen, int64_t* ids, long m, long n, long k) {
+// ids[r] = argmax of the logits x[r] W^T (first index on ties), for x [m, k] with m <= 32 and a weight with its copy,
+// or that was measured. Returns the number of computed blocks of 32 logits, or -1 if a candidate logit is not finite;
+// the caller decides.
+long quire_greedy(const bf16* x, long ldx, const bf16* packed, const Compact* compact, const Quant* quant,
+                  const Screen* screen, int64_t* ids, long m, long n, long k) {
   const Gemm g{x, ldx, packed, nullptr, nullptr, 0, int(m), int(n), int(k), 1, 0, quant, compact};
   float* limits = (float*)block_limits.get(g.n_blocks() * limits_ld(m) * sizeof(float));
   find_limits(g, *screen, limits);

@@ -41,7 +41,8 @@ inline bool round_block(const Gemm& g, const Screen& screen, int nb, const bf16*
       const Floats w = Floats(Ints(weights(k)) & set1_ints(0x7fffffff));
       top = top > w ? top : w;
     }
-    const Floats scale = top * set1_floats(1.f / 127), least = set1_floats(1e-30f), inverse = 1 / (scale > least ? scale : least);
+    const Floats scale = top * set1_floats(1.f / 127), least = set1_floats(1e-30f),
+                 inverse = 1 / (scale > least ? scale : least);
     for (int k = 0; k < g.k; k += 4) {
       Ints four = {};
       unrolled<4>([&](auto i) {
@@ -54,7 +55,8 @@ inline bool round_block(const Gemm& g, const Screen& screen, int nb, const bf16*
       store_ints(screen.step(nb, k / 64) + c / 16 * 1024 + k % 64 * 16 + c % 16 * 4, four);
     }
     float* about = screen.about(nb) + c;
-    store_floats(about, scale), store_floats(about + kCols, root(rounded)), store_floats(about + 2 * kCols, root(away) + root(all) * set1_floats(slack_of(g.k)));
+    store_floats(about, scale), store_floats(about + kCols, root(rounded)),
+        store_floats(about + 2 * kCols, root(away) + root(all) * set1_floats(slack_of(g.k)));
     for (int i = 0; i < kLanes; i++) finite &= std::isfinite(all[i]);
   }
   return finite;

@@ -34,7 +34,8 @@ struct RoundedRows {
       const vf off = v - vf{_mm512_cvtepi32_ps(n)} * set1(scale[row]);
       squares = fma(v, v, squares), rest = fma(off, off, rest);
       _mm_storeu_si128((__m128i*)(lo + row * ld + i), _mm512_cvtepi32_epi8(n));
-      _mm_storeu_si128((__m128i*)(hi + row * ld + i), _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8)));
+      _mm_storeu_si128((__m128i*)(hi + row * ld + i),
+                       _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8)));
     }
     norm[row] = std::sqrt(reduce_add(squares));
     if (norm[row] > 0) away = std::max(away, std::sqrt(reduce_add(rest)) / norm[row]);
@@ -45,7 +46,8 @@ struct RoundedRows {
 // the next one.
 class Limits {
  public:
-  Limits(const Screen& screen, const RoundedRows& x, int rows, float* limits) : screen_(screen), x_(x), rows_(rows), limits_(limits) {}
+  Limits(const Screen& screen, const RoundedRows& x, int rows, float* limits)
+      : screen_(screen), x_(x), rows_(rows), limits_(limits) {}
   ~Limits() { flush(); }
 
   void block(int nb) {
@@ -66,7 +68,10 @@ class Limits {
         row();
       }
       flush();
-      TILE_STORE(0, sums_[0], 64); TILE_STORE(1, sums_[1], 64); TILE_STORE(2, sums_[2], 64); TILE_STORE(3, sums_[3], 64);
+      TILE_STORE(0, sums_[0], 64);
+      TILE_STORE(1, sums_[1], 64);
+      TILE_STORE(2, sums_[2], 64);
+      TILE_STORE(3, sums_[3], 64);
       nb_ = nb, row0_ = row0, next_ = 0, end_ = std::min(16, rows_ - row0);
       for (int t = 0; t < 2; t++) {
         const float* about = screen_.about(nb) + t * 16;
@@ -81,7 +86,8 @@ class Limits {
     const int r = row0_ + next_;
     vf top[2];
     for (int t = 0; t < 2; t++) {
-      const vf hi = {_mm512_cvtepi32_ps(_mm512_load_si512(sums_[t * 2][next_]))}, lo = {_mm512_cvtepi32_ps(_mm512_load_si512(sums_[t * 2 + 1][next_]))};
+      const vf hi = {_mm512_cvtepi32_ps(_mm512_load_si512(sums_[t * 2][next_]))},
+               lo = {_mm512_cvtepi32_ps(_mm512_load_si512(sums_[t * 2 + 1][next_]))};
       const vf scale = load(screen_.about(nb_) + t * 16) * set1(x_.scale[r]);
       top[t] = fma(fma(hi, set1(256), lo), scale, load(margin_[t]) * set1(x_.norm[r]));
     }

@@ -16,12 +16,15 @@ constexpr int kCoarseRows = INT_MAX;
 #endif
 constexpr long kCoarsePart = 512;  // k of a block, whole runs, that stay in L1 while all rows use them
 
-// The rows' integers, or their high bytes only: half the products, and limits that are looser by the low bytes. The bytes
-// of weights are those of the copy, or of a weight of 8 bits per value itself.
+// The rows' integers, or their high bytes only: half the products, and limits that are looser by the low bytes. The
+// bytes of weights are those of the copy, or of a weight of 8 bits per value itself.
 class ScreenRows {
  public:
   ScreenRows(const Gemm& g, const Quant& bytes)
-      : bytes_(bytes), coarse_(g.m >= kCoarseRows), x_(rounded_rows.get(size_of(g.m, bytes)), g.m, bytes), starts_((int32_t*)((char*)rounded_rows.p + IntegerRows::bytes(g.m, bytes))) {
+      : bytes_(bytes),
+        coarse_(g.m >= kCoarseRows),
+        x_(rounded_rows.get(size_of(g.m, bytes)), g.m, bytes),
+        starts_((int32_t*)((char*)rounded_rows.p + IntegerRows::bytes(g.m, bytes))) {
     x_.fill(g.k, [&](int r) { return g.x + r * g.ldx; });
     parallel_for(g.m, 4, [&](long r) { measure(g, r); });
   }
@@ -35,15 +38,19 @@ class ScreenRows {
     for (long k = 0; k < x_.width(); k += kCoarsePart) {
       const long end = std::min(k + kCoarsePart, x_.width());
       Fetch fetch{(const char*)bytes_.step(nb, int(k / 64)) + kVectorAhead, (32 + passes - 1) / passes};
-      for (int i = 0; i < x_.groups(); i++) of_rows(x_.size(i), [&](auto n) { high_bytes<n>(i, nb, k, end, fetch, y + x_.begin(i) * kCols); });
+      for (int i = 0; i < x_.groups(); i++)
+        of_rows(x_.size(i), [&](auto n) { high_bytes<n>(i, nb, k, end, fetch, y + x_.begin(i) * kCols); });
     }
 #endif
   }
 
-  float norm[kMostGreedy], away[kMostGreedy];  // of each row as it is multiplied for its logits, and of what is left out of it
+  float norm[kMostGreedy],
+      away[kMostGreedy];  // of each row as it is multiplied for its logits, and of what is left out of it
 
  private:
-  static size_t size_of(long rows, const Quant& q) { return IntegerRows::bytes(rows, q) + rows * ((long(q.k_steps) * 64 + q.span() - 1) / q.span()) * sizeof(int32_t); }
+  static size_t size_of(long rows, const Quant& q) {
+    return IntegerRows::bytes(rows, q) + rows * ((long(q.k_steps) * 64 + q.span() - 1) / q.span()) * sizeof(int32_t);
+  }
 
   void measure(const Gemm& g, long r) {
     const long span = bytes_.span();
@@ -52,7 +59,8 @@ class ScreenRows {
       int sum = 0;
       for (long k = begin, end = std::min<long>(begin + span, g.k); k < end; k++) {
         const int kept = coarse_ ? 256 * x_.high_byte(r, k) : x_.value(r, k);
-        const float v = g.quant ? float(x_.value(r, k)) * x_.scale(r, k) : to_float(g.x[r * g.ldx + k]), off = v - float(kept) * x_.scale(r, k);
+        const float v = g.quant ? float(x_.value(r, k)) * x_.scale(r, k) : to_float(g.x[r * g.ldx + k]),
+                    off = v - float(kept) * x_.scale(r, k);
         squares += v * v, rest += off * off, sum += kept / 256;
       }
       starts_[begin / span * x_.ld() + r] = -128 * sum;
@@ -77,11 +85,14 @@ class ScreenRows {
             const int32_t* x = x_.values(group, k);
             for (int i = 0; i < 8; i++, w += 64, x += 2 * ROWS) {
               const Ints codes = load_ints(w);
-              unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { sums[r] = add_byte_products(sums[r], codes, set1_ints(x[2 * r])); });
+              unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+                sums[r] = add_byte_products(sums[r], codes, set1_ints(x[2 * r]));
+              });
             }
           }
           const Floats scale = bytes_.sixteen(bytes_.scales, bytes_.group_at(nb, int(begin)) + c).v;
-          unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { totals[r] = fma(to_floats(sums[r]), scale, totals[r]); });
+          unrolled<ROWS>([&](auto r)
+                             __attribute__((always_inline)) { totals[r] = fma(to_floats(sums[r]), scale, totals[r]); });
         }
         const float* scales = x_.scales(group, run);
         unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
@@ -114,7 +125,8 @@ void find_limits(const Gemm& g, const Screen& screen, float* limits) {
       for (int r = 0; r < g.m; r++) {
         vf top = set1(kNegInf);
         for (int t = 0; t < kCols; t += 16) {
-          const vf margin = fma(load(about + kCols + t), set1(x.away[r]), load(about + 2 * kCols + t) * set1(x.norm[r]));
+          const vf margin =
+              fma(load(about + kCols + t), set1(x.away[r]), load(about + 2 * kCols + t) * set1(x.norm[r]));
           top = max(top, fma(load(y + r * kCols + t), load(about + t), margin));
         }
         limits[nb * limits_ld(g.m) + r] = reduce_max(top);
@@ -148,7 +160,8 @@ inline bool measure_block(const Quant& q, const Screen& screen, int nb) {
     }
     float* about = screen.about(nb) + c;
     const Floats norm = root(squares);
-    store_floats(about, set1_floats(1)), store_floats(about + kCols, norm), store_floats(about + 2 * kCols, norm * set1_floats(slack_of(q.k_steps * 64L)));
+    store_floats(about, set1_floats(1)), store_floats(about + kCols, norm),
+        store_floats(about + 2 * kCols, norm * set1_floats(slack_of(q.k_steps * 64L)));
     for (int i = 0; i < kLanes; i++) finite &= std::isfinite(squares[i]);
   }
   return finite;
@@ -158,7 +171,8 @@ inline bool measure_block(const Quant& q, const Screen& screen, int nb) {
 // of all. The rows are `Groups` or IntegerRows, as all logits take them.
 class Logits {
  public:
-  explicit Logits(const Gemm& g) : g_(g), each_(g.quant ? IntegerRows::bytes(1, *g.quant) : Groups::floats(g.k, 1) * sizeof(float)) {
+  explicit Logits(const Gemm& g)
+      : g_(g), each_(g.quant ? IntegerRows::bytes(1, *g.quant) : Groups::floats(g.k, 1) * sizeof(float)) {
     const long all = g.quant ? IntegerRows::bytes(g.m, *g.quant) : Groups::floats(g.k, g.m) * sizeof(float);
     each_ = (each_ + 63) / 64 * 64;
     memory_ = (char*)rounded_rows.get(g.m * each_ + all);
@@ -166,7 +180,9 @@ class Logits {
     for (int r = 0; r < (g.m > kAlone ? g.m : 0); r++) fill(memory_ + r * each_, r, 1);
   }
   // Returns the rows that block computes to compute `rows`.
-  uint32_t computed(uint32_t rows) const { return g_.m > kAlone && __builtin_popcount(rows) <= kAlone ? rows : uint32_t((1ull << g_.m) - 1); }
+  uint32_t computed(uint32_t rows) const {
+    return g_.m > kAlone && __builtin_popcount(rows) <= kAlone ? rows : uint32_t((1ull << g_.m) - 1);
+  }
   // Calls f in a thread that computes blocks; no setup is needed.
   template <typename F>
   void run(F&& f) const { f(); }
@@ -190,7 +206,8 @@ class Logits {
     alignas(64) float sums[kMostGreedy * kCols];
     if (!g_.quant) return vector_block(to, Groups((float*)memory, g_.k, rows), row0, rows, nb, sums);
     quant_block_of(*g_.quant)(*g_.quant, IntegerRows(memory, rows, *g_.quant), nb, sums);
-    for (int r = 0; r < rows; r++) finish_row(to, row0 + r, nb * kCols, load(sums + r * kCols), load(sums + r * kCols + 16));
+    for (int r = 0; r < rows; r++)
+      finish_row(to, row0 + r, nb * kCols, load(sums + r * kCols), load(sums + r * kCols + 16));
   }
 
   const Gemm& g_;

@@ -10,9 +10,12 @@ extern "C" {
 // token of each request in `samples` to `sampling` [3, num_samples].
 // step: rows, computed, scheduled [num_requests each], starts [num_requests + 1], samples [num_samples]; concatenated.
 // tokens [.., max_model_len] and blocks [.., max_blocks] are the tables.
-void quire_fill_inputs(const long* step, long num_requests, long num_samples, const int* tokens, long max_model_len, const int* blocks, long max_blocks, long block_size,
-                       int* input_ids, long* positions, long* slots, int* query_start_loc, int* lengths, int* block_table, long ld_table, long width, long* sampling) {
-  const long *rows = step, *computed = rows + num_requests, *scheduled = computed + num_requests, *starts = scheduled + num_requests, *samples = starts + num_requests + 1;
+void quire_fill_inputs(const long* step, long num_requests, long num_samples, const int* tokens, long max_model_len,
+                       const int* blocks, long max_blocks, long block_size, int* input_ids, long* positions,
+                       long* slots, int* query_start_loc, int* lengths, int* block_table, long ld_table, long width,
+                       long* sampling) {
+  const long *rows = step, *computed = rows + num_requests, *scheduled = computed + num_requests,
+             *starts = scheduled + num_requests, *samples = starts + num_requests + 1;
   long at = 0;
   for (long i = 0; i < num_requests; i++) {
     const int *row_tokens = tokens + rows[i] * max_model_len, *row_blocks = blocks + rows[i] * max_blocks;
@@ -36,8 +39,10 @@ void quire_fill_inputs(const long* step, long num_requests, long num_samples, co
 }
 
 // Sets tokens[rows[i], positions[i]] to token_ids[i], or to 0 if that is negative. Skips positions >= max_model_len.
-void quire_append_tokens(int* tokens, long max_model_len, const long* rows, const long* positions, const long* token_ids, long num_tokens) {
+void quire_append_tokens(int* tokens, long max_model_len, const long* rows, const long* positions,
+                         const long* token_ids, long num_tokens) {
   for (long i = 0; i < num_tokens; i++)
-    if (positions[i] < max_model_len) tokens[rows[i] * max_model_len + positions[i]] = token_ids[i] < 0 ? 0 : int(token_ids[i]);
+    if (positions[i] < max_model_len)
+      tokens[rows[i] * max_model_len + positions[i]] = token_ids[i] < 0 ? 0 : int(token_ids[i]);
 }
 }

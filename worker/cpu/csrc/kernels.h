@@ -72,17 +72,25 @@ double cache_conflicts(char* memory, long bytes);
 
 extern "C" {
 long quire_gemm_packed_columns(long n, int silu_mul);
-void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
-void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
-void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m, long n, long k, int flags, int path);
-bool quire_gemm_run_to_sink(const bf16* x, long ldx, const bf16* packed, const Quant* quant, const Compact* compact, const float* bias, const Sink* sink, long m, long n, long k, int path);
-void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo, long rows, long h, float eps, int dtype, int wide);
-void quire_run_experts(const Experts* e, const bf16* x, long ldx, const int64_t* ids, const float* weights, bf16* out, long ldo, long tokens);
+void quire_gemm_run(const bf16* x, long ldx, const bf16* packed, const float* bias, void* out, long ldo, long m, long n,
+                    long k, int flags, int path);
+void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, const float* bias, void* out, long ldo,
+                            long m, long n, long k, int flags, int path);
+void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m,
+                          long n, long k, int flags, int path);
+bool quire_gemm_run_to_sink(const bf16* x, long ldx, const bf16* packed, const Quant* quant, const Compact* compact,
+                            const float* bias, const Sink* sink, long m, long n, long k, int path);
+void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo,
+                        long rows, long h, float eps, int dtype, int wide);
+void quire_run_experts(const Experts* e, const bf16* x, long ldx, const int64_t* ids, const float* weights, bf16* out,
+                       long ldo, long tokens);
 void quire_route(const Routing* r, const float* logits, float* weights, int64_t* ids, long tokens);
 void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, const long* slots, long num_tokens);
-void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions, const long* slots, long token, long count);
+void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions,
+                             const long* slots, long token, long count);
 // Only attention knows the type of `layer`.
-using Attend = void(const void* layer, const void* q, long ldq, void* out, long ldo, const int* block_table, long ld_table, const int* seq_lens,
-                    const int* query_start_loc, long num_requests, int path, const long* wanted, long num_wanted);
+using Attend = void(const void* layer, const void* q, long ldq, void* out, long ldo, const int* block_table,
+                    long ld_table, const int* seq_lens, const int* query_start_loc, long num_requests, int path,
+                    const long* wanted, long num_wanted);
 Attend quire_paged_attention, quire_attend_own, quire_attend_int8, quire_attend_e4m3;
 }

@@ -16,7 +16,8 @@ class LogitsRow {
   static long blocks_of(long n) { return (n + kBlock - 1) / kBlock; }
 
   // `room` holds two floats per block.
-  LogitsRow(const float* x, long n, float* room) : x_(x), n_(n), blocks_(blocks_of(n)), maxima_(room), order_(room + blocks_) {}
+  LogitsRow(const float* x, long n, float* room)
+      : x_(x), n_(n), blocks_(blocks_of(n)), maxima_(room), order_(room + blocks_) {}
 
   // Computes the maxima. Returns false if a logit is NaN or the largest is infinite: such a row is invalid.
   bool scan() {

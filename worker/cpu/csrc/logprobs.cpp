@@ -59,7 +59,8 @@ extern "C" {
 // For each row i of logits [num_rows, n] (row stride ld), writes the ids and values [num_rows, 1 + num] of tokens[i]
 // followed by the num largest logits, and the rank of tokens[i]. Values are log-probabilities, or the raw logits
 // without `normalize`. All values of a row are NaN if one of its logits is NaN or the largest is infinite.
-void quire_logprobs(const float* logits, long ld, long num_rows, long n, const long* tokens, long num, int normalize, long* ids, float* values, long* ranks) {
+void quire_logprobs(const float* logits, long ld, long num_rows, long n, const long* tokens, long num, int normalize,
+                    long* ids, float* values, long* ranks) {
   parallel_for(num_rows, 1, [&](long i) {
     Row row(logits + i * ld, n);
     long* id = ids + i * (1 + num);

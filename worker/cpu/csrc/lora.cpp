@@ -60,7 +60,8 @@ void shrink_block(const Span<T>& s, long row, long block) {
       for (int j = 0; j < kRanks; j++) sums[r][j] = dot(x[r] + i, a + j * k + i, sums[r][j]);
   for (int r = 0; r < R; r++) {
     const float scale = s.scales ? s.scales[row + r] : 1.f;
-    for (int j = 0; j < kRanks; j++) s.inner[(row + r) * s.ld_inner() + block * kRanks + j] = reduce_add(sums[r][j]) * scale;
+    for (int j = 0; j < kRanks; j++)
+      s.inner[(row + r) * s.ld_inner() + block * kRanks + j] = reduce_add(sums[r][j]) * scale;
   }
 }
 
@@ -108,7 +109,9 @@ template <typename T, typename O>
 void expand(const Span<T>& s, O* out, long ldo, long from, long to) {
   for (const LoraPart *part = s.matrices->parts, *end = part + s.matrices->num_parts; part < end; part++) {
     const long step = 2 * part->step, blocks = (part->columns + 31) / 32;
-    const auto first_from = [&](long column) { return column <= part->at ? 0 : std::min(blocks, (column - part->at + step - 1) / step); };
+    const auto first_from = [&](long column) {
+      return column <= part->at ? 0 : std::min(blocks, (column - part->at + step - 1) / step);
+    };
     const long begin = first_from(from), last = first_from(to);
     if (begin == last) continue;
     long row = 0;
@@ -128,9 +131,11 @@ std::vector<Span<T>> spans(const LoraStep& step, const T* x, long ldx) {
   size_t floats = 0, padded = 0;
   for (const LoraRows *g = step.groups, *last = g + step.count; g < last; g++) {
     const LoraMatrices& m = g->layers[step.layer];
-    const int64_t *begin = std::lower_bound(g->rows, g->rows + g->count, step.begin), *end = std::lower_bound(begin, g->rows + g->count, step.end);
+    const int64_t *begin = std::lower_bound(g->rows, g->rows + g->count, step.begin),
+                  *end = std::lower_bound(begin, g->rows + g->count, step.end);
     if (!m.a || begin == end) continue;
-    found.push_back({&m, begin, g->scales ? g->scales + (begin - g->rows) : nullptr, end - begin, step.begin, nullptr, x, ldx, nullptr});
+    found.push_back({&m, begin, g->scales ? g->scales + (begin - g->rows) : nullptr, end - begin, step.begin, nullptr,
+                     x, ldx, nullptr});
     floats += found.back().count * found.back().ld_inner();
     if (m.k % 32) padded += found.back().count * found.back().k();
   }
@@ -191,7 +196,8 @@ extern "C" {
 
 // Adds to out [tokens, ..] for x [tokens, k] and matrices of `dtype` (0 float32, 1 bfloat16, 2 float16); out has that
 // type, too, or is float32.
-void quire_add_lora(const LoraRows* groups, long num_groups, const void* x, long ldx, void* out, long ldo, long tokens, int dtype, int out_dtype) {
+void quire_add_lora(const LoraRows* groups, long num_groups, const void* x, long ldx, void* out, long ldo, long tokens,
+                    int dtype, int out_dtype) {
   const LoraStep step{groups, num_groups, 0, 0, tokens};
   if (dtype == 0) return add_lora(step, (const float*)x, ldx, (float*)out, ldo);
   if (dtype == 1 && out_dtype == 1) return add_lora(step, (const bf16*)x, ldx, (bf16*)out, ldo);

@@ -1,5 +1,5 @@
-// Packs weights in the blocks of GGUF files for the kernels of quantized weights (quant.h), in the same number of bits and
-// without loss.
+// Packs weights in the blocks of GGUF files for the kernels of quantized weights (quant.h), in the same number of bits
+// and without loss.
 #include <vector>
 
 #include "kernels.h"
@@ -17,9 +17,19 @@ struct Source {
   int upper = 0;         // where their upper bits begin
   int integers = 0;      // where the integer scales of groups begin
 };
-constexpr Source kSources[] = {
-    {32, 18, 0, 2}, {32, 34, 0, 2}, {256, 144, 0, 16, 0, 4}, {256, 176, 0, 48, 16, 4}, {256, 210, 208, 0, 128, 192}, {32, 17, 0, 1},
-    {32, 20, 0, 4}, {32, 22, 0, 6, 2}, {32, 24, 0, 8, 4}, {32, 18, 0, 2}, {256, 136, 0, 8, 0, 2}, {256, 84, 80, 16, 0, 0}, {256, 110, 108, 32, 0, 96}};
+constexpr Source kSources[] = {{32, 18, 0, 2},
+                               {32, 34, 0, 2},
+                               {256, 144, 0, 16, 0, 4},
+                               {256, 176, 0, 48, 16, 4},
+                               {256, 210, 208, 0, 128, 192},
+                               {32, 17, 0, 1},
+                               {32, 20, 0, 4},
+                               {32, 22, 0, 6, 2},
+                               {32, 24, 0, 8, 4},
+                               {32, 18, 0, 2},
+                               {256, 136, 0, 8, 0, 2},
+                               {256, 84, 80, 16, 0, 0},
+                               {256, 110, 108, 32, 0, 96}};
 
 inline void halves(const uint8_t* q, uint8_t* codes) {
   const __m128i both = _mm_loadu_si128((const __m128i*)q), low = _mm_set1_epi8(15);
@@ -103,9 +113,10 @@ thread_local Scratch scratch;
 
 extern "C" {
 
-// Packs rows of blocks, `counts[i]` of them at parts[i] one after another, into q, whose scales and offsets are zero. k:
-// values of a row, whole blocks. gated: as in quire_gemm_pack.
-void quire_pack_blocks(const uint8_t** parts, const long* counts, long num_parts, int layout, const Quant* q, long n, long k, int gated) {
+// Packs rows of blocks, `counts[i]` of them at parts[i] one after another, into q, whose scales and offsets are zero.
+// k: values of a row, whole blocks. gated: as in quire_gemm_pack.
+void quire_pack_blocks(const uint8_t** parts, const long* counts, long num_parts, int layout, const Quant* q, long n,
+                       long k, int gated) {
   const Source& source = kSources[layout];
   const long row_bytes = k / source.values * source.bytes, ld = long(q->k_steps) * 64;
   std::vector<const uint8_t*> rows;

@@ -42,7 +42,8 @@ class Pool {
   // until the queue is empty.
   template <typename F>
   void run(F&& body) {
-    if (threads_ == 1 || busy_.exchange(true, std::memory_order_acquire)) return body();  // another thread uses the pool
+    if (threads_ == 1 || busy_.exchange(true, std::memory_order_acquire))
+      return body();  // another thread uses the pool
     call_ = [](void* p) { (*static_cast<std::remove_reference_t<F>*>(p))(); };
     context_ = &body;
     // state_ packs the region's number (32 bits), whether it is open (1) and how many pool threads are inside (31).
@@ -53,7 +54,8 @@ class Pool {
     if (sleepers_.load(std::memory_order_seq_cst) > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
     body();
     state_.fetch_and(~uint64_t(kOpen), std::memory_order_acq_rel);
-    for (const uint64_t start = __rdtsc(); (state_.load(std::memory_order_acquire) & kInside) != 0;) __rdtsc() - start < kPatience ? _mm_pause() : std::this_thread::yield();
+    for (const uint64_t start = __rdtsc(); (state_.load(std::memory_order_acquire) & kInside) != 0;)
+      __rdtsc() - start < kPatience ? _mm_pause() : std::this_thread::yield();
     busy_.store(false, std::memory_order_release);
   }
 
@@ -81,8 +83,8 @@ class Pool {
       }
       uint64_t state = state_.load(std::memory_order_acquire);
       bool joined = false;
-      while ((state & kOpen) && int(state & kInside) < threads_ - 1 && !(joined = state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)))
-        ;
+      while ((state & kOpen) && int(state & kInside) < threads_ - 1 &&
+             !(joined = state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)));
       seen = uint32_t(state >> 32);
       if (!joined) continue;
       call_(context_);
@@ -124,7 +126,9 @@ class Stretches {
   bool take(long own, long& i) {
     for (int t = 0; t < count_; t++) {
       Stretch& s = stretch_[(own + t) % count_];
-      if (s.next.load(std::memory_order_relaxed) < s.end && (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.end) return true;
+      if (s.next.load(std::memory_order_relaxed) < s.end &&
+          (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.end)
+        return true;
     }
     return false;
   }

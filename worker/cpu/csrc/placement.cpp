@@ -31,7 +31,8 @@ double access_time(char* memory, long bytes) {
     char* at = memory;
     for (size_t i = 0; i < order.size(); i++) memcpy(&at, at, sizeof at);
     asm volatile("" ::"r"(at));  // keep the loads
-    least = std::min(least, std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start).count() / double(order.size()));
+    least = std::min(least, std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start).count() /
+                                double(order.size()));
   }
   return least;
 }

@@ -1,8 +1,8 @@
 // Weights of 2 to 8 bits per value, with a scale and possibly an offset per column and group of k:
 //     weight = scale * (code - zero point) + offset
-// Each block of 32 columns and step of 64 k has two tiles of 16 columns; a tile is 16 rows of 16 columns x 4 consecutive
-// k, the layout of the right operand of AMX's byte products. A row of codes is a line of 64 bytes; codes of fewer bits
-// share lines:
+// Each block of 32 columns and step of 64 k has two tiles of 16 columns; a tile is 16 rows of 16 columns x 4
+// consecutive k, the layout of the right operand of AMX's byte products. A row of codes is a line of 64 bytes; codes of
+// fewer bits share lines:
 //     2 bits   the quarters of a line's bytes are four rows
 //     3 bits   eight rows: two such lines, then one with their third bits
 //     4 bits   the halves of a line's bytes are two rows
@@ -23,7 +23,23 @@
 #include "simd.h"
 
 // Numbered as in worker/cpu/ops.py.
-enum QuantKind { kIntegers4, kIntegers8, kFloats4, kQ4_K, kQ5_K, kQ6_K, kFloats8, kQ4_1, kQ5_0, kQ5_1, kIq4, kQ2_K, kQ3_K, kIq4_XS, kQuantKinds };
+enum QuantKind {
+  kIntegers4,
+  kIntegers8,
+  kFloats4,
+  kQ4_K,
+  kQ5_K,
+  kQ6_K,
+  kFloats8,
+  kQ4_1,
+  kQ5_0,
+  kQ5_1,
+  kIq4,
+  kQ2_K,
+  kQ3_K,
+  kIq4_XS,
+  kQuantKinds
+};
 
 struct KindTraits {
   int bits, zero_point;
@@ -31,13 +47,26 @@ struct KindTraits {
   int group = 0;         // if it is the same for all weights of the kind
   bool offsets = false;  // whether all weights of the kind have offsets
 };
-constexpr KindTraits kKinds[kQuantKinds] = {
-    {4, 8}, {8, 128}, {4, 12, 0, 32}, {4, 0, 512, 32, true}, {5, 0, 512, 32, true}, {6, 32, 576, 16}, {8, 0},
-    {4, 0, 0, 32, true}, {5, 16, 0, 32}, {5, 0, 0, 32, true}, {4, 127, 0, 32}, {2, 0, 640, 16, true}, {3, 4, 448, 16}, {4, 127, 256, 32}};
+constexpr KindTraits kKinds[kQuantKinds] = {{4, 8},
+                                            {8, 128},
+                                            {4, 12, 0, 32},
+                                            {4, 0, 512, 32, true},
+                                            {5, 0, 512, 32, true},
+                                            {6, 32, 576, 16},
+                                            {8, 0},
+                                            {4, 0, 0, 32, true},
+                                            {5, 16, 0, 32},
+                                            {5, 0, 0, 32, true},
+                                            {4, 127, 0, 32},
+                                            {2, 0, 640, 16, true},
+                                            {3, 4, 448, 16},
+                                            {4, 127, 256, 32}};
 
 constexpr int quant_bits(int kind) { return kKinds[kind].bits; }
 constexpr int quant_zero_point(int kind) { return kKinds[kind].zero_point; }
-constexpr int top_code(int kind) { return kind == kFloats4 ? 24 : kind == kIq4 || kind == kIq4_XS ? 240 : (1 << quant_bits(kind)) - 1; }
+constexpr int top_code(int kind) {
+  return kind == kFloats4 ? 24 : kind == kIq4 || kind == kIq4_XS ? 240 : (1 << quant_bits(kind)) - 1;
+}
 constexpr bool is_super_kind(int kind) { return kKinds[kind].super > 0; }
 // Whether scales and offsets are f16 or bf16 per group
 constexpr bool has_table_of_halves(int kind) { return !is_super_kind(kind) && kind != kFloats4 && kind != kFloats8; }
@@ -58,7 +87,9 @@ struct Quant {
   // Number of k whose products are added before scales are applied; 256 * 127 * 32767 still fits 32 bits
   int span() const { return group < 256 ? group : 256; }
   // Sixteen scales or offsets of a table of f16 or bf16, or one
-  vf sixteen(const void* table, long at) const { return half ? load((const f16*)table + at) : load((const bf16*)table + at); }
+  vf sixteen(const void* table, long at) const {
+    return half ? load((const f16*)table + at) : load((const bf16*)table + at);
+  }
   void put(const void* table, long at, float value) const {
     if (kind == kFloats8) ((float*)table)[at] = value;
     else if (half) store_scalar((f16*)table + at, value);
@@ -74,10 +105,12 @@ struct Quant {
 alignas(16) constexpr uint8_t kE2m1Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 alignas(16) constexpr uint8_t kIq4Codes[16] = {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240};
 template <int KIND>
-constexpr const uint8_t* kCodeTable = KIND == kFloats4 ? kE2m1Codes : KIND == kIq4 || KIND == kIq4_XS ? kIq4Codes : nullptr;
+constexpr const uint8_t* kCodeTable = KIND == kFloats4                  ? kE2m1Codes
+                                      : KIND == kIq4 || KIND == kIq4_XS ? kIq4Codes
+                                                                        : nullptr;
 
-// Calls f(i, codes), i < 4: codes are four consecutive k of kLanes columns in bytes, of 16 k. `at`: 32 k of a tile (AVX2:
-// of its columns). half: which 16 k of the 32.
+// Calls f(i, codes), i < 4: codes are four consecutive k of kLanes columns in bytes, of 16 k. `at`: 32 k of a tile
+// (AVX2: of its columns). half: which 16 k of the 32.
 template <int KIND, typename F>
 __attribute__((always_inline)) inline void codes_of(const uint8_t* at, int half, F&& f) {
   const Ints low = set1_words(0x0f0f);
@@ -98,17 +131,24 @@ __attribute__((always_inline)) inline void codes_of(const uint8_t* at, int half,
     auto join = [&](Ints nibbles, Ints bits) { return or_masked(nibbles, bits, fifth); };
     for (int i = 0; i < 2; i++) {
       const Ints line = load_ints(at + half * 128 + i * 64), a = line & low, b = words_right<4>(line) & low;
-      if (half == 0) f(2 * i, join(a, i ? words_left<2>(high) : words_left<4>(high))), f(2 * i + 1, join(b, i ? words_left<1>(high) : words_left<3>(high)));
-      else f(2 * i, join(a, i ? words_right<2>(high) : high)), f(2 * i + 1, join(b, i ? words_right<3>(high) : words_right<1>(high)));
+      if (half == 0)
+        f(2 * i, join(a, i ? words_left<2>(high) : words_left<4>(high))),
+            f(2 * i + 1, join(b, i ? words_left<1>(high) : words_left<3>(high)));
+      else
+        f(2 * i, join(a, i ? words_right<2>(high) : high)),
+            f(2 * i + 1, join(b, i ? words_right<3>(high) : words_right<1>(high)));
     }
   } else if constexpr (quant_bits(KIND) == 2) {
     const Ints line = load_ints(at + half * 64), two = set1_words(0x0303);
-    f(0, line & two), f(1, words_right<2>(line) & two), f(2, words_right<4>(line) & two), f(3, words_right<6>(line) & two);
+    f(0, line & two), f(1, words_right<2>(line) & two), f(2, words_right<4>(line) & two),
+        f(3, words_right<6>(line) & two);
   } else if constexpr (quant_bits(KIND) == 3) {
     const Ints line = load_ints(at + half * 64), two = set1_words(0x0303), third = set1_words(0x0404);
     const Ints bits = half ? words_right<4>(load_ints(at + 128)) : load_ints(at + 128);
-    f(0, or_masked(line & two, words_left<2>(bits), third)), f(1, or_masked(words_right<2>(line) & two, words_left<1>(bits), third));
-    f(2, or_masked(words_right<4>(line) & two, bits, third)), f(3, or_masked(words_right<6>(line) & two, words_right<1>(bits), third));
+    f(0, or_masked(line & two, words_left<2>(bits), third)),
+        f(1, or_masked(words_right<2>(line) & two, words_left<1>(bits), third));
+    f(2, or_masked(words_right<4>(line) & two, bits, third)),
+        f(3, or_masked(words_right<6>(line) & two, words_right<1>(bits), third));
   } else {
     const Ints upper = set1_words(0x3030), high = load_ints(at + half * 192 + 128);
     for (int i = 0; i < 2; i++) {
@@ -131,8 +171,8 @@ inline void of_kind(int kind, F&& f) {
   }
 }
 
-// Byte J of each lane, an 8-bit float, as a float. Its exponent's bias is 7, that of a float 127; a number without leading
-// one stays one until the product.
+// Byte J of each lane, an 8-bit float, as a float. Its exponent's bias is 7, that of a float 127; a number without
+// leading one stays one until the product.
 template <int J>
 inline Floats widen_e4m3(Ints lanes) {
   const Ints top = J == 3 ? lanes : left<24 - J * 8>(lanes);
@@ -146,20 +186,22 @@ inline const uint8_t* codes_at(const Quant& q, int nb, int k, int column) {
 
 // --- scales ----------------------------------------------------------------------------------------------------------
 
-// The scales and offsets of kLanes columns in 256 k of a kQ4_K weight and the like. In memory, after d and (if there are
-// offsets) dmin, f16 [32]: for each tile the bytes that GGUF files describe, four of a column at a time,
-// [bytes / 4][16 columns][4]. They are
+// The scales and offsets of kLanes columns in 256 k of a kQ4_K weight and the like. In memory, after d and (if there
+// are offsets) dmin, f16 [32]: for each tile the bytes that GGUF files describe, four of a column at a time, [bytes /
+// 4][16 columns][4]. They are
 //     kQ4_K, kQ5_K   eight scales and eight offsets, in twelve bytes
 //     kQ2_K          16 bytes, of which the lower half is a scale, the upper half an offset
 //     kQ3_K          16 scales in twelve bytes, increased by 32
 //     kQ6_K          16 signed scales
-//     kIq4_XS        eight scales increased by 32: their lower halves in four bytes; then [16 columns] of their upper two
+//     kIq4_XS        eight scales increased by 32: their lower halves in four bytes; then [16 columns] of their upper
+//     two
 //                    bits, in two bytes
 // scale = d * integer, offset = -dmin * integer.
 template <int KIND>
 class SuperScales {
  public:
-  static constexpr int kGroup = kKinds[KIND].group, kHeads = kKinds[KIND].offsets ? 128 : 64, kTile = (kKinds[KIND].super - kHeads) / 2;
+  static constexpr int kGroup = kKinds[KIND].group, kHeads = kKinds[KIND].offsets ? 128 : 64,
+                       kTile = (kKinds[KIND].super - kHeads) / 2;
   SuperScales(const uint8_t* super, int column) {
     const uint8_t* tile = super + kHeads + column / 16 * kTile + column % 16 * 4;
     const Ints low = set1_words(0x0f0f), upper = set1_words(0x3030);
@@ -199,7 +241,10 @@ class SuperScales {
       return byte<I % 4>(scales_[I / 4]);
     }
   }
-  template <int I> static Floats byte(Ints x) { return to_floats(I == 3 ? right<24>(x) : right<I * 8>(x) & set1_ints(255)); }
+  template <int I>
+  static Floats byte(Ints x) {
+    return to_floats(I == 3 ? right<24>(x) : right<I * 8>(x) & set1_ints(255));
+  }
   static Floats halves(const uint8_t* p) {
 #if defined(__AVX512F__)
     return load((const f16*)p).v;
@@ -247,7 +292,8 @@ inline GroupNumbers numbers_of(const Quant& q, int nb, int k, int t) {
   });
   if (is_super_kind(q.kind)) return numbers;
   Floats scale[16 / kLanes];  // kFloats4
-  for (int part = 0; part < 16 / kLanes; part++) scale[part] = half_power((const uint8_t*)q.scales + at + part * kLanes);
+  for (int part = 0; part < 16 / kLanes; part++)
+    scale[part] = half_power((const uint8_t*)q.scales + at + part * kLanes);
   return {whole(scale), zero()};
 }
 

@@ -1,6 +1,6 @@
-// Products with quantized weights on AMX, which multiplies bytes: activations are 16-bit integers with one scale per span
-// of k, in two planes, x = 256 high + low. Products and sums are exact; scales are applied once per span. This is for few
-// rows, and kinds with a table of 16-bit scales; for more rows weights are expanded to bf16.
+// Products with quantized weights on AMX, which multiplies bytes: activations are 16-bit integers with one scale per
+// span of k, in two planes, x = 256 high + low. Products and sums are exact; scales are applied once per span. This is
+// for few rows, and kinds with a table of 16-bit scales; for more rows weights are expanded to bf16.
 #pragma once
 
 #include "amx.h"
@@ -17,19 +17,23 @@ struct QuantRows {
   float* scale;  // [row][span], as is `sum`
   int32_t* sum;
   static constexpr float kTop = 32639;  // 127 * 256 + 127
-  QuantRows(char* memory, long rows, const Quant& q) : width(long(q.k_steps) * 64), ld(width + 64), runs((width + q.span() - 1) / q.span()), run(q.span()) {
+  QuantRows(char* memory, long rows, const Quant& q)
+      : width(long(q.k_steps) * 64), ld(width + 64), runs((width + q.span() - 1) / q.span()), run(q.span()) {
     hi = (int8_t*)memory;
     lo = hi + rows * ld;
     scale = (float*)(memory + 2 * rows * ld);
     sum = (int32_t*)(scale + rows * runs);
   }
-  static size_t bytes(long rows, const Quant& q) { return rows * (long(q.k_steps + 1) * 128 + (long(q.k_steps) * 64 / q.span() + 1) * 8); }
+  static size_t bytes(long rows, const Quant& q) {
+    return rows * (long(q.k_steps + 1) * 128 + (long(q.k_steps) * 64 / q.span() + 1) * 8);
+  }
 
   // Quantizes row x; if x is null, writes zeros.
   void fill(long row, const bf16* x, long k) {
     if (!x) k = 0;
     for (long i = 0; i < runs; i++) {
-      const long begin = i * run, end = begin + run < width ? begin + run : width, full = begin < k ? begin + ((end < k ? end : k) - begin) / 16 * 16 : begin;
+      const long begin = i * run, end = begin + run < width ? begin + run : width,
+                 full = begin < k ? begin + ((end < k ? end : k) - begin) / 16 * 16 : begin;
       vf tops = zero();
       long j = begin;
       for (; j < full; j += 16) tops = max(tops, max(load(x + j), zero() - load(x + j)));
@@ -42,7 +46,8 @@ struct QuantRows {
         const __m512i n = _mm512_cvtps_epi32((load(x + j) * set1(inverse)).v);
         totals = _mm512_add_epi32(totals, n);
         _mm_storeu_si128((__m128i*)(lo + row * ld + j), _mm512_cvtepi32_epi8(n));
-        _mm_storeu_si128((__m128i*)(hi + row * ld + j), _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8)));
+        _mm_storeu_si128((__m128i*)(hi + row * ld + j),
+                         _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8)));
       }
       int total = _mm512_reduce_add_epi32(totals);
       for (; j < end; j++) {
@@ -67,13 +72,14 @@ static inline void expand_tile(const Quant& q, int nb, int s, int t, uint8_t (*t
   });
 }
 
-// Converts rows first .. end - 1 of a tile of bytes to scaled bf16, written to the same tile position in two consecutive
-// bf16 k-steps (gemm.cpp), which are 1024 entries apart.
+// Converts rows first .. end - 1 of a tile of bytes to scaled bf16, written to the same tile position in two
+// consecutive bf16 k-steps (gemm.cpp), which are 1024 entries apart.
 template <bool FLOATS>
 static inline void dequantize_tile(const uint8_t* src, int first, int end, vf scale, vf offset, bf16* dst) {
   // Repeats each column's scale four times
   const __m512i lanes = _mm512_srli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 2);
-  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0),
+                odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
   vf s[4], o[4];
   for (int c = 0; c < 4; c++) {
     const __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32(4 * c));
@@ -100,7 +106,8 @@ static inline void dequantize_half(const Quant& q, int nb, int s, int t, bf16* d
   for (int row = 0; row < 16; row += rows) {
     const GroupNumbers numbers = numbers_of(q, nb, s * 64 + row * 4, t);
     const auto tile = q.kind == kFloats8 ? dequantize_tile<true> : dequantize_tile<false>;
-    tile(bytes[0], row, row + rows, numbers.scale, fma(numbers.scale, set1(-float(q.zero_point())), numbers.offset), dst + t * 512);
+    tile(bytes[0], row, row + rows, numbers.scale, fma(numbers.scale, set1(-float(q.zero_point())), numbers.offset),
+         dst + t * 512);
   }
 }
 
@@ -111,7 +118,8 @@ struct QuantSums {
 };
 
 // y += scales * sums, for up to `rows` rows of x from row0 + sums.row on.
-static inline void add_quant_sums(const Quant& q, const QuantRows& x, const QuantSums& sums, int row0, int rows, int nb, float (*y)[32]) {
+static inline void add_quant_sums(const Quant& q, const QuantRows& x, const QuantSums& sums, int row0, int rows, int nb,
+                                  float (*y)[32]) {
   if (sums.k < 0) return;
   const long at = q.group_at(nb, sums.k);
   const vf s0 = q.sixteen(q.scales, at), s1 = q.sixteen(q.scales, at + 16);
@@ -122,7 +130,9 @@ static inline void add_quant_sums(const Quant& q, const QuantRows& x, const Quan
     const vf sx = set1(x.scale[i]);
     const __m512i zeros = _mm512_set1_epi32(q.zero_point() * x.sum[i]);
     auto whole = [&](int t) -> vf {  // (256 hi + lo) (u - zero point)
-      return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums.c[t][r]), 8), _mm512_load_si512(sums.c[t + 1][r])), zeros))};
+      return {_mm512_cvtepi32_ps(_mm512_sub_epi32(
+          _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums.c[t][r]), 8), _mm512_load_si512(sums.c[t + 1][r])),
+          zeros))};
     };
     vf a = fma(whole(0) * sx, s0, load(out)), b = fma(whole(2) * sx, s1, load(out + 16));
     if (q.offsets) a = fma(o0 * sx, set1(float(x.sum[i])), a), b = fma(o1 * sx, set1(float(x.sum[i])), b);
@@ -145,7 +155,8 @@ static inline void amx_quant_block(const Quant& q, const QuantRows& x, int row0,
       const uint8_t* src = base + k0 / 64 * q.step_bytes();
       for (long i = 0, n = long(k1 - k0 + 63) / 64 * q.step_bytes(); i < n; i += 64) read_ahead(src + i);
       if (q.bits() != 8)
-        for (int s = 0; s < (k1 - k0 + 63) / 64; s++) expand_tile(q, nb, k0 / 64 + s, 0, bytes[s][0]), expand_tile(q, nb, k0 / 64 + s, 1, bytes[s][1]);
+        for (int s = 0; s < (k1 - k0 + 63) / 64; s++)
+          expand_tile(q, nb, k0 / 64 + s, 0, bytes[s][0]), expand_tile(q, nb, k0 / 64 + s, 1, bytes[s][1]);
     }
     for (int r0 = 0; r0 < rows; r0 += 16) {
       TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
@@ -163,7 +174,10 @@ static inline void amx_quant_block(const Quant& q, const QuantRows& x, int row0,
       }
       QuantSums& mine = sums[current];
       add_quant_sums(q, x, sums[current ^ 1], row0, rows, nb, y);
-      TILE_STORE(0, mine.c[0], 64); TILE_STORE(1, mine.c[1], 64); TILE_STORE(2, mine.c[2], 64); TILE_STORE(3, mine.c[3], 64);
+      TILE_STORE(0, mine.c[0], 64);
+      TILE_STORE(1, mine.c[1], 64);
+      TILE_STORE(2, mine.c[2], 64);
+      TILE_STORE(3, mine.c[3], 64);
       mine.k = k0, mine.row = r0;
       sums[current ^ 1].k = -1;
       current ^= 1;

@@ -16,7 +16,8 @@ static inline long source_column(long j, long n, int silu_mul) {
 // Adds bit `bit` of four rows of codes to a line, which the first half starts.
 static inline void pack_upper(const uint8_t (*rows)[64], int bit, uint8_t* line, int half) {
   for (int j = 0; j < 64; j++) {
-    const int upper = (rows[0][j] >> bit & 1) | (rows[1][j] >> bit & 1) << 1 | (rows[2][j] >> bit & 1) << 2 | (rows[3][j] >> bit & 1) << 3;
+    const int upper = (rows[0][j] >> bit & 1) | (rows[1][j] >> bit & 1) << 1 | (rows[2][j] >> bit & 1) << 2 |
+                      (rows[3][j] >> bit & 1) << 3;
     line[j] = uint8_t(half ? line[j] | upper << 4 : upper);
   }
 }
@@ -28,7 +29,9 @@ static inline void pack_codes(int bits, const uint8_t (*rows)[64], uint8_t* at, 
     return;
   }
   if (bits < 4) {
-    for (int j = 0; j < 64; j++) at[half * 64 + j] = uint8_t((rows[0][j] & 3) | (rows[1][j] & 3) << 2 | (rows[2][j] & 3) << 4 | (rows[3][j] & 3) << 6);
+    for (int j = 0; j < 64; j++)
+      at[half * 64 + j] =
+          uint8_t((rows[0][j] & 3) | (rows[1][j] & 3) << 2 | (rows[2][j] & 3) << 4 | (rows[3][j] & 3) << 6);
     if (bits == 3) pack_upper(rows, 2, at + 128, half);
     return;
   }
@@ -37,7 +40,8 @@ static inline void pack_codes(int bits, const uint8_t (*rows)[64], uint8_t* at, 
     for (int j = 0; j < 64; j++) to[i * 64 + j] = uint8_t((rows[2 * i][j] & 15) | rows[2 * i + 1][j] << 4);
   if (bits == 5) pack_upper(rows, 4, at + 256, half);
   if (bits == 6)
-    for (int j = 0; j < 64; j++) to[128 + j] = uint8_t(rows[0][j] >> 4 | rows[1][j] >> 4 << 2 | rows[2][j] >> 4 << 4 | rows[3][j] >> 4 << 6);
+    for (int j = 0; j < 64; j++)
+      to[128 + j] = uint8_t(rows[0][j] >> 4 | rows[1][j] >> 4 << 2 | rows[2][j] >> 4 << 4 | rows[3][j] >> 4 << 6);
 }
 
 // Packs the codes q[16][64 k_steps] of sixteen columns into tile t of every step of block nb.

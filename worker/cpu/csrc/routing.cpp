@@ -58,6 +58,8 @@ extern "C" {
 
 // weights and ids [tokens, top_k]: the experts of each token, best first, for logits [tokens, num_experts].
 void quire_route(const Routing* r, const float* logits, float* weights, int64_t* ids, long tokens) {
-  parallel_for(tokens, kTokensPerPiece, [&](long t) { route_token(*r, logits + t * r->num_experts, weights + t * r->top_k, ids + t * r->top_k); });
+  parallel_for(tokens, kTokensPerPiece, [&](long t) {
+    route_token(*r, logits + t * r->num_experts, weights + t * r->top_k, ids + t * r->top_k);
+  });
 }
 }

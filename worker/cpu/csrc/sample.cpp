@@ -96,7 +96,10 @@ float kth_weight(float* weights, long n, int64_t needed, bool amounts) {
 struct Weigh {
   vf maximum, divisor, inverse, floor;
   Weigh(float maximum, float temperature)
-      : maximum(set1(maximum)), divisor(set1(temperature)), inverse(set1(1.f / temperature)), floor(set1(kFarBelow * temperature)) {}
+      : maximum(set1(maximum)),
+        divisor(set1(temperature)),
+        inverse(set1(1.f / temperature)),
+        floor(set1(kFarBelow * temperature)) {}
   vf operator()(vf x) const {
     const vf d = max(x - maximum, floor), quotient = d * inverse;
     return exp_exact(fma(fma(zero() - quotient, divisor, d), inverse, quotient));
@@ -134,7 +137,8 @@ class Row : public LogitsRow {
  private:
   static float* room(long n) {
     const long blocks = blocks_of(n);
-    return (float*)scratch.get((2 * blocks + blocks * kBlock + 16) * sizeof(float) + (blocks / kTileBlocks + 1) * sizeof(int64_t));
+    return (float*)scratch.get((2 * blocks + blocks * kBlock + 16) * sizeof(float) +
+                               (blocks / kTileBlocks + 1) * sizeof(int64_t));
   }
 
   // Returns a bound: a logit below it has a weight below `least`, rounding errors included.
@@ -205,7 +209,8 @@ class Row : public LogitsRow {
   // of all weights >= `least`. The weights below (1 - top_p) times the mean sum to less than 1 - top_p of the total, so
   // none of them is in the nucleus.
   float nucleus(double top_p, float least) {
-    const int64_t total = sum(least), needed = std::min(std::max(int64_t(std::ceil(double(total) * top_p)), int64_t(1)), total);
+    const int64_t total = sum(least),
+                  needed = std::min(std::max(int64_t(std::ceil(double(total) * top_p)), int64_t(1)), total);
     const double bound = 0.99 * (1 - top_p) * double(total) / double(n_) * kLeast;
     return kth_weight(weights_, collect(std::max({least, kLeast, float(bound)})), needed, true);
   }
@@ -224,8 +229,8 @@ extern "C" {
 // row rows[i] of the tables. The token is -1 if a logit is NaN or the largest is infinite.
 // floats: temperature (0: argmax), top_p (1: off) and min_p, each [max_rows], concatenated.
 // ints: top_k (0: off) and the seed state, each [max_rows], concatenated.
-void quire_sample(const float* logits, long ld, long num_rows, long n, const long* rows, const long* positions, const double* floats, const long* ints, long max_rows,
-                  long* token_ids) {
+void quire_sample(const float* logits, long ld, long num_rows, long n, const long* rows, const long* positions,
+                  const double* floats, const long* ints, long max_rows, long* token_ids) {
   parallel_for(num_rows, 1, [&](long i) {
     const long r = rows[i];
     Row row(logits + i * ld, n);

@@ -31,7 +31,8 @@ void run_adapted(const Linear& linear, const LoraStep& lora, const bf16* x, long
   add_lora(lora, x, ldx, out, ldo);
 }
 
-// Applies the activation to halves [rows, 2 * width], which are interleaved like a packed weight: 16 columns of the gate, 16 of up.
+// Applies the activation to halves [rows, 2 * width], which are interleaved like a packed weight: 16 columns of the
+// gate, 16 of up.
 void activate_rows(int kind, const float* halves, long ldh, bf16* out, long ldo, long rows, long width) {
   parallel_for(rows, std::max(1L, (1L << 15) / width), [&](long r) {
     const float* from = halves + r * ldh;
@@ -71,7 +72,8 @@ void run_gated(const Linear& linear, const LoraStep& lora, const bf16* x, long l
 void run_float32(const Linear& l, const bf16* x, long ldx, float* out, long rows) {
   constexpr int kFloat32 = 1;  // of `flags`
   if (l.quant) return quire_gemm_run_quant(x, ldx, l.quant, l.bias, out, l.n, rows, l.n, l.k, kFloat32, int(l.path));
-  if (l.compact) return quire_gemm_run_compact(x, ldx, l.compact, l.bias, out, l.n, rows, l.n, l.k, kFloat32, int(l.path));
+  if (l.compact)
+    return quire_gemm_run_compact(x, ldx, l.compact, l.bias, out, l.n, rows, l.n, l.k, kFloat32, int(l.path));
   quire_gemm_run(x, ldx, l.packed, l.bias, out, l.n, rows, l.n, l.k, kFloat32, int(l.path));
 }
 
@@ -87,7 +89,8 @@ thread_local Scratch mixture_scratch;
 // Replaces x [rows, hidden] by the result of the mixture.
 void run_mixture(const Mixture& m, bf16* x, long ldx, long rows) {
   const long chosen = rows * m.routing.top_k;
-  int64_t* ids = (int64_t*)mixture_scratch.get(chosen * (sizeof(int64_t) + sizeof(float)) + rows * m.router.n * sizeof(float));
+  int64_t* ids =
+      (int64_t*)mixture_scratch.get(chosen * (sizeof(int64_t) + sizeof(float)) + rows * m.router.n * sizeof(float));
   float *weights = (float*)(ids + chosen), *logits = weights + chosen;
   run_float32(m.router, x, ldx, logits, rows);
   quire_route(&m.routing, logits, weights, ids, rows);
@@ -116,26 +119,31 @@ struct CacheGroup {
   long ld_table;
 };
 
-void add_norm(const Segment& s, const bf16* x, long ldx, bf16* residual, const void* weight, bf16* out, long ldo, long rows) {
+void add_norm(const Segment& s, const bf16* x, long ldx, bf16* residual, const void* weight, bf16* out, long ldo,
+              long rows) {
   quire_add_rms_norm(x, ldx, residual, s.hidden, weight, out, ldo, rows, s.hidden, s.eps, kBf16, s.wide);
 }
 
 // Computes the qkv projection and normalises, rotates and stores each head as soon as a tile of its rows is ready.
 // Returns false, with nothing done, if the matmul cannot produce its output head by head.
-bool qkv_to_cache(const Segment& s, const bf16* x, long ldx, bf16* out, const long* positions, const long* slots, long rows) {
+bool qkv_to_cache(const Segment& s, const bf16* x, long ldx, bf16* out, const long* positions, const long* slots,
+                  long rows) {
   if (s.cache.head_dim % 32 != 0 || s.cache.dtype != kBf16 || s.qkv.next) return false;
   struct Heads { QkvArgs args; const long *positions, *slots; } heads{s.cache, positions, slots};
   heads.args.qkv = out;
-  const Sink sink{s.cache.head_dim, &heads, [](void* context, const bf16* x, long ldx, long row, long rows, long column) {
+  const Sink sink{s.cache.head_dim, &heads,
+                  [](void* context, const bf16* x, long ldx, long row, long rows, long column) {
                     const Heads& h = *(const Heads*)context;
                     quire_qkv_head_to_cache(&h.args, column / h.args.head_dim, x, ldx, h.positions, h.slots, row, rows);
                   }};
-  return quire_gemm_run_to_sink(x, ldx, s.qkv.packed, s.qkv.quant, s.qkv.compact, s.qkv.bias, &sink, rows, s.qkv.n, s.qkv.k, int(s.qkv.path));
+  return quire_gemm_run_to_sink(x, ldx, s.qkv.packed, s.qkv.quant, s.qkv.compact, s.qkv.bias, &sink, rows, s.qkv.n,
+                                s.qkv.k, int(s.qkv.path));
 }
 
 // Runs the segment on `rows` tokens. x and inner are workspace, with row strides hidden + kPad and MLP width + kPad.
 // lora.layer is the number of the next layer's first linear layer.
-void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long rows, bf16* x, bf16* inner, const LoraStep& lora) {
+void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions,
+                const long* slots, long rows, bf16* x, bf16* inner, const LoraStep& lora) {
   const LoraStep after = lora.of(lora.layer + kQkv), before = lora.of(lora.layer - kNumAdapted);
   const long ldx = s.hidden + kPad, ldi = s.gate_up.width() + kPad;
   bf16* normed = s.qkv.k ? x : out;
@@ -172,19 +180,23 @@ extern "C" {
 long quire_segment_workspace(long hidden, long inner, long at_once) { return at_once * (hidden + inner + 2 * kPad); }
 
 // Returns cache_conflicts (placement.cpp) of the part of the workspace that must stay in L2: the rows x. Overwrites it.
-double quire_segment_conflicts(bf16* workspace, long hidden, long at_once) { return cache_conflicts((char*)workspace, at_once * (hidden + kPad) * sizeof(bf16)); }
+double quire_segment_conflicts(bf16* workspace, long hidden, long at_once) {
+  return cache_conflicts((char*)workspace, at_once * (hidden + kPad) * sizeof(bf16));
+}
 
 // Runs one segment on all tokens. attended: [tokens, o_proj.k], row stride lda; the first segment does not read it.
 // residual: [tokens, hidden], added to. out: [tokens, qkv.n], row stride cache.ld_qkv, with q rotated; k and v go to
 // the cache and their columns of `out` are undefined. For the last segment, out is [tokens, hidden], the normed sum.
 // All other tensors are contiguous. number: of the segment, for the adapters `lora` of the tokens.
-void quire_run_segment(const Segment* s, const bf16* attended, long lda, bf16* residual, bf16* out, const long* positions, const long* slots, long tokens, bf16* workspace, long number,
+void quire_run_segment(const Segment* s, const bf16* attended, long lda, bf16* residual, bf16* out,
+                       const long* positions, const long* slots, long tokens, bf16* workspace, long number,
                        const LoraRows* lora, long num_lora) {
   const long ldo = s->qkv.k ? s->cache.ld_qkv : s->hidden, pieces = (tokens + s->at_once - 1) / s->at_once;
   const long each = pieces > 1 ? ((tokens + pieces - 1) / pieces + 31) / 32 * 32 : tokens;
   for (long t = 0; t < tokens; t += each) {
     const long rows = std::min(each, tokens - t);
-    run_tokens(*s, attended + t * lda, lda, residual + t * s->hidden, out + t * ldo, positions + t, slots + t, rows, workspace, workspace + s->at_once * (s->hidden + kPad),
+    run_tokens(*s, attended + t * lda, lda, residual + t * s->hidden, out + t * ldo, positions + t, slots + t, rows,
+               workspace, workspace + s->at_once * (s->hidden + kPad),
                {lora, num_lora, number * kNumAdapted, t, t + rows});
   }
 }
@@ -194,20 +206,24 @@ void quire_run_segment(const Segment* s, const bf16* attended, long lda, bf16* r
 // qkv [tokens, qkv.n], row stride cache.ld_qkv, and attended [tokens, o_proj.k], row stride lda: buffers.
 // out: [num_wanted, hidden], for the tokens with the indices in `wanted` (ascending), or for all if `wanted` is null.
 // lora: the adapters of the tokens; wanted_lora: those of the wanted tokens, by their places among these.
-void quire_run_layers(const Segment* segments, long num_layers, bf16* residual, bf16* qkv, bf16* attended, long lda, bf16* out, const long* positions,
-                      const CacheGroup* groups, long tokens, bf16* workspace, const int* seq_lens, const int* query_start_loc, long num_requests, int path,
-                      const long* wanted, long num_wanted, const LoraRows* lora, long num_lora, const LoraRows* wanted_lora, long num_wanted_lora) {
-  quire_run_segment(segments, nullptr, 0, residual, qkv, positions, groups[segments->group].slots, tokens, workspace, 0, lora, num_lora);
+void quire_run_layers(const Segment* segments, long num_layers, bf16* residual, bf16* qkv, bf16* attended, long lda,
+                      bf16* out, const long* positions, const CacheGroup* groups, long tokens, bf16* workspace,
+                      const int* seq_lens, const int* query_start_loc, long num_requests, int path, const long* wanted,
+                      long num_wanted, const LoraRows* lora, long num_lora, const LoraRows* wanted_lora,
+                      long num_wanted_lora) {
+  quire_run_segment(segments, nullptr, 0, residual, qkv, positions, groups[segments->group].slots, tokens, workspace, 0,
+                    lora, num_lora);
   for (const Segment *s = segments + 1, *last = segments + num_layers; s <= last; s++) {
     const CacheGroup& group = groups[s[-1].group];
-    quire_paged_attention(s->attention, qkv, segments->cache.ld_qkv, attended, lda, group.block_table, group.ld_table, seq_lens, query_start_loc, num_requests, path, s == last ? wanted : nullptr,
-                          num_wanted);
+    quire_paged_attention(s->attention, qkv, segments->cache.ld_qkv, attended, lda, group.block_table, group.ld_table,
+                          seq_lens, query_start_loc, num_requests, path, s == last ? wanted : nullptr, num_wanted);
     if (s == last && wanted) {
       keep_rows(attended, lda, s->o_proj.k, wanted, num_wanted);
       keep_rows(residual, s->hidden, s->hidden, wanted, num_wanted);
       tokens = num_wanted, lora = wanted_lora, num_lora = num_wanted_lora;
     }
-    quire_run_segment(s, attended, lda, residual, s < last ? qkv : out, positions, groups[s->group].slots, tokens, workspace, s - segments, lora, num_lora);
+    quire_run_segment(s, attended, lda, residual, s < last ? qkv : out, positions, groups[s->group].slots, tokens,
+                      workspace, s - segments, lora, num_lora);
   }
 }
 }

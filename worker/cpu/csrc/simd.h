@@ -63,9 +63,13 @@ struct vf { __m512 v; };
 static inline vf zero() { return {_mm512_setzero_ps()}; }
 static inline vf set1(float x) { return {_mm512_set1_ps(x)}; }
 static inline vf load(const float* p) { return {_mm512_loadu_ps(p)}; }
-static inline vf load(const bf16* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))}; }
+static inline vf load(const bf16* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
 static inline vf load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
-static inline vf load(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+static inline vf load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+}
 // As float16, whose exponents are larger by 8, the bits are the number divided by 2^8.
 static inline vf load(const e4m3* p) {
   const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
@@ -93,7 +97,10 @@ template <typename T> static inline vf rounded(vf x) {
 template <> inline vf rounded<float>(vf x) { return x; }
 template <> inline vf rounded<f16>(vf x) { return {_mm512_cvtph_ps(_mm512_cvtps_ph(x.v, 0))}; }
 #if defined(__AVX512BF16__)
-template <> inline vf rounded<bf16>(vf x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x.v)), 16))}; }
+template <>
+inline vf rounded<bf16>(vf x) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x.v)), 16))};
+}
 #endif
 static inline vf operator+(vf a, vf b) { return {_mm512_add_ps(a.v, b.v)}; }
 static inline vf operator-(vf a, vf b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -112,7 +119,9 @@ static inline vf select_range(vf a, int lo, int hi, vf other) {
   return {_mm512_mask_mov_ps(other.v, (__mmask16)m, a.v)};
 }
 static inline vf nearest(vf x) { return {_mm512_roundscale_ps(x.v, 0)}; }
-static inline vf zero_below(vf x, vf least) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, least.v, _CMP_GE_OQ), x.v)}; }
+static inline vf zero_below(vf x, vf least) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, least.v, _CMP_GE_OQ), x.v)};
+}
 static inline bool any_nan(vf x, vf y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_UNORD_Q) != 0; }
 // Returns x * 2^n for integer n; the result must be a normal number.
 static inline vf scaled(vf x, vf n) { return {_mm512_scalef_ps(x.v, n.v)}; }
@@ -122,7 +131,9 @@ static inline int append_not_below(float* p, vf x, vf least) {
   _mm512_storeu_ps(p, _mm512_maskz_compress_ps(mask, x.v));
   return __builtin_popcount(mask);
 }
-static inline void store_bytes(int8_t* p, vf x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v))); }
+static inline void store_bytes(int8_t* p, vf x) {
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
+}
 // Returns 2^x for x <= 0 and -inf, with a relative error below 4e-7.
 static inline vf exp2(vf x) {
   x = max(x, set1(-150.f));  // scalef handles -inf, but -inf - -inf below gives NaN
@@ -202,11 +213,17 @@ static inline Ints odd_words(Ints even, Ints odd) { return _mm512_mask_blend_epi
 static inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 static inline Ints to_ints(Floats x) { return _mm512_cvtps_epi32(x); }
 static inline Ints widen_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
-static inline Ints widen_signed_bytes(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+static inline Ints widen_signed_bytes(const int8_t* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+}
 // Returns 2 * kLanes bytes as words
-static inline Ints words_of_bytes(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+static inline Ints words_of_bytes(const int8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+}
 static inline Ints widen_words(const void* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
-static inline void store_words(int16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.v))); }
+static inline void store_words(int16_t* p, vf x) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.v)));
+}
 // sum += the two products of 16-bit integers in each lane. Uses asm because with the intrinsic GCC 12 copies the sums
 // and stores them in each loop iteration.
 static inline Ints add_products(Ints sum, Ints a, Ints b) {
@@ -229,11 +246,17 @@ struct vf { __m256 a, b; };
 static inline vf zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 static inline vf set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 static inline vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-static inline __m256 load8(const bf16* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16)); }
+static inline __m256 load8(const bf16* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
 static inline vf load(const bf16* p) { return {load8(p), load8(p + 8)}; }
-static inline vf load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))}; }
+static inline vf load(const f16* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+          _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
 static inline vf load(const int8_t* p) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
 }
 static inline vf load(const e4m3* p) {
   __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
@@ -281,22 +304,28 @@ static inline float reduce_max(vf x) {
   return _mm_cvtss_f32(_mm_max_ss(t, _mm_shuffle_ps(t, t, 1)));
 }
 static inline vf select_range(vf x, int lo, int hi, vf other) {
-  const __m256i first = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), second = _mm256_add_epi32(first, _mm256_set1_epi32(8));
+  const __m256i first = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+                second = _mm256_add_epi32(first, _mm256_set1_epi32(8));
   auto pick = [&](__m256 a, __m256 b, __m256i lane) {
-    __m256i in = _mm256_and_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(hi), lane), _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(lo - 1)));
+    __m256i in = _mm256_and_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(hi), lane),
+                                  _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(lo - 1)));
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(in));
   };
   return {pick(x.a, other.a, first), pick(x.b, other.b, second)};
 }
 static inline vf nearest(vf x) { return {_mm256_round_ps(x.a, 0), _mm256_round_ps(x.b, 0)}; }
 static inline vf zero_below(vf x, vf least) {
-  return {_mm256_and_ps(x.a, _mm256_cmp_ps(x.a, least.a, _CMP_GE_OQ)), _mm256_and_ps(x.b, _mm256_cmp_ps(x.b, least.b, _CMP_GE_OQ))};
+  return {_mm256_and_ps(x.a, _mm256_cmp_ps(x.a, least.a, _CMP_GE_OQ)),
+          _mm256_and_ps(x.b, _mm256_cmp_ps(x.b, least.b, _CMP_GE_OQ))};
 }
 static inline bool any_nan(vf x, vf y) {
-  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, y.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, y.b, _CMP_UNORD_Q))) != 0;
+  return _mm256_movemask_ps(
+             _mm256_or_ps(_mm256_cmp_ps(x.a, y.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, y.b, _CMP_UNORD_Q))) != 0;
 }
 static inline vf scaled(vf x, vf n) {
-  auto power = [](__m256 n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)); };
+  auto power = [](__m256 n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+  };
   return {_mm256_mul_ps(x.a, power(n.a)), _mm256_mul_ps(x.b, power(n.b))};
 }
 static inline int append_not_below(float* p, vf x, vf least) {
@@ -356,11 +385,14 @@ static inline Ints odd_words(Ints even, Ints odd) { return _mm256_blend_epi16(ev
 static inline Floats to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
 static inline Ints to_ints(Floats x) { return _mm256_cvtps_epi32(x); }
 static inline Ints widen_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
-static inline Ints widen_signed_bytes(const int8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+static inline Ints widen_signed_bytes(const int8_t* p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
 static inline Ints words_of_bytes(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
 static inline Ints widen_words(const void* p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 static inline void store_words(int16_t* p, vf x) {
-  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8));
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(
+                                       _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8));
 }
 static inline Ints add_products(Ints sum, Ints a, Ints b) {
   sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
@@ -373,10 +405,14 @@ static inline Ints add_words(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
 // Transposes eight rows of eight dwords.
 static inline void transpose(Ints* r) {
   __m256i t[8];
-  for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+  for (int i = 0; i < 8; i += 2)
+    t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
   for (int i = 0; i < 8; i += 4)
-    for (int j = 0; j < 2; j++) r[i + 2 * j] = _mm256_unpacklo_epi64(t[i + j], t[i + j + 2]), r[i + 2 * j + 1] = _mm256_unpackhi_epi64(t[i + j], t[i + j + 2]);
-  for (int i = 0; i < 4; i++) t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20), t[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
+    for (int j = 0; j < 2; j++)
+      r[i + 2 * j] = _mm256_unpacklo_epi64(t[i + j], t[i + j + 2]),
+                r[i + 2 * j + 1] = _mm256_unpackhi_epi64(t[i + j], t[i + j + 2]);
+  for (int i = 0; i < 4; i++)
+    t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20), t[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
   memcpy(r, t, sizeof(t));
 }
 static inline vf whole(const Floats* r) { return {r[0], r[1]}; }
@@ -386,7 +422,9 @@ static inline Floats part(vf x, int i) { return i ? x.b : x.a; }
 
 // Calls f(0) .. f(N - 1), fully unrolled, so that an array indexed by the argument stays in registers.
 template <typename F, int... I>
-__attribute__((always_inline)) inline void unrolled(F&& f, std::integer_sequence<int, I...>) { (f(std::integral_constant<int, I>()), ...); }
+__attribute__((always_inline)) inline void unrolled(F&& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>()), ...);
+}
 template <int N, typename F>
 __attribute__((always_inline)) inline void unrolled(F&& f) { unrolled(f, std::make_integer_sequence<int, N>()); }
 

@@ -44,7 +44,8 @@ template <int ROWS, int WIDTH, int ROW, int K>
 void vector_tiles(const float* x, const bf16* w, int steps, Fetch& fetch, float* sums, long ld) {
   const Ints upper = set1_ints(int(0xffff0000u));
   Floats acc[ROWS * WIDTH];
-  unrolled<ROWS * WIDTH>([&](auto i) __attribute__((always_inline)) { acc[i] = load_floats(sums + i / WIDTH * ld + i % WIDTH * kLanes); });
+  unrolled<ROWS * WIDTH>(
+      [&](auto i) __attribute__((always_inline)) { acc[i] = load_floats(sums + i / WIDTH * ld + i % WIDTH * kLanes); });
   for (int s = 0; s < steps; s++, w += kTileStep) {
     fetch.step();
 #pragma GCC unroll 2
@@ -57,11 +58,13 @@ void vector_tiles(const float* x, const bf16* w, int steps, Fetch& fetch, float*
         });
         unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
           const Floats one = set1_floats(x[odd * K + r * ROW]);
-          unrolled<WIDTH>([&](auto i) __attribute__((always_inline)) { acc[r * WIDTH + i] = fma(v[i], one, acc[r * WIDTH + i]); });
+          unrolled<WIDTH>(
+              [&](auto i) __attribute__((always_inline)) { acc[r * WIDTH + i] = fma(v[i], one, acc[r * WIDTH + i]); });
         });
       });
   }
-  unrolled<ROWS * WIDTH>([&](auto i) __attribute__((always_inline)) { store_floats(sums + i / WIDTH * ld + i % WIDTH * kLanes, acc[i]); });
+  unrolled<ROWS * WIDTH>(
+      [&](auto i) __attribute__((always_inline)) { store_floats(sums + i / WIDTH * ld + i % WIDTH * kLanes, acc[i]); });
 }
 
 // Like vector_tiles, for 32 columns and `rows` rows, at most kMostRows. ROW = 0: x is a group of `Groups`.
@@ -70,7 +73,9 @@ inline void vector_group(int rows, const float* x, const bf16* w, int steps, Fet
   of_rows(rows, [&](auto n) {
     constexpr int R = ROW ? ROW : 1, K = ROW ? 1 : n;
     if constexpr (n <= kRowsOfAll) vector_tiles<n, 32 / kLanes, R, K>(x, w, steps, fetch, sums, ld);
-    else for (int c = 0; c < 32; c += 2 * kLanes) vector_tiles<n, 2, R, K>(x, w + tile_place(c), steps, fetch, sums + c, ld);
+    else
+      for (int c = 0; c < 32; c += 2 * kLanes)
+        vector_tiles<n, 2, R, K>(x, w + tile_place(c), steps, fetch, sums + c, ld);
   });
 }
 
@@ -79,7 +84,8 @@ inline void vector_group(int rows, const float* x, const bf16* w, int steps, Fet
 class Groups {
  public:
   static long floats(long k, long rows) { return rows * k + kLanes; }  // fill() stores kLanes floats at a time
-  Groups(float* memory, long k, int rows) : memory_(memory), k_(k), rows_(rows), count_((rows + kMostRows - 1) / kMostRows) {}
+  Groups(float* memory, long k, int rows)
+      : memory_(memory), k_(k), rows_(rows), count_((rows + kMostRows - 1) / kMostRows) {}
 
   // row(r) points to the start of a row of `given` elements; the rest is filled with zeros.
   template <typename F>
