@@ -13,6 +13,7 @@ _TASK = "not needed: what a model can do is read from its files; --pooling lets 
 _POOLER = "set --pooling (normalize and dimensions are fields of a request)"
 _LAYERS = "the whole model runs on one kind of device: set --device cpu or --device cuda"
 _MODEL = "give the folder, GGUF file or Hub id as MODEL, the first argument"
+_TIERS = "set --kv-offload-gib (RAM) and --kv-disk"
 _LENGTH = "set --max-model-len (prompt and output together)"
 
 BY_SERVER: dict[str, dict[str, str]] = {
@@ -30,6 +31,8 @@ BY_SERVER: dict[str, dict[str, str]] = {
         '{"ngram_size": 30, "window_size": 90}; others are not supported',
         "calculate_kv_scales": "not needed: without scales in the checkpoint, each head of a token gets its own",
         "cpu_offload_gb": "not supported: use a smaller model, or share it among GPUs with --tensor-parallel-size",
+        "kv_transfer_config": _TIERS,
+        "kv_offloading_size": "set --kv-offload-gib",
         "swap_space": "not needed: a preempted request is computed again instead of swapped",
         "enable_chunked_prefill": "prompts are always prefilled in chunks; --max-num-batched-tokens sets their size",
         "compilation_config": "torch.compile is not used; --enforce-eager turns CUDA graphs off",
@@ -61,6 +64,8 @@ BY_SERVER: dict[str, dict[str, str]] = {
         "max_concurrent_requests": "set --max-num-seqs (running) or --max-num-queued-reqs (waiting)",
         "chunked_prefill_size": "set --max-num-batched-tokens",
         "disable_radix_cache": "set --no-enable-prefix-caching",
+        "enable_hierarchical_cache": _TIERS,
+        "hicache_size": "set --kv-offload-gib",
         "disable_cuda_graph": "set --enforce-eager",
         "quantize": "set --quantization int8 or int4",
     },
@@ -89,6 +94,7 @@ BY_SERVER: dict[str, dict[str, str]] = {
         "spec_type": 'set --speculative-config \'{"method": "ngram"}\' (or suffix, grammar, auto, none)',
         "jinja": "chat templates are always Jinja",
         "chat_template_file": "set --chat-template to the file",
+        "cache_ram": "set --kv-offload-gib",
         "alias": "set --served-model-name",
         "embedding": _TASK,
         "embeddings": _TASK,
