@@ -128,16 +128,10 @@ def sampler() -> None:
     rows = torch.arange(3)
     tables = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
     triton_bitmask.exclude_by_bitmask(torch.zeros(3, 151936), rows, torch.zeros(3, 4748, dtype=torch.int32))
-    triton_sampler.sample(torch.zeros(3, 151936), rows, rows, *tables)
-    triton_sampler.sample(
-        torch.zeros(3, 151936),
-        rows,
-        rows,
-        *tables,
-        torch.zeros(8, dtype=torch.int64),
-        torch.zeros(8, dtype=torch.float64),
-        torch.zeros(8),
-    )
+    filters = torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.float64), torch.zeros(8)
+    for dtype in (torch.float32, torch.bfloat16):
+        triton_sampler.sample(torch.zeros(3, 151936, dtype=dtype), rows, rows, *tables)
+        triton_sampler.sample(torch.zeros(3, 151936, dtype=dtype), rows, rows, *tables, *filters)
 
 
 def routing() -> None:

@@ -383,7 +383,9 @@ class ModelRunner:
         token_ids = self.model.largest(hidden) if self.sampler.only_argmax(sampling) else None
         if token_ids is not None:
             return Sampled(token_ids, [])
-        logits = self.model.logits(hidden, self.logits)
+        logits = self.model.rounded_logits(hidden) if self.sampler.takes_rounded(sampling) else None
+        if logits is None:
+            logits = self.model.logits(hidden, self.logits)
         self._reached = _SAMPLING
         return self.sampler.sample(logits, sampling)
 

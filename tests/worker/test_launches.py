@@ -41,6 +41,14 @@ def test_a_decode_step_takes_few_launches(name, batch, sampling, layer):
     assert step.inside.total() - 3 * of_layer.total() <= 3, step.inside
 
 
+def test_logits_are_float32_where_something_computes_with_them():
+    plain, penalized = (
+        count("qwen3", 4, 1, SamplingParams(temperature=0.7, seed=1, presence_penalty=penalty)) for penalty in (0, 0.5)
+    )
+    assert plain.outside["to"] == 0 and penalized.outside["to"] >= 1
+    assert 0 < plain.outside["linear"] == penalized.outside["linear"]
+
+
 def test_a_plain_step_takes_many(monkeypatch):
     """The count sees the operations that the kernels replace."""
     from quire.worker.cuda import install

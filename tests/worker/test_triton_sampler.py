@@ -57,6 +57,22 @@ def test_greedy_is_the_first_of_the_largest():
     assert values[:3].tolist() == [float(logits[0].max()), 9.0, -5.0] and values[3].isnan()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_sampled_as_the_same_numbers_in_float32(dtype):
+    logits = (torch.randn(6, 700, generator=torch.Generator().manual_seed(4)) * 3).to(dtype)
+    logits[5, 6] = float("inf")
+    rows, temperature, state = tables([0.0, 0.7, 1.0, 1.0, 0.5, 1.0], range(6))
+    num = len(temperature)
+    filters = torch.zeros(num, dtype=torch.int64), torch.full((num,), 0.8).double(), torch.zeros(num)
+    positions = torch.arange(6).to(DEVICE)
+    for tables_of_filters in ((), [table.to(DEVICE) for table in filters]):
+        args = rows, positions, temperature, state, *tables_of_filters
+        values, tokens = triton_sampler.sample(logits.to(DEVICE), *args)
+        want_values, want = triton_sampler.sample(logits.float().to(DEVICE), *args)
+        assert torch.equal(tokens, want) and torch.equal(values, want_values) and values.dtype == torch.float32
+        assert tokens[5] == -1 and (tokens[:5] >= 0).all()
+
+
 def test_uniform_numbers_are_the_twins():
     """One weight per token and a flat distribution: the token tells the number that picked it."""
     size, num = 64 * 9, 40

@@ -59,7 +59,7 @@ def _tiles_kernel(
 ):
     i, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)
-    x = tl.load(logits + i * row_stride + columns, mask=columns < size, other=float("-inf"))
+    x = tl.load(logits + i * row_stride + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
     temperature = tl.load(temperatures + tl.load(rows + i))
     maximum = tl.max(x, 0)
     first = tl.min(tl.where(x == maximum, columns, size), 0)
@@ -81,7 +81,7 @@ def _keys(w):
 def _load_weights(row_logits, tile, maximum, temperature, size, TILE: tl.constexpr):
     """Weights of a tile; 0 after the end of the row."""
     columns = tile * TILE + tl.arange(0, TILE)
-    x = tl.load(row_logits + columns, mask=columns < size, other=float("-inf"))
+    x = tl.load(row_logits + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
     return _weights(x, maximum, temperature)
 
 
@@ -282,7 +282,7 @@ def _choose_kernel(
             target -= tl.sum(tl.where(tiles < tile, sums, 0.0), 0)
             lanes = tl.arange(0, TILE)
             columns = tile * TILE + lanes
-            x = tl.load(logits + i * row_stride + columns, mask=columns < size, other=float("-inf"))
+            x = tl.load(logits + i * row_stride + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
             w = _weights(x, maximum, temperature).to(tl.float64)
             w = tl.where(w >= 9.094947017729282e-13, w, 0.0)  # 2^-40, as the twin
             running = tl.cumsum(w, 0)
@@ -306,8 +306,8 @@ def sample(
     top_ps: torch.Tensor | None = None,
     min_ps: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (largest value `[S]` float32, sampled token `[S]` int64) of each row of logits `[S, V]` float32. The value
-    is NaN if any logit is NaN; if the value is not finite, the token is -1.
+    """Return (largest value `[S]` float32, sampled token `[S]` int64) of each row of logits `[S, V]`, float32 or
+    of 16 bits. The value is NaN if any logit is NaN; if the value is not finite, the token is -1.
 
     rows and positions are `[S]` int64. The other arguments are tables that `rows` index: temperatures float32 (0:
     greedy, the first of the largest logits), states int64 (`sampling_math.seed_state`) and, unless no row of the batch
@@ -315,12 +315,12 @@ def sample(
     """
     num_rows, size = logits.shape
     num_tiles = triton.cdiv(size, TILE)
-    tile_max, tile_sum = logits.new_empty(num_rows, num_tiles), logits.new_empty(num_rows, num_tiles)
+    tile_max, tile_sum = logits.new_empty(2, num_rows, num_tiles, dtype=torch.float32)
     tile_index = logits.new_empty(num_rows, num_tiles, dtype=torch.int32)
-    values, token_ids = logits.new_empty(num_rows), logits.new_empty(num_rows, dtype=torch.int64)
+    values, token_ids = (logits.new_empty(num_rows, dtype=dtype) for dtype in (torch.float32, torch.int64))
     filters = top_ks is not None
     room = CANDIDATES if filters else 0
-    indices, weights = logits.new_empty(num_rows, room, dtype=torch.int32), logits.new_empty(num_rows, room)
+    indices, weights = (logits.new_empty(num_rows, room, dtype=dtype) for dtype in (torch.int32, torch.float32))
     _tiles_kernel[(num_rows, num_tiles)](
         logits,
         rows,

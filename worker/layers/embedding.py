@@ -176,6 +176,12 @@ class ParallelLMHead(Linear):
             logits = self.group.all_gather(self.method.apply_float32(self, x, workspace))
         return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
 
+    def rounded(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The logits in x's dtype, if torch multiplies them in it, else None."""
+        if not isinstance(self.method, PlainLinear):
+            return None
+        return self.group.all_gather(self.method.apply(self, x))[..., : self.vocab_size]
+
     def abstain(self, num_rows: int) -> None:
         """Take part in the ranks' `forward` of `num_rows` rows with NaN instead of logits."""
         kept = self.method if self.weight is None else self.weight

@@ -137,6 +137,9 @@ class TransformersLM(nn.Module):
             ).last_hidden_state[0]
         return out if needed_rows is None else out[needed_rows]
 
+    def rounded_logits(self, hidden: torch.Tensor) -> None:
+        """None: `logits` are float32."""
+
     def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
         """Map hidden `[S, H]` to `[S, vocab_size]` float32."""
         base_of(self._head).hidden = hidden[None]

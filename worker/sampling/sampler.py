@@ -145,7 +145,9 @@ class Sampler:
         self._elements = _CPU_ELEMENTS * torch.get_num_threads() if platform.device.type == "cpu" else _ELEMENTS
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
-        """Sample one token for each row of logits `[S, V]` float32; overwrites the logits."""
+        """Sample one token for each row of logits `[S, V]` float32 (or of 16 bits, if `takes_rounded`); overwrites the
+        logits.
+        """
         # before log-probabilities are copied: as in vLLM, they are those of the tokens that the grammar allows
         masks = self.grammars.apply(logits, batch)
         requested = self.logprobs.requested(batch)
@@ -167,9 +169,18 @@ class Sampler:
 
     def only_argmax(self, batch: SamplingBatch) -> bool:
         """Return whether the step needs only the argmax of each row."""
+        return self.params.random.isdisjoint(batch.rows) and self._only_tokens(batch)
+
+    def takes_rounded(self, batch: SamplingBatch) -> bool:
+        """Return whether `sample` may get the step's logits in 16 bits: nothing computes with them but the kernel that
+        samples, which would convert the same numbers from float32.
+        """
+        return self.fused is not None and self._only_tokens(batch)
+
+    def _only_tokens(self, batch: SamplingBatch) -> bool:
+        """Whether nothing changes the logits of a step, and nobody wants log-probabilities."""
         return (
-            self.params.random.isdisjoint(batch.rows)
-            and not self.logprobs.requested(batch)
+            not self.logprobs.requested(batch)
             and not any(processor.needed(batch) for processor in self.processors)
             and not self.grammars.needed(batch)
         )

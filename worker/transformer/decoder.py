@@ -249,6 +249,11 @@ class CausalLM(ConfigReader, nn.Module):
         rotation = self.model.rotary_emb(positions).get(self.mtp.rope)
         return self.mtp(self.model.embed(next_ids, positions), hidden, rotation, attn)
 
+    def rounded_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """`logits` in the model's dtype, if its head multiplies in it and nothing follows, else None."""
+        plain = self.spec.logit_scale == 1.0 and self.spec.logit_soft_cap is None
+        return self.lm_head.rounded(hidden) if plain else None
+
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
         """Map pooled hidden states `[P, H]` float32 to the classifier's logits `[P, num_labels]` float32."""
         if tokens := self.pooler.score_tokens:
