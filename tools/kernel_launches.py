@@ -189,7 +189,7 @@ def stack_of(kind: str, shape: tuple[int, int, int]) -> triton_experts.Stack:
 
 def quantized() -> None:
     """Decode and prefill with the weights of Qwen3-8B's MLP."""
-    for rows in (8, 1024):
+    for rows in (8, 32, 48, 1024):
         x, scales = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(12288, 32, dtype=torch.float16)
         values, codes = torch.zeros(12288, 4096, dtype=torch.int8), torch.zeros(12288, 2048, dtype=torch.uint8)
         small = [torch.zeros(12288, 4096 // group, dtype=torch.uint8) for group in (32, 16)]

@@ -45,7 +45,8 @@ def test_groups(bits, group, dtype):
     num_groups = 1 if group is None else -(-k // group)
     scales = random(n, num_groups).abs().to(torch.float16) * 0.01
     stored = (pack_int4(values) if bits == 4 else values).to(DEVICE)
-    for rows, zeros, bias in ((3, None, None), (70, torch.randint(0, 4, scales.shape).to(scales), random(n).to(dtype))):
+    shifts = torch.randint(0, 4, scales.shape).to(scales)
+    for rows, zeros, bias in ((3, None, None), (37, None, None), (70, shifts, random(n).to(dtype))):
         x = random(rows, k).to(dtype)
         weight = dequantize_groups(values.to(DEVICE), scales, zeros, group or k).to(dtype)
         expected = x.float() @ weight.float().T + (0 if bias is None else bias.float())
@@ -95,7 +96,7 @@ def test_4_bit_codes(kind, dtype):
     tables = groups.scales, None, 4, groups.group, groups.table
     row_scales = None if groups.row_scales is None else groups.row_scales.float()
     stored = StoredGroups(pack_int4(groups.values), *tables, row_scales)
-    for rows, bias in ((3, None), (70, random(n).to(dtype))):
+    for rows, bias in ((3, None), (19, None), (70, random(n).to(dtype))):
         x = random(rows, k).to(dtype)
         expected = x.float() @ groups.dequantized().T + (0 if bias is None else bias.float())
         found = multiply_groups(x, stored, bias)

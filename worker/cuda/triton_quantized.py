@@ -20,6 +20,7 @@ from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES, IQ4_VALUES
 from quire.worker.layers.quantization.packing import E2M1_TABLE
 
 FEW_ROWS = 16  # up to which tiles are narrow, so that a decode step has enough programs
+_SOME_ROWS = 64  # up to which a weight is read once, by one row of programs
 _TABLES = {"MXFP4": E2M1_TABLE, "IQ4_NL": IQ4_VALUES, "IQ4_XS": IQ4_VALUES}
 # first byte of the codes in blocks of 32 4-bit codes
 _CODES_AT = {"Q4_0": 2, "Q4_1": 4, "Q5_0": 6, "Q5_1": 8, "IQ4_NL": 2, "MXFP4": 1}
@@ -99,10 +100,14 @@ def multiply_blocks(
 
 
 def _grid(num_rows: int, num_columns: int) -> tuple[tuple[int, int], dict[str, int]]:
-    # few rows wait for memory: more bytes on their way
-    rows, columns, depth, stages = (16, 16, 128, 4) if num_rows <= FEW_ROWS else (64, 64, 32, 2)
+    if num_rows <= FEW_ROWS:  # waits for memory: more bytes on their way
+        rows, columns, depth, stages, warps = 16, 16, 128, 4, 4
+    elif num_rows <= _SOME_ROWS:  # still does: narrow tiles, of which there are enough for all multiprocessors
+        rows, columns, depth, stages, warps = 32 if num_rows <= 32 else 64, 32, 64, 4, 4
+    else:
+        rows, columns, depth, stages, warps = 64, 64, 32, 2, 4
     grid = triton.cdiv(num_columns, columns), triton.cdiv(num_rows, rows)
-    return grid, {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "num_warps": 4, "num_stages": stages}
+    return grid, {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "num_warps": warps, "num_stages": stages}
 
 
 def block_constants(kind: str) -> dict[str, int]:
