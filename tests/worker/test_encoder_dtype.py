@@ -17,7 +17,8 @@ from tests.worker.test_pooling import encode, pooled
 
 @pytest.fixture(autouse=True)
 def small_models_too(monkeypatch, tmp_path):
-    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    # not by QUIRE_CACHE, without whose kernels every engine would start to compile some
+    monkeypatch.setattr(encoder_dtype, "cache_folder", lambda: tmp_path / "cache" / "gguf")
     monkeypatch.setattr(encoder_dtype, "MIN_BYTES", 0)
     monkeypatch.setattr(CpuPlatform, "prefers_bfloat16", lambda platform: True)
 
