@@ -217,6 +217,7 @@ class BlockPool:
         for queue in queues[1:]:
             queue.clear()
         self._levels.clear()
+        self._released = [0] * len(self._released)
         return True
 
     def _unpublish(self, block_id: int) -> None:

@@ -40,14 +40,30 @@ class BlocksAgainstModel(RuleBasedStateMachine):
         self.num_blocks = num_blocks
         self.requests: list[Request] = []
         self.contents: dict[int, tuple] = {}  # of computed full blocks
-        self.released: list[int] = []  # free blocks that hold something, in the order they are to be taken
+        self.released: dict[int, int] = {}  # free blocks that hold something -> blocks taken before they were released
+        self.hot: set[int] = set()  # blocks that another request than their own found
+        self.num_taken = self.num_admitted = 0
 
     def put_in_use(self, block_ids):
-        self.released = [block_id for block_id in self.released if block_id not in block_ids]
+        for block_id in block_ids:
+            self.released.pop(block_id, None)
+
+    def next_reused(self, count):
+        """The `count` free blocks with contents to take next: the least recently released first, hot ones as if they
+        were released one turnover of the pool later.
+        """
+        cold = [(time, 0, i, block) for i, (block, time) in enumerate(self.released.items()) if block not in self.hot]
+        hot = [
+            (time + self.num_blocks - 1, 1, i, block)
+            for i, (block, time) in enumerate(self.released.items())
+            if block in self.hot
+        ]
+        return {block for *_, block in sorted(cold + hot)[:count]}
 
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from([None, "s"]))
     def admit(self, prompt, salt):
-        new = request(prompt, len(self.requests), salt)
+        new = request(prompt, self.num_admitted, salt)
+        self.num_admitted += 1  # a group of its own
         match = self.kv.match(new)
         matched = match.held
         assert len(matched) <= (len(prompt) - 1) // BLOCK_SIZE
@@ -62,6 +78,7 @@ class BlocksAgainstModel(RuleBasedStateMachine):
             return
         self.kv.attach(new, match)
         self.put_in_use(matched)
+        self.hot.update(matched)
         self.grow(new, len(prompt))
         self.requests.append(new)
 
@@ -80,7 +97,9 @@ class BlocksAgainstModel(RuleBasedStateMachine):
         assert len(added) == count and NULL_BLOCK not in added
         assert not set(added) & {b for other in self.requests if other is not req for b in other.block_ids[0]}
         num_blank = free - len(self.released)
-        assert set(added[num_blank:]) == set(self.released[: max(count - num_blank, 0)]), "not the least recently used"
+        assert set(added[num_blank:]) == self.next_reused(max(count - num_blank, 0)), "not the least recently used"
+        self.num_taken += count
+        self.hot -= set(added)
         self.put_in_use(added)
         for block_id in added:
             self.contents.pop(block_id, None)
@@ -107,15 +126,17 @@ class BlocksAgainstModel(RuleBasedStateMachine):
         if discard:
             assert not self.findable() & set(block_ids)
         held = {b for other in self.requests for b in other.block_ids[0]}
-        self.released += [
-            block_id for block_id in reversed(block_ids) if block_id not in held and block_id in self.findable()
-        ]
+        self.hot &= self.findable()
+        for block_id in reversed(block_ids):
+            if block_id not in held and block_id in self.findable():
+                self.released[block_id] = self.num_taken
 
     @rule()
     def reset(self):
         assert self.kv.reset_prefix_cache() == (not self.requests)
         if not self.requests:
             self.released.clear()
+            self.hot.clear()
             assert not self.findable()
 
     @invariant()
