@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from quire.cli.bench.datasets import non_negative_int, positive_int, random_text
+from quire.cli.bench.plot import plot_latencies
 from quire.cli.bench.report import percentile
 from quire.cli.bench.throughput import engine_settings, parse_offline
 from quire.cli.main import Parser
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> int:
         metavar="N",
         help="number of batches before the measurement (default: 3)",
     )
-    arguments, settings = parse_offline(parser, argv)
+    arguments, settings = parse_offline(parser, argv, "the seconds of each batch")
 
     from quire.server.offline.llm import LLM
     from quire.server.offline.params import SamplingParams
@@ -78,4 +79,6 @@ def main(argv: list[str]) -> int:
     )
     if arguments.output_json:
         Path(arguments.output_json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot:
+        plot_latencies(times, arguments.plot)
     return 0

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from quire.cli.bench.connection import Client
 from quire.cli.bench.datasets import Encoder, Sample, add_dataset_flags, make_samples, non_negative_int, positive_int
 from quire.cli.bench.load import Result, Target, arrival_gaps, run_load, send
+from quire.cli.bench.plot import add_plot_flag, plot_sweep, require_plot
 from quire.cli.bench.report import METRICS, parse_goodput, render, summarize
 from quire.cli.main import Parser
 
@@ -114,9 +115,7 @@ def parser() -> Parser:
     )
     output.add_argument("--result-filename", metavar="FILE", help="name of the JSON file (default: from time and load)")
     output.add_argument("--save-detailed", action="store_true", help="add the times of every request to the JSON file")
-    output.add_argument(
-        "--plot", metavar="FILE.png", help="draw throughput against latency over the sweep (needs matplotlib)"
-    )
+    add_plot_flag(output, "throughput against latency over the sweep")
     output.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
     return result
 
@@ -151,17 +150,12 @@ def main(argv: list[str]) -> int:
     arguments = flags.parse_args(argv)
     try:
         goodput = parse_goodput(arguments.goodput)
-        if arguments.plot:
-            from quire.cli.bench.plot import require_matplotlib
-
-            require_matplotlib()
+        require_plot(arguments.plot)
         runs = asyncio.run(measure(arguments, goodput))
         if arguments.save_result or arguments.result_filename:
             save(arguments, runs)
         if arguments.plot:
-            from quire.cli.bench.plot import plot
-
-            plot(runs, arguments.plot)
+            plot_sweep(runs, arguments.plot)
     except (ValueError, OSError, RuntimeError) as error:
         flags.exit(1, f"{flags.prog}: error: {error}\n")
     return 1 if any(run["failed"] for run in runs) else 0

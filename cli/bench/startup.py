@@ -15,6 +15,7 @@ from pathlib import Path
 
 from quire.cli.bench.datasets import Sample, positive_int
 from quire.cli.bench.load import Target, send
+from quire.cli.bench.plot import add_plot_flag, plot_starts, require_plot
 from quire.cli.bench.process import ServerProcess, free_port
 from quire.cli.bench.serve import find_model, positive_float
 from quire.cli.main import Parser
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
         prog="quire bench startup",
         usage=(
             "quire bench startup [MODEL] [flags of quire serve] [--num-iters N] [--serve-command COMMAND] "
-            "[--output-json FILE]"
+            "[--output-json FILE] [--plot FILE.png]"
         ),
         description=(
             "Start a server several times and report the seconds from the command to each stage. Other flags are "
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> int:
         help="seconds to wait for readiness (default: 900)",
     )
     parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")
+    add_plot_flag(parser, "the seconds to each stage")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.serve_command and rest:
         parser.unknown(rest)
@@ -56,6 +58,7 @@ def main(argv: list[str]) -> int:
         else [sys.executable, "-m", "quire", "serve", *rest, "--port", "{port}"]
     )
     try:
+        require_plot(arguments.plot)
         runs = [asyncio.run(measure(command, arguments.startup_timeout)) for _ in range(arguments.num_iters)]
     except (RuntimeError, OSError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
@@ -63,6 +66,8 @@ def main(argv: list[str]) -> int:
     print(render(figures))
     if arguments.output_json:
         Path(arguments.output_json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot:
+        plot_starts(figures, STAGES, arguments.plot)
     return 0
 
 

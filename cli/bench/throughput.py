@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.bench.datasets import add_dataset_flags, make_samples
+from quire.cli.bench.plot import add_plot_flag, plot_throughput, require_plot
 from quire.cli.main import Parser, add_config_flags, read_settings
 from quire.configs.options import find_option
 from quire.configs.sources import Settings
@@ -21,13 +22,20 @@ def engine_settings(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in settings.values.items() if find_option(name).section in ENGINE_SECTIONS}
 
 
-def parse_offline(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, Settings]:
-    """The arguments, after adding the flags that the benchmarks without HTTP share, and the settings of the engine."""
+def parse_offline(parser: Parser, argv: list[str], plotted: str) -> tuple[argparse.Namespace, Settings]:
+    """The arguments, after adding the flags that the benchmarks without HTTP share, and the settings of the engine.
+    `plotted` is what `--plot` draws. Exits if it cannot.
+    """
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="sampling temperature (default: 1)")
     parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")
+    add_plot_flag(parser, plotted)
     parser.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
     add_config_flags(parser, sections=ENGINE_SECTIONS)
     arguments = parser.parse_args(argv)
+    try:
+        require_plot(arguments.plot)
+    except RuntimeError as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
     return arguments, read_settings(parser, arguments)
 
 
@@ -39,7 +47,7 @@ def main(argv: list[str]) -> int:
         description="Generate for all prompts at once, without HTTP, and report tokens per second.",
     )
     add_dataset_flags(parser)
-    arguments, settings = parse_offline(parser, argv)
+    arguments, settings = parse_offline(parser, argv, "tokens per second")
 
     from quire.server.offline.llm import LLM
     from quire.server.offline.params import SamplingParams
@@ -74,4 +82,6 @@ def main(argv: list[str]) -> int:
     print(f"Total num prompt tokens:  {input_tokens}\nTotal num output tokens:  {output_tokens}")
     if arguments.output_json:
         Path(arguments.output_json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot:
+        plot_throughput(figures, arguments.plot)
     return 0

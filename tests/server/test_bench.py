@@ -132,7 +132,8 @@ def test_sweep_gives_a_run_for_each_concurrency_and_a_plot(server, tmp_path, cap
 
 
 def test_plot_without_matplotlib_fails_before_measuring(server, monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     with pytest.raises(SystemExit) as exit:
         bench(server, "--plot", "x.png")
     assert exit.value.code == 1 and "pip install 'quire[plot]'" in capsys.readouterr().err
@@ -387,6 +388,10 @@ def test_a_url_of_the_api_is_understood(server, flag):
 
 def test_throughput_and_latency_count_the_tokens(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("QUIRE_FAKE", "step_delay=0.01")
+
+    def plotted(name: str) -> list[str]:
+        return ["--plot", str(tmp_path / f"{name}.png")] if importlib.util.find_spec("matplotlib") else []
+
     assert (
         cli.main(
             [
@@ -403,6 +408,7 @@ def test_throughput_and_latency_count_the_tokens(folder, tmp_path, capsys, monke
                 "--disable-tqdm",
                 "--output-json",
                 str(tmp_path / "t.json"),
+                *plotted("t"),
             ]
         )
         == 0
@@ -432,6 +438,7 @@ def test_throughput_and_latency_count_the_tokens(folder, tmp_path, capsys, monke
                 "--disable-tqdm",
                 "--output-json",
                 str(tmp_path / "l.json"),
+                *plotted("l"),
             ]
         )
         == 0
@@ -439,6 +446,8 @@ def test_throughput_and_latency_count_the_tokens(folder, tmp_path, capsys, monke
     latencies = json.loads((tmp_path / "l.json").read_text())["latencies"]
     assert len(latencies) == 3 and all(5 * 0.01 <= latency < 5 for latency in latencies)
     assert "requests/s" in (shown := capsys.readouterr().out) and "Avg latency" in shown
+    for name in "tl" if plotted("t") else "":
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def script(name: str):
