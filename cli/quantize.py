@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from quire.checkpoints import hub
 from quire.checkpoints.files import check_model_folder
 from quire.cli.main import Parser
+from quire.server.startup.progress import StartProgress
 
 
 def main(arguments: list[str]) -> int:
@@ -19,7 +23,8 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
     try:
-        _quantize(args)
+        with logging_redirect_tqdm():  # lines above the bar
+            _quantize(args)
     except ValueError as error:
         print(f"quire quantize: error: {error}", file=sys.stderr)
         return 1
@@ -78,17 +83,29 @@ def _quantize(args) -> None:
     if method == "gptq" and not args.calibration:
         raise ValueError("--method gptq needs --calibration FILE")
     out = _new_folder(args.out)
-    folder = hub.resolve(args.model, revision=args.revision, download_dir=args.download_dir)
+    shown = StartProgress(sys.stderr)
+    try:
+        folder = hub.resolve(args.model, revision=args.revision, download_dir=args.download_dir, progress=shown.update)
+    finally:
+        shown.close()
     check_model_folder(folder)
     run = importlib.import_module("quire.worker.quantize.run")  # loads torch
     settings = run.Settings(args.format, method, args.group_size, not args.no_act_order)
     texts = _texts(args, folder) if args.calibration else None
     try:
         with _emptied_on_failure(out):
-            report = run.quantize_checkpoint(folder, out, settings, texts)
+            try:
+                report = run.quantize_checkpoint(folder, out, settings, texts, _bar(shown))
+            finally:
+                shown.close()
     except OSError as error:
         raise ValueError(f"cannot write {out}: {error.strerror or error}") from error
     _print(report, out)
+
+
+def _bar(shown: StartProgress) -> Callable[[float], None] | None:
+    """Draws the fraction of layers on a terminal; elsewhere the lines about each layer are enough."""
+    return functools.partial(shown.update, "quantizing") if shown.stream.isatty() else None
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from tqdm import tqdm
 
 from quire.cli.bench.process import ServerProcess, free_port
 from quire.cli.main import Parser
 from quire.server.batches.lines import read_lines
 from quire.server.batches.store import OPEN, Batch, Store
+from quire.server.startup.bar import Bar
 
 WINDOW = 10 * 365 * 86400  # seconds
 MAX_BYTES = 1 << 50
@@ -112,7 +112,7 @@ def _answer_all(store: Store, batches: list[Batch], folder: Path, serve_argument
     port = free_port()
     command = [sys.executable, "-m", "quire", "serve", *serve_arguments, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--batch-dir", str(folder), "--batch-disk", str(MAX_BYTES)]
-    with ServerProcess(command, port) as server, tqdm(desc="requests", unit="request") as bar:
+    with ServerProcess(command, port) as server, Bar(desc="requests", unit="request") as bar:
         while any(batch.status in OPEN for batch in batches):
             time.sleep(POLL_SECONDS)
             batches[:] = [store.batch(batch.id) for batch in batches]

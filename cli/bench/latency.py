@@ -10,13 +10,12 @@ import statistics
 import time
 from pathlib import Path
 
-from tqdm import tqdm
-
 from quire.cli.bench.datasets import non_negative_int, positive_int, random_text
 from quire.cli.bench.plot import plot_latencies
 from quire.cli.bench.report import percentile
 from quire.cli.bench.throughput import engine_settings, parse_offline
 from quire.cli.main import Parser
+from quire.server.startup.bar import Bar
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -55,7 +54,7 @@ def main(argv: list[str]) -> int:
             rng = random.Random(settings.values.get("seed", 0))
             params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.output_len, ignore_eos=True)
             times = []
-            for i in tqdm(
+            for i in Bar(
                 range(arguments.num_iters_warmup + arguments.num_iters), disable=arguments.disable_tqdm, desc="batches"
             ):
                 # new prompts per batch, so that no prefix is cached

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tqdm import tqdm
 
 from quire.cli.bench.connection import Client
 from quire.cli.bench.datasets import Encoder, Sample, add_dataset_flags, make_samples, non_negative_int, positive_int
@@ -21,6 +20,7 @@ from quire.cli.bench.load import Result, Target, arrival_gaps, run_load, send
 from quire.cli.bench.plot import add_plot_flag, plot_sweep, require_plot
 from quire.cli.bench.report import METRICS, parse_goodput, render, summarize
 from quire.cli.main import Parser
+from quire.server.startup.bar import Bar
 
 
 def parser() -> Parser:
@@ -246,7 +246,7 @@ async def measure_once(
 ) -> dict[str, Any]:
     gaps = arrival_gaps(len(samples), arguments.request_rate, arguments.burstiness, arguments.seed)
     label = f"concurrency {limit}" if limit else f"rate {arguments.request_rate:g}"
-    with tqdm(total=len(samples), desc=label, disable=arguments.disable_tqdm, unit="req") as bar:
+    with Bar(total=len(samples), desc=label, disable=arguments.disable_tqdm, unit="req") as bar:
         results, duration = await run_load(target, samples, gaps, limit, lambda result: bar.update())
     figures = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -19,6 +19,7 @@ from quire.cli.bench.plot import add_plot_flag, plot_starts, require_plot
 from quire.cli.bench.process import ServerProcess, free_port
 from quire.cli.bench.serve import find_model, positive_float
 from quire.cli.main import Parser
+from quire.server.startup.bar import Bar
 
 STAGES = {"live": "HTTP answers (/live)", "ready": "ready (/ready)", "first_token": "first token of the first request"}
 
@@ -59,7 +60,8 @@ def main(argv: list[str]) -> int:
     )
     try:
         require_plot(arguments.plot)
-        runs = [asyncio.run(measure(command, arguments.startup_timeout)) for _ in range(arguments.num_iters)]
+        with Bar(range(arguments.num_iters), desc="starts", unit="start") as starts:
+            runs = [asyncio.run(measure(command, arguments.startup_timeout)) for _ in starts]
     except (RuntimeError, OSError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     figures = {stage: [run[stage] for run in runs] for stage in STAGES}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tqdm import tqdm
+from quire.server.startup.bar import Bar
 
 
 class Progress:
     """A bar over prompts with the speed in tokens."""
 
     def __init__(self, num_requests: int, shown: bool):
-        self.bar = tqdm(
+        self.bar = Bar(
             total=num_requests,
             desc="Processed prompts",
             disable=not shown,

@@ -5,6 +5,8 @@ transformers loads them; GPTQ changes outputs less than rounding to nearest does
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -218,6 +220,27 @@ def test_command(tmp_path, capsys):
     ):
         assert main(["quantize", *arguments]) == 1
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_download_and_layers_are_bars_or_lines(tmp_path, capsys, caplog, monkeypatch, terminal):
+    source = build_checkpoint("qwen3", tmp_path / "source", **SIZES)
+
+    def resolve(model, *, progress, **options):
+        progress("downloading", 0.25)
+        return source
+
+    monkeypatch.setattr("quire.cli.quantize.hub.resolve", resolve)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(sys.stderr)])
+    caplog.set_level(logging.INFO)
+    assert main(["quantize", "org/model", str(tmp_path / "out"), "--format", "int8"]) == 0
+    shown = capsys.readouterr().err
+    assert "layer 2 of 2: 7 weights" in shown
+    if terminal:
+        assert "downloading:  25%|" in shown and "quantizing:  50%|" in shown
+    else:
+        assert "downloading\n" in shown and "quantizing" not in shown
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,15 @@ class Report:
 
 
 def quantize_checkpoint(
-    folder: str, out: Path, settings: Settings, texts: tuple[torch.Tensor, torch.Tensor] | None
+    folder: str,
+    out: Path,
+    settings: Settings,
+    texts: tuple[torch.Tensor, torch.Tensor] | None,
+    progress: Callable[[float], None] | None = None,
 ) -> Report:
     """Write the model in `folder`, quantized, to the empty folder `out`. `texts` are token ids to calibrate GPTQ with,
-    and others to measure the perplexity on, each `[num, length]`.
+    and others to measure the perplexity on, each `[num, length]`. `progress` is called with the fraction of layers
+    that are done.
 
     Raises:
         ValueError: the model or a setting is not supported.
@@ -62,7 +67,7 @@ def quantize_checkpoint(
         raise ValueError(f"{spec.architecture}: only families that quire has a file for can be quantized")
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
         job = _Job(spec, folder, out, settings, checkpoint)
-        perplexity = job.quantize_layers(texts)
+        perplexity = job.quantize_layers(texts, progress)
         job.copy_others()
         job.writer.finish()
         _copy_files(Path(folder), out)
@@ -84,11 +89,15 @@ class _Job:
         self.format = choose_format(settings.format, columns, settings.group_size, getattr(torch, spec.dtype))
         self.writer, self.unseen = ShardWriter(out, SHARD_BYTES), 0
 
-    def quantize_layers(self, texts: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[float, float] | None:
+    def quantize_layers(
+        self, texts: tuple[torch.Tensor, torch.Tensor] | None, progress: Callable[[float], None] | None
+    ) -> tuple[float, float] | None:
         """Returns the perplexities before and after, if there are texts."""
         passes = _Passes(self, *texts) if texts else None
         for index in range(self.spec.num_hidden_layers):
             start = time.monotonic()
+            if progress is not None:
+                progress(index / self.spec.num_hidden_layers)
             mine = {name: w for name, w in self.weights.items() if self.names.layer(name) == index}
             quantized, error = passes.layer(index) if passes else self.quantize_all(mine, self.nearest)
             for name, weight in quantized.items():
