@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quire.server.engines.handle import EngineHandle
     from quire.server.generate.formats import Formats as FormatsOfModel
     from quire.server.http.threads import Threads as ThreadsOfServer
-    from quire.server.lora.adapters import Adapters as AdaptersOfModel
+    from quire.server.lora.served import ChangeableAdapters
     from quire.server.media.service import Images as ImagesOfModel
     from quire.server.metrics.sink import MetricsSink
     from quire.server.model_info import ModelInfo
@@ -73,7 +73,7 @@ class Media(Protocol):
 
 
 class Adapters(Protocol):
-    adapters: AdaptersOfModel
+    adapters: ChangeableAdapters
 
 
 class Threads(Protocol):

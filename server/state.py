@@ -20,6 +20,7 @@ from quire.server.errors import BadRequest, NotFound, Unavailable
 from quire.server.http.threads import Threads
 from quire.server.incidents import Incidents
 from quire.server.lora.adapters import Adapters
+from quire.server.lora.shared import SharedAdapters
 from quire.server.media.service import Images
 from quire.server.model_info import ModelInfo
 from quire.server.queue_wait import QueueWait, retry_after
@@ -81,11 +82,12 @@ class ServerState:
     batches: Batches | None = None  # with --batch-dir
     responses: Responses | None = None  # set with the routes
     images: Images = None  # made from the settings
-    adapters: Adapters = None  # the same
+    adapters: Adapters | SharedAdapters = None  # the same
 
     def __post_init__(self) -> None:
         self.images = Images(self.config)
-        self.adapters = Adapters(self.config)
+        several = self.config.server.api_server_count > 1
+        self.adapters = SharedAdapters(self.config.lora.enabled) if several else Adapters(self.config)
         self.idle.set()
 
     def progress(self, phase: str, fraction: float) -> None:

@@ -26,8 +26,12 @@ from quire.server.engines.client import EngineUnavailable
 from quire.server.frontends.channel import Channel
 from quire.server.frontends.frontend import Frontend, configure_logging
 from quire.server.frontends.messages import (
+    AdapterList,
+    AdaptersChanged,
+    Adopted,
     Busy,
     CannotStart,
+    ChangeAdapters,
     Collect,
     Drain,
     Drained,
@@ -51,6 +55,7 @@ from quire.server.frontends.messages import (
     ToFrontend,
     Turn,
 )
+from quire.server.lora.shared import Change, Refusal
 
 _PR_SET_PDEATHSIG = 1
 BUSY_INTERVAL = 0.1  # seconds between reports of the number of open requests
@@ -70,6 +75,9 @@ class ManagedFrontend:
             client.share(start.index, functools.partial(self._note_suspects, client.index))
         self.frontend.state.scrape = self._scrape
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
+        self.frontend.state.adapters.ask = self._change_adapters
+        self._changes: dict[int, asyncio.Future[Refusal | None]] = {}
+        self._adapter_lists: asyncio.Queue[AdapterList] = asyncio.Queue()
         self._explained_deaths = [0] * len(self.clients)  # already reported to the parent
         self._numbers = itertools.count(1)
         self._background: set[asyncio.Task] = set()
@@ -79,6 +87,7 @@ class ManagedFrontend:
         async with asyncio.TaskGroup() as self._tasks:
             self._start(self._report_busy())
             self._start(self._report_counts())
+            self._start(self._adopt_adapters())
             self._tasks.create_task(self.frontend.serve())
             await self._listen()
             for task in list(self._background):
@@ -114,6 +123,11 @@ class ManagedFrontend:
                 case Page():
                     if waiting := self._scrapes.pop(message.number, None):
                         waiting.set_result(message.text)
+                case AdapterList():
+                    self._adapter_lists.put_nowait(message)
+                case AdaptersChanged():
+                    if waiting := self._changes.pop(message.number, None):
+                        waiting.set_result(message.refusal)
                 case Drain():
                     self.frontend.refuse()
                     self._start(self._end_requests(self.frontend.drain()))
@@ -198,6 +212,24 @@ class ManagedFrontend:
             return await asyncio.wait_for(waiting, SCRAPE_TIMEOUT)
         finally:
             self._scrapes.pop(number, None)
+
+    async def _adopt_adapters(self) -> None:
+        """Take over the lists of adapters in order. Raises ValueError: the parent then restarts this process."""
+        while True:
+            message = await self._adapter_lists.get()
+            await self.frontend.state.adapters.adopt(message.listing)
+            self.channel.send(Adopted(message.number))
+
+    async def _change_adapters(self, change: Change) -> None:
+        """Have the parent change the adapters of all frontends. Raises ApiError."""
+        number = next(self._numbers)
+        waiting = self._changes[number] = asyncio.get_running_loop().create_future()
+        self.channel.send(ChangeAdapters(number, change))
+        try:
+            if (refusal := await waiting) is not None:
+                raise refusal.error()
+        finally:
+            self._changes.pop(number, None)
 
     # ---- shutdown
 

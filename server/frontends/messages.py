@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from quire.configs.config import Config
+from quire.server.lora.shared import Change, Listing, Refusal
 from quire.server.metrics.metrics import Counts
 
 
@@ -62,6 +63,20 @@ class Elsewhere(_Message):
 
     num_open: list[int]
     num_in_flight: int
+
+
+class AdapterList(_Message):
+    """All LoRA adapters. Answered by `Adopted` when the frontend serves these."""
+
+    number: int
+    listing: Listing
+
+
+class AdaptersChanged(_Message):
+    """The answer to `ChangeAdapters`: every frontend serves the new list, or the change was refused."""
+
+    number: int
+    refusal: Refusal | None
 
 
 class Collect(_Message):
@@ -150,6 +165,19 @@ class Scrape(_Message):
     number: int
 
 
+class ChangeAdapters(_Message):
+    """Requests a change of the LoRA adapters of all frontends. Answered by `AdaptersChanged`."""
+
+    number: int
+    change: Change
+
+
+class Adopted(_Message):
+    """The answer to `AdapterList`."""
+
+    number: int
+
+
 class Pong(_Message):
     """The answer to `Ping`: the event loop is running."""
 
@@ -158,5 +186,34 @@ class Drained(_Message):
     """This frontend has no requests left."""
 
 
-ToFrontend = Start | Phase | Load | Engine | EngineGone | Turn | Elsewhere | Collect | Ping | Page | Drain | Fail | End
-FromFrontend = Loaded | CannotStart | Opened | Busy | ExplainedDeath | Suspects | Snapshot | Scrape | Pong | Drained
+ToFrontend = (
+    Start
+    | Phase
+    | Load
+    | Engine
+    | EngineGone
+    | Turn
+    | Elsewhere
+    | AdapterList
+    | AdaptersChanged
+    | Collect
+    | Ping
+    | Page
+    | Drain
+    | Fail
+    | End
+)
+FromFrontend = (
+    Loaded
+    | CannotStart
+    | Opened
+    | Busy
+    | ExplainedDeath
+    | Suspects
+    | Snapshot
+    | Scrape
+    | ChangeAdapters
+    | Adopted
+    | Pong
+    | Drained
+)

@@ -13,7 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
@@ -24,12 +25,17 @@ from quire.server.engines.pool import EnginePool
 from quire.server.engines.process import python_environment
 from quire.server.engines.supervisor import DEATH_WINDOW, MAX_DEATHS, START_RETRY, describe_exit, in_thread
 from quire.server.engines.turns import Turns
+from quire.server.errors import ApiError
 from quire.server.frontends.channel import Channel
 from quire.server.frontends.descriptors import BACKLOG
 from quire.server.frontends.frontend import END_TIMEOUT
 from quire.server.frontends.messages import (
+    AdapterList,
+    AdaptersChanged,
+    Adopted,
     Busy,
     CannotStart,
+    ChangeAdapters,
     Collect,
     Drain,
     Drained,
@@ -53,6 +59,8 @@ from quire.server.frontends.messages import (
     Suspects,
     Turn,
 )
+from quire.server.lora.adapters import Adapters
+from quire.server.lora.shared import Refusal, listing, make
 from quire.server.metrics.metrics import Counts, Metrics
 from quire.server.metrics.pool import MetricsPool, make_metrics
 from quire.server.startup.model_names import served_names
@@ -154,6 +162,8 @@ class FrontendGroup:
         self.addresses: list[str | None] = [None] * num_engines  # addresses of the running engines
         self.phase: Phase | None = None
         self.load: Load | None = None
+        self.adapters = Adapters(config)
+        self.adapter_list: AdapterList | None = None  # as last sent
         self.metrics: Metrics | MetricsPool | None = None  # metrics of the engines and of ended frontend processes
         self.ending = False
         self._pool: EnginePool | None = None  # our connections to the engines: they receive status only
@@ -222,6 +232,7 @@ class FrontendGroup:
         for message in (
             self.phase,
             self.load,
+            self.adapter_list,
             *(Turn(index, turns.holder) for index, turns in enumerate(self._turns)),
             *(Engine(index, address) for index, address in enumerate(self.addresses) if address is not None),
         ):
@@ -279,12 +290,19 @@ class FrontendGroup:
                 case Snapshot():
                     frontend.counts = message.counts
                     self._note_answer(message.number, frontend)
+                case Adopted():
+                    self._note_answer(message.number, frontend)
                 case Scrape():
-                    task = asyncio.create_task(self._answer_scrape(frontend, message.number))
-                    self._answering.add(task)
-                    task.add_done_callback(self._answering.discard)
+                    self._answer(self._answer_scrape(frontend, message.number))
+                case ChangeAdapters():
+                    self._answer(self._answer_change(frontend.channel, message))
                 case Drained():
                     frontend.drained.set()
+
+    def _answer(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
 
     def _share_load(self) -> None:
         for frontend in self.frontends:
@@ -302,6 +320,9 @@ class FrontendGroup:
         """Returns when every frontend has loaded it."""
         self.load = Load(model_folder, tokenizer_folder)
         self.broadcast(self.load)
+        if self.adapters.enabled:
+            await self.adapters.open(self._pool, served_names(self.config))
+            await self._share_adapters()
         for frontend in self.frontends:
             await frontend.loaded.wait()
 
@@ -394,12 +415,19 @@ class FrontendGroup:
     async def _collect(self) -> None:
         """Ask every frontend for its counts; one that does not answer in time keeps its last ones."""
         number = next(self._numbers)
-        asked = {frontend.index for frontend in self.frontends if frontend.channel is not None}
-        self._collections[number] = (asked, complete := asyncio.Event())
+        complete = self._expect_answers(number)
         self.broadcast(Collect(number))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(complete.wait(), COLLECT_TIMEOUT)
         del self._collections[number]
+
+    def _expect_answers(self, number: int) -> asyncio.Event:
+        """Set when every running frontend has answered the message of that number, or has ended."""
+        asked = {frontend.index for frontend in self.frontends if frontend.channel is not None}
+        _, complete = self._collections[number] = (asked, asyncio.Event())
+        if not asked:
+            complete.set()
+        return complete
 
     def _note_answer(self, number: int, frontend: FrontendProcess) -> None:
         if number in self._collections:
@@ -407,6 +435,32 @@ class FrontendGroup:
             asked.discard(frontend.index)
             if not asked:
                 complete.set()
+
+    # ---- LoRA adapters
+
+    async def _answer_change(self, channel: Channel, message: ChangeAdapters) -> None:
+        """Change the adapters, and answer when every frontend serves the new ones."""
+        held = list(self.adapters.loaded.values())  # keeps the files of what is removed until nobody copies them
+        refusal = None
+        try:
+            await make(message.change, self.adapters, self._pool, served_names(self.config))
+            await self._share_adapters()
+        except ApiError as error:
+            refusal = Refusal.of(error)
+        except Exception:
+            logger.exception("a change of the LoRA adapters failed")
+            refusal = Refusal.of(ApiError("The adapters could not be changed because of an internal error."))
+        held.clear()
+        channel.send(AdaptersChanged(message.number, refusal))  # dropped if that process has ended
+
+    async def _share_adapters(self) -> None:
+        """Returns when every running frontend serves the present adapters; others get them when they start."""
+        number = next(self._numbers)
+        self.adapter_list = AdapterList(number, listing(self.adapters))
+        complete = self._expect_answers(number)
+        self.broadcast(self.adapter_list)
+        await complete.wait()
+        del self._collections[number]
 
     # ---- shutdown
 
@@ -445,6 +499,7 @@ class FrontendGroup:
         _, late = await asyncio.wait(self._running, timeout=EXIT_TIMEOUT)
         self.kill()
         await asyncio.gather(*late, return_exceptions=True)
+        self.adapters.close()
 
     def kill(self) -> None:
         for frontend in self.frontends:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from quire.engine.messages import MediaItem, PoolingParams, RequestTiming, SamplingParams
 from quire.server.generate.parse import Parsing
 from quire.server.generate.progress import PrefillProgress
-from quire.server.lora.adapters import Chosen
+from quire.server.lora.served import Chosen
 from quire.server.media.inputs import Lease
 from quire.server.structured.structure import Structure
 from quire.server.text.detokenizer import StopStrings

@@ -20,7 +20,7 @@ from quire.server.generate.encode import encode_texts
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import MAX_PROMPTS
 from quire.server.generate.sampling import fit
-from quire.server.lora.adapters import Chosen
+from quire.server.lora.served import Chosen
 from quire.server.model_info import ModelInfo
 from quire.server.text.tokenizer import Tokenizer
 

@@ -31,7 +31,7 @@ from quire.server.generate.limits import (
     TopP,
 )
 from quire.server.generate.tools import Reasoning, Tool, ToolChoice
-from quire.server.lora.adapters import Chosen
+from quire.server.lora.served import Chosen
 from quire.server.media.inputs import ImageInput
 from quire.server.structured.structure import Structure
 

@@ -6,19 +6,18 @@ import asyncio
 import itertools
 import logging
 import os
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.checkpoints.hub import adapter_folder, is_hub_adapter
 from quire.checkpoints.lora import folders_at_start, parse_module
 from quire.configs.config import Config
-from quire.engine.messages import LoraUse
 from quire.server.errors import BadRequest, Conflict, Forbidden, NotFound, Unavailable
 from quire.server.lora.fields import LoraScale
-from quire.server.lora.snapshots import Snapshot, Snapshots
+from quire.server.lora.served import Adapter, Served
+from quire.server.lora.snapshots import Snapshot
 
 if TYPE_CHECKING:
     from quire.server.engines.handle import EngineHandle
@@ -30,42 +29,14 @@ _POLL = 0.02  # seconds
 _LOAD_TIMEOUT = 600.0  # seconds
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Adapter:
-    """An adapter under a name. Requests refer to it, and keep its files until they have ended."""
-
-    name: str
-    id: int  # of llama.cpp's API: the place on the command line among those served, then the order of loading
-    source: Path
-    snapshot: Snapshot
-    parent: str | None  # the base model's name, if it was given
-    created: int = field(default_factory=lambda: int(time.time()))
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """An adapter of a request, and its scale."""
-
-    adapter: Adapter
-    scale: float = 1.0
-
-    @property
-    def use(self) -> LoraUse:
-        adapter = self.adapter
-        return LoraUse(adapter.snapshot.key, adapter.snapshot.folder, self.scale, adapter.name)
-
-
-class Adapters:
-    """Changed on the event loop alone; the methods of requests may be called in any thread."""
+class Adapters(Served):
+    """The adapters, read from their files and loaded into the engines."""
 
     def __init__(self, config: Config):
         """Raises ValueError for settings that are wrong."""
         lora = config.lora
-        self.enabled, self._several_frontends = lora.enabled, config.server.api_server_count > 1
+        super().__init__(lora.enabled)
         self._download_dir = config.model.download_dir
-        self.loaded: dict[str, Adapter] = {}
-        self.default_scales: dict[str, float] = {}  # of requests for the base model, set by /lora-adapters
-        self._snapshots = Snapshots()
         self._ids = itertools.count()
         self._loading: set[str] = set()  # names
         self._at_start = folders_at_start(lora.lora_modules, lora.lora_dir) if lora.enabled else []
@@ -76,7 +47,7 @@ class Adapters:
         # ids of the Hub by what they would be as paths
         self._on_hub = {Path(os.path.realpath(path)): path for path in given if is_hub_adapter(str(path))}
 
-    # ---- start and end
+    # ---- start
 
     async def open(self, client: EngineHandle, names: Sequence[str]) -> None:
         """Load the adapters of the command line and of --lora-dir, once an engine is ready. `names` are the model's.
@@ -114,23 +85,7 @@ class Adapters:
         snapshot = await asyncio.get_running_loop().run_in_executor(None, take)
         return Adapter(name, -1, path, snapshot, parent)  # a new one gets its number when it is loaded
 
-    def close(self) -> None:
-        """Remove the copies of files. Idempotent."""
-        self.loaded.clear()
-        self._snapshots.close()
-
     # ---- at run time
-
-    def require_dynamic(self) -> None:
-        """Raises BadRequest if adapters cannot be loaded and unloaded."""
-        if not self.enabled:
-            raise BadRequest(
-                "This server has no LoRA adapters: start it with --enable-lora, --lora-modules or --lora-dir."
-            )
-        if self._several_frontends:
-            raise BadRequest(
-                "Adapters cannot be loaded or unloaded while the server runs with --api-server-count above 1."
-            )
 
     async def load(
         self,
@@ -140,7 +95,7 @@ class Adapters:
         path: str,
         in_place: bool,
         parent: str | None = None,
-    ) -> Adapter:
+    ) -> None:
         """Load the adapter in the folder `path` as `name`; `in_place` replaces one of that name. `names` are the
         model's.
 
@@ -164,8 +119,7 @@ class Adapters:
             adapter = await self._read(name, folder, parent)
             await _load_into(client, adapter)
             number = next(self._ids) if known is None else known.id
-            adapter = self.loaded[name] = replace(adapter, id=number)
-            return adapter
+            self.loaded[name] = replace(adapter, id=number)
         except ValueError as error:
             raise BadRequest(f"lora_path: {error}.", param="lora_path") from None
         finally:
@@ -204,9 +158,7 @@ class Adapters:
         self.require_dynamic()
         adapter = self.loaded.pop(name, None)
         if adapter is None:
-            raise NotFound(
-                f"There is no LoRA adapter '{name[:200]}'.", param="lora_name", code="model_not_found"
-            )
+            raise NotFound(f"There is no LoRA adapter '{name[:200]}'.", param="lora_name", code="model_not_found")
         self.default_scales.pop(name, None)
         if client.ready is not None and all(
             other.snapshot.key != adapter.snapshot.key for other in self.loaded.values()
@@ -216,51 +168,16 @@ class Adapters:
             except (RuntimeError, TimeoutError) as error:  # it is dropped when others are loaded
                 logger.info("the engine did not unload %s: %s", name, error)
 
-    # ---- requests
-
-    def choose(self, name: str | None, scales: Sequence[LoraScale] | None = None) -> list[Chosen]:
-        """The adapters of a request for the model `name`: that of the name, else those of `scales` by id, of a
-        request's `lora`. Raises BadRequest for an unknown id.
-        """
-        if name is not None and (adapter := self.loaded.get(name)) is not None:
-            return [Chosen(adapter)]
-        if scales is None:
-            found = [(self.loaded.get(other), scale) for other, scale in self.default_scales.items()]
-        else:
-            by_id = {adapter.id: adapter for adapter in self.loaded.values()}
-            found = [(self._of_id(one.id, by_id), one.scale) for one in scales]
-            if len({one.id for one in scales}) < len(scales):
-                raise BadRequest("lora: an id is given twice.", param="lora")
-        chosen = [Chosen(adapter, scale) for adapter, scale in found if adapter is not None and scale]
-        return _summed(chosen)
-
-    def set_default_scales(self, scales: Sequence[LoraScale]) -> None:
+    async def set_default_scales(self, scales: Sequence[LoraScale]) -> None:
         """Which adapters requests for the base model use that say nothing. Raises BadRequest for an unknown id."""
         by_id = {adapter.id: adapter for adapter in self.loaded.values()}
         self.default_scales = {self._of_id(one.id, by_id).name: one.scale for one in scales if one.scale}
-
-    @staticmethod
-    def _of_id(number: int, by_id: dict[int, Adapter]) -> Adapter:
-        if number not in by_id:
-            raise BadRequest(f"lora: there is no adapter with the id {number}; see /lora-adapters.", param="lora")
-        return by_id[number]
-
-
-def _summed(chosen: list[Chosen]) -> list[Chosen]:
-    """Adapters with equal contents as one."""
-    by_key: dict[str, Chosen] = {}
-    for one in chosen:
-        known = by_key.get(one.adapter.snapshot.key)
-        by_key[one.adapter.snapshot.key] = one if known is None else Chosen(known.adapter, known.scale + one.scale)
-    return list(by_key.values())
 
 
 async def _load_into(client: EngineHandle, adapter: Adapter) -> None:
     """Have all engines read an adapter. Raises ValueError if it does not fit the model, Unavailable."""
     try:
-        why_not = await client.call(
-            "load_lora", adapter.snapshot.key, adapter.snapshot.folder, timeout=_LOAD_TIMEOUT
-        )
+        why_not = await client.call("load_lora", adapter.snapshot.key, adapter.snapshot.folder, timeout=_LOAD_TIMEOUT)
     except (RuntimeError, TimeoutError) as error:
         raise Unavailable(f"The engine did not load the adapter: {error}.", retry_after=2) from None
     for reason in why_not if isinstance(why_not, list) else [why_not]:

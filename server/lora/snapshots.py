@@ -40,14 +40,17 @@ class Snapshots:
         self._folder: Path | None = None
         self._mark: int | None = None
 
-    def take(self, source: Path) -> Snapshot:
-        """Copy and check an adapter. Raises ValueError with what is wrong."""
+    def take(self, source: Path, link: bool = False) -> Snapshot:
+        """Copy and check an adapter; `link` shares the files, which must not change, where the file system can do it.
+
+        Raises ValueError with what is wrong.
+        """
         copy = Path(tempfile.mkdtemp(dir=self._own_folder()))
         try:
             sources = {name: source / name for name in FILES[:2]} | {GGUF: gguf_of(source)}
             for name, path in sources.items():
                 if path is not None and path.is_file():
-                    shutil.copyfile(path, copy / name)
+                    (_link if link else shutil.copyfile)(path, copy / name)
             if not (copy / WEIGHTS).is_file() and (copy / CONFIG).is_file():
                 read_lora(source)  # says which other files there are
             files = read_lora(copy)
@@ -76,3 +79,10 @@ class Snapshots:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(self._mark)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # no links there
+        shutil.copyfile(source, target)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from quire.server import needs
 from quire.server.errors import BadRequest
-from quire.server.lora.adapters import Chosen
+from quire.server.lora.served import Chosen
 
 
 @dataclass(frozen=True, slots=True)

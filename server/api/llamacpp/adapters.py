@@ -54,7 +54,7 @@ async def set_scales(request: Request, state: _Posting) -> Response:
         scales = msgspec.json.decode(raw, type=LoraScales)
     except msgspec.DecodeError as error:
         raise BadRequest(f"The body must be a list of objects with id and scale: {error}.", param="lora") from None
-    state.adapters.set_default_scales(scales)
+    await state.adapters.set_default_scales(scales)
     return JsonResponse(Done(success=True))
 
 
