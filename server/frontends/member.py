@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +130,9 @@ class ManagedFrontend:
                         waiting.set_result(message.refusal)
                 case Drain():
                     self.frontend.refuse()
-                    self._start(self._end_requests(self.frontend.drain()))
+                    self._start(self._end_requests(self.frontend.drain))
                 case Fail():
-                    self._start(self._end_requests(self.frontend.fail(message.reason)))
+                    self._start(self._end_requests(functools.partial(self.frontend.fail, message.reason)))
                 case End():
                     return
 
@@ -233,8 +233,8 @@ class ManagedFrontend:
 
     # ---- shutdown
 
-    async def _end_requests(self, ending: Coroutine[Any, Any, None]) -> None:
-        await ending
+    async def _end_requests(self, ending: Callable[[], Awaitable[None]]) -> None:
+        await ending()
         self.channel.send(Snapshot(0, self._counts()))
         self.channel.send(Drained())
 
