@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         prog="quire bench startup",
         usage=(
             "quire bench startup [MODEL] [flags of quire serve] [--num-iters N] [--serve-command COMMAND] "
-            "[--output-json FILE] [--plot FILE.png]"
+            "[--output-json FILE] [--plot FILE.png] [--disable-tqdm]"
         ),
         description=(
             "Start a server several times and report the seconds from the command to each stage. Other flags are "
@@ -49,6 +49,7 @@ def main(argv: list[str]) -> int:
         help="seconds to wait for readiness (default: 900)",
     )
     parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
     add_plot_flag(parser, "the seconds to each stage")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.serve_command and rest:
@@ -60,7 +61,8 @@ def main(argv: list[str]) -> int:
     )
     try:
         require_plot(arguments.plot)
-        with Bar(range(arguments.num_iters), desc="starts", unit="start") as starts:
+        disable = arguments.disable_tqdm
+        with Bar(range(arguments.num_iters), desc="starts", unit="start", disable=disable) as starts:
             runs = [asyncio.run(measure(command, arguments.startup_timeout)) for _ in starts]
     except (RuntimeError, OSError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
