@@ -303,7 +303,7 @@ def test_defaults_of_the_format_and_of_the_dialect(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"top_p": 0.5, "suppress_tokens": [7, 9999]}')
     found = read_sampling_defaults(Config(), str(tmp_path))
     assert found.describe().endswith("temperature 0.8, top_k 40, min_p 0.05 (llama.cpp's)")
-    model = ModelInfo(100, 512, [2], found.declared, 20, False, None, found.others)
+    model = ModelInfo(100, 512, [2], found.declared, 20, False, other_defaults=found.others)
     params = chat(model)
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.5, 0.05)
     assert params.bad_words_ids == [[7]] and chat(model, temperature=0.3).temperature == 0.3
