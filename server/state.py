@@ -1,6 +1,6 @@
 """Server state that the routes read: the status, the served model, and the engine client.
 
-Written only by `frontends/frontend.py`, `frontends/member.py` and `startup/runtime.py`.
+Written only by `frontends/frontend.py`, `frontends/member.py` and `offline/runtime.py`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.error
 import urllib.request
@@ -235,11 +236,8 @@ def page(answers: Iterator[tuple[str, Answered]]) -> str:
 
 
 def _curl(example: Example, path: str) -> str:
-    method = (
-        ""
-        if example.method in ("GET", "POST") and example.body is not None or example.method == "GET"
-        else f" -X {example.method}"
-    )
+    implied = "GET" if example.body is None else "POST"
+    method = "" if example.method == implied else f" -X {example.method}"
     command = f"curl{method} http://127.0.0.1:8000{path}"
     if example.body is None:
         return command
@@ -248,10 +246,8 @@ def _curl(example: Example, path: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    try:
+    with contextlib.suppress(ValueError):  # a stream, or text
         text = json.dumps(_pruned(json.loads(text)), indent=2, ensure_ascii=False)
-    except ValueError:
-        pass  # a stream, or text
     lines = text.strip().splitlines()
     return "\n".join([*lines[:MAX_LINES], *(["..."] if len(lines) > MAX_LINES else [])])
 

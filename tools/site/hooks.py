@@ -44,9 +44,10 @@ def _server() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="quire-docs-") as folder:
         address, log = Path(folder, "address"), Path(folder, "log")
         variables = os.environ | {"QUIRE_ADDRESS_FILE": str(address), "QUIRE_DEVICE": "cpu"}
-        command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--batch-dir", str(Path(folder, "batches"))]
+        command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--pooling", "mean"]
+        command += ["--batch-dir", str(Path(folder, "batches"))]
         with log.open("wb") as output:
-            server = subprocess.Popen([*command, "--pooling", "mean"], env=variables, stdout=output, stderr=output, cwd=ROOT)
+            server = subprocess.Popen(command, env=variables, stdout=output, stderr=output, cwd=ROOT)
         try:
             yield f"http://{_wait_ready(server, address, log)}"
         finally:
