@@ -74,8 +74,8 @@ def _template(node: ast.expr) -> str | None:
 def page(found: list[Message]) -> str:
     """The page, in Markdown: messages by their first letter."""
     parts = [
-        "# Messages\n\nEvery text with which quire refuses or warns, by its first words; `...` stands for what is filled"
-        " in. A message names the parameter and the limit, and most name the remedy;"
+        "# Messages\n\nEvery text with which quire refuses or warns, by its first words; `...` stands for what is"
+        " filled in. A message names the parameter and the limit, and most name the remedy;"
         " [troubleshooting.md](troubleshooting.md) has more on the frequent ones. The last column leads to the code.\n"
     ]
     initial = ""
