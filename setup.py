@@ -20,7 +20,9 @@ FOLDER = Path("worker", "cpu")
 
 
 def _build_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quire_build_kernels", Path(__file__).parent / FOLDER / "build.py")
+    # a source distribution has the folders inside `quire` only, where a checkout has links
+    script = Path(__file__).parent / "quire" / FOLDER / "build.py"
+    spec = importlib.util.spec_from_file_location("quire_build_kernels", script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

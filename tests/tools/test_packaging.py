@@ -55,9 +55,9 @@ if [ -n "$shared" ]; then cp {library} "$out"; else : > "$out"; fi
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory, _kernels_in_the_cache) -> Path:
-    """Built without a network, from a copy: setuptools leaves a `build` folder next to the sources."""
-    folder = tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory, _kernels_in_the_cache) -> tuple[Path, dict[str, str]]:
+    """A copy of the sources (setuptools leaves a `build` folder next to them), and the environment for a build."""
+    folder = tmp_path_factory.mktemp("source")
     for name in FOLDERS:
         ignore = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / name, folder / "src" / name, ignore=ignore, symlinks=True)
@@ -68,10 +68,20 @@ def wheel(tmp_path_factory, _kernels_in_the_cache) -> Path:
         (folder / "c++").write_text(COMPILER.format(library=library))
         (folder / "c++").chmod(0o755)
         variables["CXX"] = str(folder / "c++")
+    return folder / "src", variables
+
+
+def make_wheel(source: Path, folder: Path, variables: dict[str, str]) -> Path:
+    """Built without a network."""
     pip = (sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation")
-    run(*pip, "-w", folder, folder / "src", env=variables)
+    run(*pip, "-w", folder, source, env=variables)
     (path,) = folder.glob("*.whl")
     return path
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    return make_wheel(source[0], tmp_path_factory.mktemp("wheel"), source[1])
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +122,16 @@ def test_the_wheel_has_one_top_level_package_and_every_file(wheel):
             if path.suffix not in (".pyc", ".so") and path.is_file():  # rglob follows no links
                 inside = path.relative_to(ROOT).as_posix().removeprefix("quire/")
                 assert f"quire/{inside}" in names
+
+
+def test_the_source_distribution_makes_the_same_wheel(source, wheel, tmp_path):
+    """It has the folders inside `quire`, where a checkout has links to them."""
+    code = f"import setuptools.build_meta as backend; backend.build_sdist({str(tmp_path)!r})"
+    run(sys.executable, "-c", code, cwd=source[0])
+    (archive,) = tmp_path.glob("*.tar.gz")
+    again = make_wheel(archive, tmp_path, source[1])
+    assert again.name == wheel.name
+    assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
 
 
 def test_the_command_works_next_to_modules_of_the_user(installed, users_folder):

@@ -144,7 +144,8 @@ def test_messages(seeing, sent, claude):
     assert [item.key for item in request.media] == [red, blue]
     assert prompt(seeing, request) == f"<|im_start|>user\na\nb{IMAGES}c{IMAGES}<|im_end|>\n"
     usage = answer.usage
-    assert usage.input_tokens + usage.cache_read_input_tokens == len(request.prompt_token_ids)
+    num_cached = usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    assert usage.input_tokens + num_cached == len(request.prompt_token_ids)
     assert claude.messages.count_tokens(model=MODEL, messages=messages).input_tokens == len(request.prompt_token_ids)
     with claude.messages.stream(model=MODEL, max_tokens=4, messages=messages) as stream:
         assert stream.get_final_message().usage.output_tokens == 4
