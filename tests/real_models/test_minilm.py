@@ -20,15 +20,19 @@ def texts() -> list[str]:
     return [" ".join(WORDS[i] for i in draw.integers(0, len(WORDS), length)) for length in lengths]
 
 
-def test_embeddings_equal_those_of_sentence_transformers(real_model, _kernels_in_the_cache):
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_embeddings_equal_those_of_sentence_transformers(real_model, _kernels_in_the_cache, dtype):
+    """In float32; by default the direction is the same within 1e-3, in bfloat16 where the CPU has kernels for it."""
     from sentence_transformers import SentenceTransformer
 
     path = str(real_model("minilm"))
     given = texts()
     assert len(given) == 200
     theirs = SentenceTransformer(path, device="cpu").encode(given, batch_size=8, normalize_embeddings=True)
-    with running_server(path, distributed_executor_backend="uniproc") as server:
+    with running_server(path, distributed_executor_backend="uniproc", dtype=dtype) as server:
         server.wait_ready(120)
         answer = server.openai.embeddings.create(model=MODEL, input=given, extra_body={"truncate_prompt_tokens": -1})
     ours = np.array([entry.embedding for entry in answer.data])
-    assert np.abs(ours - theirs).max() < 1e-4
+    if dtype == "float32":
+        assert np.abs(ours - theirs).max() < 1e-4
+    assert (1 - (ours * theirs).sum(axis=1)).max() < 1e-3
