@@ -79,7 +79,11 @@ def fuzz_both(num_requests: int, seconds: int, seed: int = 1) -> dict[str, Resul
             ("fake", write_model_folder(folder / "model").as_posix(), {}),
             ("embedded", embedded_model(), {"distributed_executor_backend": None, "kv_cache_memory_bytes": 2**26}),
         ):
-            server = servers.enter_context(running_server(model, batch_dir=f"{folder}/batches-{kind}", **settings))
+            server = servers.enter_context(
+                running_server(
+                    model, batch_dir=f"{folder}/batches-{kind}", slot_save_path=f"{folder}/slots-{kind}", **settings
+                )
+            )
             url = server.wait_ready(60).url
             started[kind] = threads.submit(fuzz, url, folder / f"run-{kind}", num_requests // 2, seconds, seed)
         return {kind: future.result() for kind, future in started.items()}

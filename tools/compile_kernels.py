@@ -42,6 +42,7 @@ TYPES = {
 }
 _REGISTERS = 1 << 16  # of a multiprocessor
 _FEW_BYTES = 32
+_ONE_PAIR = 8  # bytes: two registers, which a kernel of 16 warps may lack
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,10 @@ class Compiled:
 
     def faults(self, capability: int) -> list[str]:
         """Reasons why the variant is slow or cannot run. Some bytes are no fault where registers are left: ptxas then
-        chose to let more blocks run at once.
+        chose to let more blocks run at once; nor is one pair of registers.
         """
         limit, most = limits.KNOWN[capability].shared, min(255, _REGISTERS // (32 * self.warps))
-        short = self.spills > _FEW_BYTES or (self.spills and self.registers >= most - 8)
+        short = self.spills > _FEW_BYTES or (self.spills > _ONE_PAIR and self.registers >= most - 8)
         faults = [f"spills {self.spills} bytes"] if short else []
         return faults + ([f"takes {self.shared} of {limit} bytes of shared memory"] if self.shared > limit else [])
 
