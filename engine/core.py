@@ -72,6 +72,7 @@ SAVED_BYTES = 8 << 20  # that busy engines write at once
 WRITTEN_AFTER = 1.0  # seconds until blocks that were given to the disk are written, unless it is slow
 SAVE_TIMEOUT = 15.0  # seconds that an engine writes before it ends
 FETCH_POLL_INTERVAL = 0.001  # seconds between looks for fetched blocks when nothing else is to do
+LEFT_POOLS = 4  # KV events know the tokens of so many pools of blocks that left the pool
 OPS_POLL_INTERVAL = 0.5  # seconds between polls of an idle engine for kernels that are being compiled
 CONNECT_TIMEOUT = 1.0  # seconds that a failing engine waits for a server to connect
 
@@ -359,7 +360,10 @@ class EngineCore:
         text = self.config.cache.kv_events_config
         settings = read_kv_events(text) if text else None
         if settings is not None and kv.enable_prefix_caching:
-            kv.pool.events = KVEventLog(kv.block_size, kv.groups)
+            num_left = LEFT_POOLS * (kv.pool.num_usable + kv.pool.num_states) if self.scheduler.tiers is not None else 0
+            kv.pool.events = KVEventLog(kv.block_size, kv.groups, num_left)
+            if self.scheduler.tiers is not None:
+                self.scheduler.tiers.call("watch")
             self.publisher = KVEventPublisher(settings, self.index)
 
     def open_tiers(self, ready: WorkerReady, kv: KVCacheManager) -> Tiers | None:

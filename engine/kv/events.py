@@ -7,7 +7,9 @@ hash of the block before them, so that a router can compute hashes of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from quire.engine.request import Request
 from quire.worker.messages import CacheGroup
 
 MEDIUM = "GPU"  # vLLM's name of the pool, on every device
+MEDIA_BELOW = {"ram": "CPU", "disk": "STORAGE"}  # vLLM's names of the tiers below it
 _KINDS = {
     "full": "full_attention",
     "window": "sliding_window",
@@ -61,12 +64,28 @@ def wire_hash(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[-8:], "big")
 
 
-class KVEventLog:
-    """The events since the last `take`, in order. Keys are a group's tag, one byte, and a block's hash."""
+class _Facts(msgspec.Struct, frozen=True, gc=False):
+    """What a `BlockStored` tells about one block."""
 
-    def __init__(self, block_size: int, groups: Sequence[CacheGroup]):
-        self.block_size, self.groups = block_size, tuple(groups)
+    parent: int | None
+    token_ids: array
+    lora_name: str | None
+    extra_keys: list[Any] | None
+
+
+class KVEventLog:
+    """The events since the last `take`, in order. Keys are a group's tag, one byte, and a block's hash.
+
+    Lower tiers name blocks by key alone. A block is announced there if its tokens are known: while the pool has it, and
+    for the last `num_left` blocks that left the pool. 0: there are no lower tiers.
+    """
+
+    def __init__(self, block_size: int, groups: Sequence[CacheGroup], num_left: int = 0):
+        self.block_size, self.groups, self._num_left = block_size, tuple(groups), num_left
         self._events: list[KVEvent] = [AllBlocksCleared()]  # of an earlier run of this engine nothing is left
+        self._facts: dict[bytes, _Facts] = {}  # of blocks in the pool
+        self._left: OrderedDict[bytes, _Facts] = OrderedDict()
+        self._below: dict[str, set[bytes]] = {medium: set() for medium in MEDIA_BELOW.values()}  # announced there
 
     def take(self) -> list[KVEvent]:
         events, self._events = self._events, []
@@ -75,32 +94,73 @@ class KVEventLog:
     def stored(self, g: int, request: Request, i: int) -> None:
         """Block `i` of a request was published in group `g`."""
         size, hashes = self.block_size, request.block_hashes
-        this, parent = wire_hash(hashes[i]), wire_hash(hashes[i - 1]) if i else None
-        tokens, extra = request.token_ids[i * size : (i + 1) * size], _extra_keys(request, i, size)
+        name = ",".join(use.name for use in request.adapters) or None
+        tokens = array("I", request.token_ids[i * size : (i + 1) * size])
+        facts = _Facts(wire_hash(hashes[i - 1]) if i else None, tokens, name, _extra_keys(request, i, size))
+        if self._num_left:
+            key = bytes([g]) + hashes[i]
+            self._facts[key] = facts
+            self._left.pop(key, None)
+        self._store(g, wire_hash(hashes[i]), facts, MEDIUM)
+
+    def _store(self, g: int, this: int, facts: _Facts, medium: str) -> None:
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlockStored) and last.group_idx == g and last.block_hashes[-1] == parent:
+        same = isinstance(last, BlockStored) and (last.medium, last.group_idx) == (medium, g)
+        if same and last.block_hashes[-1] == facts.parent:
             last.block_hashes.append(this)
-            last.token_ids += tokens
-            last.extra_keys.append(extra)
+            last.token_ids += facts.token_ids
+            last.extra_keys.append(facts.extra_keys)
             return
-        group, name = self.groups[g], ",".join(use.name for use in request.adapters) or None
+        group = self.groups[g]
         window = group.window if group.kind in ("window", "chunk") else None
-        kind = _KINDS[group.kind]
-        event = BlockStored([this], parent, tokens, size, None, MEDIUM, name, [extra], g, kind, window)
-        self._events.append(event)
+        kind, tokens, extra = _KINDS[group.kind], list(facts.token_ids), [facts.extra_keys]
+        self._events.append(
+            BlockStored(
+                [this], facts.parent, tokens, self.block_size, None, medium, facts.lora_name, extra, g, kind, window
+            )
+        )
 
     def removed(self, key: bytes) -> None:
-        """Requests do not find this block any more."""
+        """Requests do not find this block in the pool any more."""
+        if (facts := self._facts.pop(key, None)) is not None:
+            self._left[key] = facts
+            if len(self._left) > self._num_left:
+                self._left.popitem(last=False)
+        self._remove(key, MEDIUM)
+
+    def _remove(self, key: bytes, medium: str) -> None:
         g, this = key[0], wire_hash(key)
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved) and last.group_idx == g:
+        if isinstance(last, BlockRemoved) and (last.medium, last.group_idx) == (medium, g):
             last.block_hashes.append(this)
         else:
-            self._events.append(BlockRemoved([this], MEDIUM, g))
+            self._events.append(BlockRemoved([this], medium, g))
+
+    def changed_below(self, changes: Iterable[tuple[str, bytes, bool]]) -> None:
+        """Blocks came into lower tiers or left them: (tier, key, whether it is there now), in order."""
+        for tier, key, here in changes:
+            medium = MEDIA_BELOW[tier]
+            if not here:
+                if key in self._below[medium]:
+                    self._below[medium].remove(key)
+                    self._remove(key, medium)
+            elif key not in self._below[medium] and (facts := self._facts.get(key) or self._left.get(key)):
+                self._below[medium].add(key)
+                self._store(key[0], wire_hash(key), facts, medium)
+
+    def pool_cleared(self) -> None:
+        """The pool has no block any more; lower tiers keep theirs."""
+        if not any(self._below.values()):
+            self.cleared()
+            return
+        for key in list(self._facts):
+            self.removed(key)
 
     def cleared(self) -> None:
         """No block is cached; events that were not taken yet do not matter any more."""
         self._events = [AllBlocksCleared()]
+        for known in (self._facts, self._left, *self._below.values()):
+            known.clear()
 
 
 def _extra_keys(request: Request, i: int, size: int) -> list[Any] | None:

@@ -206,7 +206,7 @@ class BlockPool:
         self._hashes = [None] * len(self._hashes)
         self._by_hash.clear()
         if self.events is not None:
-            self.events.cleared()
+            self.events.pool_cleared()
         self._publishers.clear()
         self.hot.clear()
         self.unsaved.clear()

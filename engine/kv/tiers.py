@@ -26,6 +26,7 @@ from quire.worker.messages import WorkerReady
 
 logger = logging.getLogger(__name__)
 
+_NAMES = {1: "disk", 2: "ram"}  # of the numbers that `lookup` returns
 SILENCE = 2.0  # seconds without a loaded block after which a fetch is given up
 PAUSE = 30.0  # seconds without fetches after that
 MEASURED_TOKENS = 128  # a step with as many tokens measures how fast prompts are computed
@@ -117,6 +118,8 @@ class Tiers:
             return None
         self._measured = time.monotonic()
         found = self.call("stats")
+        if self.kv.pool.events is not None:
+            self.kv.pool.events.changed_below(found["changes"])
         totals, before = found["counts"], self._totals
         self._totals = totals
         counts = {name: value - before.get(name, 0) for name, value in totals.items() if value != before.get(name, 0)}
@@ -199,6 +202,9 @@ class Tiers:
         pool = self.kv.pool
         filled = {key: block_id for key, block_id, good in zip(fetch.keys, fetch.block_ids, ok) if good}
         self.kv.publish_filled(fetch.owner, filled)
+        if pool.events is not None:  # what an earlier run or another engine stored becomes known by its use
+            tiers = zip(filled, self.call("lookup", list(filled)))
+            pool.events.changed_below([(_NAMES[tier], key, True) for key, tier in tiers if tier])
         pool.note_hits([i for i, good in zip(fetch.block_ids, ok) if good and pool.is_published(i)], 0)
         pool.release(fetch.block_ids)
         self.rates.fetched = _Rates.mix(self.rates.fetched, (now - fetch.started) / len(fetch.keys))
@@ -263,3 +269,5 @@ class Tiers:
         """Forget what the lower tiers have. The pool holds no blocks."""
         self.kv.pool.evicted = []
         self.call("clear")
+        if self.kv.pool.events is not None:
+            self.kv.pool.events.cleared()

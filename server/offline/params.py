@@ -118,7 +118,9 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its answers. `num_cached_tokens` of the prompt were found in the prefix cache."""
+    """A prompt and its answers. `num_cached_tokens` of the prompt were found in the prefix cache, `num_reused_tokens`
+    at other positions (`cache_reuse`).
+    """
 
     request_id: str
     prompt: str | None
@@ -127,6 +129,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
+    num_reused_tokens: int = 0
 
 
 def converted(value: Any, cls: type[T], path: str = "") -> T:

@@ -71,7 +71,7 @@ class Subscriber:
                 **settings,
             )
         )
-        self.cached: set[tuple[int, int]] = set()
+        self.cached: dict[str, set[tuple[int, int]]] = {medium: set() for medium in ("GPU", "CPU", "STORAGE")}
         self.events: list[Any] = []
 
     def join(self) -> None:
@@ -101,16 +101,25 @@ class Subscriber:
             match type(event).__name__:
                 case "BlockStored":
                     assert len(event.token_ids) == len(event.block_hashes) * event.block_size
-                    assert len(event.extra_keys) == len(event.block_hashes) and event.medium == "GPU"
-                    self.cached |= {(event.group_idx, one) for one in event.block_hashes}
+                    assert len(event.extra_keys) == len(event.block_hashes)
+                    told = {(event.group_idx, one) for one in event.block_hashes}
+                    assert told.isdisjoint(self.cached[event.medium])
+                    self.cached[event.medium] |= told
                 case "BlockRemoved":
                     for one in event.block_hashes:
-                        self.cached.remove((event.group_idx, one))
+                        self.cached[event.medium].remove((event.group_idx, one))
                 case "AllBlocksCleared":
-                    self.cached.clear()
+                    for known in self.cached.values():
+                        known.clear()
 
     def of_pool(self) -> set[tuple[int, int]]:
         return {(key[0], wire_hash(key)) for key in self.engine.scheduler.kv.pool._by_hash}
+
+    def of_tier(self, name: str) -> set[tuple[int, int]]:
+        """Of "ram" or "disk"."""
+        tier = getattr(self.engine.core.executor.tiers, name)
+        keys = tier._blocks if name == "ram" else tier._index
+        return {(key[0], wire_hash(key)) for key in keys}
 
     def run(self) -> None:
         self.engine.run()
@@ -138,9 +147,7 @@ def test_the_wire_form(subscribe, event_format):
     router = subscribe(event_format)
     router.join()
     adapters = [LoraUse("k", "", name="law")]
-    message = AddRequest(
-        "a", list(range(1, 14)), SamplingParams(max_tokens=1), cache_salt="salt", adapters=adapters
-    )
+    message = AddRequest("a", list(range(1, 14)), SamplingParams(max_tokens=1), cache_salt="salt", adapters=adapters)
     router.engine.scheduler.max_loras = router.engine.scheduler.room.max_loras = 1
     router.engine.put(message)
     router.run()
@@ -163,31 +170,63 @@ def test_the_wire_form(subscribe, event_format):
     assert isinstance(raw[0], list if event_format == "array" else dict)
 
 
-@pytest.mark.parametrize("groups", ["full", "full+window:24", "full+state"])
-def test_a_router_knows_what_is_cached(subscribe, monkeypatch, tmp_path, groups):
+@pytest.mark.parametrize(
+    ("groups", "ram"), [("full", 0), ("full", 1500), ("full+window:24", 1500), ("full+state", 1 << 20)]
+)
+def test_a_router_knows_what_is_cached(subscribe, monkeypatch, tmp_path, groups, ram):
     monkeypatch.setenv("QUIRE_FAKE", f"groups={groups}")
-    chance = random.Random(len(groups))
-    router = subscribe(kv_disk=str(tmp_path / "kv"), kv_disk_gib=0.01, steps_in_flight=2)
+    chance = random.Random(len(groups) + ram)
+    router = subscribe(kv_disk=str(tmp_path / "kv"), kv_disk_gib=12e-6, kv_offload_gib=ram / 2**30, steps_in_flight=2)
     talks, wait = [[chance.randrange(VOCAB) for _ in range(40)] for _ in range(9)], router.engine
-    seen = 0
+    tiers = wait.scheduler.tiers
     for turn in range(40):
         for i in range(2):
             wait.add(f"{turn}.{i}", list(chance.choice(talks)), max_tokens=5)
         router.run()
-        wait.scheduler.tiers.save(64, set(), False)
-        wait.scheduler.tiers.call("flush", 5.0)
-        if turn == 9 or chance.random() < 0.3:
-            wait.put(Call(turn, "reset_prefix_cache" if turn == 9 else "stats"))
+        if turn % 3:
+            tiers.save(64, set(), False)
+        tiers.call("flush", 5.0)
+        if turn == 9:
+            wait.put(Call(turn, "reset_prefix_cache"))
             router.run()
+            assert not router.of_tier("disk") and not router.of_tier("ram" if ram else "disk")
+        if turn == 20:
+            assert wait.scheduler.kv.reset_prefix_cache()  # as an idle engine that gives its memory back
+    tiers.stats(now=True)
+    wait.put(Call(99, "stats"))
+    router.run()
     batches = router.ask_again(0)
     assert [number for number, _ in batches] == list(range(len(batches)))
     for _, payload in batches:
         router.apply(router.decoder.decode(payload).events)
-        seen += 1
-    assert router.cached == router.of_pool() and seen > 10
-    assert {type(event).__name__ for event in router.events} >= {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
-    assert wait.scheduler.tiers.counts.hits > 0
+    assert router.cached["GPU"] == router.of_pool()
+    assert router.cached["STORAGE"] == router.of_tier("disk") and router.cached["STORAGE"]
+    assert router.cached["CPU"] == (router.of_tier("ram") if ram else set())
+    kinds = {(type(event).__name__, getattr(event, "medium", None)) for event in router.events}
+    media = {"GPU", "STORAGE", *(["CPU"] if ram else [])}
+    assert kinds >= {("BlockStored", medium) for medium in media} | {("AllBlocksCleared", None)}
+    assert kinds >= {("BlockRemoved", "GPU"), ("BlockRemoved", "STORAGE")} and (
+        ram != 1500 or ("BlockRemoved", "CPU") in kinds
+    )
+    assert tiers.counts.hits > 0
     assert router.ask_again(len(batches) - 1) == batches[-1:]
+
+
+def test_what_an_earlier_run_left_on_disk_is_told_when_it_is_used(subscribe, tmp_path):
+    prompt, settings = list(range(1, 42)), {"kv_disk": str(tmp_path / "kv"), "kv_disk_gib": 0.01}
+    first = Engine(fake_config(num_gpu_blocks_override=64, block_size=4, max_num_seqs=4, **settings))
+    for name in "ab":
+        first.add(name, prompt, max_tokens=1)
+        first.run()
+    first.core.save_hot()
+    router = subscribe(**settings)
+    router.join()
+    assert router.of_tier("disk")
+    router.engine.add("c", prompt, max_tokens=1)
+    router.run()
+    for _, payload in router.ask_again(0):
+        router.apply(router.decoder.decode(payload).events)
+    assert router.cached["STORAGE"] == router.of_tier("disk") and router.cached["STORAGE"] < router.cached["GPU"]
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,21 @@ def test_other_models_are_refused_by_name(tmp_path, family, settings, message):
         start(folder, **settings)
 
 
+def _chat(text: str) -> dict:
+    return {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 2, "stream": False}
+
+
+ANSWERS = [  # a route, its body, and where the answer says what was reused
+    ("/v1/chat/completions", _chat, ["usage"]),
+    ("/v1/responses", lambda text: {"model": "m", "input": text, "max_output_tokens": 16}, ["usage"]),
+    ("/v1/messages", _chat, ["usage"]),
+    ("/api/chat", lambda text: _chat(text) | {"options": {"num_predict": 2}}, []),
+    ("/api/generate", lambda text: {"model": "m", "prompt": text, "stream": False, "options": {"num_predict": 2}}, []),
+    ("/generate", lambda text: {"text": text, "sampling_params": {"max_new_tokens": 2}}, ["meta_info"]),
+    ("/generate", lambda text: {"inputs": text, "parameters": {"max_new_tokens": 2, "details": True}}, ["details"]),
+]
+
+
 def test_usage_says_how_many_tokens_were_reused():
     from quire.configs.sources import EMBEDDED_MODEL
     from tests.server.conftest import running_server
@@ -153,3 +168,10 @@ def test_usage_says_how_many_tokens_were_reused():
         second = usage([*begin, *kept, *last, 6])
         assert second["prompt_tokens_details"]["cached_tokens"] == 32
         assert second["reused_tokens"] == 5 + 70 + 50
+        for i, (route, body, path) in enumerate(ANSWERS):
+            head, tail = f"{i} begins. " + "The cat sat on the mat. " * 4, "Then the dog ran to the old house. " * 6
+            for text in (head + "This sentence is dropped. " + tail, head + tail):
+                answer = server.http.post(route, json=body(text))
+                assert answer.status_code == 200, answer.text
+            found = functools.reduce(lambda part, name: part[name], path, answer.json())
+            assert found["reused_tokens"] > LEAST, (route, found)

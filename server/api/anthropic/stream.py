@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.server.api.anthropic.caching import Caching
-from quire.server.api.anthropic.protocol import ContentBlock, MessageResponse
+from quire.server.api.anthropic.protocol import ContentBlock, MessageResponse, MessageUsage
 from quire.server.error_shapes import anthropic_body
 from quire.server.errors import ApiError
 from quire.server.generate.delta import Delta
@@ -76,7 +76,7 @@ class Stream:
 
     def __init__(self, message: MessageResponse, num_prompt_tokens: int, clipped: bool, cached: Caching):
         self.message, self.num_prompt_tokens, self.clipped, self.cached = message, num_prompt_tokens, clipped, cached
-        self.num_output_tokens = self.num_cached_tokens = 0
+        self.num_output_tokens = self.num_cached_tokens = self.num_reused_tokens = 0
         self.begun = False
         self.index = -1  # of the block that is open
         self.open: str | None = None  # its type
@@ -93,7 +93,8 @@ class Stream:
     def _frames(self, delta: Delta) -> Iterator[bytes]:
         if not self.begun:
             self.begun, self.num_cached_tokens = True, delta.num_cached_tokens
-            self.message.usage = self.cached.usage(self.num_prompt_tokens, delta.num_cached_tokens, 0)
+            self.num_reused_tokens = delta.num_reused_tokens
+            self.message.usage = self._usage()
             yield _event("message_start", message=self.message)
         self.num_output_tokens += len(delta.token_ids)
         for event in events_of(delta):
@@ -104,9 +105,14 @@ class Stream:
             yield _event(
                 "message_delta",
                 delta={"stop_reason": reason, "stop_sequence": sequence},
-                usage=self.cached.usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens),
+                usage=self._usage(),
             )
             yield _event("message_stop")
+
+    def _usage(self) -> MessageUsage:
+        return self.cached.usage(
+            self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens, self.num_reused_tokens
+        )
 
     def _event(self, event: Event) -> Iterator[bytes]:
         match event:

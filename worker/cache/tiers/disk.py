@@ -17,6 +17,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class DiskTier:
         self.used = 0  # bytes of all files when they were last counted
         self.written = self.num_evicted = self.num_damaged = 0  # bytes, files, files or blocks
         self.seconds_writing = 0.0
+        self.changes: deque[tuple[bytes, bool]] | None = None  # (block, whether it is here now); None: nobody asks
         self._index: dict[bytes, Place] = {}
         self._known: dict[str, list[bytes]] = {}  # keys by file name, also of files that are not ours
         self._queue: dict[bytes, bytes] = {}  # blocks that wait for the writer
@@ -132,7 +134,7 @@ class DiskTier:
                     self._doomed.add(key)
                 elif (content := self._queue.pop(key, None)) is not None:
                     self._queued_bytes -= len(content)
-                if (place := self._index.pop(key, None)) is not None and self.writable:
+                if (place := self._leave(key)) is not None and self.writable:
                     self._shrinking.add(place.path.name)
             self._changed.notify_all()
 
@@ -229,7 +231,13 @@ class DiskTier:
     def _forget(self, name: str) -> None:
         for key in self._known.pop(name, ()):
             if (place := self._index.get(key)) and place.path.name == name:
-                self._index.pop(key, None)
+                self._leave(key)
+
+    def _leave(self, key: bytes) -> Place | None:
+        place = self._index.pop(key, None)
+        if place is not None and self.changes is not None:
+            self.changes.append((key, False))
+        return place
 
     def _drop_file(self, path: Path, error: Exception) -> None:
         """Forget a file that cannot be read."""
@@ -262,6 +270,8 @@ class DiskTier:
     def _add(self, name: str, places: dict[bytes, Place]) -> None:
         self._known[name] = list(places)
         self._index.update(places)
+        if self.changes is not None:
+            self.changes.extend((key, True) for key in places)
 
     # ---- the writer's thread
 
@@ -295,7 +305,7 @@ class DiskTier:
                     if self._queue.pop(key, None) is not None:
                         self._queued_bytes -= len(content)
                 for key in self._doomed:
-                    if (place := self._index.pop(key, None)) is not None:
+                    if (place := self._leave(key)) is not None:
                         self._shrinking.add(place.path.name)
                 self._writing = 0
                 self._batch, self._doomed = set(), set()

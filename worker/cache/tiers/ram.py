@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 
 class RamTier:
@@ -12,6 +12,7 @@ class RamTier:
         self.limit, self.used = limit, 0
         self.added = self.num_evicted = 0  # bytes, blocks since the start
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
+        self.changes: deque[tuple[bytes, bool]] | None = None  # (block, whether it is here now); None: nobody asks
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._blocks
@@ -31,12 +32,14 @@ class RamTier:
             self._blocks.move_to_end(key)
             return []
         self._blocks[key] = content
+        self._note(key, True)
         self.used += len(content)
         self.added += len(content)
         left = []
         while self.used > self.limit:
             left.append(self._blocks.popitem(last=False))
             self.used -= len(left[-1][1])
+            self._note(left[-1][0], False)
         self.num_evicted += len(left)
         return left
 
@@ -45,6 +48,11 @@ class RamTier:
         for key in keys:
             if (content := self._blocks.pop(key, None)) is not None:
                 self.used -= len(content)
+                self._note(key, False)
+
+    def _note(self, key: bytes, here: bool) -> None:
+        if self.changes is not None:
+            self.changes.append((key, here))
 
     def clear(self) -> None:
         self._blocks.clear()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -225,10 +226,25 @@ class TierStore:
 
     def clear(self) -> None:
         """Forget every block of this model in both tiers."""
-        if self.ram is not None:
-            self.ram.clear()
-        if self.disk is not None:
-            self.disk.clear()
+        for tier in (self.ram, self.disk):
+            if tier is not None:
+                tier.clear()
+                if tier.changes is not None:
+                    tier.changes.clear()
+
+    def watch(self) -> None:
+        """From now on `stats` tells which blocks came and left."""
+        for tier in (self.ram, self.disk):
+            if tier is not None:
+                tier.changes = deque()
+
+    def _changes(self) -> list[tuple[str, bytes, bool]]:
+        """(tier, key, whether it is there now) since the last call. The writer of the disk adds to them meanwhile."""
+        found = []
+        for name, tier in (("ram", self.ram), ("disk", self.disk)):
+            while tier is not None and tier.changes:
+                found.append((name, *tier.changes.popleft()))
+        return found
 
     def stop(self) -> None:
         self._jobs.put(None)
@@ -237,8 +253,8 @@ class TierStore:
 
     def stats(self, take: bool = True) -> dict[str, Any]:
         """What this rank has and did: `used`, bytes by tier; `counts`, totals since the start; `store_sizes` and
-        `load_sizes`, the bytes of each transfer from and to the pool since the last call
-        with `take`.
+        `load_sizes`, the bytes of each transfer from and to the pool, and `changes`, all since the last call with
+        `take`.
         """
         used, counts = {}, asdict(self.counts) | self.tier_counts
         counts["load_time"] += counts["ram_read_seconds"] + counts["disk_read_seconds"]
@@ -252,4 +268,5 @@ class TierStore:
         sizes = {"store_sizes": self._store_sizes, "load_sizes": self._load_sizes}
         if take:
             self._store_sizes, self._load_sizes = [], []
+            sizes["changes"] = self._changes()
         return {"used": used, "counts": counts} | sizes
