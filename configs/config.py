@@ -227,8 +227,9 @@ class SchedulerConfig:
         None,
         (
             "several tokens of a request per step, as vLLM's JSON: "
-            '{"method": "auto"|"ngram"|"suffix"|"grammar"|"mtp"|"draft_model"|"none", "model": MODEL of draft_model, '
-            '"num_speculative_tokens": 1 to 64} (default: auto where it cannot change a text)'
+            '{"method": "auto"|"ngram"|"suffix"|"grammar"|"mtp"|"eagle3"|"draft_model"|"none", '
+            '"model": MODEL of eagle3 and draft_model, "num_speculative_tokens": 1 to 64} '
+            "(default: auto where it cannot change a text)"
         ),
         metavar="JSON",
         unit="mapping",

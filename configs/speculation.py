@@ -7,11 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_DRAFT = 64  # draft tokens of one request that a step may verify
-METHODS = ("auto", "ngram", "suffix", "grammar", "mtp", "draft_model", "none")
-_NEED_A_MODEL = {
-    "eagle": "EAGLE heads are not supported yet",
-    "eagle3": "EAGLE-3 heads are not supported yet",
-}
+METHODS = ("auto", "ngram", "suffix", "grammar", "mtp", "eagle3", "draft_model", "none")
+WITH_MODEL = ("draft_model", "eagle3")
 # flags of llama.cpp -> keys, and its types of drafts -> methods
 LLAMACPP_FLAGS = {
     "--spec-type": "method",
@@ -48,7 +45,7 @@ class SpeculationSettings:
     num_draft: int | None = None
     min_match: int | None = None
     max_match: int | None = None
-    model: str | None = None  # with method draft_model: folder, GGUF file or Hub id
+    model: str | None = None  # with methods draft_model and eagle3: folder, GGUF file or Hub id
 
 
 def read_speculation(text: str) -> SpeculationSettings:
@@ -58,10 +55,8 @@ def read_speculation(text: str) -> SpeculationSettings:
         raise ValueError(f"must be a JSON object, got {text}")
     inferred = "draft_model" if "model" in values else "ngram" if "prompt_lookup_max" in values else "auto"
     method, model = values.get("method", inferred), values.get("model")
-    if not isinstance(method, str) or method not in (*METHODS, *_NEED_A_MODEL):
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"method is {json.dumps(method)}, but must be one of {', '.join(METHODS)}")
-    if method in _NEED_A_MODEL:
-        raise ValueError(f"method {method}: {_NEED_A_MODEL[method]}; use one of {', '.join(METHODS)}")
     if unknown := sorted(values.keys() - set(_KEYS)):
         raise ValueError(f"unknown key {', '.join(unknown)}; the keys are {', '.join(_KEYS)}")
     num_draft = _whole(values, "num_speculative_tokens", MAX_DRAFT)
@@ -70,15 +65,15 @@ def read_speculation(text: str) -> SpeculationSettings:
         raise ValueError(f"prompt_lookup_min and prompt_lookup_max belong to method ngram, not to {method}")
     if low is not None and high is not None and low > high:
         raise ValueError(f"prompt_lookup_min is {low}, but must not exceed prompt_lookup_max, which is {high}")
-    if method == "draft_model" and not (isinstance(model, str) and model):
-        raise ValueError("method draft_model needs a model: its folder, GGUF file or Hub id")
-    if method != "draft_model" and model is not None:
-        raise ValueError(f"model belongs to method draft_model, not to {method}")
+    if method in WITH_MODEL and not (isinstance(model, str) and model):
+        raise ValueError(f"method {method} needs a model: its folder{', GGUF file' * (method != 'eagle3')} or Hub id")
+    if method not in WITH_MODEL and model is not None:
+        raise ValueError(f"model belongs to the methods {' and '.join(WITH_MODEL)}, not to {method}")
     return SpeculationSettings(method, num_draft, low, high, model)
 
 
 def draft_model_of(text: str | None) -> str | None:
-    """The draft model that `--speculative-config` names, if it does."""
+    """The draft model, or the EAGLE-3 head, that `--speculative-config` names, if it does."""
     return read_speculation(text).model if text is not None else None
 
 

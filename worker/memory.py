@@ -32,7 +32,7 @@ from quire.worker.platforms.base import Platform
 from quire.worker.platforms.ops import Ops
 from quire.worker.platforms.platform import get_platform
 from quire.worker.sampling.speculation.choice import STEP_DRAFTS, Speculation, resolve_speculation
-from quire.worker.sampling.speculation.draft_spec import draft_quantization, read_draft_spec
+from quire.worker.sampling.speculation.draft_spec import draft_quantization, read_draft_spec, read_eagle_spec
 from quire.worker.transformer.config import LayerSpec, ModelSpec, cache_spec, cache_specs, state_specs
 from quire.worker.transformer.decoder import stage_layers
 from quire.worker.transformer.moe_spec import MoESpec
@@ -65,7 +65,7 @@ class Limits:
     auto_model_len: bool
     deterministic: bool
     speculation: Speculation
-    draft: ModelSpec | None  # of a draft model
+    draft: ModelSpec | None  # of a draft model or an EAGLE-3 head
     choices: list[Choice]
 
 
@@ -90,7 +90,8 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     choices.append(("deterministic", "on" if deterministic else "off", reason))
     speculation, choice = resolve_speculation(config, spec, platform, deterministic)
     choices.append(choice)
-    draft = read_draft_spec(config, spec, speculation.model) if speculation.model else None
+    read_draft = read_eagle_spec if speculation.eagle else read_draft_spec
+    draft = read_draft(config, spec, speculation.model) if speculation.model else None
     order = ("cpu_fixed",) if deterministic else platform.attention_order
     specs = attention_specs(config, spec, platform, dtype, kv, draft)
     attention = select_backend(order, specs, config.device.attention_backend)

@@ -175,9 +175,11 @@ class ModelRunner:
         self.speculator = None
         if speculation is not None:
             drafting: ModelDrafter | None = None
-            if draft is not None or speculation.head:
-                cls = HeadDrafter if speculation.head else DraftModel
-                drafting = cls(draft or model, table, backend, platform, max_num_tokens, self.sampler)
+            needs = table, backend, platform, max_num_tokens, self.sampler
+            if speculation.head or speculation.eagle:
+                drafting = HeadDrafter(model, draft, *needs)
+            elif draft is not None:
+                drafting = DraftModel(draft, *needs)
             most = num_spares if table.has_states else MAX_DRAFT * table.max_num_reqs
             self.speculator = Speculator(speculation, self.sampler.grammars, most, drafting)
             table.register(self.speculator)

@@ -38,7 +38,7 @@ from quire.worker.sampling.sampler import Sampler
 from quire.worker.sampling.speculation.draft_model import place_after
 from quire.worker.sampling.speculation.draft_spec import draft_quantization
 from quire.worker.transformer.config import ModelSpec
-from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.decoder import CausalLM, Decoder
 from quire.worker.transformer.pooling import Pooler, pooling_info, read_pooling
 from quire.worker.weights.loader import load_weights
 
@@ -122,7 +122,7 @@ class Worker:
         spec = replace(spec, has_head=limits.speculation.head)
         model = self._load_model(spec, limits, platform, progress)
         one_call = pack_experts(model)
-        self.draft = self._load_draft(spec, limits, platform, progress)
+        self.draft = self._load_draft(model, spec, limits, platform, progress)
         if pooling is not None:
             model.pooler = Pooler(pooling, spec.hidden_size, platform.device)
         adapters = self._adapters(model, spec, limits, platform)
@@ -285,14 +285,21 @@ class Worker:
         return model
 
     def _load_draft(
-        self, spec: ModelSpec, limits: memory.Limits, platform: Platform, progress: ReportProgress
+        self,
+        target: CausalLM,
+        spec: ModelSpec,
+        limits: memory.Limits,
+        platform: Platform,
+        progress: ReportProgress,
     ) -> CausalLM | None:
-        """Build and load the draft model, if there is one."""
+        """Build and load the draft model, or the EAGLE-3 head, if there is one."""
         draft, options = limits.draft, self.config.model
         if draft is None:
             return None
         quantization = draft_quantization(self.config, draft)
         model = build_model(draft, limits.dtype, platform.device, limits.max_model_len, quantization, platform.ops)
+        if limits.speculation.eagle:
+            _attach(model, target)
         load_weights(
             model,
             draft,
@@ -440,6 +447,17 @@ class Worker:
     def _all_reduce_min(self, num_blocks: int, platform: Platform) -> int:
         """Return the minimum over all ranks: each rank measures its own memory, but block ids are common to all."""
         return self._least([num_blocks], platform)[0]
+
+
+def _attach(head: CausalLM, target: CausalLM) -> None:
+    """Let an EAGLE-3 head read what it needs of the model. Raises ValueError if that has no such hidden states."""
+    if type(target.model).forward is not Decoder.forward:
+        raise ValueError(
+            f"--speculative-config: method eagle3 is not supported for {target.spec.architecture}: its layers have no "
+            "single residual stream"
+        )
+    target.model.captures = head.spec.raw["captured"]
+    head.share(target.model)
 
 
 def _weight_bytes(model: CausalLM | None) -> int:

@@ -36,8 +36,9 @@ def test_settings(text, settings):
         ('{"num_speculative_tokens": true}', "num_speculative_tokens is true"),
         ('{"num_speculative_tokens": 2.5}', "num_speculative_tokens is 2.5"),
         ('{"method": "draft_model"}', "method draft_model needs a model"),
+        ('{"method": "eagle3"}', "method eagle3 needs a model: its folder or Hub id"),
         ('{"model": ""}', "method draft_model needs a model"),
-        ('{"model": "m", "method": "ngram"}', "model belongs to method draft_model, not to ngram"),
+        ('{"model": "m", "method": "ngram"}', "model belongs to the methods draft_model and eagle3, not to ngram"),
         ('{"method": "suffix", "prompt_lookup_max": 3}', "belong to method ngram"),
         ('{"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 4}', "must not exceed"),
     ],
@@ -52,6 +53,7 @@ def test_wrong_settings_are_refused_at_start(refused, text, message):  # noqa: F
     [
         (["--spec-type", "ngram-simple", "--draft-max", "8"], {"method": "ngram", "num_speculative_tokens": 8}),
         (["--spec-type=none"], {"method": "none"}),
+        (["--spec-type", "draft-eagle3", "-md", "head"], {"method": "eagle3", "model": "head"}),
         (["-md", "small", "--draft-max", "8"], {"model": "small", "num_speculative_tokens": 8}),
         (["--spec-type", "draft-simple", "--model-draft", "s"], {"method": "draft_model", "model": "s"}),
         (["--draft", "5", "--draft-min", "1"], {"num_speculative_tokens": 5}),

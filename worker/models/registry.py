@@ -129,17 +129,23 @@ MODELS = {
     for name, cls in DECODERS.items()
 } | (ENCODERS | WRAPPED | BARE)
 
+# heads that draft for another model
+DRAFTING = {"LlamaForCausalLMEagle3": "eagle3:LlamaEagle3"}
+
 # architectures that are known, but not served -> why
 _GLM5_NEXT = "its hyper-connections and its index of pooled keys are not implemented"
-REFUSED = {"Glm5NextForConditionalGeneration": _GLM5_NEXT, "Glm5NextForCausalLM": _GLM5_NEXT}
+REFUSED = {"Glm5NextForConditionalGeneration": _GLM5_NEXT, "Glm5NextForCausalLM": _GLM5_NEXT} | dict.fromkeys(
+    DRAFTING, "it drafts for another model; serve that one with --speculative-config"
+)
 
 
 def model_class(architecture: str) -> type[CausalLM]:
     """Return the class for an architecture. Raises ValueError listing the supported architectures."""
-    if architecture not in MODELS:
+    models = MODELS | DRAFTING
+    if architecture not in models:
         known = ", ".join((*DECODERS, *ENCODERS, *WRAPPERS))
         raise ValueError(f"architecture not supported: {architecture}. Supported: {known}")
-    module, name = MODELS[architecture].split(":")
+    module, name = models[architecture].split(":")
     return getattr(importlib.import_module(f"{_HERE}.{module}"), name)
 
 

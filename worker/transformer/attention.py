@@ -305,10 +305,12 @@ def self_attention(spec: ModelSpec, layer: int, prefix: str, weights: WeightForm
     return (ValueNormAttention if kind.v_norm else QK_NORMS[kind.qk_norm])(spec, layer, prefix, weights)
 
 
-def qkv_projection(spec: ModelSpec, kind: LayerSpec, prefix: str, weights: WeightFormat) -> QKVParallelLinear:
-    """The projections of a layer to q, k and v, whose tensors are at `prefix`."""
+def qkv_projection(
+    spec: ModelSpec, kind: LayerSpec, prefix: str, weights: WeightFormat, width: int | None = None
+) -> QKVParallelLinear:
+    """The projections of a layer to q, k and v, whose tensors are at `prefix`, of vectors of `width`."""
     return QKVParallelLinear(
-        spec.hidden_size,
+        width or spec.hidden_size,
         kind.head_dim,
         kind.num_heads,
         kind.num_kv_heads,

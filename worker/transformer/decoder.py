@@ -68,6 +68,8 @@ class Decoder(nn.Module):
         # rounded to the weights' dtype, as Gemma's is
         self.embed_scale = float(torch.tensor(spec.embed_scale, device="cpu"))
         self.step_lora: StepLora | None = None  # set if the server has adapters
+        self.captures: tuple[int, ...] = ()  # layers before which the residual streams are kept
+        self.captured: list[torch.Tensor] = []  # of the last pass, `[T, H]` each
         self._ops: Ops | None = None  # None: layers are called one by one
         self._fused: FusedLayers | None = None  # built on first use: it holds addresses of the KV cache
 
@@ -117,19 +119,27 @@ class Decoder(nn.Module):
         x, residual = self.embed(input_ids, positions, images) if self.first else hidden, None
         deep = images is not None and images.num_deep(self.spec.hidden_size) > 0
         lora = self.step_lora if self.step_lora is not None and self.step_lora.applies else None
-        fused = self.fused_layers() if positions.dim() == 1 and not deep else None
+        fused = self.fused_layers() if positions.dim() == 1 and not deep and not self.captures else None
         if fused is not None and (lora is None or fused.takes(lora)):
             return fused.run(x, positions, attn, needed_rows, lora)
         rotations = self.rotary_emb(positions)
         *layers, last = self.layers.values()
+        self.captured = []
         for i, layer in enumerate(layers):
+            self.capture(i, x, residual)
             x, residual = layer(x, residual, rotations.get(layer.rope), attn)
             if deep:
                 images.add_deep(x, i)
+        self.capture(len(layers), x, residual)
         x, residual = last(x, residual, rotations.get(last.rope), attn, needed_rows)
         if deep and not self.last:
             images.add_deep(x, len(layers))
         return self.norm.add(x, residual)[0] if self.last else x + residual
+
+    def capture(self, layer: int, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Keep the residual stream before a layer if it is one of `captures`. Kernels may overwrite their inputs."""
+        if layer in self.captures:
+            self.captured.append(x.clone() if residual is None else x + residual)
 
 
 class RotaryEmbeddings(nn.Module):

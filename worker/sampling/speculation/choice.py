@@ -25,7 +25,8 @@ class Speculation:
     lookup: tuple[int, int] | None = None
     num_draft: int | None = None
     by_match: bool = False  # no more drafts than tokens that matched
-    model: str | None = None  # folder of a draft model
+    model: str | None = None  # folder of a draft model, or of an EAGLE-3 head
+    eagle: bool = False  # which of these it is
     head: bool = False  # the checkpoint's prediction head
 
     @property
@@ -67,6 +68,8 @@ def _of_method(settings: SpeculationSettings) -> Speculation:
             return Speculation(True, False, (1, 24), settings.num_draft, by_match=settings.num_draft is None)
         case "draft_model":
             return Speculation(True, False, None, settings.num_draft, model=settings.model)
+        case "eagle3":
+            return Speculation(True, False, None, settings.num_draft, model=settings.model, eagle=True)
         case "mtp":
             return Speculation(True, False, None, settings.num_draft, head=True)
         case "grammar":
@@ -94,7 +97,7 @@ def _obstacle(config: Config, spec: ModelSpec, platform: Platform, method: str) 
         return "the model generates no text"
     if parallel.pipeline_parallel_size > 1:
         return "not supported yet with several pipeline stages, whose steps overlap"
-    if parallel.tensor_parallel_size > 1 and method in ("draft_model", "mtp"):
+    if parallel.tensor_parallel_size > 1 and method in ("draft_model", "eagle3", "mtp"):
         return f"method {method} is not supported yet with several ranks"
     if platform.device.type != "cpu":
         return "not supported yet on GPUs, whose steps overlap"

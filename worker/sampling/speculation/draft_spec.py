@@ -1,13 +1,16 @@
-"""Requirements on a draft model."""
+"""Requirements on a draft model and on an EAGLE-3 head."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from quire.checkpoints.reading import reading
 from quire.checkpoints.vocabulary import check_same_vocabulary
 from quire.configs.config import Config
-from quire.worker.models.registry import read_model_spec
-from quire.worker.transformer.config import LayerSpec, ModelSpec
+from quire.worker.models.registry import DRAFTING, model_class, read_model_spec
+from quire.worker.transformer.config import LayerSpec, ModelSpec, dtype_of_weights, has_tensor, read_config
 
 _NAME = "--speculative-config: model"
 
@@ -38,6 +41,49 @@ def read_draft_spec(config: Config, target: ModelSpec, folder: str) -> ModelSpec
             f"has a context of {target.max_model_len}: set --max-model-len"
         )
     return replace(draft, vision=None)
+
+
+def read_eagle_spec(config: Config, target: ModelSpec, folder: str) -> ModelSpec:
+    """The spec of the EAGLE-3 head in `folder` for the model `target`. Its `raw` also has the layers of the model
+    before which residual streams are `captured`, their `captured_size`, and whether the head `has_embedding`. Raises
+    ValueError if it cannot draft for it.
+    """
+    path = Path(folder, "config.json")
+    try:
+        raw = read_config(folder)
+        with reading(path, raw):
+            name = next((one for one in raw.get("architectures") or [] if one in DRAFTING), None)
+            if name is None:
+                raise ValueError(f"{path}: architectures names no EAGLE-3 head, such as {', '.join(DRAFTING)}")
+            head = model_class(name).read_config(name, raw)
+            captured = captured_layers(raw, target.num_hidden_layers)
+    except ValueError as error:
+        raise ValueError(f"{_NAME}: {error}") from None
+    if head.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"{_NAME}: vocab_size of the EAGLE-3 head is {head.vocab_size}, but that of the model is "
+            f"{target.vocab_size}: the head drafts for another model"
+        )
+    size, own = raw.get("target_hidden_size") or head.hidden_size, has_tensor(folder, "embed_tokens.weight")
+    if size != target.hidden_size or not (own or head.hidden_size == target.hidden_size):
+        raise ValueError(
+            f"{_NAME}: the EAGLE-3 head reads hidden states of {size}, but hidden_size of the model is "
+            f"{target.hidden_size}: the head drafts for another model"
+        )
+    more = {"captured": captured, "captured_size": size, "has_embedding": own}
+    return replace(head, raw={**head.raw, **more}, dtype=head.dtype or dtype_of_weights(folder), has_head=False)
+
+
+def captured_layers(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The layers before which a head reads the residual stream of a model of `num_layers` layers: three of them. vLLM's
+    key names these, that of SGLang the layers whose output it is.
+    """
+    key, nested = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config") or {}
+    ids = raw.get(key) or [i + 1 for i in nested.get(key) or ()] or (2, num_layers // 2, num_layers - 3)
+    captured = tuple(sorted(set(ids)))
+    if len(captured) != len(ids) or captured[0] < 0 or captured[-1] >= num_layers:
+        raise ValueError(f"{key} must be different layers of a model of {num_layers} layers, not {list(ids)}")
+    return captured
 
 
 def _is_plain(layer: LayerSpec) -> bool:
