@@ -109,6 +109,8 @@ class EngineCore:
 
     def step(self) -> None:
         """Schedule one step; when `depth` steps are in flight, wait for the oldest and process its results."""
+        if self.scheduler.slots is not None and self.scheduler.slots.busy:
+            self.scheduler.slots.poll()
         if len(self.in_flight) < self.depth and (step := self.scheduler.schedule()):
             self.in_flight.append((step, self.executor.execute(step.input)))
             if len(self.in_flight) < self.depth:
@@ -119,7 +121,7 @@ class EngineCore:
             self.note_slow(step)
             self.send(self.scheduler.update(step, result))
         else:
-            if self.scheduler.tiers is not None and self.scheduler.tiers.busy:
+            if any(part is not None and part.busy for part in (self.scheduler.tiers, self.scheduler.slots)):
                 time.sleep(FETCH_POLL_INTERVAL)
                 return
             assert not self.scheduler.requests, "there are requests, but none can run"
@@ -146,7 +148,8 @@ class EngineCore:
         While the workers' kernels are being compiled, an idle engine polls for them, so that no request pays for the
         switch. Raises RuntimeError if a worker process died while the engine was idle.
         """
-        idle = not self.in_flight and not self.scheduler.requests
+        slots = self.scheduler.slots
+        idle = not self.in_flight and not self.scheduler.requests and not (slots is not None and slots.busy)
         if self.publisher is not None and (events := self.scheduler.kv.pool.events.take()):
             self.publisher.publish(events)
         if idle:
@@ -216,6 +219,8 @@ class EngineCore:
                 self.schedule_stats()
             case CalledTools():
                 self.scheduler.kv.retention.called_tools(client, message.request_ids)
+            case Call(method="slot") if self.scheduler.slots is not None:
+                self.scheduler.slots.begin(functools.partial(self.reply, client, message.call_id), *message.args)
             case Call():
                 self.post(client, self.call(message))
 
@@ -242,7 +247,6 @@ class EngineCore:
             "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
             "load_lora": lambda key, folder: self.executor.call("load_lora", key, folder),
             "unload_lora": lambda key: self.executor.call("unload_lora", key),
-            "slot": lambda *args: self.scheduler.slots and self.scheduler.slots.act(*args),
             "describe_tiers": lambda: self.scheduler.tiers and self.scheduler.tiers.describe(),
             "describe_ops": lambda: self.executor.call("describe_ops"),
             "start_profile": lambda: self.executor.call("start_profile"),
@@ -261,6 +265,12 @@ class EngineCore:
         except Exception as error:
             logger.exception("call %d: %s failed", message.call_id, message.method)
             return CallResult(message.call_id, error=f"{type(error).__name__}: {error}")
+
+    def reply(self, client: bytes, call_id: int, value: Any, error: Exception | None) -> None:
+        """Send the result of a call that took more than a moment."""
+        if error is not None:
+            logger.error("call %d failed", call_id, exc_info=error)
+        self.post(client, CallResult(call_id, value, error and f"{type(error).__name__}: {error}"))
 
     def free_cache(self, key: str) -> bool:
         """Forget a conversation (`AddRequest.cache_key`). Returns whether its blocks were known."""

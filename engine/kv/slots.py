@@ -3,12 +3,16 @@
 Requests get the lowest free row, so that a client that asks one thing after another always finds its conversation in
 slot 0. Only full blocks are saved. What was restored is in the pool as any other prefix: a request finds it by its
 tokens, in whichever row it runs.
+
+Saving and restoring take as long as the disk does. They run one after the other, as generators that `poll` resumes
+between steps; the blocks they read or fill are held meanwhile.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +43,10 @@ class _Note(msgspec.Struct, array_like=True):
     media: list[MediaItem]
 
 
+Counts = dict[str, int]
+Reply = Callable[[Counts | None, Exception | None], None]
+
+
 class Slots:
     """`call(method, *args)` calls a method of the workers' `SlotFiles`. Slots are numbered over all engines: those of
     engine `index` begin at `index` times `num_rows`. `store_evicted` is called before blocks that were taken from the
@@ -50,26 +58,47 @@ class Slots:
     ):
         self.kv, self.call, self._first, self._store_evicted = kv, call, index * num_rows, store_evicted
         self._slots = [Slot() for _ in range(num_rows)]
+        self._jobs: deque[tuple[Reply, Generator[None, None, Counts]]] = deque()
 
     def note(self, request: Request) -> None:
         """A request is about to leave its row."""
         ids = array("I", request.token_ids)
-        self._slots[request.row] = Slot(
-            ids, request.cache_salt, request.adapters, request.media, request.num_exact
-        )
+        self._slots[request.row] = Slot(ids, request.cache_salt, request.adapters, request.media, request.num_exact)
 
-    def act(self, action: str, number: int, name: str = "") -> dict[str, int] | None:
-        """Save, restore or erase a slot. Returns the counts of llama.cpp's answer, {} if it is not possible, or None if
-        the slot is another engine's.
+    def begin(self, reply: Reply, action: str, number: int, name: str = "") -> None:
+        """Save, restore or erase a slot. `reply` gets the counts of llama.cpp's answer, {} if it is not possible, or
+        None if the slot is another engine's.
         """
-        if not 0 <= number - self._first < len(self._slots):
-            return None
-        match action:
-            case "save":
-                return self._save(number - self._first, name)
-            case "restore":
-                return self._restore(number - self._first, name)
-        return self._erase(number - self._first)
+        row = number - self._first
+        if not 0 <= row < len(self._slots):
+            reply(None, None)
+            return
+        jobs = {"save": self._save, "restore": self._restore, "erase": self._erase}
+        self._jobs.append((reply, jobs[action](row, name)))
+
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` has something to do."""
+        return bool(self._jobs)
+
+    def poll(self) -> None:
+        """Go on with the first action."""
+        reply, job = self._jobs[0]
+        try:
+            next(job)
+        except StopIteration as end:
+            self._jobs.popleft()
+            reply(end.value, None)
+        except Exception as error:
+            self._jobs.popleft()
+            reply(None, error)
+
+    def _finished(self, method: str, *args: Any) -> Generator[None, None, tuple]:
+        """Begin something in the workers and wait for its result."""
+        self.call(method, *args)
+        while (result := self.call("poll")) is None:
+            yield
+        return result
 
     def all(self) -> list[Slot]:
         return self._slots
@@ -94,16 +123,21 @@ class Slots:
         num_blocks = self.kv.match(request).num_blocks
         return num_blocks * self.kv.block_size, self.kv.cached_blocks(request, num_blocks)
 
-    def _save(self, row: int, name: str) -> dict[str, int]:
+    def _save(self, row: int, name: str) -> Generator[None, None, Counts]:
         slot = self._slots[row]
         num_tokens, blocks = self._cached(slot)
         ids = slot.token_ids[:num_tokens].tobytes()
         note = msgspec.msgpack.encode(_Note(ids, slot.cache_salt, slot.adapters, slot.media))
-        (size,) = self.call("save", name, note, blocks)
+        held = [block_id for block_id, _ in blocks]
+        self.kv.pool.share(held)
+        try:
+            (size,) = yield from self._finished("save", name, note, blocks)
+        finally:
+            self.kv.pool.release(held)
         return {"n_saved": num_tokens, "n_written": size} if size >= 0 else {}
 
-    def _restore(self, row: int, name: str) -> dict[str, int]:
-        size, content, keys = self.call("read", name)
+    def _restore(self, row: int, name: str) -> Generator[None, None, Counts]:
+        size, content, keys = yield from self._finished("read", name)
         if size < 0:
             return {}
         note = msgspec.msgpack.decode(content, type=_Note)
@@ -113,18 +147,21 @@ class Slots:
             return {}
         tokens = array("I")
         tokens.frombytes(note.token_ids)
-        self._slots[row] = slot = Slot(tokens, note.cache_salt, note.adapters, note.media)
         ids = self.kv.take_for(missing)
-        self._store_evicted()
-        self.call("fill", [ids.get(key, 0) for key in keys])
-        self.kv.publish_filled(self._request(slot), ids)
-        self.kv.pool.release(list(ids.values()))
+        try:
+            self._store_evicted()
+            yield from self._finished("fill", [ids.get(key, 0) for key in keys])
+            self._slots[row] = slot = Slot(tokens, note.cache_salt, note.adapters, note.media)
+            self.kv.publish_filled(self._request(slot), ids)
+        finally:
+            self.kv.pool.release(list(ids.values()))
         return {"n_restored": len(tokens), "n_read": size}
 
-    def _erase(self, row: int) -> dict[str, int]:
+    def _erase(self, row: int, _: str) -> Generator[None, None, Counts]:
         num_tokens, blocks = self._cached(self._slots[row])
         for block_id, _ in reversed(blocks):
             if not self.kv.pool.is_held(block_id):
                 self.kv.pool.drop(block_id)
         self._slots[row] = Slot()
         return {"n_erased": num_tokens}
+        yield

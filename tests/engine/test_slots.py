@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+
 import pytest
 
 from quire.engine.executor.fake import expected_tokens
-from quire.engine.messages import AddRequest, Call, SamplingParams
+from quire.engine.messages import AddRequest, Call, CallResult, SamplingParams
+from quire.worker.cache.tiers import slots as slots_module
 from tests.engine.harness import VOCAB, Engine, fake_config
 
+NUMBERS = itertools.count(1)
 PROMPT = list(range(1, 42))
 
 
@@ -24,9 +29,26 @@ def ask(engine: Engine, name: str, prompt: list[int] = PROMPT, **fields) -> int:
 
 
 def act(engine: Engine, *args):
-    answer = engine.core.call(Call(1, "slot", list(args)))
-    assert answer.error is None
-    return answer.value
+    answer = begin(engine, *args)
+    while not answer:
+        engine.scheduler.slots.poll()
+    return answer[0]
+
+
+def begin(engine: Engine, *args) -> list:
+    """Begin an action; the list gets its answer."""
+    answers, number = [], next(NUMBERS)
+    send = engine.socket.send
+
+    def taken(client, message):
+        if isinstance(message, CallResult) and message.call_id == number:
+            assert message.error is None
+            answers.append(message.value)
+        return send(client, message)
+
+    engine.socket.send = taken
+    engine.core.handle(b"server", Call(number, "slot", list(args)))
+    return answers
 
 
 @pytest.mark.parametrize("groups", ["full", "full+window:8", "full+state", "window:24+state"])
@@ -92,4 +114,33 @@ def test_restoring_needs_room_and_evicts_what_goes_to_lower_tiers(tmp_path):
     assert act(engine, "restore", 0, "x")["n_restored"] == 44
     assert ask(engine, "e") == 40
     assert ask(engine, "f", hot) >= 32 and engine.scheduler.tiers.counts.hits  # from RAM, with their own contents
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("action", ["save", "restore"])
+def test_other_requests_run_while_a_slot_is_copied(tmp_path, monkeypatch, action):
+    """Also a reset of the cache, a second action and a file that the disk holds up."""
+    monkeypatch.setattr(slots_module, "COPY_BYTES", 1)  # a block per poll
+    engine, go = engine_of(tmp_path / "slots"), threading.Event()
+    ask(engine, "a")
+    act(engine, "save", 0, "x")
+    if action == "restore":
+        act(engine, "erase", 0)
+    files = engine.core.executor.slots
+    for name in ("_write", "_read"):
+        work = getattr(files, name)
+        monkeypatch.setattr(files, name, lambda *args, work=work: go.wait(5.0) and work(*args))
+    first, second = begin(engine, action, 0, "x"), begin(engine, "erase", 3)
+    for i, prompt in enumerate((list(range(300, 340)), PROMPT)):
+        engine.add(str(i), prompt, max_tokens=30)
+        while (b"server", str(i)) not in engine.outputs or not engine.last(str(i)).finish_reason:
+            engine.turn()
+        assert engine.tokens(str(i)) == expected_tokens(prompt, SamplingParams(max_tokens=30), 4096, VOCAB)
+    if action == "save":  # the blocks are held
+        assert not engine.core.call(Call(2, "reset_prefix_cache")).value
+    assert not first and not second
+    go.set()
+    engine.run()
+    assert first and first[0][f"n_{action}d"] == 44 and second == [{"n_erased": 0}]
+    assert act(engine, "restore", 2, "x")["n_restored"] == 44
     engine.assert_at_rest()

@@ -323,7 +323,8 @@ def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):
         elif hint < 0.4:
             engine.scheduler.free_cache(chance.choice(["t/a", "t/b"]))
         elif hint < 0.6:
-            engine.scheduler.slots.act(chance.choice(["save", "restore", "restore", "erase"]), chance.randrange(2), "x")
+            action = chance.choice(["save", "restore", "restore", "erase"])
+            engine.put(Call(0, "slot", [action, chance.randrange(2), "x"]))
         for name, prompt in batch:
             assert engine.tokens(name) == expected_tokens(prompt, SamplingParams(max_tokens=4), 4096, VOCAB)
         for talk in talks:

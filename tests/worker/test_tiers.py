@@ -131,13 +131,20 @@ def test_a_slot_file_brings_the_same_bits_to_the_next_engine(tmp_path, kind):
         engine.scheduler.open_slots(functools.partial(engine.executor.call, "call_slots"), 0)
         return engine
 
+    def act(engine: InProcessEngine, action: str) -> dict[str, int]:
+        answers = []
+        engine.scheduler.slots.begin(lambda value, _: answers.append(value), action, 0, "x")
+        while not answers:
+            engine.scheduler.slots.poll()
+        return answers[0]
+
     engine = start()
     engine.generate([prompt], GREEDY)
     hit = engine.generate([prompt], GREEDY)[0]
-    saved = engine.scheduler.slots.act("save", 0, "x")
+    saved = act(engine, "save")
     engine.close()
     again = start()
-    assert again.scheduler.slots.act("restore", 0, "x")["n_restored"] == saved["n_saved"] >= 144
+    assert act(again, "restore")["n_restored"] == saved["n_saved"] >= 144
     result = again.generate([prompt], GREEDY)[0]
     assert result.num_cached_tokens == hit.num_cached_tokens == 144
     assert (result.token_ids, result.logprobs) == (hit.token_ids, hit.logprobs)
