@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from quire.configs.config import Config
@@ -18,6 +19,7 @@ from quire.worker.attention.registry import Selection, select_backend
 from quire.worker.batch.graphs import padded_sizes
 from quire.worker.cache.spec import CachePlan, add_drafting, plan_cache
 from quire.worker.cache.storage import KVStorage, resolve_storage
+from quire.worker.cache.tiers.sizes import disk_bytes, offload_bytes
 from quire.worker.encoder_dtype import resolve_encoder_dtype
 from quire.worker.layers.linear import split_kv_heads
 from quire.worker.layers.lora import StepLora
@@ -282,17 +284,17 @@ def plan_memory(
     graphs: int = 0,
     images: int = 0,
     adapters: int = 0,
+    offload: int = 0,
 ) -> tuple[MemoryPlan, int, int, list[Choice]]:
     """Return (plan, number of KV blocks including the null block, number of pages for states, choices) for one rank.
-    `available` is the memory that
-    the rank may use in total: its weights plus free memory.
+    `available` is the memory that the rank may use in total: its weights plus free memory.
 
     Raises ValueError, naming the settings to change, if not even one block fits.
     """
     block, state = bytes_per_block(config, spec, limits), bytes_per_state(config, spec, limits)
     utilization = config.cache.gpu_memory_utilization
     budget = min(int(total * utilization), available) if device != "cpu" else int(available * utilization)
-    others = weights + activations + graphs + images + adapters
+    others = weights + activations + graphs + images + adapters + offload
     groups = cache_plan(config, spec, limits).groups
     per_request = most_blocks(groups, limits.max_model_len, limits.attention.block_size, limits.max_num_batched_tokens)
     most, need = limits.max_num_seqs * per_request, f"{limits.max_num_seqs} requests of {limits.max_model_len} tokens"
@@ -312,13 +314,14 @@ def plan_memory(
             f"may be used; weights take {_size(weights)}, activations {_size(activations + graphs)}, "
             f"{f'images {_size(images)}, ' if images else ''}"
             f"{f'LoRA adapters {_size(adapters)} (--max-loras, --max-lora-rank), ' if adapters else ''}"
+            f"{f'blocks that leave it {_size(offload)} (--kv-offload-gib), ' if offload else ''}"
             f"and a KV cache needs at least {_size(2 * block)}. "
             f"Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) or --max-num-seqs "
             f"({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory"
         )
     used, states = num_blocks * block, num_states * state
     reserve = max(available - others - used - states, 0)
-    sizes = weights, activations, used, reserve, block, graphs, states, images, adapters
+    sizes = weights, activations, used, reserve, block, graphs, states, images, adapters, offload
     plan = MemoryPlan(device, total, available, *sizes)
     return plan, num_blocks, num_states, choices
 
@@ -413,6 +416,7 @@ def preview(config: Config) -> WorkerReady:
     limits = resolve_limits(config, spec, platform)
     spec = replace(spec, has_head=limits.speculation.head)
     total, available = platform.memory(num_ranks)
+    offload = 0 if spec.is_encoder else offload_bytes(config, platform)
     plan, num_blocks, num_states, choices = plan_memory(
         config,
         spec,
@@ -426,8 +430,9 @@ def preview(config: Config) -> WorkerReady:
         graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, spec, limits, platform) else 0,
         images=estimate_images(spec, limits, platform),
         adapters=estimate_adapters(config, spec, tp, pp),
+        offload=offload // (tp * pp) if platform.device.type == "cpu" else 0,
     )
-    return report(
+    ready = report(
         spec,
         platform,
         limits,
@@ -438,6 +443,8 @@ def preview(config: Config) -> WorkerReady:
         pp,
         num_states,
     )
+    disk = disk_bytes(config) if config.cache.enable_prefix_caching and not spec.is_encoder else 0
+    return msgspec.structs.replace(ready, offload_bytes=offload, disk_bytes=disk)
 
 
 def report(

@@ -337,6 +337,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     states: int = 0  # recurrent states of running requests and checkpoints of them, in addition to `kv_cache`
     images: int = 0  # estimate of the embeddings of images that are kept, and of what one encoder batch needs
     adapters: int = 0  # of LoRA, as many as may be loaded
+    offload: int = 0  # of blocks that leave the pool, where the device's memory is the RAM
 
 
 class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):

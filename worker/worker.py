@@ -19,7 +19,8 @@ from quire.worker.batch.split_step import Output
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cache.shift import Shifter, why_not
 from quire.worker.cache.spec import CachePlan
-from quire.worker.cache.tiers.open import disk_bytes, offload_bytes, open_slots, open_tiers
+from quire.worker.cache.tiers.open import open_slots, open_tiers
+from quire.worker.cache.tiers.sizes import disk_bytes, offload_bytes
 from quire.worker.cache.tiers.slots import SlotFiles
 from quire.worker.cache.tiers.store import TierStore
 from quire.worker.check_ranks import CheckedSampler
@@ -115,8 +116,10 @@ class Worker:
         if self.rank == 0 and (warning := platform.ops_warning()):
             logger.warning("%s", warning)
         total, available = platform.memory(num_ranks)
+        offload = offload_bytes(config, platform)  # before any rank promises memory
         spec = read_model_spec(config.model.model, config.model.model_impl, images=not config.model.language_model_only)
         self._join_ranks(platform)
+        (offload,) = self._least([offload], platform)
         pooling = read_pooling(config.model.model, spec, config.model.pooling, config.model.matryoshka)
         limits = memory.resolve_limits(config, spec, platform)
         spec = replace(spec, has_head=limits.speculation.head)
@@ -157,14 +160,15 @@ class Worker:
             graphs=memory.estimate_graphs(spec, limits, tp_size) if has_graphs else 0,
             images=memory.estimate_images(spec, limits, platform) if pp().rank == 0 else 0,
             adapters=0 if adapters is None else LoraLimits.of(config.lora).num_bytes(adapters.targets),
+            offload=offload // self.world_size if platform.device.type == "cpu" else 0,
         )
         num_blocks, num_states = self._all_reduce_min(num_blocks, platform), self._all_reduce_min(num_states, platform)
         kv_bytes = num_blocks * plan.bytes_per_block
         plan = msgspec.structs.replace(plan, kv_cache=kv_bytes, reserve=plan.reserve + plan.kv_cache - kv_bytes)
-        if config.parallel.data_parallel_size == 1:  # the others were told to share what is available
-            platform.promise_memory(
-                plan.weights + plan.activations + plan.kv_cache + plan.images + plan.states + plan.adapters
-            )
+        # other engines of this server were told to share what is available
+        if platform.device.type == "cpu" and config.parallel.data_parallel_size == 1:
+            sizes = plan.weights, plan.activations, plan.kv_cache, plan.images, plan.states, plan.adapters, plan.offload
+            platform.promise_ram(sum(sizes))
         ready = memory.report(
             spec, platform, limits, plan, num_blocks, threads + choices, cache.groups, pp().size, num_states
         )
@@ -201,7 +205,7 @@ class Worker:
         if platform.device.type == "cpu" and not spec.is_encoder and kv_cache.attention_layers(model):
             self.weights, self.warmer = weights, _start_warmer(self._cached(), weights)
             ready = msgspec.structs.replace(ready, gives_back=True)
-        ready = self._open_tiers(ready, limits, platform)
+        ready = self._open_tiers(ready, limits, platform, offload)
         if config.cache.cache_reuse:
             if why := why_not(spec, ready.groups, self._cached()):
                 raise ValueError(f"--cache-reuse {config.cache.cache_reuse}: {why}")
@@ -209,14 +213,14 @@ class Worker:
         progress("allocating KV cache", 1.0)
         return ready
 
-    def _open_tiers(self, ready: WorkerReady, limits: memory.Limits, platform: Platform) -> WorkerReady:
-        """Open the tiers below the KV cache that the settings ask for."""
+    def _open_tiers(self, ready: WorkerReady, limits: memory.Limits, platform: Platform, offload: int) -> WorkerReady:
+        """Open the tiers below the KV cache that the settings ask for, with `offload` bytes of RAM for all ranks."""
         config, whole = self.config, bool(ready.pooling and ready.pooling.whole_prompts)
         if whole or not config.cache.enable_prefix_caching:
             return ready
-        ready = msgspec.structs.replace(
-            ready, offload_bytes=offload_bytes(config, platform.device.type), disk_bytes=disk_bytes(config)
-        )
+        if offload and platform.device.type != "cpu" and config.parallel.data_parallel_size == 1:
+            platform.promise_ram(offload // self.world_size)
+        ready = msgspec.structs.replace(ready, offload_bytes=offload, disk_bytes=disk_bytes(config))
         storage = str(limits.kv) + (f", drafts of {limits.speculation.model}" if limits.draft else "")
         place = (self.rank, self.world_size, config.parallel.tensor_parallel_size)
         cached, agree = self._cached(), lambda numbers: self._least(numbers, platform)

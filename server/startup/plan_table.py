@@ -28,6 +28,8 @@ def plan_table(ready: WorkerReady) -> str:
         size, budget = ready.media.cache_size, ready.media.encoder_budget
         note = f"{size:,} embeddings kept, and an image of as many while it is encoded; {budget:,} in a step"
         rows.insert(2, ("images", plan.images, note))
+    if plan.offload:
+        rows.insert(-1, ("RAM tier", plan.offload, "blocks that were used again and leave the KV cache"))
     if plan.adapters:
         rows.insert(2, ("LoRA", plan.adapters, "as many adapters of the largest rank as may be loaded"))
     if plan.graphs:

@@ -39,6 +39,8 @@ def test_table_says_where_memory_goes_and_what_was_chosen():
     assert "in RAM" not in table and "on disk" not in table
     below = plan_table(msgspec.structs.replace(ready, offload_bytes=8 * GIB, disk_bytes=GIB // 2))
     assert f"in RAM, at most: {format_bytes(8 * GIB)}" in below
+    on_cpu = msgspec.structs.replace(ready, plan=msgspec.structs.replace(plan, offload=GIB))
+    assert "RAM tier" not in table and "RAM tier" in plan_table(on_cpu)
     assert f"on disk, at most: {format_bytes(GIB // 2)}" in below
     assert [
         next(line for line in lines if line.strip().startswith(name)).split()[1]

@@ -215,6 +215,25 @@ def test_estimates_grow_with_what_they_depend_on(folder):
     assert memory.estimate_weights(spec, torch.bfloat16, 1) == 2 * num_parameters(spec)
 
 
+def test_the_ram_tier_is_part_of_the_plan_on_cpu(folder, monkeypatch):
+    settings = {"kv_offload_gib": 2.0, "max_num_seqs": 5000, "model": folder, "device": "cpu"}
+    spec = read_model_spec(folder)
+    config = Config.from_flat(**settings)
+    limits, sizes = memory.resolve_limits(config, spec, CpuPlatform()), {"weights": GIB, "activations": GIB}
+    without, *_ = memory.plan_memory(config, spec, limits, device="cpu", total=8 * GIB, available=8 * GIB, **sizes)
+    sizes |= {"device": "cpu", "total": 8 * GIB, "offload": 2 * GIB}
+    plan, *_ = memory.plan_memory(config, spec, limits, available=8 * GIB, **sizes)
+    assert plan.kv_cache == pytest.approx(without.kv_cache - 2 * GIB, abs=plan.bytes_per_block)
+    assert plan.weights + plan.activations + plan.offload + plan.kv_cache + plan.reserve == plan.available
+    with pytest.raises(ValueError, match=r"no room for a KV cache.*2\.00 GiB \(--kv-offload-gib\)"):
+        memory.plan_memory(config, spec, limits, available=4 * GIB, **sizes)
+    monkeypatch.setattr(CpuPlatform, "free_ram", lambda _: 5 * GIB)
+    ready = memory.preview(Config.from_flat(**settings, kv_disk="/kv", kv_disk_gib=0.5))
+    assert (ready.offload_bytes, ready.plan.offload, ready.disk_bytes) == (2 * GIB, 2 * GIB, GIB // 2)
+    with pytest.raises(ValueError, match=r"--kv-offload-gib 6: 5\.0 GiB of RAM are free"):
+        memory.preview(Config.from_flat(**settings | {"kv_offload_gib": 6}))
+
+
 def test_preview_needs_no_weights(tmp_path, folder):
     shutil.copy(f"{folder}/config.json", tmp_path)  # nothing else
     ready = memory.preview(Config.from_flat(model=str(tmp_path), device="cpu", max_num_seqs=3))

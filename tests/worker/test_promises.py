@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from quire.configs.config import Config
+from quire.worker.cache.tiers.sizes import offload_bytes
 from quire.worker.platforms import host
 from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.platforms.cuda import CudaPlatform
 from quire.worker.platforms.promises import Promises
 
 GIB = 1 << 30
@@ -67,16 +70,25 @@ def test_a_server_plans_with_what_others_leave(other, tmp_path, monkeypatch):
     other(6 * GIB)
     total, available = platform.memory()
     assert total == 16 * GIB and 2 * GIB <= available < 2.3 * GIB
+    gibs = lambda config: offload_bytes(config, platform) / GIB  # noqa: E731
+    assert gibs(Config.from_flat(kv_offload_gib=1.5)) == 1.5 and gibs(Config()) == 0
+    with pytest.raises(ValueError, match=r"--kv-offload-gib 3: 2\.\d GiB of RAM are free.*at most 2\."):
+        gibs(Config.from_flat(kv_offload_gib=3))
+    with pytest.raises(ValueError, match=r"--kv-offload-gib 1\.5 for each of 2 engines.*at most 1\."):
+        gibs(Config.from_flat(kv_offload_gib=1.5, data_parallel_size=2))
+    gpu = CudaPlatform(0)
+    gpu._promises = platform._promises
+    assert 0.5 <= offload_bytes(Config(), gpu) / GIB < 0.6
     other(6 * GIB)
-    assert platform.memory()[1] == 0
+    assert platform.memory()[1] == 0 and offload_bytes(Config(), gpu) == 0
 
 
 def test_a_folder_that_cannot_be_written_is_no_catastrophe(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     platform = CpuPlatform()
     platform._promises = Promises(tmp_path / "file" / "below")
-    platform.promise_memory(GIB)
-    assert "will not know its memory plan" in caplog.text
+    platform.promise_ram(GIB)
+    assert "will not know our memory plan" in caplog.text
 
 
 def test_memory_is_wanted_back_when_the_machine_is_short_or_after_a_long_time(monkeypatch):

@@ -6,14 +6,20 @@ between host and device.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from quire.configs.config import Config
+from quire.worker.platforms import host
 from quire.worker.platforms.ops import Ops
+from quire.worker.platforms.promises import Promises
 from quire.worker.transformer.config import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 TORCH = Ops()
 _OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # the latter also for pinned memory
@@ -102,9 +108,20 @@ class Platform(ABC):
         A no-op on platforms where all ranks always have the same operations.
         """
 
-    def promise_memory(self, size: int) -> None:
-        """Let servers that start on this machine know that this process will use `size` bytes in total."""
-        return
+    @cached_property
+    def _promises(self) -> Promises:
+        return Promises()
+
+    def free_ram(self) -> int:
+        """Bytes of RAM that are free and that no other server on this machine has planned for."""
+        return max(host.memory()[1] - self._promises.unfilled(), 0)
+
+    def promise_ram(self, size: int) -> None:
+        """Let servers that start on this machine know that this process will use `size` bytes of RAM in total."""
+        try:
+            self._promises.make(size)
+        except OSError as error:
+            logger.warning("servers started on this machine will not know our memory plan: %s", error)
 
     def wants_memory_back(self, idle: float) -> bool:
         """Whether the KV cache's memory should be given back, after `idle` seconds without a request."""

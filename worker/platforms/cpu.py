@@ -14,7 +14,6 @@ from quire.worker.cpu import install as native
 from quire.worker.platforms import host
 from quire.worker.platforms.base import TORCH, Event, Platform
 from quire.worker.platforms.ops import Ops
-from quire.worker.platforms.promises import Promises
 from quire.worker.transformer.config import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -34,19 +33,8 @@ class CpuPlatform(Platform):
     encoder_budget = 256  # some tenths of a second to some seconds of encoding, for which other requests wait
     measures_memory = False
 
-    def __init__(self) -> None:
-        self._promises = Promises()
-
     def memory(self, world_size: int = 1) -> tuple[int, int]:
-        total, available = host.memory()
-        available = max(available - self._promises.unfilled(), 0)
-        return total // world_size, available // world_size
-
-    def promise_memory(self, size: int) -> None:
-        try:
-            self._promises.make(size)
-        except OSError as error:
-            logger.warning("servers started beside this one will not know its memory plan: %s", error)
+        return host.memory()[0] // world_size, self.free_ram() // world_size
 
     def wants_memory_back(self, idle: float) -> bool:
         total, available = host.memory()

@@ -17,22 +17,6 @@ from quire.worker.cache.tiers.ram import RamTier
 from quire.worker.cache.tiers.slots import SlotFiles
 from quire.worker.cache.tiers.store import TierStore
 from quire.worker.messages import WorkerReady
-from quire.worker.platforms import host
-
-GIB = 1 << 30
-
-
-def offload_bytes(config: Config, device: str) -> int:
-    """RAM of all ranks of an engine for blocks that leave its pool: as asked, or on CUDA a quarter of what is free."""
-    asked = config.cache.kv_offload_gib
-    if asked is not None:
-        return int(asked * GIB)
-    return host.memory()[1] // 4 // config.parallel.data_parallel_size if device == "cuda" else 0
-
-
-def disk_bytes(config: Config) -> int:
-    """The limit of the files, 0 without a folder for them."""
-    return max(int(config.cache.kv_disk_gib * GIB), 1) if config.cache.kv_disk else 0
 
 
 def open_tiers(
