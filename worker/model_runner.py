@@ -419,8 +419,8 @@ class ModelRunner:
     def run_eagerly(self, batch: InputBatch) -> torch.Tensor:
         """Hidden states `[T, H]` of the step's tokens, or of `needed_rows`, after this stage's layers."""
         if self.model.spec.is_encoder:
-            types = (self.pooling.token_types(batch),) if self.model.spec.num_token_types > 1 else ()
-            return self.model(batch.input_ids, batch.positions, batch.attn, None, batch.needed_rows, *types)
+            types = {"token_types": self.pooling.token_types(batch)} if self.model.spec.num_token_types > 1 else {}
+            return self.model(batch.input_ids, batch.positions, batch.attn, None, batch.needed_rows, **types)
         for meta in batch.attn:
             meta.backend.build(meta)
         return self.model(

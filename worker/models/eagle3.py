@@ -20,11 +20,11 @@ from quire.worker.layers.linear import (
     WeightFormat,
     empty_parameter,
 )
-from quire.worker.layers.rotary import Rotation
 from quire.worker.models.llama import Llama
 from quire.worker.platforms.huge_pages import Workspace
 from quire.worker.transformer.attention import SelfAttention, qkv_projection
 from quire.worker.transformer.blocks import DecoderLayer, Streams
+from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.decoder import Decoder
 from quire.worker.transformer.names import TensorNames
@@ -48,10 +48,10 @@ class EagleLayer(DecoderLayer):
         super().__init__(spec, layer, prefix, weights)
         self.normed_residual = bool(spec.raw.get("norm_before_residual"))
 
-    def draft(self, embedded: torch.Tensor, hidden: torch.Tensor, rotation: Rotation, attn: GroupedMetadata) -> Streams:
+    def draft(self, embedded: torch.Tensor, hidden: torch.Tensor, call: LayerCall) -> Streams:
         """Map the embeddings `[T, H]` of the next tokens and hidden states `[T, H]` to x and residual."""
         normed = self.hidden_norm(hidden)
-        x = self.self_attn(torch.cat([self.input_layernorm(embedded), normed], -1), rotation, attn)
+        x = self.self_attn(torch.cat([self.input_layernorm(embedded), normed], -1), call)
         x, residual = self.post_attention_layernorm.add(x, normed if self.normed_residual else hidden)
         return self.mlp(x), residual
 
@@ -116,7 +116,8 @@ class LlamaEagle3(Llama):
     ) -> torch.Tensor:
         embed = self.model.embed_tokens if hasattr(self.model, "embed_tokens") else self._shared[0]
         layer = self.model.layers["0"]
-        x, residual = layer.draft(embed(next_ids), hidden, self.model.rotary_emb(positions).get(layer.rope), attn)
+        call = LayerCall(self.model.rotary_emb(positions).get(layer.rope), attn)
+        x, residual = layer.draft(embed(next_ids), hidden, call)
         return x + residual
 
     def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:

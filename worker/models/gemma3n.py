@@ -13,17 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.activation import ACTIVATIONS
 from quire.worker.layers.linear import PLAIN_WEIGHTS, MergedColumnParallelLinear, WeightFormat
 from quire.worker.layers.norm import NORMS
-from quire.worker.layers.rotary import Rotation
 from quire.worker.models.gemma import Gemma
 from quire.worker.parallel import Exchange, tp
-from quire.worker.transformer.blocks import DecoderLayer, SandwichLayer, rows
+from quire.worker.transformer.blocks import DecoderLayer, SandwichLayer
+from quire.worker.transformer.calls import LayerCall, StageCall
 from quire.worker.transformer.config import LayerSpec, ModelSpec
 from quire.worker.transformer.decoder import CausalLM, Decoder
-from quire.worker.transformer.image_embeds import ImageEmbeds
 from quire.worker.transformer.mlp import MLP
 from quire.worker.transformer.per_layer import PerLayerDecoder, PerLayerGate, replicated
 from quire.worker.transformer.reader import pattern, shared_layer
@@ -113,7 +111,7 @@ class AltUp(nn.Module):
 
 
 class Gemma3nLayer(SandwichLayer):
-    """Maps streams `[A, T, H]` to streams of all tokens, or of `needed_rows`; `inputs` are the per-layer inputs."""
+    """x are the streams `[A, T, H]`; the residual is None."""
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, layer, prefix, weights)
@@ -124,25 +122,18 @@ class Gemma3nLayer(SandwichLayer):
         if sparsity := sparsities(spec)[layer]:
             self.mlp = SparseMLP(spec, layer, f"{prefix}.mlp", weights, sparsity)
 
-    def forward(
-        self,
-        streams: torch.Tensor,
-        rotation: Rotation,
-        attn: GroupedMetadata,
-        inputs: torch.Tensor,
-        needed_rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        predicted = self.altup.predict(streams)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> tuple[torch.Tensor, None]:
+        predicted = self.altup.predict(x)
         normed = self.input_layernorm(predicted[0])
-        attended = self.post_attention_layernorm(self.self_attn(normed, rotation, attn, needed_rows))
-        if needed_rows is not None:
-            predicted, normed, inputs = predicted[:, needed_rows], rows(normed, needed_rows), inputs[needed_rows]
+        attended = self.post_attention_layernorm(self.self_attn(normed, call))
+        if call.needed_rows is not None:
+            predicted, normed = predicted[:, call.needed_rows], normed[call.needed_rows]
         x = (predicted[0] + attended + self.laurel(normed)) * _HALF
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         corrected = self.altup.correct(predicted, x)
         first = corrected[0] * self.altup.correct_output_scale if self.corrects_scale else corrected[0]
-        corrected[1:] += self.gate(first, inputs)
-        return corrected
+        corrected[1:] += self.gate(first, call.needed(call.inputs))
+        return corrected, None
 
 
 class Gemma3nDecoder(PerLayerDecoder):
@@ -164,26 +155,16 @@ class Gemma3nDecoder(PerLayerDecoder):
     def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
         return Gemma3nLayer
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attn: GroupedMetadata,
-        hidden: torch.Tensor | None = None,
-        needed_rows: torch.Tensor | None = None,
-        images: ImageEmbeds | None = None,
-    ) -> torch.Tensor:
+    def forward(self, call: StageCall) -> torch.Tensor:
         if self.first:
-            x = self.embed(input_ids, positions, images)
-            inputs = self.inputs(input_ids, x)
+            x = self.embed(call)
+            inputs = self.inputs(call.input_ids, x)
             streams = torch.stack([x, *(like(project(x), x) for project in self.altup_projections)])
         else:
-            x, inputs = self.unpack(hidden)
+            x, inputs = self.unpack(call.hidden)
             streams = x.unflatten(1, (-1, self.spec.hidden_size)).transpose(0, 1).contiguous()
-        rotations, last = self.rotary_emb(positions), len(self.layers) - 1
-        for i, layer in enumerate(self.layers.values()):
-            needed = needed_rows if i == last else None
-            streams = layer(streams, rotations[layer.rope], attn, inputs[:, i], needed)
+        for layer, layer_call in self.layer_calls(call, inputs):
+            streams, _ = layer(streams, None, layer_call)
         if not self.last:
             return self.pack(streams.transpose(0, 1).flatten(1), inputs)
         first, *others = streams

@@ -10,16 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, WeightFormat, empty_parameter
 from quire.worker.layers.norm import rms_norm
-from quire.worker.layers.rotary import Rotation
 from quire.worker.models.gemma import Gemma
 from quire.worker.parallel import Exchange
 from quire.worker.transformer.blocks import DecoderLayer, SandwichLayer
+from quire.worker.transformer.calls import LayerCall, StageCall
 from quire.worker.transformer.config import LayerSpec, ModelSpec
 from quire.worker.transformer.decoder import CausalLM, Decoder
-from quire.worker.transformer.image_embeds import ImageEmbeds
 from quire.worker.transformer.moe import MoE, Router
 from quire.worker.transformer.moe_reader import MoEFamily, routing
 from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
@@ -36,19 +34,11 @@ class Gemma4Layer(SandwichLayer):
         self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)
         self.gate = PerLayerGate(spec, prefix, weights) if spec.hidden_size_per_layer_input else None
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        attn: GroupedMetadata,
-        needed_rows: torch.Tensor | None = None,
-        inputs: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        x, residual = super().forward(x, None, rotation, attn, needed_rows)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> tuple[torch.Tensor, None]:
+        x, residual = super().forward(x, None, call)
         x = x + residual
         if self.gate is not None:
-            x = x + self.gate(x, inputs if needed_rows is None else inputs[needed_rows])
+            x = x + self.gate(x, call.needed(call.inputs))
         return x * self.layer_scalar, None
 
 
@@ -111,26 +101,16 @@ class Gemma4Decoder(PerLayerDecoder):
     def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
         return Gemma4ExpertsLayer if spec.layers[0].moe else Gemma4Layer
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attn: GroupedMetadata,
-        hidden: torch.Tensor | None = None,
-        needed_rows: torch.Tensor | None = None,
-        images: ImageEmbeds | None = None,
-    ) -> torch.Tensor:
+    def forward(self, call: StageCall) -> torch.Tensor:
         if self.first:
-            x = self.embed(input_ids, positions, images)
-            if images is not None:
-                input_ids = input_ids.index_fill(0, images.rows, self.spec.raw.get("pad_token_id") or 0)
+            x, input_ids = self.embed(call), call.input_ids
+            if call.images is not None:
+                input_ids = input_ids.index_fill(0, call.images.rows, self.spec.raw.get("pad_token_id") or 0)
             inputs = self.inputs(input_ids, x) if self.inputs is not None else None
         else:
-            x, inputs = self.unpack(hidden)
-        rotations, last = self.rotary_emb(positions), len(self.layers) - 1
-        for i, layer in enumerate(self.layers.values()):
-            needed, mine = needed_rows if i == last else None, None if inputs is None else inputs[:, i]
-            x, _ = layer(x, None, rotations[layer.rope], attn, needed, mine)
+            x, inputs = self.unpack(call.hidden)
+        for layer, layer_call in self.layer_calls(call, inputs):
+            x, _ = layer(x, None, layer_call)
         return self.norm(x) if self.last else self.pack(x, inputs)
 
 

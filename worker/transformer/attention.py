@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from quire.worker.attention.base import AttentionMetadata, GroupedMetadata
+from quire.worker.attention.base import AttentionMetadata
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
@@ -28,6 +28,7 @@ from quire.worker.layers.rotary import Rotation, apply_rotary
 from quire.worker.layers.views import RowOrder, View, chain, columns, rotary_rows
 from quire.worker.parallel import Exchange, split_size, tp
 from quire.worker.platforms.ops import Ops
+from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import LayerSpec, ModelSpec
 
 TORCH = Ops()
@@ -100,15 +101,13 @@ class SelfAttention(nn.Module):
             self.attn.num_heads,
         )
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        meta = attn[self.attn.cache_group]
-        q = self.write_cache(self.qkv_proj(x), rotation, meta)
-        if rotation.query_scale is not None:
-            q = q * rotation.query_scale[:, None, None].to(q.dtype)
+    def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        meta, scale = call.attn[self.attn.cache_group], call.rotation.query_scale
+        q = self.write_cache(self.qkv_proj(x), call.rotation, meta)
+        if scale is not None:
+            q = q * scale[:, None, None].to(q.dtype)
         attended = self.attn.attend(q, meta)
-        return self.o_proj(attended if needed_rows is None else attended[needed_rows])
+        return self.o_proj(call.needed(attended))
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         """The all-reduces of `forward`, in order."""
@@ -232,14 +231,12 @@ class SharedCacheAttention(nn.Module):
             heads, kv_heads, kind.head_dim, layer, kind.window, kind.scale, kind.soft_cap, kv_from=kind.kv_from
         )
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         q = self.q_proj(x).unflatten(-1, (self.attn.num_heads, self.attn.head_dim))
         q = rms_norm(q, self.q_norm.weight, self.q_norm.eps)
-        q = apply_rotary(q, rotation.cos_sin[rotation.positions])
-        attended = self.attn.attend(q, attn[self.attn.cache_group])
-        return self.o_proj(attended if needed_rows is None else attended[needed_rows])
+        q = apply_rotary(q, call.rotation.cos_sin[call.rotation.positions])
+        attended = self.attn.attend(q, call.attn[self.attn.cache_group])
+        return self.o_proj(call.needed(attended))
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         """The all-reduces of `forward`, in order."""
@@ -262,14 +259,11 @@ class GatedAttention(SelfAttention):
         self.qkv_proj = ColumnParallelLinear(spec.hidden_size, shards, spec.attention_bias, method)
         self.width = q.length  # of the queries of this rank
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        meta, projected = attn[self.attn.cache_group], self.qkv_proj(x)
+    def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        meta, projected = call.attn[self.attn.cache_group], self.qkv_proj(x)
         q, gate, kv = projected.tensor_split([self.width, 2 * self.width], -1)
-        attended = self.attn.attend(self.write_cache(torch.cat([q, kv], -1), rotation, meta), meta)
-        if needed_rows is not None:
-            attended, gate = attended[needed_rows], gate[needed_rows]
+        attended = self.attn.attend(self.write_cache(torch.cat([q, kv], -1), call.rotation, meta), meta)
+        attended, gate = call.needed(attended), call.needed(gate)
         return self.o_proj(attended * gate.sigmoid())
 
 

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import NORMS, rms_norm
-from quire.worker.layers.rotary import Rotation, apply_rotary
+from quire.worker.layers.rotary import apply_rotary
 from quire.worker.layers.views import chain
 from quire.worker.parallel import Exchange
 from quire.worker.transformer.attention import out_projection, qkv_projection, rope_view
+from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
 
 
@@ -36,19 +36,17 @@ class BidirectionalAttention(nn.Module):
             for norm in (self.q_norm, self.k_norm):
                 norm.weight.view_of_tensor = chain(norm.view, rope_view(spec, kind))
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split([heads, kv_heads, kv_heads], 1)
         if self.q_norm is not None:
             q, k = (rms_norm(part, norm.weight, norm.eps) for part, norm in ((q, self.q_norm), (k, self.k_norm)))
         if self.rotates:
-            angles = rotation.cos_sin[rotation.positions]
+            angles = call.rotation.cos_sin[call.rotation.positions]
             q, k = apply_rotary(q, angles), apply_rotary(k, angles)
-        starts, _ = attn[0].host_lengths()
+        starts, _ = call.attn[0].host_lengths()
         attended = torch.cat([self.attend(q[i:j], k[i:j], v[i:j]) for i, j in pairwise(starts)])
-        return self.o_proj(attended if needed_rows is None else attended[needed_rows])
+        return self.o_proj(call.needed(attended))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Map q `[n, heads, D]` and k and v `[n, kv_heads, D]` of a request to `[n, heads * D]`."""

@@ -1,7 +1,7 @@
 """A decoder layer: a mixer of tokens and an MLP with residual connections. One class per arrangement of norms.
 
-All map x and residual `[T, H]`, whose sum is the residual stream, to the new x and residual, `[T, H]` or their rows in
-`needed_rows`. The next norm adds them, so that both are one operation. In the first layer the residual is None.
+All map x and residual `[T, H]`, whose sum is the residual stream, to the new x and residual, `[T, H]` or their needed
+rows. The next norm adds them, so that both are one operation. In the first layer the residual is None.
 
 Names of norms are those of Llama, Gemma 2 and OLMo 2; other names are in a family's `names`.
 """
@@ -14,14 +14,13 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, WeightFormat
 from quire.worker.layers.moe import give_other_parts
 from quire.worker.layers.norm import NORMS, Norm
-from quire.worker.layers.rotary import Rotation
 from quire.worker.parallel import Exchange
 from quire.worker.transformer.attention import self_attention
 from quire.worker.transformer.bidirectional import BidirectionalAttention
+from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.delta import GatedDeltaNet
 from quire.worker.transformer.mixers.lightning import Lightning
@@ -85,17 +84,10 @@ class DecoderLayer(nn.Module):
         self.self_attn = self.mixers[kind.mixer](spec, layer, f"{prefix}{place}", weights)
         self.mlp = self.mlps[kind.mlp](spec, layer, f"{prefix}.mlp", weights)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        attn: GroupedMetadata,
-        needed_rows: torch.Tensor | None = None,
-    ) -> Streams:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> Streams:
         x, residual = add(self.input_layernorm, x, residual)
-        x = self.scaled(self.self_attn(x, rotation, attn, needed_rows))
-        x, residual = self.post_attention_layernorm.add(x, rows(residual, needed_rows))
+        x = self.scaled(self.self_attn(x, call))
+        x, residual = self.post_attention_layernorm.add(x, call.needed(residual))
         return self.scaled(self.mlp(x)), residual
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,15 +108,8 @@ class ExpertsNormLayer(DecoderLayer):
         if spec.layers[layer].moe is not None:
             self.post_mlp_layernorm = NORMS[spec.norm](spec.hidden_size, spec.norm_eps)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        attn: GroupedMetadata,
-        needed_rows: torch.Tensor | None = None,
-    ) -> Streams:
-        x, residual = super().forward(x, residual, rotation, attn, needed_rows)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> Streams:
+        x, residual = super().forward(x, residual, call)
         return (x if self.post_mlp_layernorm is None else self.post_mlp_layernorm(x)), residual
 
 
@@ -139,17 +124,10 @@ class SandwichLayer(DecoderLayer):
         "post_feedforward_layernorm",
     )
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        attn: GroupedMetadata,
-        needed_rows: torch.Tensor | None = None,
-    ) -> Streams:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> Streams:
         x, residual = add(self.input_layernorm, x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, rotation, attn, needed_rows))
-        x, residual = self.pre_feedforward_layernorm.add(x, rows(residual, needed_rows))
+        x = self.post_attention_layernorm(self.self_attn(x, call))
+        x, residual = self.pre_feedforward_layernorm.add(x, call.needed(residual))
         return self.post_feedforward_layernorm(self.feed_forward(x, residual)), residual
 
     def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
@@ -162,17 +140,10 @@ class PostNormLayer(DecoderLayer):
 
     norm_names: ClassVar = ("post_attention_layernorm", "post_feedforward_layernorm")
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        attn: GroupedMetadata,
-        needed_rows: torch.Tensor | None = None,
-    ) -> Streams:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> Streams:
         stream = x if residual is None else x + residual
-        x = self.post_attention_layernorm(self.self_attn(stream, rotation, attn, needed_rows))
-        stream = rows(stream, needed_rows) + x
+        x = self.post_attention_layernorm(self.self_attn(stream, call))
+        stream = call.needed(stream) + x
         return self.post_feedforward_layernorm(self.mlp(stream)), stream
 
 
@@ -190,15 +161,8 @@ class StatePreNormLayer(DecoderLayer):
         other = Part(f"{prefix}.feedforward_layer_norm.weight", (spec.hidden_size,))
         give_other_parts(self.post_attention_layernorm.weight, [[other]])
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        attn: GroupedMetadata,
-        needed_rows: torch.Tensor | None = None,
-    ) -> Streams:
-        return self.form.forward(self, x, residual, rotation, attn, needed_rows)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> Streams:
+        return self.form.forward(self, x, residual, call)
 
 
 class NormedResidualLayer(DecoderLayer):
@@ -210,18 +174,11 @@ class NormedResidualLayer(DecoderLayer):
         super().__init__(spec, layer, prefix, weights)
         self.scales = spec.layers[layer].mixer_scales
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        attn: GroupedMetadata,
-        needed_rows: torch.Tensor | None = None,
-    ) -> Streams:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> Streams:
         alpha, beta, mlp_alpha, mlp_beta = self.scales
         x, _ = add(self.input_layernorm, x, residual)
-        mixed = self.self_attn(x, rotation, attn, needed_rows) * beta
-        x, _ = self.post_attention_layernorm.add(mixed, rows(x, needed_rows) * alpha)
+        mixed = self.self_attn(x, call) * beta
+        x, _ = self.post_attention_layernorm.add(mixed, call.needed(x) * alpha)
         return self.mlp(x) * mlp_beta, x * mlp_alpha
 
 
@@ -231,16 +188,9 @@ class SumNormLayer(DecoderLayer):
     needs_norm: ClassVar = False
     norm_names: ClassVar = ("post_attention_layernorm", "post_feedforward_layernorm")
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        attn: GroupedMetadata,
-        needed_rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        attended = self.self_attn(x, rotation, attn, needed_rows)
-        x = self.post_attention_layernorm(rows(x, needed_rows) + attended)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> tuple[torch.Tensor, None]:
+        attended = self.self_attn(x, call)
+        x = self.post_attention_layernorm(call.needed(x) + attended)
         return self.post_feedforward_layernorm(x + self.mlp(x)), None
 
 
@@ -249,17 +199,10 @@ class ParallelLayer(DecoderLayer):
 
     norm_names: ClassVar = ("input_layernorm",)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        attn: GroupedMetadata,
-        needed_rows: torch.Tensor | None = None,
-    ) -> Streams:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> Streams:
         x, residual = add(self.input_layernorm, x, residual)
-        attended = self.self_attn(x, rotation, attn, needed_rows)
-        return attended + self.mlp(rows(x, needed_rows)), rows(residual, needed_rows)
+        attended = self.self_attn(x, call)
+        return attended + self.mlp(call.needed(x)), call.needed(residual)
 
 
 class SingleLayer(DecoderLayer):
@@ -269,18 +212,11 @@ class SingleLayer(DecoderLayer):
     mixers: ClassVar = MIXERS | {"none": lambda *_: None}
     mlps: ClassVar = MLPS | {"none": lambda *_: None}
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        attn: GroupedMetadata,
-        needed_rows: torch.Tensor | None = None,
-    ) -> Streams:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> Streams:
         x, residual = add(self.input_layernorm, x, residual)
         if self.mlp is None:
-            return self.self_attn(x, rotation, attn, needed_rows), rows(residual, needed_rows)
-        return self.mlp(rows(x, needed_rows)), rows(residual, needed_rows)
+            return self.self_attn(x, call), call.needed(residual)
+        return self.mlp(call.needed(x)), call.needed(residual)
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         if self.mlp is None:
@@ -305,8 +241,3 @@ BLOCKS: dict[str, type[DecoderLayer]] = {
 def add(norm: Norm, x: torch.Tensor, residual: torch.Tensor | None) -> Streams:
     """The norm of the residual stream, and the stream."""
     return (norm(x), x) if residual is None else norm.add(x, residual)
-
-
-def rows(x: torch.Tensor, needed_rows: torch.Tensor | None) -> torch.Tensor:
-    """The rows of x `[T, H]` whose result is needed."""
-    return x if needed_rows is None else x[needed_rows]

@@ -7,7 +7,7 @@ Llama's checkpoints, so a parameter's path is its tensor's name, but for a famil
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from quire.worker.parallel import Exchange, pp
 from quire.worker.platforms.huge_pages import Workspace
 from quire.worker.platforms.ops import FusedLayers, Ops
 from quire.worker.transformer.blocks import BLOCKS, DecoderLayer
+from quire.worker.transformer.calls import LayerCall, StageCall
 from quire.worker.transformer.config import LayerSpec, ModelSpec
 from quire.worker.transformer.moe import MoE
 from quire.worker.transformer.mtp import PredictionHead
@@ -96,44 +97,39 @@ class Decoder(nn.Module):
             self._ops = self._ops if self._fused else None
         return self._fused
 
-    def embed(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, images: ImageEmbeds | None = None
-    ) -> torch.Tensor:
+    def embed(self, call: StageCall) -> torch.Tensor:
         """Input of the first layer, `[T, H]`."""
-        x = self.embed_tokens(input_ids)
+        x = self.embed_tokens(call.input_ids)
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
-        if images is not None:
-            images.write(x)
-        return x if self.spec.learned_positions is None else x + self.embed_positions(positions)
+        if call.images is not None:
+            call.images.write(x)
+        return x if self.spec.learned_positions is None else x + self.embed_positions(call.positions)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attn: GroupedMetadata,
-        hidden: torch.Tensor | None = None,
-        needed_rows: torch.Tensor | None = None,
-        images: ImageEmbeds | None = None,
-    ) -> torch.Tensor:
-        x, residual = self.embed(input_ids, positions, images) if self.first else hidden, None
+    def layer_calls(
+        self, call: StageCall, inputs: torch.Tensor | None = None
+    ) -> Iterator[tuple[DecoderLayer, LayerCall]]:
+        """Each layer and the arguments of its call. `inputs` `[T, L, size]` are the layers' own."""
+        rotations, last = self.rotary_emb(call.positions), len(self.layers) - 1
+        for i, layer in enumerate(self.layers.values()):
+            own = None if inputs is None else inputs[:, i]
+            needed = call.needed_rows if i == last else None
+            yield layer, LayerCall(rotations.get(layer.rope), call.attn, needed, own)
+
+    def forward(self, call: StageCall) -> torch.Tensor:
+        x, residual = self.embed(call) if self.first else call.hidden, None
+        images = call.images
         deep = images is not None and images.num_deep(self.spec.hidden_size) > 0
         lora = self.step_lora if self.step_lora is not None and self.step_lora.applies else None
-        fused = self.fused_layers() if positions.dim() == 1 and not deep and not self.captures else None
+        fused = self.fused_layers() if call.positions.dim() == 1 and not deep and not self.captures else None
         if fused is not None and (lora is None or fused.takes(lora)):
-            return fused.run(x, positions, attn, needed_rows, lora)
-        rotations = self.rotary_emb(positions)
-        *layers, last = self.layers.values()
+            return fused.run(x, call.positions, call.attn, call.needed_rows, lora)
         self.captured = []
-        for i, layer in enumerate(layers):
+        for i, (layer, layer_call) in enumerate(self.layer_calls(call)):
             self.capture(i, x, residual)
-            x, residual = layer(x, residual, rotations.get(layer.rope), attn)
-            if deep:
+            x, residual = layer(x, residual, layer_call)
+            if deep and not (self.last and i == len(self.layers) - 1):
                 images.add_deep(x, i)
-        self.capture(len(layers), x, residual)
-        x, residual = last(x, residual, rotations.get(last.rope), attn, needed_rows)
-        if deep and not self.last:
-            images.add_deep(x, len(layers))
         return self.norm.add(x, residual)[0] if self.last else x + residual
 
     def capture(self, layer: int, x: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -231,14 +227,13 @@ class CausalLM(ConfigReader, nn.Module):
         hidden: torch.Tensor | None = None,
         needed_rows: torch.Tensor | None = None,
         images: ImageEmbeds | None = None,
+        token_types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Map input_ids `[T]` and positions `[T]` or `[3, T]` to hidden states `[T, H]`. A pipeline stage other than
-        the first takes the previous stage's result as `hidden`, and may overwrite it.
+        """The hidden states `[T, H]` after this stage's layers; the arguments are those of `StageCall`.
 
-        `needed_rows`, on the last stage: ascending indices `[S]` of the tokens whose result is needed, never empty; the
-        result is then `[S, H]`. The last layer computes only keys and values for the other tokens.
+        With `needed_rows` the result is `[S, H]`, and the last layer computes only keys and values for other tokens.
         """
-        return self.model(input_ids, positions, attn, hidden, needed_rows, images)
+        return self.model(StageCall(input_ids, positions, attn, hidden, needed_rows, images, token_types))
 
     def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
         """Map hidden `[S, H]`, of the positions to sample, to `[S, vocab_size]` float32, possibly in `workspace`.
@@ -257,7 +252,8 @@ class CausalLM(ConfigReader, nn.Module):
         of the head that drafts tokens: `logits` makes of them those of the tokens after the next ones.
         """
         rotation = self.model.rotary_emb(positions).get(self.mtp.rope)
-        return self.mtp(self.model.embed(next_ids, positions), hidden, rotation, attn)
+        embedded = self.model.embed(StageCall(next_ids, positions, attn))
+        return self.mtp(embedded, hidden, LayerCall(rotation, attn))
 
     def rounded_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """`logits` in the model's dtype, if its head multiplies in it and nothing follows, else None."""

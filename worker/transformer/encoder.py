@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.embedding import PositionEmbedding
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import NORMS
+from quire.worker.transformer.calls import StageCall
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.decoder import CausalLM, Decoder
 
@@ -27,26 +27,15 @@ class Encoder(Decoder):
         if spec.embed_norm:
             self.embed_norm = NORMS[spec.norm](spec.hidden_size, spec.norm_eps)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attn: GroupedMetadata,
-        hidden: torch.Tensor | None = None,
-        needed_rows: torch.Tensor | None = None,
-        token_types: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        x, residual = self.embed(input_ids, positions), None
+    def forward(self, call: StageCall) -> torch.Tensor:
+        x, residual = self.embed(call), None
         if self.spec.num_token_types:
-            typed = token_types is not None and self.spec.num_token_types > 1
-            x = x + self.embed_types(token_types if typed else torch.zeros_like(positions))
+            typed = call.token_types is not None and self.spec.num_token_types > 1
+            x = x + self.embed_types(call.token_types if typed else torch.zeros_like(call.positions))
         if self.spec.embed_norm:
             x = self.embed_norm(x)
-        rotations = self.rotary_emb(positions)
-        *layers, last = self.layers.values()
-        for layer in layers:
-            x, residual = layer(x, residual, rotations[layer.rope], attn)
-        x, residual = last(x, residual, rotations[last.rope], attn, needed_rows)
+        for layer, layer_call in self.layer_calls(call):
+            x, residual = layer(x, residual, layer_call)
         return x if residual is None else self.norm.add(x, residual)[0]
 
 
@@ -74,15 +63,3 @@ class EncoderLM(CausalLM):
 
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
         return self.score(pooled.to(self.dtype)).float()
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attn: GroupedMetadata,
-        hidden: torch.Tensor | None = None,
-        needed_rows: torch.Tensor | None = None,
-        token_types: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """`token_types` `[T]`: 1 for the tokens of a pair's second text, by default 0 for all."""
-        return self.model(input_ids, positions, attn, hidden, needed_rows, token_types)

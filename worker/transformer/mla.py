@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.cache.spec import LatentSizes
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
@@ -20,9 +19,10 @@ from quire.worker.layers.linear import (
 )
 from quire.worker.layers.mla import LatentAttention
 from quire.worker.layers.norm import RMSNorm
-from quire.worker.layers.rotary import Rotation, apply_rotary
+from quire.worker.layers.rotary import apply_rotary
 from quire.worker.layers.views import RowOrder
 from quire.worker.parallel import Exchange, split_size, tp
+from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import LayerSpec, ModelSpec
 from quire.worker.transformer.rope import RopeSpec
 
@@ -174,10 +174,8 @@ class MLAttention(nn.Module):
             self.g_proj = ColumnParallelLinear(spec.hidden_size, [gate], False, weights.linear(gate.prefix))
         self.attn = LatentAttention(heads, sizes, layer, kind.scale)
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        meta, sizes = attn[self.attn.cache_group], self.sizes
+    def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        meta, sizes, rotation = call.attn[self.attn.cache_group], self.sizes, call.rotation
         q, c, k_pe = self.in_proj(x).split([self.in_proj.out_features - sizes.width, sizes.rank, sizes.rope_dim], -1)
         if self.q_b_proj is not None:
             q = self.q_b_proj(self.q_a_layernorm(q.contiguous()))
@@ -192,7 +190,7 @@ class MLAttention(nn.Module):
         if self.g_proj is not None:
             gate = self.g_proj(x).float().sigmoid().to(x.dtype)[..., None]
             attended = (attended.unflatten(-1, (gate.shape[1], -1)) * gate).flatten(1)
-        return self.o_proj(attended if needed_rows is None else attended[needed_rows])
+        return self.o_proj(call.needed(attended))
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         """The all-reduces of `forward`, in order."""

@@ -9,11 +9,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Shard, WeightFormat
 from quire.worker.layers.norm import NORMS
-from quire.worker.layers.rotary import Rotation
 from quire.worker.transformer.blocks import BLOCKS
+from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
 
 
@@ -36,12 +35,10 @@ class PredictionHead(nn.Module):
         """The name of the layer's rotary embedding."""
         return self.layers["0"].rope
 
-    def forward(
-        self, embedded: torch.Tensor, hidden: torch.Tensor, rotation: Rotation, attn: GroupedMetadata
-    ) -> torch.Tensor:
+    def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Map the embeddings `[T, H]` of the next tokens and hidden states `[T, H]` to hidden states `[T, H]`, of which
         the output head makes logits of the tokens after the next ones.
         """
         both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1)
-        x, residual = self.layers["0"](self.fc(both), None, rotation, attn)
+        x, residual = self.layers["0"](self.fc(both), None, call)
         return self.norm.add(x, residual)[0]

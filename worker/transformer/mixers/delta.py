@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.delta_rule import l2_norm
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, Shard, WeightFormat
 from quire.worker.layers.norm import rms_norm
-from quire.worker.layers.rotary import Rotation
 from quire.worker.layers.views import RowOrder
 from quire.worker.parallel import tp
+from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import Convolution, StateMixer, float_parameter, shards, split
 from quire.worker.transformer.state_spec import DeltaSpec
@@ -62,10 +61,8 @@ class GatedDeltaNet(StateMixer):
             weights.linear(f"{prefix}.out_proj"),
         )
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        step, kind = self.state.step(attn), self.spec
+    def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        step, kind = self.state.step(call.attn), self.spec
         conv, states = self.state.pages
         keys, values = self.num_k_heads * kind.k_dim, self.num_v_heads * kind.v_dim
         qkv, z = self.in_proj(x).split([2 * keys + values, values], -1)
@@ -78,8 +75,7 @@ class GatedDeltaNet(StateMixer):
         if kind.tiled:
             q, k = (heads.repeat(1, self.num_v_heads // self.num_k_heads, 1) for heads in (q, k))
         o = self.ops.gated_delta_rule(q * kind.k_dim**-0.5, k, v, g[..., None], beta, states, step)
-        if needed_rows is not None:
-            o, z = o[needed_rows], z[needed_rows]
+        o, z = call.needed(o), call.needed(z)
         o = rms_norm(o, self.norm, self.eps) * F.silu(z.float()).view_as(o)
         return self.out_proj(o.flatten(1).to(x.dtype))
 

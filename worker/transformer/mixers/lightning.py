@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, Shard, WeightFormat
-from quire.worker.layers.rotary import Rotation
 from quire.worker.parallel import Exchange, tp
+from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import StateMixer, float_parameter, shards, split
 from quire.worker.transformer.mixers.delta import Ungrouped
@@ -48,15 +47,12 @@ class Lightning(StateMixer):
         slopes = torch.exp2(-8.0 * (heads + 1) / kind.num_heads) * kind.decay_scale
         self.register_buffer("decay", -slopes, persistent=False)
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        step = self.state.step(attn)
+    def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        step = self.state.step(call.attn)
         q, k, v = F.silu(self.qkv_proj(x).float()).unflatten(-1, (3, self.heads, self.dim)).unbind(1)
         decay = self.decay.expand(len(x), -1)
         y = self.ops.linear_attention(q, k, v, decay, self.state.pages[0], step).flatten(1)
-        if needed_rows is not None:
-            x, y = x[needed_rows], y[needed_rows]
+        x, y = call.needed(x), call.needed(y)
         squares = self.group.all_reduce(y.square().sum(-1, keepdim=True))
         y = y * torch.rsqrt(squares / self.full + self.eps) * self.norm
         return self.out_proj((self.output_gate(x).float().sigmoid() * y).to(x.dtype))

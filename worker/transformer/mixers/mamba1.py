@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, WeightFormat
 from quire.worker.layers.norm import rms_norm
-from quire.worker.layers.rotary import Rotation
 from quire.worker.parallel import Exchange, tp
+from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import Convolution, StateMixer, float_parameter, shards, split
 
@@ -56,10 +55,8 @@ class Mamba1(StateMixer):
             weights.linear(f"{prefix}.out_proj"),
         )
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        step, kind = self.state.step(attn), self.spec
+    def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        step, kind = self.state.step(call.attn), self.spec
         conv, states = self.state.pages
         inner, z = self.in_proj(x).chunk(2, -1)
         inner = self.conv1d(inner, conv, step)
@@ -69,8 +66,7 @@ class Mamba1(StateMixer):
             dt, b, c = (rms_norm(values, weight, kind.eps) for values, weight in zip((dt, b, c), weights))
         dt = F.softplus(F.linear(dt, self.dt_proj, self.dt_bias))
         y = self.ops.selective_scan(inner, dt, -self.A_log.exp(), b, c, states, step) + inner * self.D
-        if needed_rows is not None:
-            y, z = y[needed_rows], z[needed_rows]
+        y, z = call.needed(y), call.needed(z)
         return self.out_proj((y * F.silu(z.float())).to(x.dtype))
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:

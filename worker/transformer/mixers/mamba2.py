@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, WeightFormat
-from quire.worker.layers.rotary import Rotation
 from quire.worker.parallel import Exchange, tp
+from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import Convolution, Rows, StateMixer, float_parameter, shards, split
 from quire.worker.transformer.state_spec import Mamba2Spec
@@ -54,10 +53,8 @@ class Mamba2(StateMixer):
             weights.linear(f"{prefix}.out_proj"),
         )
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        step, kind = self.state.step(attn), self.spec
+    def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        step, kind = self.state.step(call.attn), self.spec
         conv, states = self.state.pages
         shared = self.groups * kind.state_size
         projected = self.in_proj(x)
@@ -70,8 +67,7 @@ class Mamba2(StateMixer):
         dt = F.softplus(dt.float() + self.dt_bias).clamp(kind.dt_min, kind.dt_max)
         g = -self.A_log.exp() * dt
         y = self.ops.linear_attention(c, b, inner * dt[..., None], g, states, step) + inner * self.D[:, None]
-        if needed_rows is not None:
-            y, z = y[needed_rows], z[needed_rows]
+        y, z = call.needed(y), call.needed(z)
         return self.out_proj(self._gated(y.flatten(1), F.silu(z.float())).to(x.dtype))
 
     def _gated(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

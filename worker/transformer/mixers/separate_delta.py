@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.delta_rule import l2_norm
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
@@ -20,8 +19,8 @@ from quire.worker.layers.linear import (
 )
 from quire.worker.layers.moe import give_other_parts
 from quire.worker.layers.norm import rms_norm
-from quire.worker.layers.rotary import Rotation
 from quire.worker.parallel import tp
+from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import Convolution, StateMixer, float_parameter, shards, split
 from quire.worker.transformer.state_spec import DeltaSpec
@@ -67,10 +66,8 @@ class SeparateDelta(StateMixer):
             weights.linear(f"{prefix}.o_proj"),
         )
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        step, kind = self.state.step(attn), self.spec
+    def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        step, kind = self.state.step(call.attn), self.spec
         conv, states = self.state.pages
         q, k, v = self.conv1d(self.qkv_proj(x), conv, step).split(self.sizes, -1)
         q, k = (l2_norm(heads.unflatten(-1, (self.num_k_heads, kind.k_dim))) for heads in (q, k))
@@ -78,8 +75,7 @@ class SeparateDelta(StateMixer):
         g = self._decay(self.decay_proj(x).float() + self.dt_bias)
         beta = self.b_proj(x).float().sigmoid() * (2.0 if kind.neg_eigval else 1.0)
         o = self.ops.gated_delta_rule(q * kind.k_dim**-0.5, k, v, g, beta, states, step)
-        if needed_rows is not None:
-            o, x = o[needed_rows], x[needed_rows]
+        o, x = call.needed(o), call.needed(x)
         gate = _GATES[kind.gate](self.gate_proj(x).float())
         o = rms_norm(o, self.o_norm, self.eps) * gate.view_as(o)
         return self.o_proj(o.flatten(1).to(x.dtype))

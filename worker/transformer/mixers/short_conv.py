@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, WeightFormat
-from quire.worker.layers.rotary import Rotation
 from quire.worker.parallel import tp
+from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import Convolution, StateMixer, shards, split
 
@@ -34,11 +33,8 @@ class ShortConv(StateMixer):
             weights.linear(f"{prefix}.out_proj"),
         )
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         b, c, x = self.in_proj(x).chunk(3, -1)
-        y = self.conv(b * x, self.state.pages[0], self.state.step(attn)).to(c.dtype)
-        if needed_rows is not None:
-            c, y = c[needed_rows], y[needed_rows]
+        y = self.conv(b * x, self.state.pages[0], self.state.step(call.attn)).to(c.dtype)
+        c, y = call.needed(c), call.needed(y)
         return self.out_proj(c * y)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
-from quire.worker.layers.rotary import Rotation
 from quire.worker.parallel import Exchange
 from quire.worker.transformer.attention import self_attention
+from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.mamba2 import Mamba2
 
@@ -23,12 +22,10 @@ class AttentionAndMamba2(nn.Module):
         self.mamba = Mamba2(spec, layer, f"{prefix}.mamba", weights)
         self.scales = spec.layers[layer].mixer_scales
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, attn: GroupedMetadata, needed_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         attention_in, attention_out, mamba_in, mamba_out = self.scales
-        attended = self.attention(x * attention_in, rotation, attn, needed_rows) * attention_out
-        return attended + self.mamba(x * mamba_in, rotation, attn, needed_rows) * mamba_out
+        attended = self.attention(x * attention_in, call) * attention_out
+        return attended + self.mamba(x * mamba_in, call) * mamba_out
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         """The all-reduces of `forward`, in order."""

@@ -1,0 +1,41 @@
+"""Arguments of a step: of a pipeline stage's layers and of one layer.
+
+T tokens of all requests of the step are concatenated. `needed_rows` are ascending indices `[S]` of the tokens whose
+result is needed, never empty; None means all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.worker.attention.base import GroupedMetadata
+from quire.worker.layers.rotary import Rotation
+
+if TYPE_CHECKING:
+    from quire.worker.transformer.image_embeds import ImageEmbeds
+
+
+@dataclass(frozen=True, slots=True)
+class StageCall:
+    input_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T] or [3, T]
+    attn: GroupedMetadata
+    hidden: torch.Tensor | None = None  # the previous stage's result, which may be overwritten
+    needed_rows: torch.Tensor | None = None  # on the last stage
+    images: ImageEmbeds | None = None
+    token_types: torch.Tensor | None = None  # [T]: 1 for tokens of a pair's second text, by default 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    rotation: Rotation | None  # None: the layer has no rotary embedding
+    attn: GroupedMetadata
+    needed_rows: torch.Tensor | None = None  # in the last layer
+    inputs: torch.Tensor | None = None  # the layer's own inputs [T, size] (per_layer.py)
+
+    def needed(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of x `[T, _]` whose result is needed."""
+        return x if self.needed_rows is None else x[self.needed_rows]
