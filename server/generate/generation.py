@@ -85,9 +85,9 @@ class Generation:
         """Tell the progress; whether the output has nothing else."""
         progress, prompt = self.request.progress, self.request.request_id
         if output.new_token_ids:
-            progress.note_first_token(prompt)
+            progress.note_first_token(prompt, output.num_cached_tokens)
             return False
-        progress.note(prompt, output.num_prefilled)
+        progress.note(prompt, output.num_prefilled, output.num_cached_tokens)
         return output.finish_reason is None and output.prompt_logprobs is None
 
     async def _next_output(self) -> EngineOutput:

@@ -15,6 +15,7 @@ from quire.server.generate.encode import encode_conversation
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.images import after_images
 from quire.server.generate.prepare import prepare
+from quire.server.generate.progress import check_progress, report_progress
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import wanted_for
 from quire.server.http.read_body import take
@@ -29,6 +30,7 @@ ID_PREFIX = "msg_"
 async def create_message(request: Request, state: needs.Completion) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
     body, one, cached = await take(request, MessagesRequest, state, lambda body: _prepare(request, body, state))
+    progress = report_progress(body.return_progress, [one])
     generation = await admission.generate(request, state, [one], "messages")
     message = MessageResponse(
         id=ID_PREFIX + request.scope["request_id"],
@@ -40,7 +42,9 @@ async def create_message(request: Request, state: needs.Completion) -> Response:
     if body.stream:
         frames = streams.Stream(message, len(one.prompt_token_ids), clipped, cached).frames(generation)
         return sse.EventStream(
-            sse.to_the_end(frames, message.id, streams.error_event, b""), state.config.server.sse_keep_alive_interval
+            sse.to_the_end(frames, message.id, streams.error_event, b""),
+            state.config.server.sse_keep_alive_interval,
+            progress,
         )
     (choice,) = await sse.unless_disconnected(request, deltas.collect(generation, 1))
     return await state.threads.run(
@@ -52,6 +56,7 @@ Prepared = tuple[MessagesRequest, GenerationRequest, Caching]
 
 
 def _prepare(request: Request, body: MessagesRequest, state: needs.Preparing) -> Prepared | Deferred[Prepared]:
+    check_progress(body.return_progress, body.stream)
     seconds = seconds_wanted(body)
     identity = wanted_for(admission.admit(request, state, ID_PREFIX, model=body.model), seconds)
     wanted = spec(body, state.formats.reasoning is not None, **identity)

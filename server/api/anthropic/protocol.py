@@ -180,6 +180,7 @@ class MessagesRequest(PromptFields, kw_only=True):
     top_k: AtLeastMinusOne | None = None
     cache_salt: CacheSalt | None = None  # beside Anthropic's own
     speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
+    return_progress: bool | None = None  # of the prompt, in comments of the stream
 
     unsupported: ClassVar[dict[str, tuple]] = PromptFields.unsupported | {"prediction": ()}
 

@@ -17,6 +17,7 @@ from quire.server.generate.delta import Delta
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import Int64, MinP, RepetitionPenalty, Stop, Stops, Temperature, Text, TopP
 from quire.server.generate.prepare import prepare
+from quire.server.generate.progress import PromptProgress, check_progress, report_progress
 from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.http import admission, sse
 from quire.server.http.read_body import take
@@ -56,6 +57,7 @@ class InfillRequest(msgspec.Struct, kw_only=True):
     model: Annotated[str, Meta(max_length=256)] | None = None  # any name; that of an adapter chooses it
     lora: LoraScales | None = None
     speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
+    return_progress: bool | None = None  # of the prompt, in events with `prompt_progress`
 
     harmless: ClassVar = frozenset({"cache_prompt", "id_slot", "n_indent", "t_max_prompt_ms"})
     unsupported: ClassVar[dict[str, tuple]] = {
@@ -83,10 +85,11 @@ async def infill(request: Request, state: needs.Completion) -> Response:
     """The text between two others."""
     body, one = await take(request, InfillRequest, state, lambda body: (body, _prepare(request, body, state)))
     predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
+    progress = report_progress(body.return_progress, [one], _progress)
     stream = await admission.generate(request, state, [one], "input_prefix", predict)
     if body.stream:
         frames = sse.to_the_end(_frames(stream, one), one.request_id, done=b"")
-        return sse.EventStream(frames, state.config.server.sse_keep_alive_interval)
+        return sse.EventStream(frames, state.config.server.sse_keep_alive_interval, progress)
     (choice,) = await sse.unless_disconnected(request, deltas.collect(stream, 1))
     end = _end(one, choice.finish_reason, choice.stop_reason, len(choice.token_ids), choice.num_reused_tokens)
     return sse.JsonResponse(end | {"content": choice.text, "tokens": choice.token_ids})
@@ -95,6 +98,7 @@ async def infill(request: Request, state: needs.Completion) -> Response:
 def _prepare(request: Request, body: InfillRequest, state: needs.Preparing) -> GenerationRequest:
     if infill_of(state.tokenizer) is None:
         raise BadRequest("This model has no tokens for filling in the middle.", param="input_suffix")
+    check_progress(body.return_progress, body.stream)
     limit = body.n_predict
     model = body.model if body.model in state.adapters.loaded else None
     spec = GenerationSpec(
@@ -132,6 +136,10 @@ async def _frames(stream: AsyncGenerator[Delta, None], one: GenerationRequest) -
             yield sse.event(msgspec.json.encode(part))
     finally:
         await stream.aclose()
+
+
+def _progress(now: PromptProgress) -> bytes:
+    return sse.event(msgspec.json.encode({"content": "", "tokens": [], "stop": False, "prompt_progress": now}))
 
 
 def _end(

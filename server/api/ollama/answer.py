@@ -12,6 +12,7 @@ import msgspec
 from quire.engine.messages import TokenLogprobs
 from quire.server.generate.delta import Delta
 from quire.server.generate.generation_request import GenerationRequest
+from quire.server.generate.progress import PromptProgress
 from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 from quire.server.parsers.model_json import raw_object
@@ -45,6 +46,11 @@ class Answer:
                     yield b"".join(lines)
         finally:
             await stream.aclose()
+
+    def progress(self, now: PromptProgress) -> bytes:
+        """A line with the progress of the prompt and no text."""
+        part = self._part({"content": ""}) | {"prompt_progress": now}
+        return msgspec.json.encode(part) + b"\n"
 
     def observe(self, delta: Delta) -> None:
         """Note when a delta came, unless it was observed before."""

@@ -23,6 +23,7 @@ from quire.server.generate.limits import (
     Text,
     TopP,
 )
+from quire.server.generate.progress import PromptProgress
 
 MAX_MESSAGES, MAX_CALLS, MAX_TOOLS, MAX_FIELDS, MAX_IMAGES = 10_000, 1024, 1024, 4096, 1024
 Name = Annotated[str, Meta(max_length=256)]
@@ -89,6 +90,7 @@ class _Generation(msgspec.Struct, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # alternatives per token, with `logprobs`
     speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
+    return_progress: bool | None = None  # of the prompt, in lines with `prompt_progress`
 
     harmless: ClassVar = frozenset({"shift", "truncate"})
     unsupported: ClassVar[dict[str, tuple]] = {"prediction": ()}
@@ -249,6 +251,7 @@ class _Answer(msgspec.Struct, kw_only=True):
     reused_tokens: int | UnsetType = UNSET  # of the prompt, from other positions (`--cache-reuse`)
     eval_duration: int | UnsetType = UNSET
     logprobs: list[Logprob] | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
 
 
 class ChatAnswer(_Answer, kw_only=True):

@@ -22,6 +22,7 @@ from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.images import after_images
 from quire.server.generate.pooling import Vector, embed_params
 from quire.server.generate.prepare import prepare
+from quire.server.generate.progress import check_progress, report_progress
 from quire.server.generate.request import GenerationSpec
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import wanted_for
@@ -76,6 +77,7 @@ def _prepare(body: B, spec: GenerationSpec | None, state: needs.Prompting) -> Wo
 
 def _admit(request: Request, state: needs.Admission, body: ChatRequest | GenerateRequest) -> dict[str, Any]:
     identity = admission.admit(request, state, ID_PREFIX, model=served_name(body.model, state))
+    check_progress(body.return_progress, body.stream is not False)
     return wanted_for(identity, keep_alive_seconds(body.keep_alive))
 
 
@@ -92,12 +94,13 @@ async def _respond(
         }
         text = {"message": {"role": "assistant", "content": ""}} if answer_to_chat else {"response": ""}
         return sse.JsonResponse(empty | text)
-    stream = await admission.generate(request, state, [one], "messages" if answer_to_chat else "prompt")
     tokenizer = state.tokenizer if body.logprobs else None
     answer = Answer(shown_name(body.model, state), one, answer_to_chat, tokenizer)
+    progress = report_progress(body.return_progress, [one], answer.progress)
+    stream = await admission.generate(request, state, [one], "messages" if answer_to_chat else "prompt")
     if body.stream is not False:
         lines = sse.to_the_end(answer.lines(stream), one.request_id, _error_line, b"")
-        response = sse.EventStream(lines, 0)  # without comments, which are no JSON
+        response = sse.EventStream(lines, 0, progress)  # without comments, which are no JSON
         response.raw_headers = list(HEADERS)
         return response
 

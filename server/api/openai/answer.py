@@ -19,7 +19,7 @@ from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.generate.delta import Delta
 from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.progress import PrefillProgress
+from quire.server.generate.progress import check_progress, report_progress
 from quire.server.http import admission, sse
 from quire.server.http.turns import tenant_of
 
@@ -40,8 +40,7 @@ def admit(request: Request, body: GenerationFields, state: needs.Admission, pref
     )
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream to be true.", param="stream_options")
-    if body.return_progress and not body.stream:
-        raise BadRequest("return_progress needs stream to be true.", param="return_progress")
+    check_progress(body.return_progress, body.stream)
     return identity
 
 
@@ -53,11 +52,7 @@ async def respond(
     Raises ApiError for everything that goes wrong before the first byte of the answer.
     """
     body = answer.body
-    progress = None
-    if body.return_progress:
-        progress = PrefillProgress({one.request_id: len(one.prompt_token_ids) for one in requests})
-        for one in requests:
-            one.progress = progress
+    progress = report_progress(body.return_progress, requests)
     predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
     stream = await admission.generate(request, state, requests, param, predict)
     if body.stream:

@@ -109,6 +109,7 @@ class TextRequest(msgspec.Struct, kw_only=True):
     rid: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
     priority: Int64 | None = None
     speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
+    return_progress: bool | None = None  # of the prompt, in comments of the stream
     lora_path: AdapterName | None = None  # the name of a LoRA adapter
 
     harmless: ClassVar = frozenset({"log_metrics"})

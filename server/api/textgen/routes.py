@@ -12,6 +12,7 @@ from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.prepare import prepare
+from quire.server.generate.progress import check_progress, report_progress
 from quire.server.http import admission, sse
 from quire.server.http.read_body import take
 from quire.server.http.route import EVENTS, Route
@@ -31,14 +32,19 @@ async def generate_stream(request: Request, state: needs.Completion) -> Response
 
 
 async def _generate(request: Request, state: needs.Completion, stream: bool) -> Response:
-    body, requests = await take(request, TextRequest, state, lambda body: (body, _prepare(request, body, state)))
+    def work(body: TextRequest) -> tuple[TextRequest, list[GenerationRequest]]:
+        check_progress(body.return_progress, stream or body.stream)
+        return body, _prepare(request, body, state)
+
+    body, requests = await take(request, TextRequest, state, work)
+    progress = report_progress(body.return_progress, requests)
     of_tgi = body.inputs is not None
     generation = await admission.generate(request, state, requests, "inputs" if of_tgi else "text")
     answer = tgi.Answer(body, state, requests[0]) if of_tgi else sglang.Answer(body, requests)
     if stream or body.stream:
         error_event, done = (tgi.error_event, b"") if of_tgi else (sglang.error_event, sse.DONE)
         frames = sse.to_the_end(answer.frames(generation), requests[0].request_id, error_event, done)
-        return sse.EventStream(frames, state.config.server.sse_keep_alive_interval)
+        return sse.EventStream(frames, state.config.server.sse_keep_alive_interval, progress)
     num_choices = sum(one.n for one in requests)
     choices = await sse.unless_disconnected(request, deltas.collect(generation, num_choices))
     return await state.threads.run(

@@ -41,6 +41,7 @@ from quire.server.generate.encode import encode_conversation
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.images import after_images
 from quire.server.generate.prepare import prepare
+from quire.server.generate.progress import PrefillProgress, check_progress, report_progress
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import RETENTION, wanted_for
 from quire.server.http.paging import owner
@@ -101,14 +102,17 @@ async def create_response(request: Request, state: _Creating) -> Response:
 
     body, prepared = await _with_history(request, ResponsesRequest, state, work)
     answer = prepared.answer
+    progress = report_progress(body.return_progress, [prepared.one])
     generation = await admission.generate(request, state, [prepared.one], "input")
     keep = partial(_keep, request, state, body, prepared)
     if body.background:
-        return await _in_background(request, state, body, answer, generation, keep)
+        return await _in_background(request, state, body, answer, generation, keep, progress)
     if body.stream:
         frames = _frames(answer, generation, keep)
         return sse.EventStream(
-            sse.to_the_end(frames, answer.response.id, done=b""), state.config.server.sse_keep_alive_interval
+            sse.to_the_end(frames, answer.response.id, done=b""),
+            state.config.server.sse_keep_alive_interval,
+            progress,
         )
     told = await sse.unless_disconnected(request, _all(generation))
     size = _size(sum(len(delta.token_ids) for delta in told), wants_logprobs(body))
@@ -133,6 +137,7 @@ def _prepare(
     request: Request, body: ResponsesRequest, history: History | None, state: _Preparing, key: str
 ) -> Work[ResponsesRequest, _Prepared]:
     identity = admission.admit(request, state, ID_PREFIX, model=body.model, priority=body.priority)
+    check_progress(body.return_progress, body.stream)
     if history is not None and (name := history.name):
         identity = wanted_for(identity, RETENTION["in_memory"], name)
     _decide_to_store(request, body, state)
@@ -284,6 +289,7 @@ async def _in_background(
     answer: Answer,
     generation: AsyncGenerator[Delta, None],
     keep,
+    progress: PrefillProgress | None,
 ) -> Response:
     answer.response.status = "queued"
     encoded = await keep(None)
@@ -304,7 +310,7 @@ async def _in_background(
     state.responses.start(run, on_end)
     if body.stream:
         frames = sse.to_the_end(run.follow(0), run.id, done=b"")
-        return sse.EventStream(frames, state.config.server.sse_keep_alive_interval)
+        return sse.EventStream(frames, state.config.server.sse_keep_alive_interval, progress)
     return sse.JsonResponse(encoded)
 
 

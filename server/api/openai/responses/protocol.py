@@ -243,11 +243,11 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
     cache_salt: CacheSalt | None = None
     speculation: bool | None = None
     prediction: Prediction | None = None
+    return_progress: bool | None = None
 
     # `max_tool_calls` counts the calls of tools that the server runs; it runs none
     harmless: ClassVar = (HARMLESS - {"metadata", "store"}) | {"max_tool_calls", "stream_options", "access_programs"}
     unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | {
-        "return_progress": (False,),
         "prompt": (),
         "context_management": ([],),
         "image": (),
