@@ -103,6 +103,18 @@ def test_frequent_messages_are_explained_as_the_code_writes_them(found):
         assert any(all(part in text for part in parts) for text in known), heading
 
 
+def test_files_that_pages_name_exist():
+    """In code spans: paths below a folder of the tree. `...` and `*` stand for several."""
+    roots = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+    wrong = [
+        f"{page.name}: {name}"
+        for page in [*DOCS.glob("*.md"), *ROOT.glob("*.md")]
+        for name in re.findall(rf"`((?:{roots})/[\w./-]+)`", page.read_text(encoding="utf-8"))
+        if "..." not in name and not (ROOT / name).exists()
+    ]
+    assert not wrong
+
+
 def test_examples_are_json():
     for examples in endpoints.SECTIONS.values():
         for example in examples:
