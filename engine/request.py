@@ -139,7 +139,7 @@ class Request:
         self.num_exact = EXACT  # tokens before those that were reused from other positions (`kv/reuse.py`)
         self.num_reused_tokens = 0
         self.num_in_flight = 0
-        self.num_draft = 0  # drafts that the worker has for its next step; a step may verify fewer
+        self.num_draft = 0  # drafts that the worker had after its last output; a step may verify fewer
         self.predicts = False  # whether these are of its prediction
         # how many drafts from its prediction were accepted and rejected; None without a prediction
         self.prediction_tokens = None if sampling.prediction is None else (0, 0)
@@ -234,7 +234,8 @@ class Request:
         """A step verified `num_draft` drafts and gave `num_tokens` tokens: those drafts that are not among them were
         not computed. Their slots in the KV cache will be written again. Returns the number of accepted ones.
         """
-        self.num_computed_tokens -= num_draft - (num_tokens - 1)  # the last token is not computed yet
+        if self.status is Status.RUNNING:  # else it was preempted meanwhile, and nothing of it is computed
+            self.num_computed_tokens -= num_draft - (num_tokens - 1)  # the last token is not computed yet
         num_accepted = max(num_tokens - 1, 0)
         if self.predicts:
             accepted, rejected = self.prediction_tokens

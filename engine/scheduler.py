@@ -5,12 +5,14 @@ on the device (`num_in_flight`); some of them are computed. Every step lets `num
 token budget. Chunked prompts, mixed batches, prefix cache hits and resumption after preemption all follow from this
 rule.
 
-Scheduling needs counts only, never token ids, so several steps may be in flight, under four rules:
+Scheduling needs counts only, never token ids, so several steps may be in flight, under five rules:
 (a) `num_in_flight` counts sampled tokens whose ids are not known yet.
 (b) Length stops are predicted. Only EOS, stop ids and aborts overshoot, by at most depth - 1 steps; `update` skips the
 outputs of those steps.
 (c) A preempted request keeps `num_in_flight`, still receives those tokens, and is admitted again when it reaches 0.
 (d) Blocks and rows can be reused as soon as they are freed, because the worker runs steps in order.
+(e) A request of which the worker has drafts waits for its tokens in flight, and then for those of the step that
+verifies the drafts: until then nobody knows how many there are. Others overlap meanwhile.
 """
 
 from __future__ import annotations
@@ -97,7 +99,6 @@ class Scheduler:
         self.room = Room(kv, self.running, self.max_running, ready.max_loras)
         self.requests: dict[tuple[bytes, str], Request] = {}
         self.free_rows = list(range(ready.max_num_seqs))  # a heap: the lowest free row is used first
-        self._with_drafts: list[Request] = []  # of which the worker has drafts, for the next step only
         self._in_flight: deque[Step] = deque()  # scheduled, results not processed yet
         self.counts = Counts()
         self._num_added = self._num_steps = 0
@@ -303,7 +304,7 @@ class Scheduler:
             elif (
                 num_new == 1
                 and request.row % self.num_groups == self.turn
-                and not (request.num_in_flight and num_tokens >= request.max_total_tokens)
+                and not (request.num_in_flight and (request.num_draft or num_tokens >= request.max_total_tokens))
                 and budget > 0
             ):
                 num_draft = self.room.num_draft(request, room_for_drafts) if request.num_draft else 0
@@ -502,16 +503,12 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.note_step(step.num_tokens, time.monotonic() - step.scheduled)
         prompt_logprobs = step.new_prompt_logprobs(output)
-        for request in self._with_drafts:
-            request.num_draft = 0
-        drafted, drafts, predicted = step.input.num_draft, output.num_draft, output.predicted
-        self._with_drafts = [step.requests[i] for i in drafts or ()]
+        drafted, drafts, predicted = step.input.num_draft, output.num_draft or {}, output.predicted or ()
         for i, request, token_ids, logprobs in step.sampled(output):
             if drafted and (num_draft := drafted.get(i, 0)):
                 self.counts.count_drafts(num_draft, request.take_back_drafts(num_draft, len(token_ids)))
-            if drafts:
-                request.num_draft = drafts.get(i, 0)
-                request.predicts = bool(predicted) and i in predicted
+            if drafts or request.num_draft:
+                request.num_draft, request.predicts = drafts.get(i, 0), i in predicted
             entries = prompt_logprobs.pop(request, None) if prompt_logprobs else None
             self._receive(request, token_ids, logprobs, entries, now, outputs)
         for request, entries in prompt_logprobs.items():

@@ -1,7 +1,7 @@
 """One scheduled step: its input for the worker, and the requests at its batch positions.
 
-It may verify drafts of a running request (`StepInput.num_draft`), of which the scheduler knows only the number. Only
-workers that run one step at a time propose any, so the number of accepted ones is known before the next step.
+It may verify drafts of a running request (`StepInput.num_draft`), of which the scheduler knows only the number. The
+request's next step is scheduled when the number of accepted ones is known.
 """
 
 from __future__ import annotations

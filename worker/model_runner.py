@@ -4,6 +4,7 @@ device.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -173,7 +174,7 @@ class ModelRunner:
         self.sampler = sampler or Sampler(table, platform)
         self._last: Output | None = None  # of the step before, if steps verify drafts
         self.speculator = None
-        if speculation is not None:
+        if speculation is not None and self.stage.last:
             drafting: ModelDrafter | None = None
             needs = table, backend, platform, max_num_tokens, self.sampler
             if speculation.head or speculation.eagle:
@@ -207,12 +208,17 @@ class ModelRunner:
         if self._last is not None:
             self._last.result()  # it makes the drafts; a rank that does not answer may not have been asked for it yet
         self._last = self._execute(step, None)
+        if not self.stage.first:
+            self._last.result()
+            self.stage.send_drafts(self.speculator.proposed(step))
         return self._last
 
     def _execute(self, step: StepInput, saved: SavedState | None) -> Output:
         """`execute`; `saved` is the state of a part's single request, if the part updates it in place."""
         self.stage.await_token_ids(step, self.table)
-        make_drafts = (lambda: self.speculator.drafts(step)) if step.num_draft else None
+        make_drafts = None
+        if step.num_draft and (self.stage.first or self.stage.last):
+            make_drafts = functools.partial((self.speculator or self.stage).drafts, step)
         padded = self.forward.padded_size(step) if isinstance(self.forward, CudaGraphs) else 0
         batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend, make_drafts, padded)
         if batch.drafts and self.spare_states is not None:

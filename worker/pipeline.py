@@ -1,8 +1,8 @@
 """This rank's pipeline stage: the tensors it receives from the previous stage and those it sends to others.
 
-Hidden states travel from stage to stage. The last stage samples and sends the token ids to the first stage, the only
-one that embeds them; no other stage needs token ids. Waiting is minimal: a stage starts the next step while its
-messages are still in transit.
+Hidden states travel from stage to stage. The last stage samples and sends the token ids, and drafts, to the first
+stage, the only one that embeds them; no other stage needs token ids. Waiting is minimal: a stage starts the next step
+while its messages are still in transit.
 
 W is the width of what travels between two stages: the hidden size, and more in some families.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 
 from quire.worker.batch.input_batch import InputBatch
@@ -43,6 +44,14 @@ class SingleStage:
     def send_token_ids(self, token_ids: torch.Tensor) -> None:
         """Send the sampled ids `[S]` int64 to the first stage, for `RequestTable.append`. On the last stage only."""
 
+    def send_drafts(self, drafts: list[list[int]]) -> None:
+        """Send the drafts for the next step of each request that sampled, after its token ids. On the last stage only.
+        """
+
+    def drafts(self, step: StepInput) -> dict[int, list[int]]:
+        """Batch position -> the drafts that `step` verifies. On the first stage only, after `await_token_ids`."""
+        raise AssertionError("a single stage makes its drafts")
+
     def tell_last(self, flags: torch.Tensor) -> torch.Tensor:
         """Return the flags of the first stage on the last one, and `flags` on the others, before the hidden states of a
         step. All stages must call it.
@@ -56,17 +65,23 @@ class SingleStage:
 class PipelineStage(SingleStage):
     """One of several stages.
 
-    `depth` is the maximum number of steps in flight: messages sent that many steps ago have arrived.
+    `depth` is the maximum number of steps in flight: messages sent that many steps ago have arrived. The last stage
+    sends up to `max_draft` drafts per request to the first one, where they are embedded.
     """
 
-    def __init__(self, stages: Group, depth: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, stages: Group, depth: int, width: int, dtype: torch.dtype, device: torch.device, max_draft: int = 0
+    ) -> None:
         # token ids must not queue behind hidden states, which their receiver reads only after it has the ids
         self.stages, self.tokens = stages, stages.twin()
         self.first, self.last = stages.rank == 0, stages.rank == stages.size - 1
         self.depth, self.width, self.dtype, self.device = depth, width, dtype, device
+        self.max_draft = max_draft
+        self._drafts: dict[int, list[int]] = {}  # on the first stage: by row, for its next step
         # (send handle, tensor that must stay alive until the send completes)
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._told: deque[tuple[Any, torch.Tensor]] = deque()  # the same for flags
+        self._sent_drafts: deque[tuple[Any, torch.Tensor]] = deque()
         # on the first stage: steps whose token ids are outstanding, oldest first
         self._awaited: deque[InputBatch] = deque()
 
@@ -92,6 +107,17 @@ class PipelineStage(SingleStage):
     def send_token_ids(self, token_ids: torch.Tensor) -> None:
         self._send(self._sent, self.tokens, token_ids, 0)
 
+    def send_drafts(self, drafts: list[list[int]]) -> None:
+        if not self.max_draft or not drafts:
+            return
+        counted = np.zeros((len(drafts), 1 + self.max_draft), dtype=np.int64)
+        for row, draft in zip(counted, drafts):
+            row[: 1 + len(draft)] = [len(draft), *draft]
+        self._send(self._sent_drafts, self.tokens, torch.from_numpy(counted).to(self.device), 0)
+
+    def drafts(self, step: StepInput) -> dict[int, list[int]]:
+        return {i: self._drafts[step.rows[i]][:count] for i, count in step.num_draft.items()}
+
     def tell_last(self, flags: torch.Tensor) -> torch.Tensor:
         if self.first:
             self._send(self._told, self.stages, flags, self.stages.size - 1)
@@ -112,8 +138,16 @@ class PipelineStage(SingleStage):
         token_ids = torch.empty(len(batch.sampling.rows), dtype=torch.int64, device=self.device)
         self.tokens.receive(token_ids, self.tokens.size - 1)
         table.append(batch.sampling.rows_tensor, batch.sampling.positions_tensor, token_ids, batch.max_seq_len)
+        if self.max_draft:
+            samples = batch.step.samples
+            counted = torch.empty(len(samples), 1 + self.max_draft, dtype=torch.int64, device=self.device)
+            self.tokens.receive(counted, self.tokens.size - 1)
+            for i, (count, *draft) in zip(samples, counted.tolist()):
+                self._drafts[batch.step.rows[i]] = draft[:count]
 
 
-def pipeline_stage(stages: Group, depth: int, width: int, dtype: torch.dtype, device: torch.device) -> SingleStage:
+def pipeline_stage(
+    stages: Group, depth: int, width: int, dtype: torch.dtype, device: torch.device, max_draft: int = 0
+) -> SingleStage:
     """Return this rank's stage, which receives `width` entries per token. All ranks of `stages` call it together."""
-    return SingleStage() if stages.size == 1 else PipelineStage(stages, depth, width, dtype, device)
+    return SingleStage() if stages.size == 1 else PipelineStage(stages, depth, width, dtype, device, max_draft)

@@ -133,7 +133,8 @@ class Worker:
 
         progress("profiling memory", 0.0)
         depth = config.scheduler.steps_in_flight or pp().size + 1
-        stage = pipeline_stage(pp(), depth, model.received_width, limits.dtype, platform.device)
+        max_draft = limits.speculation.most if limits.speculation.is_on else 0
+        stage = pipeline_stage(pp(), depth, model.received_width, limits.dtype, platform.device, max_draft)
         cache = memory.cache_plan(config, spec, limits)
         activations = (
             _measure_activations(model, spec, platform, limits, cache, stage)

@@ -119,8 +119,7 @@ class FakeOptions:
     # images that the simulated model reads: image token id, cache size and encoder budget, e.g. "5:64:16" or, if an
     # image is computed whole, "5:64:16:whole". An image whose key begins with "unreadable" cannot be encoded.
     images: str = ""
-    # the most drafts of a request per step, if one step is in flight and the model has no states, and how likely each
-    # is to be wrong
+    # the most drafts of a request per step, if the model has no states, and how likely each is to be wrong
     drafts: float = 0.0
     wrong_drafts: float = 0.0
 
@@ -197,9 +196,8 @@ class FakeExecutor(Executor):
         num_pages = self.ready.num_blocks + self.ready.num_states
         self._slots: list[tuple[int, int] | None] = [None] * (num_pages * self.ready.block_size)
         self._free_at = 0.0
-        one_step = (config.scheduler.steps_in_flight or 1) == 1 and config.parallel.pipeline_parallel_size == 1
         has_states = any(group.kind == "state" for group in self.ready.groups)
-        self._max_draft = int(self.options.drafts) if one_step and not has_states else 0
+        self._max_draft = int(self.options.drafts) if not has_states else 0
         self.tiers = self._open_tiers(config)
         if config.cache.cache_reuse:
             raise ValueError("--cache-reuse: the fake executor has no rotary embeddings")

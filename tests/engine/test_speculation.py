@@ -23,6 +23,8 @@ configurations = st.fixed_dictionaries(
         "max_num_batched_tokens": st.integers(1, 40),
         "long_prefill_token_threshold": st.sampled_from([0, 0, 5]),
         "enable_prefix_caching": st.booleans(),
+        "steps_in_flight": st.integers(1, 3),
+        "pipeline_parallel_size": st.sampled_from([1, 1, 2]),
     }
 )
 group_mixes = st.sampled_from(
@@ -104,12 +106,17 @@ def test_drafts_of_a_prediction_are_counted():
     assert run_one("drafts=3", max_tokens=5)[0].last("a").prediction_tokens is None
 
 
-def test_several_steps_in_flight_verify_no_drafts():
-    engine = fake_engine("drafts=3", steps_in_flight=2)
-    message = engine.add("a", [1, 2, 3], max_tokens=30)
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_with_several_steps_in_flight_requests_with_drafts_wait_for_them(wrong):
+    engine = fake_engine(f"drafts=3,wrong_drafts={wrong}", steps_in_flight=3)
+    messages = {name: engine.add(name, [1, 2, 3, number], max_tokens=90) for number, name in enumerate("abc")}
     engine.run()
-    assert engine.tokens("a") == expected_tokens([1, 2, 3], message.sampling, 4096, VOCAB)
-    assert engine.scheduler.stats().num_drafts == 0
+    for name, message in messages.items():
+        prompt = message.prompt_token_ids
+        assert engine.tokens(name) == expected_tokens(prompt, message.sampling, 4096, VOCAB)
+    counts = engine.scheduler.stats()
+    assert counts.num_drafts > 30 and bool(counts.accepted_per_position) == (not wrong)
+    engine.assert_at_rest()
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))

@@ -112,11 +112,17 @@ class Wrong:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"num_gpu_blocks_override": 13, "max_model_len": "128"}, {"max_num_batched_tokens": 24}]
+    "settings",
+    [
+        {"num_gpu_blocks_override": 13, "max_model_len": "128"},
+        {"max_num_batched_tokens": 24},
+        {"num_gpu_blocks_override": 13, "max_model_len": "128", "max_num_batched_tokens": 24, "steps_in_flight": 2},
+    ],
 )
-def test_preemption_and_chunked_prompts(checkpoint, native_kernels, settings):
+def test_preemption_chunked_prompts_and_steps_in_flight(checkpoint, native_kernels, settings):
     engine = engine_of(checkpoint("qwen3"), deterministic=True, dtype="bfloat16", **settings)
     assert check_equal(engine) > 5
+    engine.executor.shutdown()
 
 
 def test_quantized_weights(checkpoint, native_kernels):
@@ -146,7 +152,6 @@ def test_a_prediction_is_a_draft_and_is_counted(bfloat16):
     ("settings", "value", "reason"),
     [
         ({"speculative_config": '{"method": "none"}'}, "none", "as asked"),
-        ({"steps_in_flight": 2}, "none", "steps-in-flight"),
         ({"speculative_config": None, "dtype": "float32"}, "prediction", "--deterministic"),
         ({"speculative_config": '{"method": "suffix"}', "dtype": "float32"}, "suffix", "as asked"),
     ],
@@ -160,7 +165,8 @@ def test_the_choice_and_its_reason_are_reported(checkpoint, settings, value, rea
 
 
 @pytest.mark.parametrize(
-    ("family", "more"), [("qwen3_5", {}), ("lfm2", {}), ("jamba", {}), ("mamba2", {"num_gpu_blocks_override": None})]
+    ("family", "more"),
+    [("qwen3_5", {}), ("lfm2", {"steps_in_flight": 2}), ("jamba", {}), ("mamba2", {"num_gpu_blocks_override": None})],
 )
 def test_a_rejected_draft_leaves_no_trace_in_a_recurrent_state(tmp_path, family, more):
     engine = engine_of(build_family(family, tmp_path), max_num_seqs=4, **more)

@@ -11,6 +11,7 @@ from quire.worker.transformer.config import ModelSpec, has_tensor
 
 STEP_DRAFTS = 32  # drafts of all requests that a step may verify when their number adapts
 ADAPTIVE_MAX = 16  # drafts of a request in a step without num_speculative_tokens
+_IN_ONE_STAGE = ("draft_model", "eagle3", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Speculation:
     model: str | None = None  # folder of a draft model, or of an EAGLE-3 head
     eagle: bool = False  # which of these it is
     head: bool = False  # the checkpoint's prediction head
+
+    @property
+    def most(self) -> int:
+        """The most drafts of a request in a step."""
+        return self.num_draft or ADAPTIVE_MAX
 
     @property
     def is_on(self) -> bool:
@@ -95,12 +101,10 @@ def _obstacle(config: Config, spec: ModelSpec, platform: Platform, method: str) 
     parallel = config.parallel
     if spec.is_encoder or not spec.has_lm_head:
         return "the model generates no text"
-    if parallel.pipeline_parallel_size > 1:
-        return "not supported yet with several pipeline stages, whose steps overlap"
-    if parallel.tensor_parallel_size > 1 and method in ("draft_model", "eagle3", "mtp"):
-        return f"method {method} is not supported yet with several ranks"
+    if parallel.pipeline_parallel_size > 1 and spec.has_states:
+        return "not supported yet for models with recurrent states and several pipeline stages"
+    if parallel.pipeline_parallel_size > 1 and method in _IN_ONE_STAGE:
+        return f"method {method} is not supported yet with several pipeline stages"
     if platform.device.type != "cpu":
         return "not supported yet on GPUs, whose steps overlap"
-    if (config.scheduler.steps_in_flight or platform.default_depth) > 1:
-        return "not supported yet with --steps-in-flight above 1: drafts follow the tokens of the step before"
     return None

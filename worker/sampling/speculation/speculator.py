@@ -146,6 +146,11 @@ class Speculator:
             by_model = (i for i in num_draft if self.rows[batch.step.rows[i]].by_model)
             self.model.follow(batch, hidden, {i: num_draft[i] for i in by_model})
 
+    def proposed(self, step: StepInput) -> list[list[int]]:
+        """The drafts for the next step of each sampling row of `step`, after its `after_step`."""
+        rows = (self.rows.get(step.rows[i]) for i in step.samples)
+        return [row.draft if row is not None else [] for row in rows]
+
     def after_step(
         self, step: StepInput, verified: dict[int, list[int]], token_ids: list[list[int]]
     ) -> tuple[dict[int, int], list[int]]:
