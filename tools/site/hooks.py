@@ -15,14 +15,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))  # mkdocs imports this file by its path
 
-from tools.site import endpoints, flags, messages  # noqa: E402
+from tools.site import endpoints, flags, messages, sources  # noqa: E402
 
 START_TIMEOUT = 600.0  # seconds; the first start may compile kernels
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages. Imported late: the generators work without mkdocs."""
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File, InclusionLevel
 
     with _server() as url:
         examples = endpoints.page(endpoints.ask_all(url))
@@ -32,7 +32,16 @@ def on_files(files: Any, config: Any) -> Any:
         ("all-flags.md", flags.page()),
     ):
         files.append(File.generated(config, name, content=text))
+    texts = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
+    for name, text in sources.sources(texts).items():
+        files.append(File.generated(config, name, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **other: Any) -> str:
+    """Links to files beside docs/ lead to their pages."""
+    name = page.file.src_uri
+    return markdown if name.startswith(f"{sources.FOLDER}/") else sources.rewrite(f"docs/{name}", markdown)
 
 
 @contextlib.contextmanager
