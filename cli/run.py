@@ -14,13 +14,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import IO, Any
 
 from quire.cli.api_client import Server, ServerError
 from quire.cli.chat import add_chat_flags, add_sampling_flags, converse, default_key, guarded
 from quire.cli.conversation import HELP
+from quire.cli.loading import Loading
 from quire.cli.main import Parser, add_config_flags, read_settings
 from quire.configs.config import Config
 from quire.configs.sources import Settings
@@ -152,38 +152,13 @@ def _end_with_parent() -> None:
 
 
 def _wait_ready(process: subprocess.Popen, address_file: Path, log: IO[bytes]) -> str:
-    """HOST:PORT of the server once it is ready, with its progress on a terminal. Raises ServerError if it ends."""
-    shown = ""
-    try:
+    """HOST:PORT of the server once it is ready; shows its progress. Raises ServerError if it ends."""
+    with Loading() as loading:
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
-            if not address_file.exists():
-                continue
-            address = address_file.read_text().strip()
-            health = _health(address)
-            if health.get("status") == "ready":
+            if address_file.exists() and loading.is_ready(address := address_file.read_text().strip()):
                 return address
-            phase = health.get("phase", "starting")
-            line = f"{phase} {health['percent']} %" if health.get("percent") else phase
-            if line != shown and sys.stderr.isatty():
-                print(f"\r{line:<{len(shown)}}", end="", file=sys.stderr, flush=True)
-                shown = line
-    finally:
-        if shown:
-            print(f"\r{'':<{len(shown)}}\r", end="", file=sys.stderr, flush=True)
     raise ServerError(_reason(log) or f"the server ended with status {process.returncode}")
-
-
-def _health(address: str) -> dict[str, Any]:
-    host, _, port = address.rpartition(":")
-    connection = HTTPConnection(host.strip("[]"), int(port), timeout=FIND_TIMEOUT)
-    try:
-        connection.request("GET", "/health")
-        return json.load(connection.getresponse())
-    except (OSError, HTTPException, ValueError):
-        return {}  # not up yet
-    finally:
-        connection.close()
 
 
 def _reason(log: IO[bytes]) -> str:

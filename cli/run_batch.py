@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from quire.cli.bench.process import ServerProcess, free_port
+from quire.cli.loading import Loading
 from quire.cli.main import Parser
 from quire.server.batches.lines import read_lines
 from quire.server.batches.store import OPEN, Batch, Store
@@ -112,16 +113,30 @@ def _answer_all(store: Store, batches: list[Batch], folder: Path, serve_argument
     port = free_port()
     command = [sys.executable, "-m", "quire", "serve", *serve_arguments, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--batch-dir", str(folder), "--batch-disk", str(MAX_BYTES)]
-    with ServerProcess(command, port) as server, Bar(desc="requests", unit="request") as bar:
-        while any(batch.status in OPEN for batch in batches):
-            time.sleep(POLL_SECONDS)
-            batches[:] = [store.batch(batch.id) for batch in batches]
-            bar.total = sum(batch.total for batch in batches)
-            bar.update(sum(batch.completed + batch.failed for batch in batches) - bar.n)
-            if server.process.poll() is not None:
-                raise Failure(f"the server ended with status {server.process.returncode}:\n{server.log_tail()}")
+    with ServerProcess(command, port) as server:
+        with Loading() as loading:
+            while not loading.is_ready(f"127.0.0.1:{port}") and not any(_num_done(batch) for batch in batches):
+                _pause(server)
+                batches[:] = [store.batch(batch.id) for batch in batches]  # with TLS there is no /health for us
+        with Bar(desc="requests", unit="request") as bar:
+            while any(batch.status in OPEN for batch in batches):
+                _pause(server)
+                batches[:] = [store.batch(batch.id) for batch in batches]
+                bar.total = sum(batch.total for batch in batches)
+                bar.update(sum(map(_num_done, batches)) - bar.n)
     if failed := [batch for batch in batches if batch.status != "completed"]:
         raise Failure(f"{failed[0].id} is {failed[0].status}: {(failed[0].errors or b'').decode()}")
+
+
+def _num_done(batch: Batch) -> int:
+    return batch.completed + batch.failed
+
+
+def _pause(server: ServerProcess) -> None:
+    """Raises Failure if the server has ended."""
+    time.sleep(POLL_SECONDS)
+    if server.process.poll() is not None:
+        raise Failure(f"the server ended with status {server.process.returncode}:\n{server.log_tail()}")
 
 
 def _write(store: Store, batches: list[Batch], arguments: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,6 +45,8 @@ def test_an_interrupted_run_goes_on_and_answers_in_the_order_of_the_input(tmp_pa
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     assert "402 requests, 1 failed" in result.stdout
+    assert re.search(r"^(loading|warming up)", log + result.stderr, re.MULTILINE)
+    assert "requests: 100% 402/402" in result.stderr
     answers = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [answer["custom_id"] for answer in answers] == [line["custom_id"] for line in lines]
     assert answers[0]["response"]["body"]["choices"][0]["message"]["content"] == "0 + 3 = 3"

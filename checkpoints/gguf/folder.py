@@ -13,7 +13,7 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ _QUANTIZATION = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w.-]+)")
 _FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _VERSION = 4  # of the folder's contents
+CONVERTING = "reading the GGUF file"  # a phase of the start
+Progress = Callable[[str, float], None]
 
 
 def hub_patterns(model: str) -> tuple[str, list[str]] | None:
@@ -86,21 +88,34 @@ def chosen_file(names: list[str], model: str) -> str:
     return (exact or found)[0]
 
 
-def gguf_folder(path: str) -> str:
-    """The folder of the model in the GGUF file `path`, made in the cache if it is not there yet.
+def made_folder(path: str) -> str | None:
+    """The folder that `gguf_folder` made of the file `path` before, or None."""
+    folder = _folder_of(path)
+    return str(folder) if folder.is_dir() else None
+
+
+def _folder_of(path: str) -> Path:
+    path = os.path.abspath(path)
+    status = os.stat(path)
+    state = f"{_VERSION} {path} {status.st_size} {status.st_mtime_ns}"
+    return cache_folder() / f"{Path(path).stem[:60]}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+
+
+def gguf_folder(path: str, progress: Progress = lambda phase, fraction: None) -> str:
+    """The folder of the model in the GGUF file `path`, made in the cache if it is not there yet, which takes seconds
+    for a large vocabulary.
 
     Raises:
         ValueError: the file cannot be read, or its model or tokenizer is not supported.
     """
-    path = os.path.abspath(path)
-    status = os.stat(path)
-    state = f"{_VERSION} {path} {status.st_size} {status.st_mtime_ns}"
-    folder = cache_folder() / f"{Path(path).stem[:60]}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    folder = _folder_of(path)
     if folder.is_dir():
         return str(folder)
-    file = read_gguf(path)
+    progress(CONVERTING, 0.0)
+    file = read_gguf(os.path.abspath(path))
+    progress(CONVERTING, 0.2)
     try:
-        write_folder(file, folder)
+        write_folder(file, folder, progress)
     except OSError as error:
         return _temporary_folder(file, folder, error)
     return str(folder)
@@ -136,7 +151,7 @@ def cache_folder() -> Path:
     return Path(root) / "gguf"
 
 
-def write_folder(file: GgufFile, folder: Path) -> None:
+def write_folder(file: GgufFile, folder: Path, progress: Progress = lambda phase, fraction: None) -> None:
     """Write the model's folder: config.json, the tokenizer, and generation_config.json."""
     from quire.checkpoints.gguf.tokenizer import gguf_tokenizer
 
@@ -144,6 +159,7 @@ def write_folder(file: GgufFile, folder: Path) -> None:
         config = model_config(file, _rope_factors(file))
         drop_wrong_ids(file.metadata, file.path)
         tokenizer, tokenizer_config = gguf_tokenizer(file.metadata)
+    progress(CONVERTING, 0.8)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as draft:
         Path(draft, "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")

@@ -59,12 +59,14 @@ class EngineGroup:
         self.supervisors: list[Supervisor] = []
 
     def start_if_local(self) -> None:
-        """`start` if the model, and the draft model if there is one, need no download. Raises ValueError."""
+        """`start` if the model, and the draft model if there is one, need neither a download nor a conversion. Raises
+        ValueError.
+        """
         if any(hub.is_hub_adapter(parse_module(text)[1]) for text in self.config.lora.lora_modules):
             return
-        folder, draft = hub.local_folder(self.config.model.model), None
+        folder, draft = hub.ready_folder(self.config.model.model), None
         if folder is not None and self.draft is not None:
-            draft = hub.local_folder(self.draft)
+            draft = hub.ready_folder(self.draft)
         if folder is not None and (draft is None) == (self.draft is None):
             self.start(folder, draft)
 

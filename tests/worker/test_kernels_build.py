@@ -269,8 +269,11 @@ def test_the_command_builds_ahead_into_a_folder_or_the_package(fake_compiler, tm
         cli.main(["build-kernels", "--into", str(tmp_path / "wheel"), "--level", "avx2", "--level", build.cpu_level()])
         == 0
     )
-    paths = [Path(line) for line in capsys.readouterr().out.split()]
+    shown = capsys.readouterr()
+    paths = [Path(line) for line in shown.out.split()]
     levels = list(dict.fromkeys(["avx2", build.cpu_level()]))
+    for level in levels:
+        assert re.search(rf"^compiling kernels for {level}: (\d+) of \1 files$", shown.err, re.MULTILINE)
     assert [path.is_file() and path.parent == tmp_path / "wheel" for path in paths] == [True] * len(
         paths
     ) and links() == len(levels)

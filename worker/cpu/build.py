@@ -19,7 +19,9 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 
@@ -57,6 +59,8 @@ _CPU_FLAGS = {
 }
 
 
+LINE_INTERVAL = 5.0  # seconds between lines about a build
+Report = Callable[[str, int, int], None]
 LINK_FLAGS = ["-shared", "-pthread", "-s"]
 # The system whose wheels may hold the libraries, and the newest symbol versions that it has.
 MANYLINUX = "manylinux_2_28"
@@ -213,9 +217,9 @@ class Busy(Exception):
     """Another process is building this library."""
 
 
-def build(level: str, folder: Path, wait: bool = True) -> Path:
+def build(level: str, folder: Path, wait: bool = True, report: Report | None = None) -> Path:
     """Compile the library for `level` into `folder` unless it exists, and return its path. `wait` for another process
-    that is building it.
+    that is building it. `report` receives the level, how many files are compiled and how many there are.
 
     Raises:
         BuildError: there is no compiler, or it failed; the message contains its output.
@@ -234,7 +238,7 @@ def build(level: str, folder: Path, wait: bool = True) -> Path:
         if not target.exists():
             work = _work_of(target)
             work.mkdir(exist_ok=True)
-            _compile(cxx, level, work, target)
+            _compile(cxx, level, work, target, report)
             shutil.rmtree(work)
     return target
 
@@ -276,7 +280,7 @@ def newer_symbols(library: Path) -> list[str]:
     ]
 
 
-def _compile(cxx: str, level: str, work: Path, target: Path) -> None:
+def _compile(cxx: str, level: str, work: Path, target: Path, report: Report | None) -> None:
     """Compile and link `target` from object files in `work`, reusing those that a killed build left there."""
     options = FLAGS + [f"-m{name}" for name in LEVELS[level]]
     environment = os.environ | {"TMPDIR": str(work)}  # a killed compiler leaves its temporary files
@@ -294,11 +298,19 @@ def _compile(cxx: str, level: str, work: Path, target: Path) -> None:
     objects = {work / f"{source.stem}.o": source for source in sorted(SOURCES.glob("*.cpp"))}
     # One compiler per core: with more, a background build takes most of a small machine despite its low priority.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda out: make(out, *options, "-c", str(objects[out])), objects))
+        made = [pool.submit(make, out, *options, "-c", str(objects[out])) for out in objects]
+        for num_done, future in enumerate(as_completed(made), start=1):
+            if future.exception() is not None:
+                pool.shutdown(cancel_futures=True)
+                raise future.exception()
+            if report is not None:
+                report(level, num_done, len(made))
     make(target, *LINK_FLAGS, *map(str, objects))
 
 
-def build_kernels(folder: Path | None = None, levels: list[str] | None = None, wait: bool = True) -> list[Path]:
+def build_kernels(
+    folder: Path | None = None, levels: list[str] | None = None, wait: bool = True, report: Report | None = None
+) -> list[Path]:
     """Build the libraries of `levels` (default: all, this CPU's first) into `folder` (default: `prebuilt_folder()`),
     for a wheel or an image. Returns their paths.
 
@@ -311,9 +323,26 @@ def build_kernels(folder: Path | None = None, levels: list[str] | None = None, w
         if level not in LEVELS:
             raise ValueError(f"unknown instruction-set level {level!r}; there are {', '.join(LEVELS)}")
     return [
-        build(level, folder or prebuilt_folder(), wait)
+        build(level, folder or prebuilt_folder(), wait, report)
         for level in levels or sorted(LEVELS, key=lambda level: level != cpu_level())
     ]
+
+
+class _Lines:
+    """Reports of a build: a bar on a terminal, a line every 5 seconds elsewhere."""
+
+    def __init__(self) -> None:
+        self.told = time.monotonic()
+
+    def __call__(self, level: str, num_done: int, num_files: int) -> None:
+        line = f"compiling kernels for {level}: {num_done} of {num_files} files"
+        if sys.stderr.isatty():
+            filled = 30 * num_done // num_files
+            end = "\n" if num_done == num_files else ""
+            print(f"\r{line} |{'#' * filled:<30}|", end=end, file=sys.stderr, flush=True)
+        elif num_done == num_files or time.monotonic() - self.told >= LINE_INTERVAL:
+            self.told = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
 
 
 def _build_and_calibrate(level: str, folder: Path | None) -> None:
@@ -356,7 +385,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     # At the server's own priority: every second of the slow path takes longer than what the build takes from it.
     try:
-        for path in build_kernels(args.into, args.level, wait=not args.no_wait):
+        report = None if args.no_wait else _Lines()
+        for path in build_kernels(args.into, args.level, wait=not args.no_wait, report=report):
             print(path, flush=True)
         if args.then and os.fork() == 0:
             _build_and_calibrate(args.then, args.into)

@@ -1,0 +1,49 @@
+"""How far a server that a command started has come, as its /health says: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+
+from quire.server.startup import progress
+
+TIMEOUT = 2.0  # seconds for an answer
+
+
+class Loading:
+    """`with Loading() as loading:`, `loading.is_ready(address)` now and then."""
+
+    def __init__(self) -> None:
+        self.shown = progress.StartProgress()
+        if not sys.stderr.isatty():
+            logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
+
+    def __enter__(self) -> Loading:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shown.close()
+
+    def is_ready(self, address: str) -> bool:
+        """Whether the server at HOST:PORT is ready; shows what it does until then."""
+        health = _health(address)
+        if health.get("status") == "ready":
+            return True
+        if "phase" in health:
+            self.shown.update(health["phase"], health.get("percent", 0) / 100)
+        return False
+
+
+def _health(address: str) -> dict[str, Any]:
+    host, _, port = address.rpartition(":")
+    connection = HTTPConnection(host.strip("[]"), int(port), timeout=TIMEOUT)
+    try:
+        connection.request("GET", "/health")
+        return json.load(connection.getresponse())
+    except (OSError, HTTPException, ValueError):
+        return {}  # not up yet
+    finally:
+        connection.close()
