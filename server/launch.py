@@ -25,6 +25,7 @@ from quire.server.engines.supervisor import EngineFailed
 from quire.server.frontends.descriptors import BACKLOG, raise_descriptor_limit
 from quire.server.frontends.frontend import Frontend, configure_logging
 from quire.server.frontends.handle import FrontendHandle
+from quire.server.heap import keep_large_blocks_apart
 from quire.server.startup import address_file
 from quire.server.startup.engine_group import EngineGroup
 from quire.server.startup.hints import curl_line
@@ -44,6 +45,7 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
     """
     started = time.monotonic() - _seconds_since_exec()
     configure_logging(config.server)
+    keep_large_blocks_apart()
     raise_descriptor_limit()
     try:
         listener = bind(config.server)

@@ -55,6 +55,7 @@ from quire.server.frontends.messages import (
     ToFrontend,
     Turn,
 )
+from quire.server.heap import keep_large_blocks_apart
 from quire.server.lora.shared import Change, Refusal
 
 _PR_SET_PDEATHSIG = 1
@@ -268,6 +269,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_with_parent()
+    keep_large_blocks_apart()
     listener, end = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     listener.setblocking(False)
     asyncio.run(_run(listener, end))

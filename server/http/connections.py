@@ -5,7 +5,6 @@ take to arrive, and on the bytes of bodies in memory. Malformed HTTP is answered
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import socket
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from quire.server import heap
 from quire.server.errors import error_body
 from quire.server.http.middleware import PROBES
 
@@ -75,7 +75,7 @@ class Connections:
 
     def _start_trim(self) -> None:
         self._trim = None
-        asyncio.get_running_loop().run_in_executor(None, _malloc_trim)
+        asyncio.get_running_loop().run_in_executor(None, heap.trim)
 
 
 def _detect_loss(connection: socket.socket) -> None:
@@ -86,12 +86,6 @@ def _detect_loss(connection: socket.socket) -> None:
     for name, value in _KEEPALIVE.items():
         if (option := getattr(socket, name, None)) is not None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _malloc_trim() -> None:
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc
-        libc.malloc_trim(0)
 
 
 class Connection(H11Protocol):
