@@ -67,6 +67,7 @@ SLOW_WARNING_INTERVAL = 60.0  # seconds
 STATS_INTERVAL = 0.25  # seconds between statistics messages while busy
 EXIT_SIGNAL = signal.SIGUSR1  # the thread that watches stdin sends it to the main thread
 GIVE_BACK_INTERVAL = 5.0  # seconds between looks of an idle engine at the machine's memory
+BUSY_GIVE_BACK_INTERVAL = 1.0  # the same while requests run
 SAVE_INTERVAL, SAVE_RETRY = 1.0, 5.0  # seconds between writes of hot blocks to disk; after one that was not possible
 SAVED_BYTES = 8 << 20  # that busy engines write at once
 WRITTEN_AFTER = 1.0  # seconds until blocks that were given to the disk are written, unless it is slow
@@ -93,6 +94,8 @@ class EngineCore:
         self.last_result = self.next_slow_warning = 0.0  # time.monotonic()
         self.works_idle = False  # whether the workers have work deferred until no request runs
         self.stats_due = 0.0  # time.monotonic() of the next statistics message; 0 if there are no new statistics
+        self.give_back_due = 0.0  # time.monotonic() of a busy engine's next look at the machine's memory
+        self.is_short = False  # whether the machine was short of memory at a busy engine's last look
         self.cache_used_at: float | None = None  # time.monotonic(); None while the KV cache's memory is given back
         self.save_due = 0.0  # time.monotonic() of the next write of hot blocks to disk
         self.written_due = 0.0  # time.monotonic() when what was given to the disk is told in statistics; 0: not
@@ -166,6 +169,7 @@ class EngineCore:
             self.give_back_memory()
         elif not idle:
             self.cache_used_at = time.monotonic()
+            self.give_back_some(self.cache_used_at)
 
     def idle_wait(self) -> float | None:
         """Seconds to sleep without a message."""
@@ -202,8 +206,26 @@ class EngineCore:
         idle = time.monotonic() - self.cache_used_at
         if self.executor.call("wants_memory_back", idle) and self.scheduler.kv.reset_prefix_cache():
             self.executor.call("give_back")
+            self.scheduler.kv.pool.give_back_all()
             self.cache_used_at = None
             logger.info("idle for %.0f s: gave the memory of the KV cache back", idle)
+
+    def give_back_some(self, now: float) -> None:
+        """While requests run and the machine is short of memory: return the memory of as many blocks that none of them
+        holds, cached prefixes last, but for those that the next step may take.
+        """
+        if not self.gives_back or now < self.give_back_due:
+            return
+        self.give_back_due, worker = now + BUSY_GIVE_BACK_INTERVAL, self.ready.worker
+        was_short, short = self.is_short, self.executor.call("memory_short")
+        self.is_short = short > 0
+        if not self.is_short:
+            return
+        spare = -(-worker.max_num_batched_tokens // worker.block_size)
+        given = self.scheduler.kv.pool.give_back(-(-short // max(worker.plan.bytes_per_block, 1)), spare)
+        self.executor.call("give_back_blocks", given)
+        if given and not was_short:
+            logger.info("the machine is short of memory: gave back that of %d free blocks of the KV cache", len(given))
 
     def handle(self, client: bytes, message: ToEngine) -> None:
         match message:

@@ -404,6 +404,18 @@ class Worker:
             self.warmer.give_back()
             self.warmer, self.gave_back = None, True
 
+    def memory_short(self) -> int:
+        """Bytes by which the machine is short of memory. With enough of it, memory is made resident ahead again."""
+        short = self.runner.platform.memory_short()
+        if self.warmer is not None and -short > self.warmer.most_ahead:
+            self.warmer.resume()
+        return short
+
+    def give_back_blocks(self, block_ids: list[int]) -> None:
+        """Return the memory of these blocks to the system, between two steps, and of those made resident ahead."""
+        if self.warmer is not None:
+            self.warmer.give_back_blocks(block_ids)
+
     def describe_ops(self) -> dict[str, object]:
         """The operations in use, the state of faster ones, and since when those are in use (time.time())."""
         platform = self.runner.platform

@@ -234,6 +234,15 @@ class FakeExecutor(Executor):
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
 
+    def memory_short(self) -> int:
+        return 0
+
+    def give_back_blocks(self, block_ids: list[int]) -> None:
+        """The contents of these blocks are lost."""
+        for block_id in block_ids:
+            first = block_id * self.ready.block_size
+            self._slots[first : first + self.ready.block_size] = [None] * self.ready.block_size
+
     def call_tiers(self, method: str, *args: Any) -> Any:
         return getattr(self.tiers, method)(*args)
 

@@ -15,6 +15,7 @@ continue it.
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class BlockPool:
         self._num_taken = 0  # blocks allocated since the start
         self._released = [0] * (num_blocks + num_states)  # its value when a block became free
         self._free_states: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks, num_blocks + num_states))
+        # 1 for blocks that were never taken, or not since their memory was given back
+        self._blank = bytearray(b"\1") * (num_blocks + num_states)
 
     @property
     def num_free(self) -> int:
@@ -82,6 +85,7 @@ class BlockPool:
             if self.evicted is not None and block_id in self.hot:
                 self.evicted.append((block_id, self._hashes[block_id]))
             self._ref_counts[block_id] = 1
+            self._blank[block_id] = 0
             self._unpublish(block_id)
             block_ids.append(block_id)
         self._num_taken += 0 if state else count
@@ -194,6 +198,27 @@ class BlockPool:
         if self._ref_counts[block_id] == 0:
             self._reuse_next(block_id)
 
+    def give_back(self, most: int, spare: int) -> list[int]:
+        """Unpublish up to `most` free blocks whose memory is then returned to the system, and return them: the next to
+        be reused, after `spare` that keep theirs. Hot blocks stay if a caller looks for those that are evicted: it
+        copies their contents.
+        """
+        queues = [self._free, *self._free_kept] if self.evicted is not None else self._queues()
+        resident = (block_id for queue in queues for block_id in queue if not self._blank[block_id])
+        given = list(islice(resident, spare, spare + most))
+        for block_id in given:
+            self._blank[block_id] = 1
+            self._unpublish(block_id)
+        return given
+
+    def give_back_all(self) -> None:
+        """The memory of all blocks was returned to the system."""
+        self._blank = bytearray(b"\1") * len(self._blank)
+
+    def _queues(self) -> list[OrderedDict[int, None]]:
+        """The queues of free blocks, roughly the next to be reused first."""
+        return [self._free, self._free_hot, *self._free_kept]
+
     def forget(self, block_ids: list[int]) -> None:
         """Unpublish these blocks, so that no later request finds them."""
         for block_id in block_ids:
@@ -212,7 +237,7 @@ class BlockPool:
         self.unsaved.clear()
         self.watched.clear()
         # in order again: memory that was never written stays so as long as possible
-        queues = (self._free, self._free_hot, *self._free_kept)
+        queues = self._queues()
         self._free = OrderedDict.fromkeys(sorted(block_id for queue in queues for block_id in queue))
         for queue in queues[1:]:
             queue.clear()

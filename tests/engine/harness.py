@@ -115,6 +115,17 @@ class Engine:
     def abort(self, *request_ids: str, client: bytes = CLIENT) -> None:
         self.put(AbortRequests(list(request_ids)), client)
 
+    def give_back_in_every_turn(self, num_blocks: int) -> list[int]:
+        """Let the machine be short of the memory of `num_blocks` blocks whenever the engine looks, which it does in
+        every turn with BUSY_GIVE_BACK_INTERVAL 0. Returns a list of the blocks that it will give back.
+        """
+        given, executor = [], self.core.executor
+        give_back_blocks = executor.give_back_blocks
+        executor.memory_short = lambda: num_blocks  # a block of the fake has no size, which counts as 1
+        executor.give_back_blocks = lambda blocks: (given.extend(blocks), give_back_blocks(blocks))
+        self.core.gives_back = True
+        return given
+
     def turn(self) -> None:
         """Run one turn of `EngineCore.run`. Raises Idle when the engine would sleep."""
         self.core.receive()

@@ -195,6 +195,28 @@ def test_an_idle_engine_gives_the_memory_of_its_cache_back_once(monkeypatch):
     assert not pool._by_hash and pool.take(3) == [1, 2, 3]
 
 
+def test_a_busy_engine_gives_free_blocks_back_when_the_machine_is_short(monkeypatch):
+    """Cached prefixes that are reused last stay; the blocks of requests always do."""
+    monkeypatch.setattr("quire.engine.core.BUSY_GIVE_BACK_INTERVAL", 0.0)
+    engine = Engine(fake_config(num_gpu_blocks_override=100, block_size=4, max_num_batched_tokens=16))
+    pool = engine.core.scheduler.kv.pool
+    for i in range(4):  # 10 full blocks each, of which the fake has the contents
+        engine.add(str(i), [i] * 40, max_tokens=2)
+        engine.run()
+    given = engine.give_back_in_every_turn(2)
+    engine.add("long", [9] * 40, max_tokens=6)
+    held = set()
+    engine.run(lambda: held.update(b for one in engine.core.scheduler.running for ids in one.block_ids for b in ids))
+    assert given and not held & set(given)
+    assert not any(pool.is_published(block) for block in given)
+    assert len(given) == len(set(given)), "each once: their memory was returned"
+    given.clear()
+    engine.core.executor.memory_short = lambda: 0
+    engine.add("again", [3] * 40, max_tokens=2)  # the last one before
+    engine.run()
+    assert engine.last("again").num_cached_tokens == 36 and not given
+
+
 def test_a_queued_request_that_fails_unexpectedly_fails_alone(monkeypatch, caplog):
     engine = Engine(fake_config())
     monkeypatch.setattr("quire.engine.scheduler.check_request", lambda *args: 1 / 0)

@@ -87,12 +87,15 @@ group_mixes = st.sampled_from(
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
-@given(engine_settings, group_mixes, workload())
-def test_any_schedule_gives_what_each_request_gets_alone(configuration, mix, requests):
+@given(engine_settings, group_mixes, workload(), st.booleans())
+def test_any_schedule_gives_what_each_request_gets_alone(configuration, mix, requests, short_of_memory):
     configuration["num_gpu_blocks_override"] *= 1 + mix.count("+")
     with mock.patch.dict(os.environ, {"QUIRE_FAKE": f"eos_chance={EOS_CHANCE},groups={mix}"}):
         engine = Engine(fake_config(max_model_len=str(MAX_MODEL_LEN), **configuration))
-    messages = drive(engine, requests)
+    if short_of_memory:
+        engine.give_back_in_every_turn(3)
+    with mock.patch("quire.engine.core.BUSY_GIVE_BACK_INTERVAL", 0.0):
+        messages = drive(engine, requests)
     num_usable, block_size = configuration["num_gpu_blocks_override"] - 1, configuration["block_size"]
     chunk = configuration["max_num_batched_tokens"]
     limit = longest_request(engine.core.ready.worker.groups, num_usable, block_size, chunk, MAX_MODEL_LEN)

@@ -169,6 +169,25 @@ def test_a_cache_gives_its_memory_back():
     assert not memory[3].any()
 
 
+def test_a_cache_in_use_gives_the_memory_of_some_blocks_back():
+    layers, memory = _cache(64, 2, 8, 2048)  # blocks of 2 MiB
+    warmer = Warmer(layers, idle_bytes=32 * MIB, busy_bytes=8 * MIB)
+    warmer.follow(_step([1], [11]))  # blocks 0 to 11
+    warmer.rest()
+    _wait_for([memory], 56 * MIB)
+    memory[3:8] = 1
+    warmer.give_back_blocks([5, 4, 6, 10])
+    assert _resident_bytes(memory) == 16 * MIB, "without four blocks, and those ahead"
+    warmer.follow(_step([4, 2], []))
+    time.sleep(0.3)
+    assert _resident_bytes(memory) == 16 * MIB, "nothing ahead while the machine is short"
+    warmer.rest()
+    warmer.resume()
+    _wait_for([memory], 16 * MIB + 32 * MIB)
+    assert memory[3].all() and memory[7].all() and not memory[4:7].any()
+    warmer.stop()
+
+
 def test_pages_of_a_file_that_were_read_are_given_back(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.arange(1 << 20), "b": torch.ones(3)}, path)

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from math import lcm
 
 import torch
@@ -216,10 +217,14 @@ class Warmer:
         self._size = self._block_size * self._num_blocks
         most = IDLE_TOKENS * self._block_size // tensors[0].shape[1]
         self._idle_bytes, self._busy_bytes = min(idle_bytes, most), min(busy_bytes, most)
+        self.most_ahead = max(self._idle_bytes, self._busy_bytes)
         self._memory = tensors  # keeps it
         self._used = self._resident = 0
         self._idle_since: float | None = 0.0  # time.monotonic(); None during a step
         self._wake, self._stopped, self._complete = threading.Event(), False, False
+        self._start()
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._work, name="kv-cache-warmer", daemon=True)
         self._thread.start()
 
@@ -243,12 +248,29 @@ class Warmer:
         self.stop()
         huge_pages.discard(self._address, self._size)
 
+    def give_back_blocks(self, block_ids: list[int]) -> None:
+        """Stop, and return the memory of these blocks, and of those that were made resident ahead, to the system."""
+        self._halt()
+        huge_pages.discard(self._address + self._used, self._size - self._used)
+        size = self._block_size
+        for first, count in _runs(block_ids):
+            huge_pages.discard(self._address + first * size, count * size)
+
+    def resume(self) -> None:
+        """Make memory resident ahead again, after `give_back_blocks`."""
+        if self._stopped:
+            self._stopped, self._complete, self._resident = False, False, self._used
+            self._start()
+
     def stop(self) -> None:
         """Stop the thread. Returns when it no longer accesses the memory."""
+        self._halt()
+        self._memory = []
+
+    def _halt(self) -> None:
         self._stopped = True
         self._wake.set()
         self._thread.join()
-        self._memory = []
 
     def _work(self) -> None:
         # not by `nice`: a thread that wakes up would still wait for the rest of this thread's time slice of
@@ -270,3 +292,17 @@ class Warmer:
                 return
             self._wake.wait(None if self._complete else IDLE_SECONDS)
             self._wake.clear()  # clear before checking again
+
+
+def _runs(block_ids: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, number) of consecutive blocks, so that memory pages which they share are whole."""
+    first = count = 0
+    for block_id in sorted(block_ids):
+        if count and block_id == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = block_id, 1
+    if count:
+        yield first, count

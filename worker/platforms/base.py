@@ -127,6 +127,10 @@ class Platform(ABC):
         """Whether the KV cache's memory should be given back, after `idle` seconds without a request."""
         return False
 
+    def memory_short(self) -> int:
+        """Bytes that this process should return to the machine; if negative, those that it may still take."""
+        return 0
+
     def ops_warning(self) -> str:
         """Why there are no faster operations and never will be, how much slower that is and what to do, or ""."""
         return ""

@@ -19,7 +19,7 @@ from quire.worker.transformer.config import ModelSpec
 logger = logging.getLogger(__name__)
 
 LONG_IDLE = 1800.0  # seconds without a request after which the KV cache's memory is given back
-SCARCE = 0.1  # share of the machine's memory; with less available, an idle engine gives it back at once
+SCARCE = 0.1  # share of the machine's memory; with less available, engines give it back at once
 
 
 class CpuPlatform(Platform):
@@ -37,8 +37,11 @@ class CpuPlatform(Platform):
         return host.memory()[0] // world_size, self.free_ram() // world_size
 
     def wants_memory_back(self, idle: float) -> bool:
+        return idle >= LONG_IDLE or self.memory_short() > 0
+
+    def memory_short(self) -> int:
         total, available = host.memory()
-        return idle >= LONG_IDLE or available < SCARCE * total
+        return int(SCARCE * total) - available
 
     def default_limits(self, world_size: int) -> tuple[int, int, str]:
         return 128 * world_size, 2048 * world_size, "default on CPU"
