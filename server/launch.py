@@ -72,12 +72,16 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
         logger.error("cannot start: the system has no room for another thread (ulimit -u, ulimit -v, pids.max)")
         return 1
     finally:
-        listener.close()
-        if config.server.address_file:
-            address_file.remove_address(config.server.address_file)
-        if config.server.uds:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(config.server.uds)
+        _close(config.server, listener)
+
+
+def _close(config: ServerConfig, listener: socket.socket) -> None:
+    listener.close()
+    if config.address_file:
+        address_file.remove_address(config.address_file)
+    if config.uds:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(config.uds)
 
 
 def _announce_address(path: str, listener: socket.socket, scheme: str) -> None:
@@ -97,7 +101,8 @@ async def _run(config: Config, listener: socket.socket, started: float) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, launcher.on_signal, number)
     code = await launcher.run()
-    if launcher.engines.folder is None:  # download threads cannot be stopped, and Python would wait for them
+    if not launcher.announced:  # threads that download or import cannot be stopped, and Python would wait for them
+        _close(config.server, listener)
         logging.shutdown()
         os._exit(code)
     return code
@@ -183,10 +188,13 @@ class Launcher:
         running = asyncio.create_task(self._run_engines())
         stopping = asyncio.create_task(self.stop.wait())
         await asyncio.wait({serving, running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done() and not self.announced:
+            # processes and threads that load or import do not notice requests to end, and have no clients
+            self.engines.kill()
+            self.frontend.kill()
+            logger.info("shutdown complete")
+            return 0
         if stopping.done():
-            if not self.announced:  # processes that load or import do not notice requests to end, and have no clients
-                self.engines.kill()
-                self.frontend.kill()
             code = await self._drain()
         else:
             code = await self._fail((running if running.done() else serving).exception())

@@ -25,6 +25,8 @@ from quire.worker.platforms import huge_pages
 IDLE_BYTES = 4 << 30  # bytes after the highest block used so far that are made resident while no step runs
 IDLE_TOKENS = 2048  # maximum tokens in these bytes: a large step of a small model
 BUSY_BYTES = 512 << 20  # the same while steps run: more than one step can fill
+IDLE_PAUSE, BUSY_PAUSE = 1.0, 4.0  # after making 2 MiB resident, as a multiple of the time which that took
+LONG_PIECE = 0.01  # seconds: it takes longer if others have the cores
 IDLE_SECONDS = 0.25  # seconds without a step after which the worker counts as idle
 
 
@@ -204,7 +206,7 @@ class Warmer:
 
     Blocks are handed out in order, so those after the highest one used are needed next. While no step runs,
     `idle_bytes` of them are made resident; while steps run, which this slows down by a tenth, only the next
-    `busy_bytes`. A thread with idle priority does this; it ends when all memory is resident.
+    `busy_bytes`. A thread does this in small pieces with pauses; it ends when all memory is resident.
     """
 
     def __init__(self, layers: list[Attention], idle_bytes: int = IDLE_BYTES, busy_bytes: int = BUSY_BYTES):
@@ -273,16 +275,19 @@ class Warmer:
         self._thread.join()
 
     def _work(self) -> None:
-        # not by `nice`: a thread that wakes up would still wait for the rest of this thread's time slice of
-        # milliseconds
+        # Not SCHED_IDLE: on a busy machine the thread would get no time for seconds, and the process, whose memory it
+        # holds, would not end before.
         if sys.platform == "linux":
-            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
         while self._resident < self._size:
             size = min(huge_pages.PAGE, self._size - self._resident)
             self._wait()
+            begun = time.monotonic()
             if self._stopped or not huge_pages.make_resident(self._address + self._resident, size):
                 return
             self._resident += size
+            pause = BUSY_PAUSE if self._idle_since is None else IDLE_PAUSE
+            time.sleep(pause * min(time.monotonic() - begun, LONG_PIECE))
 
     def _wait(self) -> None:
         """Wait until the next pages are needed."""
