@@ -304,6 +304,8 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     num_draft: dict[int, int] = {}
     stores: list[tuple[int, bytes]] = []  # (block, key) to keep in lower tiers before the step reuses the blocks
     shifts: list[Shift] = []  # copies to make before the step, in order
+    # batch position -> where its chunk also leaves its state: (number of its tokens before, page), ascending
+    checkpoints: dict[int, list[tuple[int, int]]] = {}
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -21,7 +21,7 @@ from quire.worker.batch.group_metadata import adapt
 from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.spare_states import SpareStates
-from quire.worker.batch.split_step import STATE_LOST, Failed, Output, SplitOutput, halves, runs, without_drafts
+from quire.worker.batch.split_step import STATE_LOST, Failed, Output, Part, SplitOutput, halves, runs, without_drafts
 from quire.worker.batch.state_pages import SavedState, StatePages
 from quire.worker.cache.allocation import state_layers
 from quire.worker.images.step_images import StepImages
@@ -221,8 +221,9 @@ class ModelRunner:
             make_drafts = functools.partial((self.speculator or self.stage).drafts, step)
         padded = self.forward.padded_size(step) if isinstance(self.forward, CudaGraphs) else 0
         batch = prepare_inputs(step, self.table, self.buffers, self.platform, self.backend, make_drafts, padded)
-        if batch.drafts and self.spare_states is not None:
-            self.spare_states.begin(batch)
+        if self.states.group is not None:
+            spares = self.spare_states.begin(batch) if batch.drafts and self.spare_states is not None else {}
+            self.states.leave(batch.attn, step, spares)
         if not self.shares_outputs:
             num_prompt = [self.table.num_prompt_tokens[row] for row in step.rows]
             limit_outputs(batch.attn, self.table.groups, step.num_computed, step.num_scheduled, num_prompt)
@@ -284,18 +285,18 @@ class ModelRunner:
             return Failed(step)
         first, second = parts
         output = self._execute(first.step, saved)
-        rest = Failed(second.step) if output.failed else self._run_second(second.step, of_same=len(step.rows) == 1)
+        rest = Failed(second.step) if output.failed else self._run_second(second, of_same=len(step.rows) == 1)
         return SplitOutput(step, [(first, output), (second, rest)], rest.failed)
 
-    def _run_second(self, step: StepInput, of_same: bool) -> Output:
+    def _run_second(self, half: Part, of_same: bool) -> Output:
         """Run the second half; `of_same`: of the same request, whose state it continues."""
         try:
-            saved = self.states.advance(step.rows[0]) if of_same else None
+            saved = self.states.advance(half.step.rows[0], half.checkpoint) if of_same else None
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            return Failed(step)
-        return self._execute(step, saved)
+            return Failed(half.step)
+        return self._execute(half.step, saved)
 
     def _without_lost(self, step: StepInput, lost: list[bool]) -> Output:
         """Fail the requests whose state the failed attempt may have updated in place, and run the others.

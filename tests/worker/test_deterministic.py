@@ -11,6 +11,7 @@ import torch
 from quire.configs.config import Config
 from quire.worker import memory
 from quire.worker.cpu import ops as cpu_ops
+from quire.worker.cpu import states
 from quire.worker.cpu.fixed_order_linear import FixedRows
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
@@ -180,16 +181,16 @@ def test_default(checkpoint, native_kernels, monkeypatch, level, amx, quantizati
     assert value == ("on" if on else "off") and words in reason
 
 
-def test_recurrent_states_depend_on_how_a_prompt_is_cut(native_kernels, monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu_ops, "has_amx", lambda: True)  # on by default for others
-    folder = build_family("lfm2", tmp_path, dtype="bfloat16")
-    limits = memory.resolve_limits(Config.from_flat(model=folder), read_model_spec(folder), CpuPlatform())
-    (reason,) = [choice[2] for choice in limits.choices if choice[0] == "deterministic"]
-    assert not limits.deterministic and "no order of its own for recurrent states" in reason
-    with pytest.raises(ValueError, match="--deterministic has no order of its own for recurrent states"):
-        memory.resolve_limits(
-            Config.from_flat(model=folder, deterministic=True), read_model_spec(folder), CpuPlatform()
-        )
+def test_default_with_recurrent_states(native_kernels, monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_ops, "has_amx", lambda: True)
+    folder = build_family("lfm2", tmp_path, dtype="bfloat16", hidden_size=64)
+    config, spec = Config.from_flat(model=folder), read_model_spec(folder)
+    assert memory.resolve_limits(config, spec, CpuPlatform()).deterministic
+    assert states.reason(((3, 64), (4, 16, 16))) is None
+    assert "1025" in states.reason(((3, 64), (4, 1025, 16)))
+    monkeypatch.setattr(states, "_WIDEST", 2)
+    with pytest.raises(ValueError, match="needs the native kernels for recurrent states: a convolution"):
+        memory.resolve_limits(Config.from_flat(model=folder, deterministic=True), spec, CpuPlatform())
 
 
 def test_default_on_a_gpu(checkpoint):

@@ -79,6 +79,10 @@ class RequestTable:
         """Report to `state` from now on which request each row holds."""
         self._states.append(state)
 
+    def state_page(self, block_id: int) -> int:
+        """The number of a page for states by its id, 0 for the null block's."""
+        return max(block_id - self._before_states, 0)
+
     def apply(self, step: StepInput) -> TableUpdates:
         """Process the changes of a step. The device tensors change when the result is passed to `write`."""
         updates = TableUpdates()
@@ -159,7 +163,7 @@ class RequestTable:
             first = (g * self.max_num_reqs + row) * self.max_blocks + start
             updates.block_indices += range(first, first + len(added))
             if group.kind == "state":
-                added = [max(block_id - self._before_states, 0) for block_id in added]
+                added = [self.state_page(block_id) for block_id in added]
             updates.block_ids += added
 
 

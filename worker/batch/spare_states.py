@@ -13,7 +13,6 @@ from torch import nn
 from quire.worker.batch.input_batch import InputBatch
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache.allocation import state_layers
-from quire.worker.layers.state import StateSteps
 
 
 class SpareStates:
@@ -24,17 +23,16 @@ class SpareStates:
         self.group = next(g for g, group in enumerate(table.groups) if group.kind == "state")
         self._taken: dict[int, range] = {}  # batch position -> pages of its drafts, in the step that runs
 
-    def begin(self, batch: InputBatch) -> None:
-        """Give a page to each draft of a step, of which there are at most as many as pages."""
+    def begin(self, batch: InputBatch) -> dict[int, list[tuple[int, int]]]:
+        """Give a page to each draft of a step, of which there are at most as many as pages. Returns where to leave
+        states (`StateSteps.cuts`).
+        """
         self._taken, start = {}, 0
         for i, draft in batch.drafts.items():
             self._taken[i] = self.pages[start : start + len(draft)]
             assert len(self._taken[i]) == len(draft), "a step verifies more drafts than there are spare pages"
             start += len(draft)
-        if self._taken:
-            backend = batch.attn[self.group].backend
-            assert isinstance(backend, StateSteps)
-            backend.spares = self._taken
+        return {i: list(enumerate(pages, 1)) for i, pages in self._taken.items()}
 
     def keep(self, batch: InputBatch, num_accepted: dict[int, int]) -> None:
         """Keep the states after the accepted drafts, of which the request at batch position i has `num_accepted[i]`."""

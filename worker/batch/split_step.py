@@ -40,6 +40,7 @@ class Part:
 
     step: StepInput
     positions: list[int]
+    checkpoint: int | None = None  # page for the state before its first token
 
 
 def halves(
@@ -58,9 +59,18 @@ def halves(
     if not cuts or whole_prompts:
         return None
     first = min(cuts, key=lambda cut: abs(cut - scheduled // 2))
+    stops = step.checkpoints.get(0, [])
+    before = {0: [stop for stop in stops if stop[0] < first]}
+    after = {0: [(count - first, page) for count, page in stops if count > first]}
     return (
-        Part(StepInput(step.step, [], [row], [computed], [first], [[]], []), [0]),
-        Part(StepInput(step.step, [], [row], [computed + first], [scheduled - first], [[]], step.samples), [0]),
+        Part(StepInput(step.step, [], [row], [computed], [first], [[]], [], checkpoints=before), [0]),
+        Part(
+            StepInput(
+                step.step, [], [row], [computed + first], [scheduled - first], [[]], step.samples, checkpoints=after
+            ),
+            [0],
+            dict(stops).get(first),
+        ),
     )
 
 
@@ -76,6 +86,7 @@ def _requests(step: StepInput, start: int, stop: int) -> Part:
             step.num_scheduled[part],
             [[] for _ in step.rows[part]],
             samples,
+            checkpoints={i - start: stops for i, stops in step.checkpoints.items() if start <= i < stop},
         ),
         list(range(start, stop)),
     )
@@ -91,7 +102,16 @@ def without_drafts(step: StepInput) -> Part:
     """The whole step without its drafts: each of its requests samples one token."""
     scheduled = [count - step.num_draft.get(i, 0) for i, count in enumerate(step.num_scheduled)]
     return Part(
-        StepInput(step.step, [], step.rows, step.num_computed, scheduled, [[] for _ in step.rows], step.samples),
+        StepInput(
+            step.step,
+            [],
+            step.rows,
+            step.num_computed,
+            scheduled,
+            [[] for _ in step.rows],
+            step.samples,
+            checkpoints=step.checkpoints,
+        ),
         list(range(len(step.rows))),
     )
 

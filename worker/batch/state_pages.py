@@ -6,14 +6,17 @@ some layers may have passed its tokens, and these would count twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from quire.worker.attention.base import GroupedMetadata
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache.allocation import state_layers
+from quire.worker.layers.state import StateSteps
+from quire.worker.messages import StepInput
 
 
 @dataclass(slots=True)
@@ -37,15 +40,28 @@ class StatePages:
         self.model, self.table = model, table
         self.group = next((g for g, group in enumerate(table.groups) if group.kind == "state"), None)
 
+    def leave(
+        self, attn: GroupedMetadata, step: StepInput, spares: Mapping[int, Sequence[tuple[int, int]]]
+    ) -> None:
+        """Have the step leave the states between drafts in `spares`, and those at the checkpoints of prompts."""
+        cuts = {
+            i: [(num_tokens, self.table.state_page(page)) for num_tokens, page in stops]
+            for i, stops in step.checkpoints.items()
+        }
+        if cuts or spares:
+            backend = attn[self.group].backend
+            assert isinstance(backend, StateSteps)
+            backend.cuts = {**cuts, **spares}
+
     def in_place(self, rows: Sequence[int]) -> list[bool]:
         """Whether a step updates the page of each of `rows` in place. Waits for the device."""
         if self.group is None:
             return [False] * len(rows)
         return [read == write for read, write in self.table.block_tables[self.group, list(rows), :2].tolist()]
 
-    def advance(self, row: int) -> SavedState | None:
+    def advance(self, row: int, checkpoint: int | None) -> SavedState | None:
         """From now on `row` reads the page that the part before wrote, and updates it in place. Returns a copy of the
-        page, None without states.
+        page, None without states. It is also copied to the page `checkpoint`.
         """
         if self.group is None:
             return None
@@ -54,4 +70,7 @@ class StatePages:
         page = int(entry[1])
         copies = [layer_pages[page].clone() for layer_pages in pages]
         entry[0] = page
+        if checkpoint is not None:
+            for layer_pages, copy in zip(pages, copies):
+                layer_pages[self.table.state_page(checkpoint)] = copy
         return SavedState(pages, page, copies)

@@ -11,6 +11,7 @@ import torch
 
 from quire.configs.config import Config
 from quire.worker.cpu import ops as cpu_ops
+from quire.worker.cpu import states
 from quire.worker.cpu.native import KERNELS
 from quire.worker.transformer.config import ModelSpec
 
@@ -72,8 +73,8 @@ def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str,
         return f"needs the native CPU kernels: {KERNELS.status}", ""
     if spec.implementation != "quire":
         return "works with models that quire computes itself", ": set --model-impl quire"
-    if spec.has_states:
-        return "has no order of its own for recurrent states, whose last bits depend on how a prompt is cut", ""
+    if any(layer.state and (reason := states.reason(layer.state.shapes(1))) for layer in spec.layers):
+        return f"needs the native kernels for recurrent states: {reason}", ""
     if any(layer.latent for layer in spec.layers):
         return "has no order of its own for latent attention (MLA)", ""
     if any(layer.moe and (layer.moe.routing.float32 or layer.moe.shared_gate) for layer in spec.layers):

@@ -48,6 +48,8 @@ class NativeOps(Ops):
     causal_conv = staticmethod(states.causal_conv)
     gated_delta_rule = staticmethod(states.gated_delta_rule)
     linear_attention = staticmethod(states.scan)
+    selective_scan = staticmethod(states.selective_scan)
+    float_linear = staticmethod(states.float_linear)
     add_lora = staticmethod(add_native)
 
     def linear_method(self, layer: Linear) -> LinearMethod | None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from quire.worker.cpu.native import KERNELS
 from quire.worker.layers import delta_rule, linear_attention, short_conv
 from quire.worker.layers.state import StateStep, by_stages
 
 _WIDEST, _MOST = 16, 1024  # of convolutions; entries of keys and values
+
+
+def reason(shapes: tuple[tuple[int, ...], ...]) -> str | None:
+    """Why the twins compute a layer with states of these shapes, or None."""
+    width = max((shape[0] + 1 for shape in shapes[:1] if len(shape) == 2), default=0)
+    size = max((max(shape[1:]) for shape in shapes if len(shape) == 3), default=0)
+    if width > _WIDEST or size > _MOST:
+        return f"a convolution of {width} tokens or heads of {size} entries exceed {_WIDEST} and {_MOST}"
+    return None
 
 
 @by_stages(0)
@@ -34,9 +42,10 @@ def causal_conv(
         *_step(pages, step),
         x.shape[1],
         len(weight),
+        silu,
         out.data_ptr(),
     )
-    return F.silu(out, inplace=True) if silu else out
+    return out
 
 
 @by_stages(0, 1, 2, 3, 4)
@@ -92,6 +101,46 @@ def scan(
         *q.shape[1:],
         v.shape[2],
         out.data_ptr(),
+    )
+    return out
+
+
+@by_stages(0, 1, 3, 4)
+def selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    pages: torch.Tensor,
+    step: StateStep,
+) -> torch.Tensor:
+    """See `selective_scan.selective_scan`."""
+    x, dt, a, b, c = x.contiguous(), dt.contiguous(), a.contiguous(), _rows(b), _rows(c)
+    out = torch.empty(x.shape)
+    KERNELS.lib.quire_selective_scan(
+        x.data_ptr(),
+        dt.data_ptr(),
+        a.data_ptr(),
+        b.data_ptr(),
+        b.stride(0),
+        c.data_ptr(),
+        c.stride(0),
+        *_step(pages, step),
+        *a.shape,
+        out.data_ptr(),
+    )
+    return out
+
+
+def float_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """See `selective_scan.float_linear`; the rows of the result are independent of each other, bit for bit."""
+    if weight.shape[1] % 16:
+        return (x[:, :, None] * weight).sum(1) + bias
+    x, weight, out = _rows(x), weight.contiguous(), torch.empty(len(x), weight.shape[1])
+    sizes = len(x), *weight.shape
+    KERNELS.lib.quire_float_linear(
+        x.data_ptr(), x.stride(0), weight.data_ptr(), bias.data_ptr(), *sizes, out.data_ptr()
     )
     return out
 

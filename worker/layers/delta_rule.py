@@ -90,8 +90,3 @@ def gated_delta_rule(
     if repeats > 1:
         q, k = (x.repeat_interleave(repeats, 1, output_size=v.shape[1]) for x in (q, k))
     return step.advance(pages, delta_one, delta_many, q, k, v, g, beta)
-
-
-def l2_norm(x: torch.Tensor) -> torch.Tensor:
-    """Scale the heads of x `[.., D]` to length 1."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

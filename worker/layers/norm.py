@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quire.worker.layers.layer_ops import LayerOps
+from quire.worker.layers.rowwise import rsqrt
 from quire.worker.layers.views import View, plus_one
 
 
@@ -21,7 +22,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     Computes in float32 and rounds to x's dtype before a weight of that dtype, after a float32 weight.
     """
     x32 = x.float()
-    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    normed = x32 * rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     if weight is None or weight.dtype == x.dtype:
         return normed.to(x.dtype) if weight is None else weight * normed.to(x.dtype)
     return (weight * normed).to(x.dtype)

@@ -14,6 +14,11 @@ from quire.worker.layers.state import StateStep, by_stages
 CHUNK = 64  # tokens of a parallel scan
 
 
+def float_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """x `[T, K]` times weight `[K, N]` plus bias, in float32: the projection of the time step."""
+    return torch.addmm(bias, x, weight)
+
+
 def scan_one(
     a: torch.Tensor, states: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,8 +64,8 @@ class StateStep:
     spans: list[Span]  # requests with several tokens
     # batch positions and tokens of the requests with one token, None: these are all
     ones: tuple[torch.Tensor, torch.Tensor] | None
-    # of a step that verifies drafts: (indices of tokens, how they pass), one after another. Every draft passes alone,
-    # and leaves the state before the next one in a page of its own, because it may be rejected.
+    # (indices of tokens, how they pass), one after another, of a step in which requests leave states between their
+    # tokens: before each draft, which may be rejected, and at the checkpoints of prompts.
     stages: list[tuple[torch.Tensor, StateStep]] = field(default_factory=list)
 
     def advance(self, pages: torch.Tensor, one: OneToken, many: ManyTokens, *inputs: torch.Tensor) -> torch.Tensor:
@@ -103,8 +103,8 @@ class StateSteps(AttentionBackend):
     graph_safe = True
 
     def __init__(self) -> None:
-        # batch position of a request with drafts -> the pages for the states after its tokens but the last
-        self.spares: Mapping[int, Sequence[int]] = {}
+        # batch position -> where the request also leaves its state: (number of its tokens before, page), ascending
+        self.cuts: Mapping[int, Sequence[tuple[int, int]]] = {}
 
     @classmethod
     def supports(cls, spec: object) -> str | None:
@@ -121,8 +121,8 @@ class StateSteps(AttentionBackend):
         counts = [stop - start for start, stop in pairwise(begins)]
         spans, ones = _spans(counts, [n == m for n, m in zip(lengths, counts)], read.device)
         meta.extra = StateStep(read, write, fresh, starts, spans, ones)
-        if self.spares:
-            meta.extra.stages = _stages(meta.extra, begins, self.spares)
+        if self.cuts:
+            meta.extra.stages = _stages(meta.extra, begins, [n == m for n, m in zip(lengths, counts)], self.cuts)
 
     def attend(self, call: object) -> torch.Tensor:
         raise AssertionError("a layer with a state does not attend")
@@ -140,43 +140,42 @@ def _spans(
 
 
 def _stages(
-    step: StateStep, begins: Sequence[int], spares: Mapping[int, Sequence[int]]
+    step: StateStep, begins: Sequence[int], fresh: Sequence[bool], cuts: Mapping[int, Sequence[tuple[int, int]]]
 ) -> list[tuple[torch.Tensor, StateStep]]:
-    """The stages of a step: first all tokens that are known, then the first drafts, and so on. Waits for the device."""
-    reads, writes, fresh, device = step.read.tolist(), step.write.tolist(), step.fresh.tolist(), step.read.device
-    requests = range(len(reads))
-    counts = [1 if i in spares else begins[i + 1] - begins[i] for i in requests]
-    tokens = [token for i in requests for token in range(begins[i], begins[i] + counts[i])]
-    first = [spares[i][0] if i in spares else writes[i] for i in requests]
-    stages = [_stage(tokens, counts, reads, first, fresh, device)]
-    for place in range(1, max(map(len, spares.values())) + 1):
-        mine = [i for i, pages in spares.items() if len(pages) >= place]
-        stages.append(
-            _stage(
-                [begins[i] + place for i in mine],
-                [1] * len(mine),
-                [spares[i][place - 1] for i in mine],
-                [spares[i][place] if len(spares[i]) > place else writes[i] for i in mine],
-                [False] * len(mine),
-                device,
-            )
+    """The stages of a step: the tokens of each request up to its first cut or, without any, all of them; then those of
+    the requests with a cut up to their second one, and so on.
+
+    E.g. 5 tokens with cuts after 2 and 4, and 3 without: [0, 1, 5, 6, 7], [2, 3], [4].
+    """
+    device, stages = step.read.device, []
+    for place in range(max(map(len, cuts.values())) + 1):
+        mine = [i for i in range(len(begins) - 1) if not place or len(cuts.get(i, ())) >= place]
+        spans = [_between(begins, i, cuts.get(i, ()), place) for i in mine]
+        counts = [stop - start for start, stop in spans]
+        is_fresh = list(fresh) if not place else [False] * len(mine)
+        at = [(j, cuts[i][place][1]) for j, i in enumerate(mine) if len(cuts.get(i, ())) > place]
+        index = to_device([token for span in spans for token in range(*span)], torch.int64, device)
+        starts = to_device([0, *accumulate(counts)], torch.int32, device)
+        if place:
+            both = to_device([mine, [cuts[i][place - 1][1] for i in mine]], torch.int64, device)
+            read, write = both[1], step.write[both[0]]
+        else:
+            read, write = step.read, step.write.clone()
+        if at:
+            both = to_device([list(column) for column in zip(*at)], torch.int64, device)
+            write[both[0]] = both[1]
+        many, ones = _spans(counts, is_fresh, device)
+        states = StateStep(
+            read, write, to_device(is_fresh, torch.bool, device), starts, many, ones if many else None
         )
+        stages.append((index, states))
     return stages
 
 
-def _stage(
-    tokens: list[int],
-    counts: list[int],
-    reads: list[int],
-    writes: list[int],
-    fresh: list[bool],
-    device: torch.device,
-) -> tuple[torch.Tensor, StateStep]:
-    starts = to_device([0, *accumulate(counts)], torch.int32, device)
-    spans, ones = _spans(counts, fresh, device)
-    read, write, index = (to_device(ids, torch.int64, device) for ids in (reads, writes, tokens))
-    is_fresh = to_device(fresh, torch.bool, device)
-    return index, StateStep(read, write, is_fresh, starts, spans, ones if spans else None)
+def _between(begins: Sequence[int], i: int, cuts: Sequence[tuple[int, int]], place: int) -> tuple[int, int]:
+    """Tokens of the request at position i from its cut number `place` - 1 up to the next one."""
+    start = begins[i] + (cuts[place - 1][0] if place else 0)
+    return start, begins[i] + cuts[place][0] if place < len(cuts) else begins[i + 1]
 
 
 def by_stages(*tokens: int) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:

@@ -21,7 +21,7 @@ from quire.worker.layers.moe import fused_experts
 from quire.worker.layers.norm import add_rms_norm, rms_norm
 from quire.worker.layers.rotary import apply_rotary
 from quire.worker.layers.routing import route
-from quire.worker.layers.selective_scan import selective_scan
+from quire.worker.layers.selective_scan import float_linear, selective_scan
 from quire.worker.layers.short_conv import causal_conv
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class Ops:
     gated_delta_rule = staticmethod(gated_delta_rule)
     linear_attention = staticmethod(linear_attention)
     selective_scan = staticmethod(selective_scan)
+    float_linear = staticmethod(float_linear)
 
     # ---- matrix products
 

@@ -25,6 +25,7 @@ from quire.worker.layers.linear import (
 )
 from quire.worker.layers.norm import NORMS, rms_norm
 from quire.worker.layers.rotary import Rotation, apply_rotary
+from quire.worker.layers.rowwise import rsqrt, sigmoid
 from quire.worker.layers.views import RowOrder, View, chain, columns, rotary_rows
 from quire.worker.parallel import Exchange, split_size, tp
 from quire.worker.platforms.ops import Ops
@@ -142,8 +143,8 @@ class WholeNormAttention(SelfAttention):
         squares = torch.stack([half.square().sum(-1) for half in qk.split([q, k], -1)], -1)  # [T, 2]
         squares = self.group.all_reduce(squares) if self.group.size > 1 else squares
         # the sizes stay numbers of the host: a tensor of them would be copied to the device in every layer
-        q_scale = torch.rsqrt(squares[:, :1] / self.sizes[0] + self.eps)
-        k_scale = torch.rsqrt(squares[:, 1:] / (self.sizes[1] * self.copies) + self.eps)
+        q_scale = rsqrt(squares[:, :1] / self.sizes[0] + self.eps)
+        k_scale = rsqrt(squares[:, 1:] / (self.sizes[1] * self.copies) + self.eps)
         qkv[:, :q] = qk[:, :q] * q_scale * self.q_norm.weight
         qkv[:, q : q + k] = qk[:, q:] * k_scale * self.k_norm.weight
         if self.clip is not None:
@@ -177,7 +178,7 @@ class LayerNormAttention(SelfAttention):
         for heads, norm in ((q, self.q_norm), (k, self.k_norm)):
             wide = heads.float()
             centred = wide - wide.mean(-1, keepdim=True)
-            heads.copy_(norm.weight * centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps))
+            heads.copy_(norm.weight * centred * rsqrt(centred.square().mean(-1, keepdim=True) + self.eps))
         return super().write_cache(qkv, rotation, meta)
 
 
@@ -264,7 +265,7 @@ class GatedAttention(SelfAttention):
         q, gate, kv = projected.tensor_split([self.width, 2 * self.width], -1)
         attended = self.attn.attend(self.write_cache(torch.cat([q, kv], -1), call.rotation, meta), meta)
         attended, gate = call.needed(attended), call.needed(gate)
-        return self.o_proj(attended * gate.sigmoid())
+        return self.o_proj(attended * sigmoid(gate.float()).to(gate.dtype))
 
 
 @dataclass(frozen=True, slots=True)

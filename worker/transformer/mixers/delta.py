@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from quire.worker.layers.delta_rule import l2_norm
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, Shard, WeightFormat
 from quire.worker.layers.norm import rms_norm
+from quire.worker.layers.rowwise import l2_norm, sigmoid, silu, softplus
 from quire.worker.layers.views import RowOrder
 from quire.worker.parallel import tp
 from quire.worker.transformer.calls import LayerCall
@@ -69,14 +68,14 @@ class GatedDeltaNet(StateMixer):
         beta, a = self.gates_proj(x).float().chunk(2, -1)
         q, k, v = self.conv1d(qkv, conv, step).split([keys, keys, values], -1)
         q, k = (l2_norm(heads.unflatten(-1, (self.num_k_heads, kind.k_dim))) for heads in (q, k))
-        g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        beta = beta.sigmoid() * (2.0 if kind.neg_eigval else 1.0)
+        g = -self.A_log.exp() * softplus(a + self.dt_bias)
+        beta = sigmoid(beta) * (2.0 if kind.neg_eigval else 1.0)
         v = v.unflatten(-1, (self.num_v_heads, kind.v_dim))
         if kind.tiled:
             q, k = (heads.repeat(1, self.num_v_heads // self.num_k_heads, 1) for heads in (q, k))
         o = self.ops.gated_delta_rule(q * kind.k_dim**-0.5, k, v, g[..., None], beta, states, step)
         o, z = call.needed(o), call.needed(z)
-        o = rms_norm(o, self.norm, self.eps) * F.silu(z.float()).view_as(o)
+        o = rms_norm(o, self.norm, self.eps) * silu(z.float()).view_as(o)
         return self.out_proj(o.flatten(1).to(x.dtype))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, Shard, WeightFormat
+from quire.worker.layers.rowwise import rsqrt, sigmoid, silu
 from quire.worker.parallel import Exchange, tp
 from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
@@ -49,13 +49,13 @@ class Lightning(StateMixer):
 
     def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         step = self.state.step(call.attn)
-        q, k, v = F.silu(self.qkv_proj(x).float()).unflatten(-1, (3, self.heads, self.dim)).unbind(1)
+        q, k, v = silu(self.qkv_proj(x).float()).unflatten(-1, (3, self.heads, self.dim)).unbind(1)
         decay = self.decay.expand(len(x), -1)
         y = self.ops.linear_attention(q, k, v, decay, self.state.pages[0], step).flatten(1)
         x, y = call.needed(x), call.needed(y)
         squares = self.group.all_reduce(y.square().sum(-1, keepdim=True))
-        y = y * torch.rsqrt(squares / self.full + self.eps) * self.norm
-        return self.out_proj((self.output_gate(x).float().sigmoid() * y).to(x.dtype))
+        y = y * rsqrt(squares / self.full + self.eps) * self.norm
+        return self.out_proj((sigmoid(self.output_gate(x).float()) * y).to(x.dtype))
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         return [((num_needed, 1), torch.float32), *super().exchanges(num_tokens, num_needed)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, WeightFormat
 from quire.worker.layers.norm import rms_norm
+from quire.worker.layers.rowwise import silu, softplus
 from quire.worker.parallel import Exchange, tp
 from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
@@ -38,7 +38,7 @@ class Mamba1(StateMixer):
             "the inner size of Mamba",
             weights.linear(f"{prefix}.x_proj"),
         )
-        self.dt_proj = float_parameter(f"{prefix}.dt_proj.weight", (inner, kind.dt_rank), *mine)
+        self.dt_proj = float_parameter(f"{prefix}.dt_proj.weight", (inner, kind.dt_rank), *mine, view=torch.t)
         self.dt_bias = float_parameter(f"{prefix}.dt_proj.bias", (inner,), *mine)
         self.A_log = float_parameter(f"{prefix}.A_log", (inner, kind.state_size), *mine)
         self.D = float_parameter(f"{prefix}.D", (inner,), *mine, mean=1.0)
@@ -64,10 +64,10 @@ class Mamba1(StateMixer):
         if kind.norms != "none":
             weights = self.dt_norm, self.b_norm, self.c_norm
             dt, b, c = (rms_norm(values, weight, kind.eps) for values, weight in zip((dt, b, c), weights))
-        dt = F.softplus(F.linear(dt, self.dt_proj, self.dt_bias))
+        dt = softplus(self.ops.float_linear(dt, self.dt_proj, self.dt_bias))
         y = self.ops.selective_scan(inner, dt, -self.A_log.exp(), b, c, states, step) + inner * self.D
         y, z = call.needed(y), call.needed(z)
-        return self.out_proj((y * F.silu(z.float())).to(x.dtype))
+        return self.out_proj((y * silu(z.float())).to(x.dtype))
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         return [((num_tokens, sum(self.sizes)), None), *super().exchanges(num_tokens, num_needed)]

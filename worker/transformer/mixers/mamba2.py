@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, WeightFormat
+from quire.worker.layers.rowwise import rsqrt, silu, softplus
 from quire.worker.parallel import Exchange, tp
 from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
@@ -64,11 +64,11 @@ class Mamba2(StateMixer):
         inner, b, c = self.conv1d(xbc, conv, step).split([self.inner, shared, shared], -1)
         inner = inner.unflatten(-1, (self.heads, kind.head_dim))
         b, c = (vectors.unflatten(-1, (self.groups, kind.state_size)) for vectors in (b, c))
-        dt = F.softplus(dt.float() + self.dt_bias).clamp(kind.dt_min, kind.dt_max)
+        dt = softplus(dt.float() + self.dt_bias).clamp(kind.dt_min, kind.dt_max)
         g = -self.A_log.exp() * dt
         y = self.ops.linear_attention(c, b, inner * dt[..., None], g, states, step) + inner * self.D[:, None]
         y, z = call.needed(y), call.needed(z)
-        return self.out_proj(self._gated(y.flatten(1), F.silu(z.float())).to(x.dtype))
+        return self.out_proj(self._gated(y.flatten(1), silu(z.float())).to(x.dtype))
 
     def _gated(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         kind = self.spec
@@ -85,7 +85,7 @@ class Mamba2(StateMixer):
         squares = parts.square().sum(-1, keepdim=True)
         if size > self.inner:
             squares = self.group.all_reduce(squares)
-        return (parts * torch.rsqrt(squares / size + self.spec.eps)).flatten(-2)
+        return (parts * rsqrt(squares / size + self.spec.eps)).flatten(-2)
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         divided = self.norm is not None and self.spec.inner // self.spec.norm_groups > self.inner

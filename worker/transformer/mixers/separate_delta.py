@@ -5,10 +5,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from quire.worker.layers.delta_rule import l2_norm
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
     ColumnParallelLinear,
@@ -19,13 +17,14 @@ from quire.worker.layers.linear import (
 )
 from quire.worker.layers.moe import give_other_parts
 from quire.worker.layers.norm import rms_norm
+from quire.worker.layers.rowwise import l2_norm, sigmoid, silu, softplus
 from quire.worker.parallel import tp
 from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import Convolution, StateMixer, float_parameter, shards, split
 from quire.worker.transformer.state_spec import DeltaSpec
 
-_GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}  # of the normalised result
+_GATES = {"silu": silu, "sigmoid": sigmoid}  # of the normalised result
 
 
 class SeparateDelta(StateMixer):
@@ -73,7 +72,7 @@ class SeparateDelta(StateMixer):
         q, k = (l2_norm(heads.unflatten(-1, (self.num_k_heads, kind.k_dim))) for heads in (q, k))
         v = v.unflatten(-1, (self.num_v_heads, kind.v_dim))
         g = self._decay(self.decay_proj(x).float() + self.dt_bias)
-        beta = self.b_proj(x).float().sigmoid() * (2.0 if kind.neg_eigval else 1.0)
+        beta = sigmoid(self.b_proj(x).float()) * (2.0 if kind.neg_eigval else 1.0)
         o = self.ops.gated_delta_rule(q * kind.k_dim**-0.5, k, v, g, beta, states, step)
         o, x = call.needed(o), call.needed(x)
         gate = _GATES[kind.gate](self.gate_proj(x).float())
@@ -84,8 +83,8 @@ class SeparateDelta(StateMixer):
         """The logarithm of the decays, `[T, H, Dk]` or `[T, H, 1]`."""
         raw, rate = raw.unflatten(-1, (self.num_v_heads, self.spec.decay_dim)), self.A_log.exp()[:, None]
         if self.spec.lower_bound is not None:
-            return self.spec.lower_bound * torch.sigmoid(rate * raw)
-        return -rate * F.softplus(raw)
+            return self.spec.lower_bound * sigmoid(rate * raw)
+        return -rate * softplus(raw)
 
 
 def _fused(prefix: str, rows: dict[str, int], mine: dict[str, list[tuple[int, int]]]) -> list[Shard]:
