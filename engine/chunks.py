@@ -34,7 +34,7 @@ class Chunks:
         if request.sampling.prompt_logprobs is not None and not alone:
             num_new = min(num_new, max(self._scored_room, LEAST_SCORED))
             self._scored_room -= num_new
-        end = self.kv.chunk_end(request, start, start + num_new)
+        end = self.kv.checkpoints.chunk_end(request, start, start + num_new)
         return (self._end_at_images(request, start, end, start + room) if request.media else end) - start
 
     def _end_at_images(self, request: Request, start: int, end: int, limit: int) -> int:

@@ -67,7 +67,7 @@ class Request:
         "num_prompt_tokens",
         "num_published",
         "num_reused_tokens",
-        "passing_checkpoints",
+        "passing_checkpoint",
         "pooling",
         "pools_all",
         "prediction_tokens",
@@ -149,8 +149,8 @@ class Request:
         self.block_hashes: list[bytes] = []  # hashes of the full blocks of token_ids computed so far
         # number of tokens of its known prefix whose blocks were cached, but not the state after them; 0: none
         self.junction = 0
-        # per state group: the newest checkpoint after the prompt, which the next one replaces, and its hash
-        self.passing_checkpoints: dict[int, tuple[int, bytes]] = {}
+        # the newest checkpoint after the prompt, which the next one replaces, and its key
+        self.passing_checkpoint: tuple[int, bytes] | None = None
         self.num_published = 0  # number of published blocks at the front of block_ids
 
         # Number of delivered prompt logprobs. A resubmitted request with outputs has delivered all of them.

@@ -258,6 +258,9 @@ class Scheduler:
         step.input.encode.extend(encode)
         step.input.evict.extend(evict)
         self._num_steps += 1
+        for request, position, num_tokens, page in self.kv.checkpoints.take():
+            step.input.checkpoints.setdefault(position, []).append((num_tokens, page))
+            step.published.setdefault(request, []).append(page)
         if self.tiers is not None:
             step.input.stores.extend(self.tiers.take_evicted(self._unsettled()))
         self._in_flight.append(step)
@@ -441,6 +444,9 @@ class Scheduler:
             for item in request.images(start, end):
                 keep = self.images.hold if item.offset + item.length > end else self.images.release
                 keep(item.key, request)
+        position = len(step.requests) - 1
+        if num_new > 1 and position not in step.input.num_draft:
+            self.kv.plan_checkpoints(request, position, start, end)
         if end // self.kv.block_size > request.num_published:
             step.published[request] = self.kv.publish(request)
 

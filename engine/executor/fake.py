@@ -464,7 +464,7 @@ class FakeExecutor(Executor):
                 )
                 self._check_table(g, row, start)
                 if group.kind == "state":
-                    self._step_state(g, row, start, end, written)
+                    self._step_state(g, row, start, end, step.checkpoints.get(i, []), written)
                 else:
                     self._write(g, row, start, end, written)
         for g, group in enumerate(self.ready.groups):
@@ -496,9 +496,11 @@ class FakeExecutor(Executor):
             written.add(slot)
             self._slots[slot] = (g, row.states[position])
 
-    def _step_state(self, g: int, row: _Row, start: int, end: int, written: set[int]) -> None:
-        """Read a state before the step and write it after the step. A step never reads a page that another request of
-        the step writes.
+    def _step_state(
+        self, g: int, row: _Row, start: int, end: int, checkpoints: list[tuple[int, int]], written: set[int]
+    ) -> None:
+        """Read a state before the step and write it after the step, and at its checkpoints. A step never reads a page
+        that another request of the step writes.
         """
         read, write = (block_id * self.ready.block_size for block_id in row.block_ids[g])
         assert read not in written and write not in written, f"the page of slot {write} is written twice in one step"
@@ -508,8 +510,12 @@ class FakeExecutor(Executor):
             assert read and self._slots[read] == (g, row.states[start - 1]), (
                 f"the state of {start} tokens was never written to slot {read}"
             )
-        written.add(write)
-        self._slots[write] = (g, row.states[end - 1])
+        pages = [(count, page * self.ready.block_size) for count, page in checkpoints]
+        assert sorted(pages) == pages and all(0 < count < end - start for count, _ in pages), f"checkpoints {pages}"
+        for count, slot in [*pages, (end - start, write)]:
+            assert (slot not in written and slot != read) or (slot, count) == (write, end - start)
+            written.add(slot)
+            self._slots[slot] = (g, row.states[start + count - 1])
 
     def _slot(self, g: int, row: _Row, position: int) -> int:
         block, offset = divmod(position, self.ready.block_size)

@@ -16,10 +16,7 @@ What a request holds per kind of group, by block index:
     state     at most two pages: the next step reads one and writes the other, or the same. A published page is never
               written again, so it is a checkpoint: a request can resume from the prefix that ends at its boundary.
 
-A prefix cache hit is the longest prefix that is cached in every group. Checkpoints are sparse: chunks of a prompt end
-on block boundaries and leave one each, also at the end of a prefix that another request had (`Request.junction`) and
-before the user's last message (`Request.turn_start`); of those that outputs leave only the newest stays, and one every
-CHECKPOINT_TOKENS tokens.
+A prefix cache hit is the longest prefix that is cached in every group. Checkpoints are sparse (`checkpoints.py`).
 """
 
 from __future__ import annotations
@@ -31,12 +28,12 @@ from hashlib import sha256
 
 import msgspec
 
+from quire.engine.kv.checkpoints import Checkpoints
 from quire.engine.kv.pages import NULL_BLOCK, BlockPool
 from quire.engine.kv.retention import Retention
 from quire.engine.request import EXACT, Request
 from quire.worker.messages import CacheGroup, Shift, most_blocks
 
-CHECKPOINT_TOKENS = 1024
 REUSED = b"reused"  # marks the hashes of blocks that were not computed after their prefix
 _BELOW = -1  # in place of a block's id: in a lower tier
 
@@ -95,11 +92,12 @@ class KVCacheManager:
         self.retention = Retention(self.pool)
         # a published block is looked up by its group's tag and its hash
         self._tags = [bytes([g]) for g in range(len(self.groups))]
-        # state pages that the step being scheduled writes; visible to other requests from the next step on
-        self._checkpoints: dict[int, tuple[bytes, Request, int]] = {}  # tagged hash, whose state it is, index of block
         # the request that `match` looked up last, and the blocks it found per full group
         self._asked: Request | None = None
         self._found: dict[int, list[int]] = {}
+        tags = [tag for tag, group in zip(self._tags, self.groups) if group.kind == "state"]
+        full = any(group.kind == "full" for group in self.groups)
+        self.checkpoints = Checkpoints(self.pool, block_size, tags if enable_prefix_caching else [], full)
         self.has_states = any(group.kind == "state" for group in self.groups)
         self._is_plain = len(self.groups) == 1 and not self.has_states and not self.groups[0].releases
         self._shares_outputs = all(group.shares_outputs for group in self.groups)
@@ -121,9 +119,9 @@ class KVCacheManager:
 
         A request may read keys and values in the step that writes them, but not a state.
         """
-        for block_id, (tagged_hash, request, i) in self._checkpoints.items():
-            self._publish_block(block_id, tagged_hash, request, i)
-        self._checkpoints.clear()
+        for block_id, (key, request, i) in self.checkpoints.pending.items():
+            self._publish_block(block_id, key, request, i)
+        self.checkpoints.pending.clear()
         self.retention.expire()
 
     def _publish_block(self, block_id: int, key: bytes, request: Request, i: int) -> None:
@@ -135,7 +133,7 @@ class KVCacheManager:
     def forget(self, block_ids: Sequence[int]) -> None:
         """Unpublish these blocks, so that no later request finds them."""
         for block_id in block_ids:
-            self._checkpoints.pop(block_id, None)
+            self.checkpoints.pending.pop(block_id, None)
         self.pool.forget(list(block_ids))
 
     # ---- prefix hits
@@ -161,7 +159,9 @@ class KVCacheManager:
             if self.groups[g].kind == "full":
                 hashes = hashes[: len(found[g])]
         num_blocks = self._agreed(request, found, len(hashes))
-        request.junction = len(hashes) * self.block_size if self.has_states and len(hashes) < num_full else 0
+        if self.has_states:
+            shared = self.checkpoints.num_shared(hashes, len(hashes))
+            request.junction = shared * self.block_size if shared < num_full else 0
         return (
             Match(num_blocks, [self._to_hold(g, found[g], num_blocks) for g in range(len(self.groups))])
             if num_blocks
@@ -304,15 +304,11 @@ class KVCacheManager:
         """Whether the step being scheduled leaves a checkpoint of a longer prefix of the request than `match`: from the
         next step on it can resume there instead of computing the same tokens.
         """
-        if not self._checkpoints or not request.reads_cache:
+        if not self.checkpoints.tags or not request.reads_cache:
             return False
-        pending, longer = (
-            {key for key, _, _ in self._checkpoints.values()},
-            range(match.num_blocks, len(request.block_hashes)),
-        )
-        tags = [tag for tag, group in zip(self._tags, self.groups) if group.kind == "state"]
-        last = (request.num_tokens - 1) // self.block_size
-        return any(tag + request.block_hashes[i] in pending for tag in tags for i in longer if i < last)
+        awaited, (tag,) = self.checkpoints.awaited(), self.checkpoints.tags
+        last = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
+        return any(tag + one in awaited for one in request.block_hashes[match.num_blocks : last]) if awaited else False
 
     def num_missing(self, request: Request, match: Match) -> int:
         """Number of free blocks that a request without blocks would use until all its known tokens are computed, states
@@ -343,19 +339,12 @@ class KVCacheManager:
 
     # ---- allocation
 
-    def chunk_end(self, request: Request, start: int, end: int) -> int:
-        """Return where a chunk of tokens [start, end) ends. With a state group, it stops at its last block boundary, to
-        leave a checkpoint there, or before at the request's junction or before the user's last message.
-        """
-        if not self.has_states or not self.enable_prefix_caching:
-            return end
-        turn_start = request.turn_start // self.block_size * self.block_size
-        if inside := [stop for stop in (request.junction, turn_start) if start < stop < end]:
-            return min(inside)
-        # a hit excludes the last token, so a checkpoint after it would rarely be found
-        last = end - (end == request.num_tokens)
-        boundary = last // self.block_size * self.block_size
-        return boundary if boundary > start else end
+    def plan_checkpoints(self, request: Request, position: int, start: int, end: int) -> None:
+        """The step being scheduled computes tokens [start, end) of the request at a batch position, drafts aside."""
+        limit = self._num_shareable(request)
+        if self.checkpoints.tags and end - start > 1:
+            self._extend_hashes(request, min(end, limit) // self.block_size)
+            self.checkpoints.plan(request, position, start, end, limit)
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
         """Return whether the request's blocks already hold its first `num_tokens` tokens."""
@@ -416,11 +405,11 @@ class KVCacheManager:
     def _take(self, count: int, state: bool) -> list[int]:
         block_ids = self.pool.take(count, state)
         for block_id in block_ids:
-            self._checkpoints.pop(block_id, None)
+            self.checkpoints.pending.pop(block_id, None)
         return block_ids
 
     def _is_checkpoint(self, block_id: int) -> bool:
-        return block_id in self._checkpoints or self.pool.is_published(block_id)
+        return block_id in self.checkpoints.pending or self.pool.is_published(block_id)
 
     def _give_back(self, request: Request) -> None:
         """Release the blocks of groups with windows or chunks that no token from `num_computed_tokens` on attends to.
@@ -466,11 +455,12 @@ class KVCacheManager:
 
         Returns the newly published blocks.
         """
-        limit = request.num_tokens if self._shares_outputs else request.num_prompt_tokens
-        first, num_full = request.num_published, min(request.num_computed_tokens, limit) // self.block_size
+        first = request.num_published
+        num_full = min(request.num_computed_tokens, self._num_shareable(request)) // self.block_size
         if num_full <= first:
             return []
         self._extend_hashes(request, num_full)
+        self.checkpoints.see(request.block_hashes[first:num_full])
         published = []
         for g, group in enumerate(self.groups):
             ids = request.block_ids[g]
@@ -484,6 +474,10 @@ class KVCacheManager:
         request.num_published = num_full
         return published
 
+    def _num_shareable(self, request: Request) -> int:
+        """Number of known tokens at the front of a request whose blocks others may read."""
+        return request.num_tokens if self._shares_outputs else request.num_prompt_tokens
+
     def publish_late(self, request: Request) -> list[int]:
         """Publish what ends at `num_computed_tokens` if its token ids became known since the step was scheduled, before
         the next step changes the state. Returns the newly published blocks.
@@ -493,19 +487,12 @@ class KVCacheManager:
         return self.publish(request) if is_late and end <= request.num_tokens else []
 
     def _publish_state(self, g: int, request: Request, num_full: int) -> list[int]:
-        """Register the page that the last scheduled chunk writes as a checkpoint if the chunk ends on a block boundary.
-        Of those after the prompt, the one before is dropped unless it is at a multiple of CHECKPOINT_TOKENS.
-        """
+        """Let the page that the last scheduled chunk writes be a checkpoint if the chunk ends on a block boundary."""
         ids, end = request.block_ids[g], request.num_computed_tokens
         if not self.enable_prefix_caching or len(ids) < 2 or end != num_full * self.block_size:
             return []
-        tagged_hash = self._tags[g] + request.block_hashes[num_full - 1]
-        self._checkpoints[ids[1]] = tagged_hash, request, num_full - 1
-        if end > request.num_prompt_tokens:
-            if (before := request.passing_checkpoints.pop(g, None)) and self.pool.find(before[1]) == before[0]:
-                self.pool.drop(before[0])
-            if end % CHECKPOINT_TOKENS:
-                request.passing_checkpoints[g] = ids[1], tagged_hash
+        key = self._tags[g] + request.block_hashes[num_full - 1]
+        self.checkpoints.end_chunk(request, ids[1], key, num_full - 1)
         return [ids[1]]
 
     def free(self, request: Request, discard: bool = False) -> list[int]:
@@ -528,7 +515,7 @@ class KVCacheManager:
             held = dict.fromkeys(ids) if self.groups[g].kind == "state" else ids
             self._release(list(held))
         request.block_ids, request.num_given_back = [], []
-        request.passing_checkpoints = {}
+        request.passing_checkpoint = None
         request.num_published = 0
         if request.num_exact < EXACT:
             del request.block_hashes[request.num_exact // self.block_size :]
@@ -556,7 +543,7 @@ class KVCacheManager:
         """Unpublish all blocks. Returns False, and does nothing, while requests hold any block."""
         forgotten = self.pool.forget_all()
         if forgotten:
-            self._checkpoints.clear()
+            self.checkpoints.clear()
             self.retention.clear()
         return forgotten
 

@@ -9,7 +9,8 @@ ref_count = 0              free
 
 Free blocks are reused in the order of (what clients asked for: `keep`; whether another request than its own found it;
 time of the last use; depth: the end of a prefix before its beginning). So a block is never reused before those that
-continue it.
+continue it. Free pages with states: unpublished ones, sparse ones that no request found (`set_sparse`), others; each by
+the time of the last use.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class BlockPool:
         self._free_states: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks, num_blocks + num_states))
         # 1 for blocks that were never taken, or not since their memory was given back
         self._blank = bytearray(b"\1") * (num_blocks + num_states)
+        self._free_sparse: OrderedDict[int, None] = OrderedDict()
+        self._sparse: set[int] = set()  # pages of `_free_sparse`, or that go there when they are released
 
     @property
     def num_free(self) -> int:
@@ -66,13 +69,13 @@ class BlockPool:
     @property
     def num_free_states(self) -> int:
         """Number of free pages for states."""
-        return len(self._free_states)
+        return len(self._free_states) + len(self._free_sparse)
 
     @property
     def usage(self) -> float:
         """Fraction of the pages that are held, 0 to 1, of the kind of which more are."""
         blocks = 1 - self.num_free / self.num_usable
-        return max(blocks, 1 - len(self._free_states) / self.num_states) if self.num_states else blocks
+        return max(blocks, 1 - self.num_free_states / self.num_states) if self.num_states else blocks
 
     def take(self, count: int, state: bool = False) -> list[int]:
         """Allocate `count` free blocks, or pages for states, and unpublish them. The caller has checked that they are
@@ -80,12 +83,13 @@ class BlockPool:
         """
         block_ids = []
         for _ in range(count):
-            free = self._free_states if state else self._next_queue()
+            free = self._next_states() if state else self._next_queue()
             block_id, _ = free.popitem(last=False)
             if self.evicted is not None and block_id in self.hot:
                 self.evicted.append((block_id, self._hashes[block_id]))
             self._ref_counts[block_id] = 1
             self._blank[block_id] = 0
+            self._sparse.discard(block_id)
             self._unpublish(block_id)
             block_ids.append(block_id)
         self._num_taken += 0 if state else count
@@ -100,6 +104,27 @@ class BlockPool:
             return self._free if other <= hot + self.num_usable else self._free_hot
         return self._free_hot
 
+    def _next_states(self) -> OrderedDict[int, None]:
+        """The queue whose first page is reused next."""
+        unpublished = self._free_states and self._hashes[next(iter(self._free_states))] is None
+        return self._free_states if unpublished or not self._free_sparse else self._free_sparse
+
+    def take_mark(self, sparse: bool) -> int | None:
+        """Take a page for a state, if there is a free one, for a sparse one: one that others do not need more."""
+        if not self.num_free_states:
+            return None
+        queue = self._next_states()
+        if sparse and queue is self._free_states and self._hashes[next(iter(queue))] is not None:
+            return None
+        (page,) = self.take(1, state=True)
+        if sparse:
+            self.set_sparse(page)
+        return page
+
+    def set_sparse(self, page: int) -> None:
+        """Reuse a page that is held before others once it is free, unless a request finds it."""
+        self._sparse.add(page)
+
     def share(self, block_ids: list[int]) -> None:
         """Add a reference to published blocks, free or not."""
         for block_id in block_ids:
@@ -109,6 +134,7 @@ class BlockPool:
 
     def note_hits(self, block_ids: list[int], group: int) -> None:
         """A request of this group of choices found these blocks. They are hot if another one published them."""
+        self._sparse.difference_update(block_ids)
         for block_id in block_ids:
             if block_id not in self.hot and self._publishers.get(block_id) != group:
                 self.hot[block_id] = self.unsaved[block_id] = None
@@ -138,7 +164,7 @@ class BlockPool:
 
     def _queue(self, block_id: int) -> OrderedDict[int, None]:
         if block_id >= self._first_state:
-            return self._free_states
+            return self._free_sparse if block_id in self._sparse else self._free_states
         if level := self._levels.get(block_id):
             return self._free_kept[level - 1]
         return self._free_hot if block_id in self.hot else self._free
@@ -180,6 +206,8 @@ class BlockPool:
         self._publishers[block_id] = group
         self._by_hash[block_hash] = block_id
         self._hashes[block_id] = block_hash
+        if block_id >= self._first_state and not self._ref_counts[block_id]:
+            self._queue(block_id).move_to_end(block_id)  # after those that were used before
         return True
 
     def is_published(self, block_id: int) -> bool:
@@ -241,6 +269,9 @@ class BlockPool:
         self._free = OrderedDict.fromkeys(sorted(block_id for queue in queues for block_id in queue))
         for queue in queues[1:]:
             queue.clear()
+        self._free_states.update(self._free_sparse)
+        self._free_sparse.clear()
+        self._sparse.clear()
         self._levels.clear()
         self._released = [0] * len(self._released)
         return True
@@ -253,6 +284,11 @@ class BlockPool:
                 self.events.removed(block_hash)
             self._publishers.pop(block_id, None)
             self.keep(block_id, 0)
+            if block_id in self._sparse:
+                self._sparse.remove(block_id)
+                if self._free_sparse.pop(block_id, block_id) is None:
+                    self._free_states[block_id] = None
+                    self._free_states.move_to_end(block_id, last=False)
             if block_id in self._free_hot:
                 del self._free_hot[block_id]
                 self._free[block_id] = None

@@ -87,6 +87,9 @@ class FaultyDevice(FakeExecutor):
         for position in range(start, end):
             states = [extend(state, table.tokens[position]) for state in states]
             for g, state in enumerate(states):
+                for count, page in step.checkpoints.get(i, []) if self.ready.groups[g].kind == "state" else []:
+                    if position == start + count - 1:
+                        self.slots[page * self.ready.block_size] = state
                 if (slot := self._slot_of(table, g, position, end)) is not None:
                     self.slots[slot] = state
             # a group that read other contents changes the token
