@@ -51,7 +51,9 @@ def stored_weight(kind: str, weight, bias, gated) -> tuple[QuantizedLinear, torc
     return QuantizedLinear.from_values(values, scale, None, 8, -1, bias, gated), values.float() * scale
 
 
-def pack(kind: str, gate_up, down, gate_up_bias, down_bias, activation="silu", first=0, weigh_inputs=False, path=0):
+def pack(
+    kind: str, gate_up, down, gate_up_bias, down_bias, activation="silu", first=0, weigh_inputs=False, squares=False
+):
     """(the native experts, their weights as they are stored)."""
     layers, stored = ([], []), ([], [])
     for i in range(len(gate_up)):
@@ -68,7 +70,7 @@ def pack(kind: str, gate_up, down, gate_up_bias, down_bias, activation="silu", f
                 linear = PackedLinear(weight[i], bias, gated, compact=kind == "compact")
                 stored[side].append(weight[i])
             layers[side].append(Packed(linear))
-    run = NativeExperts.of(*layers, first, weigh_inputs)
+    run = NativeExperts.of(*layers, first, weigh_inputs, squares)
     run.owners = layers  # it holds addresses only
     return run, *(torch.stack(side) for side in stored)
 
@@ -104,6 +106,15 @@ def test_forms(activation, biases, weigh_inputs):
     ids = torch.rand(9, EXPERTS).topk(2).indices
     want = expected(x, routing, ids, gate_up, down, *parameters[2:], activation, 0, weigh_inputs)
     check(run(x, routing, ids), want)
+
+
+@pytest.mark.parametrize("kind", ["packed", "int4"])
+def test_without_a_gate(kind):
+    up, down = weights()[0][:, :SIZE], weights()[1]
+    run, up, down = pack(kind, up, down, None, None, None, squares=True)
+    x, routing, ids = torch.randn(9, HIDDEN).bfloat16(), torch.rand(9, 2), torch.rand(9, EXPERTS).topk(2).indices
+    each = torch.stack([(x.float() @ w.float().t()).relu().square() @ v.float().t() for w, v in zip(up, down)], 1)
+    check(run(x, routing, ids), (each.gather(1, ids[..., None].expand(-1, -1, HIDDEN)) * routing[..., None]).sum(1))
 
 
 @settings(max_examples=40, deadline=None)

@@ -20,26 +20,29 @@ class NativeExperts:
     It holds addresses: create it again when weights change.
     """
 
-    def __init__(self, gate_up: list[LinearArgs], down: list[LinearArgs], first: int, weigh_inputs: bool):
+    def __init__(
+        self, gate_up: list[LinearArgs], down: list[LinearArgs], first: int, weigh_inputs: bool, squares: bool
+    ):
         self._layers = (LinearArgs * len(gate_up))(*gate_up), (LinearArgs * len(down))(*down)
-        self._first, self._weigh_inputs = first, weigh_inputs
+        self._first, self._weigh_inputs, self._squares = first, weigh_inputs, squares
 
     @classmethod
     def of(
-        cls, gate_up: Sequence[Linear], down: Sequence[Linear], first: int, weigh_inputs: bool
+        cls, gate_up: Sequence[Linear], down: Sequence[Linear], first: int, weigh_inputs: bool, squares: bool = False
     ) -> NativeExperts | None:
         """The experts, or None if a weight is not packed, or if they are of several kinds, e.g. a gate and up, or one
-        that the checkpoint leaves plain: a call multiplies weights of one kind.
+        that the checkpoint leaves plain: a call multiplies weights of one kind. With `squares` there is no gate, and
+        relu(up)^2 is between the products.
         """
         if not all(isinstance(layer.method, (PackedMethod, NativeQuantMethod)) for layer in (*gate_up, *down)):
             return None
         args = [[layer.method.args() for layer in layers] for layers in (gate_up, down)]
         uniform = None not in args[0] and all(len({_kind(one) for one in layers}) == 1 for layers in args)
-        return cls(*args, first, weigh_inputs) if uniform else None
+        return cls(*args, first, weigh_inputs, squares) if uniform else None
 
     def args(self, top_k: int) -> ExpertsArgs:
         """The C struct for `top_k` experts per token; this object must outlive it."""
-        return ExpertsArgs(*self._layers, self._first, len(self._layers[0]), top_k, self._weigh_inputs)
+        return ExpertsArgs(*self._layers, self._first, len(self._layers[0]), top_k, self._weigh_inputs, self._squares)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The same as `layers.moe.run_experts`."""

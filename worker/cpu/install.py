@@ -21,6 +21,7 @@ from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.native_linear import QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.cpu.segments import Segments
+from quire.worker.layers.activation import relu2
 from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.layers.quantization.int_groups import E4M3, Groups
 from quire.worker.platforms.ops import Ops
@@ -87,8 +88,11 @@ class NativeOps(Ops):
 
     def packed_experts(self, experts: ListedExperts) -> NativeExperts | None:
         listed = experts.experts.values()
-        gate_up, down = [one.gate_up_proj for one in listed], [one.down_proj for one in listed]
-        return NativeExperts.of(gate_up, down, experts.local.start, experts.weigh_inputs)
+        if not experts.gated and any(one.activation is not relu2 for one in listed):
+            return None
+        first = [one.gate_up_proj if experts.gated else one.up_proj for one in listed]
+        down = [one.down_proj for one in listed]
+        return NativeExperts.of(first, down, experts.local.start, experts.weigh_inputs, not experts.gated)
 
     def argmax_prefilter(self, head: Linear) -> Int8ArgmaxPrefilter | None:
         if isinstance(head.method, PackedMethod):

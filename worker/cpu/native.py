@@ -147,6 +147,7 @@ class ExpertsArgs(ctypes.Structure):
         ("count", _L),
         ("top_k", _L),
         ("weigh_inputs", _L),
+        ("squares", _L),
     ]
 
 

@@ -98,4 +98,4 @@ class TritonOps(Ops):
     def packed_experts(self, experts: ListedExperts) -> Callable[..., torch.Tensor] | None:
         from quire.worker.cuda.stacks import grouped_experts
 
-        return grouped_experts(experts)
+        return grouped_experts(experts) if experts.gated else None

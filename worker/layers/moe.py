@@ -239,7 +239,7 @@ class ListedExperts(nn.Module):
     def packed(self) -> Callable[..., torch.Tensor] | None:
         """The platform's product of all experts, or None if it has none. Call it when the weights are loaded."""
         if self._ops:
-            self._native, self._ops = self._ops.packed_experts(self) if self.gated else None, None
+            self._native, self._ops = self._ops.packed_experts(self), None
         return self._native
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

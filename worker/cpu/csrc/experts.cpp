@@ -64,6 +64,14 @@ void sum_rows(const float* y, const long* rows, const float* weights, long count
   }
 }
 
+// relu(x)^2, in place; `width` is padded to a multiple of 16.
+void square_row(bf16* x, long width) {
+  for (long i = 0; i < width; i += 16) {
+    const vf positive = max(load(x + i), zero());
+    store(x + i, positive * positive);
+  }
+}
+
 void run_tokens(const Experts& e, const bf16* x, long ldx, const int64_t* ids, const float* weights, bf16* out,
                 long ldo, long tokens) {
   const Sorted sorted(e, ids, tokens);
@@ -80,6 +88,7 @@ void run_tokens(const Experts& e, const bf16* x, long ldx, const int64_t* ids, c
   });
   if (rows > 0) {
     run_products(sorted.gate_up.data(), long(sorted.gate_up.size()), inputs, ldh, between, ldi, false);
+    if (e.squares) parallel_for(rows, 8, [&](long r) { square_row(between + r * ldi, (inner + 15) / 16 * 16); });
     run_products(sorted.down.data(), long(sorted.down.size()), between, ldi, y, hidden, true);
   }
   parallel_for(tokens, 4, [&](long t) {

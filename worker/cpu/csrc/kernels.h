@@ -52,10 +52,11 @@ void run_products(const LinearRows* products, long count, const bf16* x, long ld
 
 // The experts of a layer that are on this rank.
 struct Experts {
-  const Linear *gate_up, *down;  // [count]
+  const Linear *gate_up, *down;  // [count]; without a gate, `gate_up` is up alone
   long first, count;             // ids first .. first + count - 1 are here, others on other ranks
   long top_k;
   long weigh_inputs;  // the weights multiply the experts' inputs instead of their outputs
+  long squares;       // without a gate: relu(up)^2 is between the products
 };
 
 // How the experts of a token and their weights follow from its router logits (RoutingSpec in models/moe_spec.py).

@@ -38,8 +38,8 @@ struct Step {
 // x / (1 + exp(-x)); exp stays finite.
 vf exact_silu(vf x) { return x / (set1(1.f) + exp_exact(min(max(zero() - x, set1(-86.f)), set1(86.f)))); }
 
-// One token passes some neighbouring columns of a head's state, whose rows are `ld` apart; they stay in L1 from token to
-// token, and their sums in registers.
+// One token passes some neighbouring columns of a head's state, whose rows are `ld` apart; they stay in L1 from token
+// to token, and their sums in registers.
 template <typename V, int N>
 struct Columns {
   // S = decay S; d = strength (v - k S); S += k d; o = q S
