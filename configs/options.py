@@ -1,4 +1,4 @@
-"""Every field of `configs/config.py` as an option with three spellings: flag `--max-model-len`, YAML key
+"""Every field of `Config`'s sections as an option with three spellings: flag `--max-model-len`, YAML key
 `max_model_len`, variable `QUIRE_MAX_MODEL_LEN`.
 
 `Option.parse` is the only check of a value's type, choices and range, for all sources of values. Its errors name the

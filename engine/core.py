@@ -112,8 +112,8 @@ class EngineCore:
 
     def step(self) -> None:
         """Schedule one step; when `depth` steps are in flight, wait for the oldest and process its results."""
-        if self.scheduler.slots is not None and self.scheduler.slots.busy:
-            self.scheduler.slots.poll()
+        if self.scheduler.contents.slots is not None and self.scheduler.contents.slots.busy:
+            self.scheduler.contents.slots.poll()
         if len(self.in_flight) < self.depth and (step := self.scheduler.schedule()):
             self.in_flight.append((step, self.executor.execute(step.input)))
             if len(self.in_flight) < self.depth:
@@ -124,7 +124,7 @@ class EngineCore:
             self.note_slow(step)
             self.send(self.scheduler.update(step, result))
         else:
-            if any(part is not None and part.busy for part in (self.scheduler.tiers, self.scheduler.slots)):
+            if any(part is not None and part.busy for part in (self.scheduler.tiers, self.scheduler.contents.slots)):
                 time.sleep(FETCH_POLL_INTERVAL)
                 return
             assert not self.scheduler.requests, "there are requests, but none can run"
@@ -151,7 +151,7 @@ class EngineCore:
         While the workers' kernels are being compiled, an idle engine polls for them, so that no request pays for the
         switch. Raises RuntimeError if a worker process died while the engine was idle.
         """
-        slots = self.scheduler.slots
+        slots = self.scheduler.contents.slots
         idle = not self.in_flight and not self.scheduler.requests and not (slots is not None and slots.busy)
         if self.publisher is not None and (events := self.scheduler.kv.pool.events.take()):
             self.publisher.publish(events)
@@ -192,7 +192,7 @@ class EngineCore:
         if tiers is None or not tiers.num_unsaved or now < self.save_due:
             return
         most = SAVED_AT_ONCE if idle else self.saved_blocks
-        given = self.scheduler.save(most)
+        given = self.scheduler.contents.save(most)
         # an idle engine goes on at once, but looks for messages in between
         self.save_due = now + (SAVE_RETRY if not given else 0.0 if idle else SAVE_INTERVAL)
         self.written_due = now + WRITTEN_AFTER
@@ -241,8 +241,9 @@ class EngineCore:
                 self.schedule_stats()
             case CalledTools():
                 self.scheduler.kv.retention.called_tools(client, message.request_ids)
-            case Call(method="slot") if self.scheduler.slots is not None:
-                self.scheduler.slots.begin(functools.partial(self.reply, client, message.call_id), *message.args)
+            case Call(method="slot") if self.scheduler.contents.slots is not None:
+                reply = functools.partial(self.reply, client, message.call_id)
+                self.scheduler.contents.slots.begin(reply, *message.args)
             case Call():
                 self.post(client, self.call(message))
 
@@ -265,7 +266,7 @@ class EngineCore:
         """Run a utility method. Its error is returned to the caller and does not affect the engine."""
         methods = {
             "free_cache": self.free_cache,
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "reset_prefix_cache": self.scheduler.contents.reset_prefix_cache,
             "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
             "load_lora": lambda key, folder: self.executor.call("load_lora", key, folder),
             "unload_lora": lambda key: self.executor.call("unload_lora", key),
@@ -297,7 +298,7 @@ class EngineCore:
     def free_cache(self, key: str) -> bool:
         """Forget a conversation (`AddRequest.cache_key`). Returns whether its blocks were known."""
         self.executor.call("forget_conversation", key)
-        return self.scheduler.free_cache(key)
+        return self.scheduler.contents.free_key(key)
 
     def abort(self, request_ids: list[str]) -> list[str]:
         """End requests of any server with finish reason "abort". Returns the ids of those that there were."""
@@ -376,7 +377,7 @@ class EngineCore:
         self.publish_events(kv)
         least = self.config.cache.cache_reuse
         if ready.has_slot_files or least:
-            self.scheduler.open_slots(functools.partial(self.executor.call, "call_slots"), self.index, least)
+            self.scheduler.contents.open_slots(functools.partial(self.executor.call, "call_slots"), self.index, least)
         self.awaits_ops = self.executor.call("look_for_ops")
         gc.collect()
         # exclude the objects loaded so far from later garbage collections: they live as long as the process
@@ -408,7 +409,7 @@ class EngineCore:
         tiers, deadline = self.scheduler.tiers, time.monotonic() + SAVE_TIMEOUT
         try:
             while tiers is not None and time.monotonic() < deadline:
-                given = self.scheduler.save(SAVED_AT_ONCE, only_free=True)
+                given = self.scheduler.contents.save(SAVED_AT_ONCE, only_free=True)
                 tiers.call("flush", max(deadline - time.monotonic(), 0.0))
                 if not given:
                     break

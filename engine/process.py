@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.configs.config import ServerConfig
 from quire.configs.log_format import formatter
+from quire.configs.serving import ServerConfig
 from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
 RENDEZVOUS = "rendezvous"  # file in the engine's folder through which the ranks of one machine find each other

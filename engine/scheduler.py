@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from heapq import heappop, heappush
 from typing import Any
 
@@ -29,9 +29,8 @@ from quire.engine.background import Background
 from quire.engine.chunks import Chunks
 from quire.engine.dependents import dependents
 from quire.engine.encoder_cache import EncoderCache
+from quire.engine.kv.contents import Contents
 from quire.engine.kv.manager import KVCacheManager, Match, Plan
-from quire.engine.kv.reuse import Reuse
-from quire.engine.kv.slots import Slots
 from quire.engine.kv.tiers import Tiers
 from quire.engine.messages import AddRequest, EngineOutput, EngineStats
 from quire.engine.request import Request, RequestQueue, Status
@@ -70,8 +69,6 @@ class Scheduler:
     ):
         self.kv, self.num_groups, self.turn = kv, stages, 0
         self.tiers = tiers  # below the pool; None: there are none
-        self.slots: Slots | None = None  # the cache contents of each row's last request; None: not tracked
-        self.reuse: Reuse | None = None  # of what stands at other positions; None: nobody asks
         self._unasked: list[Request] = []  # waiting requests whose prefixes were not looked up there
         self.by_priority = config.scheduling_policy == "priority"
         self.background = Background()
@@ -100,6 +97,7 @@ class Scheduler:
         self.requests: dict[tuple[bytes, str], Request] = {}
         self.free_rows = list(range(ready.max_num_seqs))  # a heap: the lowest free row is used first
         self._in_flight: deque[Step] = deque()  # scheduled, results not processed yet
+        self.contents = Contents(kv, tiers, self._in_flight, ready.max_num_seqs)
         self.counts = Counts()
         self._num_added = self._num_steps = 0
 
@@ -188,47 +186,10 @@ class Scheduler:
                 self.kv.pool.num_free - self.room.reserve(),
                 # others that may be admitted meanwhile need two each
                 self.kv.pool.num_free_states - 2 * min(self.max_running - len(self.running), len(self.waiting) - 1),
-                self._unsettled(),
+                self.contents.unsettled(),
             ):
                 self.waiting.remove(request)
                 request.status = Status.FETCHING
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes in every tier. Returns False, and does nothing, while requests hold any block."""
-        if not self.kv.reset_prefix_cache():
-            return False
-        if self.tiers is not None:
-            self.tiers.clear()
-        return True
-
-    def open_slots(self, call: Callable[..., Any], index: int, least: int = 0) -> None:
-        """Remember what requests leave in their rows: for llama.cpp's slot files (`call` calls the workers), and to
-        reuse runs of at least `least` tokens at other positions; 0: not.
-        """
-
-        def store_evicted() -> None:
-            if self.tiers is not None:
-                self.tiers.store_evicted(self._unsettled())
-
-        self.slots = Slots(self.kv, call, len(self.free_rows), index, store_evicted)
-        self.reuse = Reuse(self.kv, self.slots, least) if least else None
-
-    def free_cache(self, key: str) -> bool:
-        """Forget a conversation (`AddRequest.cache_key`) in every tier. Returns whether it was known."""
-        keys = self.kv.free_key(key)
-        if keys and self.tiers is not None:
-            self.tiers.remove(keys)
-        return keys is not None
-
-    def _unsettled(self) -> set[int]:
-        """Blocks that steps in flight fill, which may still fail."""
-        return {i for step in self._in_flight for ids in step.published.values() for i in ids}
-
-    def save(self, most: int, only_free: bool = False) -> int:
-        """Give the disk tier up to `most` hot blocks, with `only_free` of those that no request holds. Returns how many
-        it took.
-        """
-        return self.tiers.save(most, self._unsettled(), only_free) if self.tiers is not None else 0
 
     def schedule(self) -> Step | None:
         """Choose the requests of the next step and advance their counters. Returns None if nothing can run, or only
@@ -262,7 +223,7 @@ class Scheduler:
             step.input.checkpoints.setdefault(position, []).append((num_tokens, page))
             step.published.setdefault(request, []).append(page)
         if self.tiers is not None:
-            step.input.stores.extend(self.tiers.take_evicted(self._unsettled()))
+            step.input.stores.extend(self.tiers.take_evicted(self.contents.unsettled()))
         self._in_flight.append(step)
         self.counts.iteration_tokens.append(step.num_tokens)
         return step
@@ -391,7 +352,7 @@ class Scheduler:
                 return  # a fetch holds them
             num_tokens = step.num_tokens
             start, room = matched.num_blocks * self.kv.block_size, self.token_budget - num_tokens
-            plan = self._plan_reuse(step, request, matched, start, reserve)
+            plan = self.contents.plan_reuse(step, request, matched, start, reserve)
             start = start if plan is None else plan.end
             num_new = self.chunks.size(request, start, budget, room, alone=not self.running and len(self.waiting) == 1)
             if not num_new:  # its first image must wait
@@ -400,19 +361,6 @@ class Scheduler:
             if request.background:
                 self.background.budget -= step.num_tokens - num_tokens
             reserve += self.kv.num_expected(request)
-
-    def _plan_reuse(
-        self, step: Step, request: Request, matched: Match, start: int, reserve: int
-    ) -> Plan | None:
-        """What a request can copy from other positions, if it is asked for and there is room beside what is copied."""
-        if self.reuse is None:
-            return None
-        filled = {i for ids in step.published.values() for i in ids}  # by this step, after its copies
-        plan = self.reuse.plan(request, start, self._unsettled() | filled)
-        if plan is None:
-            return None
-        needed = self.kv.num_missing(request, matched) + self.kv.pool.num_free_among(plan.blocks) + reserve
-        return plan if needed <= self.kv.pool.num_free else None
 
     def _admit(self, step: Step, request: Request, matched: Match, num_new: int, plan: Plan | None) -> None:
         """Move a request from waiting to running, with a row, the blocks of its cached prefix, what it copies, and its
@@ -594,8 +542,8 @@ class Scheduler:
     def _remove(self, request: Request, discard: bool = False) -> None:
         """Finish a request, whether it is running or waiting."""
         if request.status is Status.RUNNING:
-            if self.slots is not None:
-                self.slots.note(request)
+            if self.contents.slots is not None:
+                self.contents.slots.note(request)
             self._free_row_and_blocks(request, discard)
             self.counts.num_ended += not request.background
         elif request.status is Status.FETCHING:

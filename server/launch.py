@@ -18,7 +18,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from quire.configs.config import Config, ServerConfig
+from quire.configs.config import Config
+from quire.configs.serving import ServerConfig
 from quire.configs.sources import embedded_model
 from quire.engine.messages import EngineStats, Ready
 from quire.server.engines.supervisor import EngineFailed

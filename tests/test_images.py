@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from quire.engine.messages import AddRequest, SamplingParams
-from quire.worker import memory
+from quire.worker import estimates
 from quire.worker.cache.spec import plan_cache
 from quire.worker.cpu import build as native_build
 from quire.worker.messages import most_blocks
@@ -180,7 +180,7 @@ def test_images_of_equal_size_never_share_blocks(qwen, tmp_path):
 def test_embeddings_that_make_room_are_computed_again(qwen, tmp_path, monkeypatch):
     """With room for little more than the largest image, every image is encoded again and again."""
     model, write = qwen
-    monkeypatch.setattr(memory, "_LARGEST_IMAGE", 1)
+    monkeypatch.setattr(estimates, "_LARGEST_IMAGE", 1)
     prompts = workload(write) + workload(write, 1)
     engine = tight_engine("qwen3_vl", tmp_path, prompts, enable_prefix_caching=False)
     assert engine.ready.media.cache_size == engine.ready.media.encoder_budget == 26

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from quire.configs.config import Config
-from quire.worker import memory
+from quire.worker import estimates, memory
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.split_step import Output
 from quire.worker.cache import allocation as kv_cache
@@ -26,6 +26,7 @@ from quire.worker.cache.tiers.store import TierStore
 from quire.worker.check_ranks import CheckedSampler
 from quire.worker.cpu.fixed_order_linear import fix_order
 from quire.worker.layers.moe import pack_experts
+from quire.worker.limits import Limits, resolve_limits
 from quire.worker.lora.adapters import Adapters, LoraLimits
 from quire.worker.messages import NewRequest, SamplingParams, StepInput, WorkerReady
 from quire.worker.model_runner import ModelRunner
@@ -121,7 +122,7 @@ class Worker:
         self._join_ranks(platform)
         (offload,) = self._least([offload], platform)
         pooling = read_pooling(config.model.model, spec, config.model.pooling, config.model.matryoshka)
-        limits = memory.resolve_limits(config, spec, platform)
+        limits = resolve_limits(config, spec, platform)
         spec = replace(spec, has_head=limits.speculation.head)
         model = self._load_model(spec, limits, platform, progress)
         one_call = pack_experts(model)
@@ -139,16 +140,16 @@ class Worker:
         activations = (
             _measure_activations(model, spec, platform, limits, cache, stage)
             if platform.measures_memory
-            else memory.estimate_activations(spec, limits, tp_size)
+            else estimates.estimate_activations(spec, limits, tp_size)
         )
-        activations += memory.estimate_workspace(config, spec, limits, platform)
+        activations += estimates.estimate_workspace(config, spec, limits, platform)
         progress("profiling memory", 1.0)
 
         progress("allocating KV cache", 0.0)
         if platform.measures_memory:
             # other processes on the GPU, and libraries, may have allocated memory meanwhile
             total, available = platform.memory(num_ranks)
-        has_graphs = one_call and memory.uses_graphs(config, spec, limits, platform)
+        has_graphs = one_call and estimates.uses_graphs(config, spec, limits, platform)
         plan, num_blocks, num_states, choices = memory.plan_memory(
             config,
             spec,
@@ -158,8 +159,8 @@ class Worker:
             available=available,
             weights=weights,
             activations=activations,
-            graphs=memory.estimate_graphs(spec, limits, tp_size) if has_graphs else 0,
-            images=memory.estimate_images(spec, limits, platform) if pp().rank == 0 else 0,
+            graphs=estimates.estimate_graphs(spec, limits, tp_size) if has_graphs else 0,
+            images=estimates.estimate_images(spec, limits, platform) if pp().rank == 0 else 0,
             adapters=0 if adapters is None else LoraLimits.of(config.lora).num_bytes(adapters.targets),
             offload=offload // self.world_size if platform.device.type == "cpu" else 0,
         )
@@ -214,7 +215,7 @@ class Worker:
         progress("allocating KV cache", 1.0)
         return ready
 
-    def _open_tiers(self, ready: WorkerReady, limits: memory.Limits, platform: Platform, offload: int) -> WorkerReady:
+    def _open_tiers(self, ready: WorkerReady, limits: Limits, platform: Platform, offload: int) -> WorkerReady:
         """Open the tiers below the KV cache that the settings ask for, with `offload` bytes of RAM for all ranks."""
         config, whole = self.config, bool(ready.pooling and ready.pooling.whole_prompts)
         if whole or not config.cache.enable_prefix_caching:
@@ -269,7 +270,7 @@ class Worker:
         self._agree_on_ops(platform)
 
     def _load_model(
-        self, spec: ModelSpec, limits: memory.Limits, platform: Platform, progress: ReportProgress
+        self, spec: ModelSpec, limits: Limits, platform: Platform, progress: ReportProgress
     ) -> CausalLM:
         """Build this rank's share of the model and load its weights."""
         options = self.config.model
@@ -293,7 +294,7 @@ class Worker:
         self,
         target: CausalLM,
         spec: ModelSpec,
-        limits: memory.Limits,
+        limits: Limits,
         platform: Platform,
         progress: ReportProgress,
     ) -> CausalLM | None:
@@ -321,7 +322,7 @@ class Worker:
         """The modules whose layers have a KV cache."""
         return nn.ModuleList([self.runner.model] if self.draft is None else [self.runner.model, self.draft])
 
-    def _adapters(self, model: CausalLM, spec: ModelSpec, limits: memory.Limits, platform: Platform) -> Adapters | None:
+    def _adapters(self, model: CausalLM, spec: ModelSpec, limits: Limits, platform: Platform) -> Adapters | None:
         """The memory for LoRA adapters; None if the server has none."""
         if not self.config.lora.enabled:
             return None
@@ -442,7 +443,7 @@ class Worker:
         model, platform = self.runner.model, self.runner.platform
         model.use(platform.ops)
         model.finalize()
-        limits = memory.resolve_limits(self.config, model.spec, platform)
+        limits = resolve_limits(self.config, model.spec, platform)
         self.runner.backend = limits.attention.backend
         if self.runner.speculator is not None:
             self.runner.speculator.use(limits.speculation)
@@ -495,7 +496,7 @@ def _make_runner(
     model: CausalLM,
     spec: ModelSpec,
     platform: Platform,
-    limits: memory.Limits,
+    limits: Limits,
     cache: CachePlan,
     num_blocks: int,
     num_states: int,
@@ -531,7 +532,7 @@ def _make_runner(
 
 
 def _measure_activations(
-    model: CausalLM, spec: ModelSpec, platform: Platform, limits: memory.Limits, cache: CachePlan, stage: SingleStage
+    model: CausalLM, spec: ModelSpec, platform: Platform, limits: Limits, cache: CachePlan, stage: SingleStage
 ) -> int:
     """Bytes of device memory that the largest step needs in addition to weights and KV cache, measured by running it
     over a cache of a few blocks.

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from quire.configs.config import Config, ServerConfig
+from quire.configs.config import Config
 from quire.configs.log_format import formatter
+from quire.configs.serving import ServerConfig
 from quire.engine.messages import EngineStats, Progress, Ready
 from quire.server.engines.silence import Silence
 from quire.server.engines.supervisor import in_thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from quire.configs.config import ServerConfig
+from quire.configs.serving import ServerConfig
 from quire.server.parsers.reasoning.base import ReasoningFormat
 from quire.server.parsers.registry import choose_reasoning, choose_tools, reasoning_format, tool_format
 from quire.server.parsers.tools.base import ToolFormat

@@ -8,7 +8,7 @@ import os
 import ssl
 from pathlib import Path
 
-from quire.configs.config import ServerConfig
+from quire.configs.serving import ServerConfig
 
 logger = logging.getLogger("quire.tls")
 

@@ -9,7 +9,7 @@ import os
 import time
 from dataclasses import dataclass
 
-from quire.configs.config import ServerConfig
+from quire.configs.serving import ServerConfig
 from quire.server.keys.key import Key, digest, read_keys
 from quire.server.keys.ledger import Ledger
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from quire.configs.config import Config
 from quire.engine.core import EngineCore
+from quire.engine.executor.fake import FakeExecutor, FakeOptions
+from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -21,6 +23,7 @@ from quire.engine.messages import (
     StepOutputs,
     ToEngine,
 )
+from quire.engine.scheduler import Scheduler
 
 VOCAB = 1000
 CLIENT = b"server"
@@ -194,3 +197,28 @@ def assert_invariants(engine: Engine) -> None:
     assert len(scheduler.running) + len(scheduler.waiting) == len(scheduler.requests)
     for request in scheduler.waiting:
         assert request.row == -1 and not any(request.block_ids) and request.num_computed_tokens == 0
+
+
+def greedy(max_tokens: int = 4, **sampling) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)
+
+
+def make(enable_prefix_caching: bool = True, **settings) -> tuple[Scheduler, FakeExecutor]:
+    config = fake_config(**settings)
+    executor = FakeExecutor(config, FakeOptions())
+    return Scheduler(
+        config.scheduler,
+        executor.ready,
+        KVCacheManager(
+            executor.ready.num_blocks,
+            executor.ready.block_size,
+            enable_prefix_caching,
+            executor.ready.groups,
+            executor.ready.max_num_batched_tokens,
+        ),
+    ), executor
+
+
+def run_step(scheduler: Scheduler, executor: FakeExecutor):
+    step = scheduler.schedule()
+    return step, scheduler.update(step, executor.execute(step.input).result()).get(b"", [])

@@ -53,7 +53,7 @@ def test_a_key_keeps_a_part_of_the_pool_only(engine):
     assert len(engine.scheduler.kv.pool.kept) == 63 // 4
     traffic(engine, "other")
     assert ask(engine, "b", list(range(1, 160))) == 60
-    assert engine.scheduler.free_cache("mine")  # also what is beyond the quota
+    assert engine.scheduler.contents.free_key("mine")  # also what is beyond the quota
     assert ask(engine, "c", list(range(1, 160))) == 0
     engine.assert_at_rest()
 

@@ -31,7 +31,7 @@ def ask(engine: Engine, name: str, prompt: list[int] = PROMPT, **fields) -> int:
 def act(engine: Engine, *args):
     answer = begin(engine, *args)
     while not answer:
-        engine.scheduler.slots.poll()
+        engine.scheduler.contents.slots.poll()
     return answer[0]
 
 

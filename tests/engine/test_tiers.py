@@ -321,7 +321,7 @@ def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):
         if hint < 0.3:
             engine.put(CalledTools([name for name, _ in batch]))
         elif hint < 0.4:
-            engine.scheduler.free_cache(chance.choice(["t/a", "t/b"]))
+            engine.scheduler.contents.free_key(chance.choice(["t/a", "t/b"]))
         elif hint < 0.6:
             action = chance.choice(["save", "restore", "restore", "erase"])
             engine.put(Call(0, "slot", [action, chance.randrange(2), "x"]))

@@ -95,7 +95,7 @@ def test_drafts_are_those_of_the_twin_and_change_no_token(name, tmp_path):
     prompts = [[3, 9, 7, 4] * 9, [(7 * i) % 120 + 4 for i in range(23)], [5, 6], [3, 9, 7, 4] * 8]
     greedy, random = (SamplingParams(temperature=t, seed=4, max_tokens=12, ignore_eos=True) for t in (0.0, 0.7))
     plain = [engine.generate(prompts, msgspec.structs.replace(one, speculation=False)) for one in (greedy, random)]
-    engine.scheduler.reset_prefix_cache()
+    engine.scheduler.contents.reset_prefix_cache()
     assert [one.token_ids for one in engine.generate(prompts, greedy)] == [one.token_ids for one in plain[0]]
     assert len(seen) > 20
     for tokens, draft in seen[::4]:

@@ -23,7 +23,7 @@ def engine_for(folder: str, **settings) -> InProcessEngine:
 
 
 def save(engine: InProcessEngine) -> None:
-    while engine.scheduler.save(64):
+    while engine.scheduler.contents.save(64):
         pass
     assert engine.scheduler.tiers.call("flush", 10.0)
 
@@ -128,14 +128,14 @@ def test_a_slot_file_brings_the_same_bits_to_the_next_engine(tmp_path, kind):
 
     def start() -> InProcessEngine:
         engine = engine_for(folder, slot_save_path=str(tmp_path / "slots"))
-        engine.scheduler.open_slots(functools.partial(engine.executor.call, "call_slots"), 0)
+        engine.scheduler.contents.open_slots(functools.partial(engine.executor.call, "call_slots"), 0)
         return engine
 
     def act(engine: InProcessEngine, action: str) -> dict[str, int]:
         answers = []
-        engine.scheduler.slots.begin(lambda value, _: answers.append(value), action, 0, "x")
+        engine.scheduler.contents.slots.begin(lambda value, _: answers.append(value), action, 0, "x")
         while not answers:
-            engine.scheduler.slots.poll()
+            engine.scheduler.contents.slots.poll()
         return answers[0]
 
     engine = start()

@@ -13,7 +13,7 @@ from torch import nn
 
 from quire.checkpoints.lora import DEFAULT_MAX_LORAS, folders_at_start, max_rank, most_values, read_lora
 from quire.checkpoints.lora_files import LoraFiles
-from quire.configs.config import LoraConfig
+from quire.configs.serving import LoraConfig
 from quire.worker.batch.input_batch import InputBatch
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.lora import Adapted, LoraRows, StepLora

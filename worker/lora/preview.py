@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from quire.checkpoints.lora import folders_at_start, read_lora
-from quire.configs.config import LoraConfig
+from quire.configs.serving import LoraConfig
 from quire.worker.layers.lora import StepLora
 from quire.worker.lora.adapters import LoraLimits
 from quire.worker.lora.reading import open_matrices

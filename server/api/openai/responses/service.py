@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from quire.configs.config import ServerConfig
+from quire.configs.serving import ServerConfig
 from quire.server.api.openai.responses.background import Run
 from quire.server.api.openai.responses.store import Store
 from quire.server.errors import BadRequest

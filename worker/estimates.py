@@ -1,0 +1,141 @@
+"""Bytes that weights, activations, images, adapters and CUDA graphs need, estimated from config.json."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from quire.configs.config import Config
+from quire.worker.batch.graphs import padded_sizes
+from quire.worker.layers.lora import StepLora
+from quire.worker.layers.mla import EXPANDED_BYTES
+from quire.worker.limits import Limits, attention_specs
+from quire.worker.lora.adapters import LoraLimits
+from quire.worker.lora.targets import Targets
+from quire.worker.messages import MediaInfo
+from quire.worker.models.registry import build_model, encoder_bytes_per_embed, weight_bytes
+from quire.worker.platforms.base import Platform
+from quire.worker.platforms.ops import Ops
+from quire.worker.sampling.speculation.draft_spec import draft_quantization
+from quire.worker.transformer.config import ModelSpec, cache_specs
+from quire.worker.transformer.moe_spec import MoESpec
+
+_LARGEST_IMAGE = 16384  # embeddings: Qwen2-VL's largest, 12.8 million pixels
+
+
+def estimate_weights(
+    spec: ModelSpec, dtype: torch.dtype, world_size: int, quantization: str | None = None, ops: Ops | None = None
+) -> int:
+    """Bytes of the weights on each rank, estimated before loading; with `quantization`, their quantized size. An
+    encoder of images is whole on every rank. `ops` decide which quantized weights stay so.
+    """
+    text = weight_bytes(replace(spec, vision=None), dtype, quantization, ops)
+    return text // world_size + weight_bytes(spec, dtype, quantization, ops) - text
+
+
+def estimate_draft_weights(config: Config, limits: Limits, ops: Ops) -> int:
+    """Bytes of the weights of a draft model."""
+    if limits.draft is None:
+        return 0
+    return weight_bytes(limits.draft, limits.dtype, draft_quantization(config, limits.draft), ops)
+
+
+def media_info(spec: ModelSpec, limits: Limits, platform: Platform) -> MediaInfo | None:
+    """The images that requests may have, and how many embeddings are computed and kept."""
+    if spec.vision is None:
+        return None
+    size = max(limits.max_num_batched_tokens, min(limits.max_model_len, _LARGEST_IMAGE))
+    budget, vision = min(limits.max_num_batched_tokens, platform.encoder_budget or size), spec.vision
+    return MediaInfo(vision.image_token_id, size, budget, vision.bidirectional, vision.mrope)
+
+
+def estimate_images(spec: ModelSpec, limits: Limits, platform: Platform) -> int:
+    """Bytes of the embeddings that are kept, and of what encoding the largest batch, or the largest image, needs."""
+    media = media_info(spec, limits, platform)
+    if media is None:
+        return 0
+    kept = spec.vision.width(spec.hidden_size) * limits.dtype.itemsize
+    return media.cache_size * (kept + encoder_bytes_per_embed(spec, limits.dtype))
+
+
+def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
+    """Bytes that the largest step needs in addition to weights and KV cache, of the draft model if that needs more."""
+    specs = (spec,) if limits.draft is None else (spec, limits.draft)
+    return max(_activations(one, limits, tp) for one in specs)
+
+
+def _activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
+    """Bytes that the largest step of a model needs: the widest layer, the logits, gathered keys and values, and tables.
+
+    The logits exist in three copies: in the model's dtype or this rank's share, in float32, and raw, before penalties
+    and masks, for log-probabilities.
+    """
+    layer = limits.max_num_batched_tokens * _layer_bytes(spec, limits, tp)
+    logits = limits.max_num_seqs * spec.vocab_size * 4 * 3
+    # the torch backend's copy of one long sequence
+    gathered = max(8192, limits.max_model_len) * _kv_width(spec, tp) * limits.dtype.itemsize
+    tables = limits.max_num_seqs * limits.max_model_len * 4 * 2
+    # keys and values of latents, before and after they are put together
+    expanded = 2 * EXPANDED_BYTES if any(layer.latent for layer in spec.layers) else 0
+    scratch = 256 << 20  # sampling some rows, prompt logprobs of some positions, attention scores of some queries
+    return layer + logits + gathered + tables + expanded + scratch
+
+
+def estimate_workspace(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> int:
+    """Bytes of temporary memory that the attention backend allocates for steps of the largest batch."""
+    specs = attention_specs(config, spec, platform, limits.dtype, limits.kv, limits.draft)
+    workspace = limits.attention.backend.workspace
+    return max((workspace(one, limits.max_num_seqs, limits.max_model_len) for one in specs), default=0)
+
+
+def estimate_graphs(spec: ModelSpec, limits: Limits, tp: int) -> int:
+    """Bytes that CUDA graphs need once all sizes are recorded: their results, one set of activations (they share a
+    pool, which fragments), workspaces, and the driver's memory per graph.
+    """
+    sizes = padded_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
+    results = sum(sizes) * spec.hidden_size * limits.dtype.itemsize
+    return results + 2 * sizes[-1] * _layer_bytes(spec, limits, tp) + (128 << 20) + len(sizes) * (12 << 20)
+
+
+def _layer_bytes(spec: ModelSpec, limits: Limits, tp: int) -> int:
+    """Bytes that one token needs inside the widest layer."""
+    widest = max(3 * (layer.num_heads * layer.head_dim + layer.intermediate_size) // tp for layer in spec.layers)
+    experts = max(_expert_bytes(layer.moe, spec.hidden_size, limits.dtype.itemsize) for layer in spec.layers)
+    layer = limits.dtype.itemsize * (4 * spec.hidden_size + 2 * _kv_width(spec, tp) + widest)
+    return layer + 8 * spec.hidden_size + experts
+
+
+def _expert_bytes(moe: MoESpec | None, hidden_size: int, itemsize: int) -> int:
+    """Bytes that one token needs for its experts: their inputs and activations, and results in float32."""
+    return moe.routing.top_k * (itemsize * (hidden_size + 3 * moe.intermediate_size) + 4 * hidden_size) if moe else 0
+
+
+def _kv_width(spec: ModelSpec, tp: int) -> int:
+    """Most entries that one token's keys and values have in a layer, on each of `tp` ranks."""
+    return max((cache.page_bytes(1) for cache in cache_specs(spec, 1, tp) if cache), default=0)
+
+
+def estimate_adapters(config: Config, spec: ModelSpec, tp: int, pp: int) -> int:
+    """Bytes of as many LoRA adapters of the largest rank as may be loaded, on each rank. Raises ValueError."""
+    if not config.lora.enabled:
+        return 0
+    model = build_model(spec, torch.float32, torch.device("meta"))
+    return LoraLimits.of(config.lora).num_bytes(Targets(model, StepLora())) // (tp * pp)
+
+
+def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> bool:
+    """Return whether steps will be recorded: the device and the attention backend support it, there is one pipeline
+    stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off. Attention with a
+    window of the output is not recorded either; nor, which only the loaded model shows, experts that differ in form:
+    they are multiplied one by one, by a list of those that have tokens, for which the host waits.
+    """
+    return (
+        platform.has_graphs
+        and spec.implementation == "quire"
+        and not spec.is_encoder
+        and not any(layer.output_window for layer in spec.layers)
+        and limits.attention.backend.graph_safe
+        and config.parallel.pipeline_parallel_size == 1
+        and not config.device.enforce_eager
+    )

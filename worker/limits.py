@@ -1,0 +1,217 @@
+"""Limits that are fixed before weights are loaded: dtype, attention, context length, and the sizes of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.configs.config import Config
+from quire.worker.attention.base import AttentionSpec
+from quire.worker.attention.registry import Selection, select_backend
+from quire.worker.cache.storage import KVStorage, resolve_storage
+from quire.worker.encoder_dtype import resolve_encoder_dtype
+from quire.worker.layers.linear import split_kv_heads
+from quire.worker.parallel import Group, split_size
+from quire.worker.platforms.base import Platform
+from quire.worker.sampling.speculation.choice import Speculation, resolve_speculation
+from quire.worker.sampling.speculation.draft_spec import read_draft_spec, read_eagle_spec
+from quire.worker.transformer.config import LayerSpec, ModelSpec
+from quire.worker.transformer.decoder import stage_layers
+
+Choice = tuple[str, str, str]  # setting, value, reason
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits that are fixed before weights are loaded.
+
+    `max_model_len` is the maximum context length; if it is automatic, the available memory may still lower it.
+    """
+
+    dtype: torch.dtype
+    kv: KVStorage
+    attention: Selection
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    auto_model_len: bool
+    deterministic: bool
+    speculation: Speculation
+    draft: ModelSpec | None  # of a draft model or an EAGLE-3 head
+    choices: list[Choice]
+
+
+def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limits:
+    """Resolve dtype, attention backend and the sizes of a step.
+
+    Raises ValueError for settings that do not fit the model or the device.
+    """
+    choices: list[Choice] = []
+    tp, stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
+    _check_divisible(spec, tp, stages, config.parallel.enable_expert_parallel)
+    dtype, reason = (
+        _quantized_dtype(config)
+        if config.model.quantization
+        else resolve_encoder_dtype(config, spec, platform) or platform.resolve_dtype(config.model.dtype, spec.dtype)
+    )
+    if config.model.dtype == "auto" or _dtype_name(dtype) != config.model.dtype:
+        choices.append(("dtype", _dtype_name(dtype), reason))
+    kv, choice = resolve_storage(config, spec, dtype)
+    choices.append(choice)
+    deterministic, reason = platform.batch_invariance(config, spec, dtype)
+    choices.append(("deterministic", "on" if deterministic else "off", reason))
+    speculation, choice = resolve_speculation(config, spec, platform, deterministic)
+    choices.append(choice)
+    read_draft = read_eagle_spec if speculation.eagle else read_draft_spec
+    draft = read_draft(config, spec, speculation.model) if speculation.model else None
+    order = ("cpu_fixed",) if deterministic else platform.attention_order
+    specs = attention_specs(config, spec, platform, dtype, kv, draft)
+    attention = select_backend(order, specs, config.device.attention_backend)
+    if not specs and config.cache.block_size:  # a block is the distance of possible checkpoints of states
+        attention = replace(attention, block_size=config.cache.block_size)
+    if config.device.attention_backend is None:
+        choices.append(("attention_backend", attention.backend.name, attention.reason))
+    _check_chunks(spec, attention.block_size)
+    if config.cache.block_size is None:
+        choices.append(("block_size", str(attention.block_size), f"default of {attention.backend.name}"))
+    num_seqs, num_tokens, reason = platform.default_limits(tp * stages)
+    if config.scheduler.max_num_seqs is None:
+        choices.append(("max_num_seqs", str(num_seqs), reason))
+    if config.scheduler.max_num_batched_tokens is None:
+        choices.append(("max_num_batched_tokens", str(num_tokens), reason))
+    model_len, auto = _requested_model_len(config.model.max_model_len, spec)
+    if spec.why_shorter:
+        choices.append(("longest context", str(spec.max_model_len), spec.why_shorter))
+    if spec.is_encoder:
+        model_len, num_tokens = _whole_prompts(config, model_len, num_tokens, auto)
+    return Limits(
+        dtype,
+        kv,
+        attention,
+        config.scheduler.max_num_seqs or num_seqs,
+        config.scheduler.max_num_batched_tokens or num_tokens,
+        model_len,
+        auto,
+        deterministic,
+        speculation,
+        draft,
+        choices,
+    )
+
+
+def attention_specs(
+    config: Config,
+    spec: ModelSpec,
+    platform: Platform,
+    dtype: torch.dtype,
+    kv: KVStorage,
+    draft: ModelSpec | None = None,
+) -> list[AttentionSpec]:
+    """Requirements of all layers, and those of a draft model, on attention, without repetitions: layers of one shape
+    differ only in their windows.
+    """
+    tp = config.parallel.tensor_parallel_size
+    shapes: dict[tuple[int, ...], list[LayerSpec]] = {}
+    for layer in spec.layers + (draft.layers if draft else ()):
+        if layer.attends and layer.latent is None and layer.mixer != "bidirectional":
+            shape = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, False, False
+            shapes.setdefault(shape, []).append(layer)
+        if layer.latent is not None:  # absorbed and expanded, see layers/mla.py
+            absorbed = layer.num_heads, 1, layer.latent.width, layer.latent.rank, True, False
+            expanded = layer.num_heads, layer.num_heads, layer.head_dim, layer.v_head_dim, False, True
+            for shape in (absorbed, expanded):
+                shapes.setdefault(shape, []).append(layer)
+    return [
+        AttentionSpec(
+            max(1, heads // tp),
+            max(1, kv_heads // tp),
+            head_dim,
+            dtype,
+            platform.device,
+            config.cache.block_size,
+            uses_sliding_window=any(layer.window for layer in layers),
+            uses_soft_cap=any(layer.soft_cap for layer in layers),
+            v_head_dim=v_head_dim,
+            uses_sinks=any(layer.sinks for layer in layers),
+            latent=latent,
+            expanded=expanded,
+            kv_dtype=dtype if expanded else kv.dtype,  # temporary keys and values have the type of the activations
+            kv_scales=None if expanded else kv.scales,
+        )
+        for (heads, kv_heads, head_dim, v_head_dim, latent, expanded), layers in shapes.items()
+    ]
+
+
+def _check_divisible(spec: ModelSpec, tp: int, stages: int, expert_parallel: bool = False) -> None:
+    """Raise ValueError, naming the size, if the ranks do not divide it, or if there are no experts to divide."""
+    group = Group()
+    group.size = tp
+    if expert_parallel and not any(layer.moe for layer in spec.layers):
+        raise ValueError(f"--enable-expert-parallel: {spec.architecture} has no experts; omit it")
+    for layer in spec.layers:
+        split_size("num_attention_heads", layer.num_heads, group)
+        split_kv_heads(layer.num_kv_heads, group)
+        if layer.mlp != "moe":
+            split_size("intermediate_size", layer.intermediate_size, group)
+        if layer.moe and expert_parallel:
+            split_size("the number of experts", layer.moe.routing.num_experts, group)
+        elif layer.moe:
+            split_size("moe_intermediate_size", layer.moe.intermediate_size, group)
+        if layer.moe and layer.moe.shared_size:
+            split_size("intermediate_size of the shared expert", layer.moe.shared_size, group)
+        if layer.state:
+            layer.state.check(tp)
+    if stages > 1 and spec.is_encoder:
+        raise ValueError(f"--pipeline-parallel-size must be 1 for {spec.architecture}, an encoder")
+    stage_layers(spec.layers, 0, stages)
+
+
+def _quantized_dtype(config: Config) -> tuple[torch.dtype, str]:
+    quantization = config.model.quantization
+    if config.model.dtype not in ("auto", "bfloat16"):
+        raise ValueError(
+            f"--quantization {quantization} supports bfloat16 activations only: omit --dtype {config.model.dtype}"
+        )
+    return torch.bfloat16, f"required by --quantization {quantization}"
+
+
+def _check_chunks(spec: ModelSpec, block_size: int) -> None:
+    """Raise ValueError unless chunks of attention begin with a block."""
+    for size in {layer.chunk for layer in spec.layers} - {None}:
+        if size % block_size:
+            raise ValueError(
+                f"--block-size {block_size} must divide the attention_chunk_size {size} of {spec.architecture}"
+            )
+
+
+def _requested_model_len(requested: str, spec: ModelSpec) -> tuple[int, bool]:
+    """Return (maximum number of tokens, whether memory may lower it)."""
+    most, why = spec.max_model_len, f" ({spec.why_shorter})" if spec.why_shorter else ""
+    if requested == "auto":
+        return most, True
+    if not requested.isdigit() or int(requested) == 0:
+        raise ValueError(f"--max-model-len {requested!r} must be a positive number of tokens, or auto")
+    if int(requested) > most:
+        raise ValueError(
+            f"--max-model-len {requested} is more than this model's {most} tokens{why}: set it to at most {most}, or "
+            "auto"
+        )
+    return int(requested), False
+
+
+def _whole_prompts(config: Config, model_len: int, num_tokens: int, auto: bool) -> tuple[int, int]:
+    """Return (maximum length, default number of tokens of a step) of an encoder, whose prompts must fit into a step."""
+    most = config.scheduler.max_num_batched_tokens
+    if most is None:
+        return model_len, max(num_tokens, model_len)
+    if most < model_len and not auto:
+        raise ValueError(
+            f"--max-num-batched-tokens {most}: an encoder computes a prompt in one step; set it to at least the "
+            f"{model_len} tokens of --max-model-len, or --max-model-len to auto"
+        )
+    return min(model_len, most), num_tokens
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
