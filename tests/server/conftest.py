@@ -108,7 +108,7 @@ class RunningServer:
         if self.thread.is_alive():
             if not self.launcher.stop.is_set():
                 self.signal()
-            self.thread.join(20)
+            self.thread.join(60)
         assert not self.thread.is_alive()
         return self.exit_code
 
