@@ -9,8 +9,12 @@ import torch
 from quire.worker.batch.input_batch import InputBuffers
 from quire.worker.cache.scaled import ScaledCache, ScaledLatents
 from quire.worker.cuda import (
+    limits,
     triton_bitmask,
+    triton_dequantize,
     triton_experts,
+    triton_experts_fp8,
+    triton_fp8,
     triton_lora,
     triton_mla,
     triton_ops,
@@ -20,10 +24,12 @@ from quire.worker.cuda import (
     triton_sampler,
     triton_scaled,
     triton_step,
+    triton_tiles,
 )
 from quire.worker.layers.lora import LoraRows, LoraWeights
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
 from quire.worker.layers.quantization.packing import E2M1_TABLE
+from quire.worker.layers.rounding import Rounding
 from quire.worker.transformer.moe_spec import RoutingSpec
 
 
@@ -203,11 +209,46 @@ def quantized() -> None:
             (codes, floats, None, 4, 16, E2M1_TABLE, torch.zeros(12288)),
             (codes, torch.zeros(12288, 64), None, 4, 64, table),
         ):
-            triton_quantized.multiply_groups(x, triton_quantized.StoredGroups(*stored))
+            groups = triton_quantized.StoredGroups(*stored)
+            triton_quantized.multiply_groups(x, groups)
+            if (half := triton_tiles.half_of(groups)) is not None:
+                form = "e2m1" if groups.table else "int4"
+                tiles = triton_tiles.StoredTiles(
+                    codes.view(768, -1, 16, half), groups.scales, groups.zeros, groups.group, form, groups.row_scales
+                )
+                triton_tiles.multiply_tiles(x, tiles)
+                if rows == 1024:
+                    triton_dequantize.dequantize_tiles(tiles, 0, torch.zeros(4096, 4096, dtype=torch.bfloat16))
+            elif rows == 1024:
+                triton_dequantize.dequantize_groups(groups, 0, torch.zeros(4096, 4096, dtype=torch.bfloat16))
         for kind in BLOCK_TYPES if rows == 8 else ("Q4_K", "Q6_K"):
             values, size = triton_quantized.BLOCKS[kind]
             blocks = torch.zeros(1, 1, dtype=torch.uint8).expand(12288, 4096 // values * size)
             triton_quantized.multiply_blocks(x, blocks, kind, torch.zeros(rows, 12288, dtype=torch.bfloat16))
+            if rows == 1024:
+                triton_dequantize.dequantize_blocks(blocks, kind, 0, torch.zeros(4096, 4096, dtype=torch.bfloat16))
+
+
+def floats8() -> None:
+    """FP8 in blocks of 128 x 128: Qwen3-8B's MLP and the experts of Qwen3-30B-A3B, with what rounds for them."""
+    for rounding in (Rounding(128), Rounding()):
+        x = torch.zeros(20, 4096, dtype=torch.bfloat16)
+        triton_fp8.round_rows(x, rounding)
+        triton_ops.add_rms_norm(x, x.clone(), x[0], 1e-6, rounding)
+        triton_ops.silu_and_mul(torch.zeros(20, 2 * 12288, dtype=torch.bfloat16), rounding)
+    if limits.of(x.device).capability < 89:
+        return
+    for rows in (48, 300):
+        x = triton_fp8.empty_rounded(torch.empty(rows, 4096), Rounding(128))
+        values, scales = torch.empty(12288, 4096, dtype=torch.float8_e4m3fn), torch.zeros(12288, 32)
+        triton_fp8.multiply_rounded(x, values, scales, None, torch.bfloat16)
+    stacks = []
+    for shape in ((128, 1536, 2048), (128, 2048, 768)):
+        values = torch.empty(1, dtype=torch.float8_e4m3fn).expand(shape)
+        scales = torch.zeros(1).expand(*shape[:2], shape[2] // 128)
+        stacks.append(triton_quantized.StoredGroups(values, scales, None, 8, 128))
+    x, ids = torch.zeros(1024, 2048, dtype=torch.bfloat16), torch.zeros(1024, 8, dtype=torch.int64)
+    triton_experts_fp8.fused_experts(x, torch.ones(1024, 8), ids, *stacks, "silu")
 
 
 def adapters() -> None:
@@ -223,4 +264,7 @@ def adapters() -> None:
     triton_lora.add(x, torch.zeros(9, 6144, dtype=x.dtype), groups)
 
 
-PARTS = operations, step, sampler, attention, eight_bits, latent_attention, routing, experts, quantized, adapters
+PARTS = (
+    *(operations, step, sampler, attention, eight_bits, latent_attention),
+    *(routing, experts, quantized, floats8, adapters),
+)

@@ -126,6 +126,7 @@ class Worker:
         spec = replace(spec, has_head=limits.speculation.head)
         model = self._load_model(spec, limits, platform, progress)
         one_call = pack_experts(model)
+        model.round_for_products()
         self.draft = self._load_draft(model, spec, limits, platform, progress)
         if pooling is not None:
             model.pooler = Pooler(pooling, spec.hidden_size, platform.device)
@@ -315,6 +316,7 @@ class Worker:
             lambda fraction: progress("loading the draft model", fraction),
         )
         pack_experts(model)
+        model.round_for_products()
         place_after(model, len(spec.layers))
         return model
 

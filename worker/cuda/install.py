@@ -76,12 +76,12 @@ class TritonOps(Ops):
         return TritonGroups(layer, groups, layer.weight.dtype)
 
     def quantized_method(self, layer: Linear, groups: Groups) -> LinearMethod:
-        from quire.worker.cuda.quantized import Float8Channels, TritonGroups
+        from quire.worker.cuda.quantized import Float8Blocks, Float8Channels, TritonGroups
 
         if groups.bits == 4 and groups.group % 2 and groups.scales.shape[1] > 1:
             return None  # the two values of a byte may have different scales
-        kind = Float8Channels if self._multiplies_floats8 and Float8Channels.fits(groups) else TritonGroups
-        return kind(layer, groups, layer.method.dtype)
+        kinds = [kind for kind in (Float8Channels, Float8Blocks) if self._multiplies_floats8 and kind.fits(groups)]
+        return (kinds or [TritonGroups])[0](layer, groups, layer.method.dtype)
 
     def blocks_method(self, layer: Linear, parts: list[Rows]) -> LinearMethod:
         from quire.worker.cuda.quantized import TritonBlocks, TritonGroups
@@ -98,4 +98,4 @@ class TritonOps(Ops):
     def packed_experts(self, experts: ListedExperts) -> Callable[..., torch.Tensor] | None:
         from quire.worker.cuda.stacks import grouped_experts
 
-        return grouped_experts(experts) if experts.gated else None
+        return grouped_experts(experts, self._multiplies_floats8) if experts.gated else None

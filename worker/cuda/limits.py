@@ -1,4 +1,4 @@
-"""Limits of a GPU on the tiles of a kernel."""
+"""Limits of a GPU on the tiles of a kernel, and how many programs fill it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ import torch
 class Limits:
     capability: int  # 90 for compute capability 9.0
     shared: int  # bytes of shared memory that a block may have
+    processors: int  # multiprocessors
 
 
-# bytes of shared memory by capability (CUDA C++ Programming Guide, section 20.2)
-KNOWN = {80: Limits(80, 163 << 10), 90: Limits(90, 227 << 10), 100: Limits(100, 227 << 10)}
+# by capability: shared memory of the CUDA C++ Programming Guide (section 20.2); multiprocessors of A100, H100 and B200
+KNOWN = {
+    80: Limits(80, 163 << 10, 108),
+    90: Limits(90, 227 << 10, 132),
+    100: Limits(100, 227 << 10, 148),
+}
 
 
 @cache
@@ -23,5 +28,7 @@ def of(device: torch.device) -> Limits:
     """The limits of a GPU; off a GPU, where kernels are interpreted, those of an H100."""
     if device.type != "cuda":
         return KNOWN[90]
-    major, minor = torch.cuda.get_device_capability(device)
-    return Limits(10 * major + minor, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    (major, minor), properties = torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device)
+    return Limits(
+        10 * major + minor, properties.shared_memory_per_block_optin, properties.multi_processor_count
+    )

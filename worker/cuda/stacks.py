@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quire.worker.cuda import triton_experts_fp8
 from quire.worker.cuda.quantized import TritonBlocks, TritonGroups
 from quire.worker.cuda.triton_experts import Stack, StackedBlocks, fused_experts
 from quire.worker.cuda.triton_quantized import StoredGroups
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from quire.worker.layers.moe import ListedExperts
 
 
-def grouped_experts(experts: ListedExperts) -> Callable[..., torch.Tensor] | None:
+def grouped_experts(experts: ListedExperts, multiplies_floats8: bool = False) -> Callable[..., torch.Tensor] | None:
     """The experts as one call, or None if their weights are not all alike. The layers' weights become views of the
-    stacks.
+    stacks. `multiplies_floats8`: the device does.
     """
     listed = list(experts.experts.values())
     gate_up, down = [one.gate_up_proj for one in listed], [one.down_proj for one in listed]
@@ -29,13 +30,18 @@ def grouped_experts(experts: ListedExperts) -> Callable[..., torch.Tensor] | Non
         return None
     stacks = [_stack(layers) for layers in (gate_up, down)]
     biases = [_stack_biases(layers) for layers in (gate_up, down)]
+    rounds = multiplies_floats8 and all(map(triton_experts_fp8.fits, stacks)) and biases == [None, None]
+    if rounds:
+        experts.rounding = triton_experts_fp8.ROUNDING
     return partial(
-        _run, stacks=stacks, biases=biases, activation=gate_up[0].gated, first=experts.local.start,
+        _run, rounds=rounds, stacks=stacks, biases=biases, activation=gate_up[0].gated, first=experts.local.start,
         weigh_inputs=experts.weigh_inputs,
     )  # fmt: skip
 
 
-def _run(x, weights, ids, stacks, biases, activation, first, weigh_inputs) -> torch.Tensor:
+def _run(x, weights, ids, rounds, stacks, biases, activation, first, weigh_inputs) -> torch.Tensor:
+    if rounds and triton_experts_fp8.are_many(ids.numel(), len(stacks[0].values)):
+        return triton_experts_fp8.fused_experts(x, weights, ids, *stacks, activation, first, weigh_inputs)
     return fused_experts(x, weights, ids, *stacks, *biases, activation, first, weigh_inputs)
 
 
@@ -75,6 +81,8 @@ def _stack(layers: Sequence[Linear]) -> Stack:
 
 def _stack_groups(layers: Sequence[Linear]) -> StoredGroups:
     method = _method(layers[0])
+    for layer in layers:  # an expert with an adapter is multiplied by itself, as the stack has it
+        _method(layer).leave_tiles(layer)
     if any(layer.zeros is not None for layer in layers):  # without zero points they are all 0
         for layer in layers:
             layer.zeros = torch.zeros_like(layer.scales) if layer.zeros is None else layer.zeros

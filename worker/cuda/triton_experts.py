@@ -18,8 +18,8 @@ from quire.worker.cuda import limits
 from quire.worker.cuda.triton_quantized import StoredGroups, block_constants, block_table, load_blocks, load_groups
 from quire.worker.cuda.triton_routing import sort_by_expert
 
-_ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_silu": 2}
-_FEW_ROWS = 16  # per expert on average, up to which tiles are narrow
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_silu": 2}
+FEW_ROWS = 16  # per expert on average, up to which tiles are narrow
 _MANY_ROWS = 96  # above which tiles of 128 rows are more full than empty
 
 
@@ -59,7 +59,7 @@ def _is_narrow(stack: Stack) -> bool:
 
 def _tile_of(num_pairs: int, num_experts: int, stack: Stack, x: torch.Tensor) -> int:
     """Rows of a tile: 128 where experts have more than that, of weights in 16 bits."""
-    if num_pairs <= _FEW_ROWS * num_experts:
+    if num_pairs <= FEW_ROWS * num_experts:
         return 16
     plain = isinstance(stack, torch.Tensor) and x.element_size() == 2
     return 128 if plain and num_pairs > _MANY_ROWS * num_experts and limits.of(x.device).capability >= 90 else 64
@@ -93,7 +93,7 @@ def fused_experts(
     up_depth, down_depth = (2 * depth if _is_narrow(stack) and tile == 16 else depth for stack in (gate_up, down))
     _gate_up_kernel[(num_tiles, triton.cdiv(size, columns))](
         x, *stored, gate_up_bias, weights, pairs, experts, between, tokens * top_k, num_tiles, x.stride(0),
-        HIDDEN=hidden, SIZE=size, TOP_K=top_k, ACTIVATION=_ACTIVATIONS[activation], WEIGH=weigh_inputs, ROWS=tile,
+        HIDDEN=hidden, SIZE=size, TOP_K=top_k, ACTIVATION=ACTIVATIONS[activation], WEIGH=weigh_inputs, ROWS=tile,
         COLUMNS=columns, DEPTH=up_depth, **up_constants, num_warps=warps, num_stages=3,
     )  # fmt: skip
     results = torch.empty(tokens * top_k, hidden, dtype=torch.float32, device=x.device)
@@ -101,16 +101,27 @@ def fused_experts(
         between, *stored_down, down_bias, pairs, experts, results, tokens * top_k, num_tiles, HIDDEN=hidden,
         SIZE=size, ROWS=tile, COLUMNS=2 * columns, DEPTH=down_depth, **down_constants, num_warps=warps, num_stages=3,
     )  # fmt: skip
-    out, block = torch.empty_like(x), min(1024, triton.next_power_of_2(hidden))
+    return sum_by_token(results, ids, weights, torch.empty_like(x), first, num_experts, not weigh_inputs)
+
+
+def sum_by_token(
+    results: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, first: int, num_experts: int,
+    weigh: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Write to `out` `[T, H]` the sums of each token's results, float32 `[T * k, H]`, of the experts `first`, `first` +
+    1 ..., with `weigh` times `weights` `[T, k]`. Returns `out`.
+    """
+    (tokens, hidden), top_k = out.shape, ids.shape[1]
+    block = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel[(tokens, triton.cdiv(hidden, block))](
-        results, ids, weights, out, first, hidden, out.stride(0), NUM=num_experts, TOP_K=top_k, WEIGH=not weigh_inputs,
+        results, ids, weights, out, first, hidden, out.stride(0), NUM=num_experts, TOP_K=top_k, WEIGH=weigh,
         BLOCK=block,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr):
+def activate(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == 0:
         result = gate / (1.0 + tl.exp(-gate)) * up
     elif ACTIVATION == 1:
@@ -204,7 +215,7 @@ def _gate_up_kernel(
         if bias is not None:
             gate += tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias + own + SIZE, mask=inside, other=0.0).to(tl.float32)[None, :]
-        result = _activate(gate, up, ACTIVATION)
+        result = activate(gate, up, ACTIVATION)
         at = out + pair.to(tl.int64)[:, None] * SIZE + columns[None, :]
         tl.store(at, result.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
 

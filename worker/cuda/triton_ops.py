@@ -11,23 +11,16 @@ import triton
 import triton.language as tl
 
 from quire.worker.cache.scaled import KVCache, ScaledCache, as_bytes
+from quire.worker.cuda.triton_fp8 import empty_rounded, store_rounded
 from quire.worker.cuda.triton_scaled import bytes_of, factors, kind_of
+from quire.worker.layers.rounding import LEAST_ROWS, Rounded, Rounding, attach
 
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    eps,
-    x_stride,
-    residual_stride,
-    out_stride,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-):
+    x, residual, weight, out, values, scales, eps, x_stride, residual_stride, out_stride, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -40,53 +33,76 @@ def _add_rms_norm_kernel(
         value = value.to(residual.dtype.element_ty).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
     result = value * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=mask)
+    result = result.to(out.dtype.element_ty)
+    tl.store(out + row * out_stride + columns, result, mask=mask)
+    if GROUP > 0:
+        store_rounded(result.to(tl.float32), values, scales, row, 0, SIZE, BLOCK, GROUP)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm (arXiv:1910.07467) over the last dimension of x `[T, H]`."""
-    out = torch.empty_like(x)
-    _launch_norm(x, None, weight, out, eps)
-    return out
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None) -> torch.Tensor:
+    """RMSNorm (arXiv:1910.07467) over the last dimension of x `[T, H]`, with its rounding attached if one is given."""
+    return _launch_norm(x, None, weight, eps, rounding)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """residual += x, in place; returns (RMSNorm of the sum, residual). x and residual are `[T, H]`."""
-    out = torch.empty_like(x)
-    _launch_norm(x, residual, weight, out, eps)
-    return out, residual
+    return _launch_norm(x, residual, weight, eps, rounding), residual
 
 
-def _launch_norm(x, residual, weight, out, eps) -> None:
-    block = triton.next_power_of_2(x.shape[-1])
-    other = x if residual is None else residual
+def _launch_norm(x, residual, weight, eps, rounding) -> torch.Tensor:
+    out, size = torch.empty_like(x), x.shape[-1]
+    block, other = triton.next_power_of_2(size), x if residual is None else residual
+    rounded = _room_for(out, rounding)
     _add_rms_norm_kernel[(x.shape[0],)](
-        x, other, weight, out, eps, x.stride(0), other.stride(0), out.stride(0),
-        SIZE=x.shape[-1], BLOCK=block, ADD=residual is not None, num_warps=min(16, max(1, block // 512)),
+        x, other, weight, out, *_tensors(rounded), eps, x.stride(0), other.stride(0), out.stride(0),
+        SIZE=size, BLOCK=block, ADD=residual is not None, GROUP=_group(rounding, rounded, block),
+        num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
+    return out if rounded is None else attach(out, rounded)
+
+
+def _room_for(out: torch.Tensor, rounding: Rounding | None) -> Rounded | None:
+    return None if rounding is None or len(out) < LEAST_ROWS else empty_rounded(out, rounding)
+
+
+def _tensors(rounded: Rounded | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if rounded is None else (rounded.values.view(torch.int8), rounded.scales)
+
+
+def _group(rounding: Rounding | None, rounded: Rounded | None, block: int) -> int:
+    """Columns that share a scale, in kernels; 0: nothing is rounded."""
+    return 0 if rounded is None else rounding.group or block
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up, out, in_stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(
+    gate_up, out, values, scales, in_stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
     gate = tl.load(gate_up + row * in_stride + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * in_stride + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + columns, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=mask)
+    result = (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty)
+    tl.store(out + row * out_stride + columns, result, mask=mask)
+    if GROUP > 0:
+        store_rounded(result.to(tl.float32), values, scales, row, block, SIZE, BLOCK, GROUP)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for gate_up `[T, 2 * I]`; returns `[T, I]`."""
+def silu_and_mul(gate_up: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor:
+    """silu(gate) * up for gate_up `[T, 2 * I]`; returns `[T, I]`, with its rounding attached if one is given."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
-    block = min(1024, triton.next_power_of_2(size))
+    whole = triton.next_power_of_2(size)
+    rounded = _room_for(out, rounding)
+    block = whole if rounded is not None and rounding.group is None else min(1024, whole)
     _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-        gate_up, out, gate_up.stride(0), out.stride(0), SIZE=size, BLOCK=block
-    )
-    return out
+        gate_up, out, *_tensors(rounded), gate_up.stride(0), out.stride(0), SIZE=size, BLOCK=block,
+        GROUP=_group(rounding, rounded, block), num_warps=max(4, min(16, block // 512)),
+    )  # fmt: skip
+    return out if rounded is None else attach(out, rounded)
 
 
 @triton.jit

@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 
 from quire.checkpoints.gguf.header import BLOCKS
+from quire.worker.cuda.triton_split import Splits, combined, part_of, splits_of
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES, IQ4_VALUES
 from quire.worker.layers.quantization.packing import E2M1_TABLE
 
 FEW_ROWS = 16  # up to which tiles are narrow, so that a decode step has enough programs
-_SOME_ROWS = 64  # up to which a weight is read once, by one row of programs
+SOME_ROWS = 64  # up to which a weight is read once, by one row of programs, of which several may share a tile
 _TABLES = {"MXFP4": E2M1_TABLE, "IQ4_NL": IQ4_VALUES, "IQ4_XS": IQ4_VALUES}
 # first byte of the codes in blocks of 32 4-bit codes
 _CODES_AT = {"Q4_0": 2, "Q4_1": 4, "Q5_0": 6, "Q5_1": 8, "IQ4_NL": 2, "MXFP4": 1}
@@ -62,18 +63,27 @@ class StoredGroups:
         return {"FORM": self.form, "SCALES": scales, "GROUP": self.group}
 
 
-def multiply_groups(x: torch.Tensor, weight: StoredGroups, bias: torch.Tensor | None = None) -> torch.Tensor:
+def multiply_groups(
+    x: torch.Tensor, weight: StoredGroups, bias: torch.Tensor | None = None, num_splits: int | None = None
+) -> torch.Tensor:
     """x `[T, k]`, whose columns are in the weight's order, times the transposed weight `[n, k]`, plus bias `[n]`: `[T,
     n]` of x's type.
     """
-    n = len(weight.values)
+    n, k = len(weight.values), x.shape[1]
     out = x.new_empty(len(x), n)
     grid, tile = _grid(len(x), n)
-    _groups_kernel[grid](
-        x, *weight.tensors, bias, out, len(x), n, x.shape[1], -(-x.shape[1] // 2), x.stride(0),
-        weight.values.stride(0), weight.scales.stride(0), out.stride(0), **weight.constants, **tile,
+    splits = _splits(x, grid, tile, num_splits)
+    _groups_kernel[(*grid, splits.num)](
+        x, *weight.tensors, bias, out, splits.partial, splits.counters, len(x), n, k, -(-k // 2), x.stride(0),
+        weight.values.stride(0), weight.scales.stride(0), out.stride(0), **weight.constants, SPLITS=splits.num, **tile,
     )  # fmt: skip
     return out
+
+
+def _splits(x: torch.Tensor, grid: tuple[int, int], tile: dict[str, int], num: int | None) -> Splits:
+    """Of up to `SOME_ROWS` rows: a product of more has programs enough."""
+    num = 1 if num is None and len(x) > SOME_ROWS else num
+    return splits_of(grid[0] * grid[1], -(-x.shape[1] // tile["DEPTH"]), tile["ROWS"] * tile["COLUMNS"], x.device, num)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,25 +97,28 @@ def multiply_blocks(
     out: torch.Tensor,
     first: int = 0,
     bias: torch.Tensor | None = None,
+    num_splits: int | None = None,
 ) -> None:
     """Write x `[T, k]` times the transposed weight `[n, k]`, plus bias `[n]`, to the columns of `out` from `first` on.
 
     blocks are uint8 `[n, bytes]` of the type `kind`, a key of BLOCKS.
     """
     grid, tile = _grid(len(x), len(blocks))
-    _blocks_kernel[grid](
-        x, blocks, block_table(kind, x.device), bias, out[:, first:], len(x), len(blocks), x.shape[1], x.stride(0),
-        blocks.stride(0), out.stride(0), **block_constants(kind), **tile,
+    splits = _splits(x, grid, tile, num_splits)
+    _blocks_kernel[(*grid, splits.num)](
+        x, blocks, block_table(kind, x.device), bias, out[:, first:], splits.partial, splits.counters, len(x),
+        len(blocks), x.shape[1], x.stride(0), blocks.stride(0), out.stride(0), **block_constants(kind),
+        SPLITS=splits.num, **tile,
     )  # fmt: skip
 
 
 def _grid(num_rows: int, num_columns: int) -> tuple[tuple[int, int], dict[str, int]]:
     if num_rows <= FEW_ROWS:  # waits for memory: more bytes on their way
         rows, columns, depth, stages, warps = 16, 16, 128, 4, 4
-    elif num_rows <= _SOME_ROWS:  # still does: narrow tiles, of which there are enough for all multiprocessors
+    elif num_rows <= SOME_ROWS:  # still does: narrow tiles, of which there are enough for all multiprocessors
         rows, columns, depth, stages, warps = 32 if num_rows <= 32 else 64, 32, 64, 4, 4
     else:
-        rows, columns, depth, stages, warps = 64, 64, 32, 2, 4
+        rows, columns, depth, stages, warps = 64, 64, 32, 3, 4
     grid = triton.cdiv(num_columns, columns), triton.cdiv(num_rows, rows)
     return grid, {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "num_warps": warps, "num_stages": stages}
 
@@ -127,11 +140,11 @@ def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _groups_kernel(
-    x, values, scales, zeros, table, row_scales, bias, out, num_rows, num_columns, size, size_pairs, x_stride,
-    values_stride, scales_stride, out_stride, FORM: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x, values, scales, zeros, table, row_scales, bias, out, partial, counters, num_rows, num_columns, size,
+    size_pairs, x_stride, values_stride, scales_stride, out_stride, FORM: tl.constexpr, SCALES: tl.constexpr,
+    GROUP: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -139,7 +152,8 @@ def _groups_kernel(
     x_at = x + rows.to(tl.int64)[:, None] * x_stride
     stored_at, group_at = columns.to(tl.int64) * values_stride, columns.to(tl.int64) * scales_stride
     sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for tile in range(0, tl.cdiv(size, DEPTH)):
+    first, last = part_of(tl.cdiv(size, DEPTH), SPLITS)
+    for tile in range(first, last):
         depth = tile * DEPTH + tl.arange(0, DEPTH)
         left = depth < size
         a = tl.load(x_at + depth[None, :], mask=there[:, None] & left[None, :], other=0.0)
@@ -148,16 +162,17 @@ def _groups_kernel(
             COLUMNS, DEPTH,
         )  # fmt: skip
         sums = tl.dot(a, weight.to(a.dtype), sums, input_precision="ieee")
+    sums, is_last = combined(sums, partial, counters, SPLITS, ROWS, COLUMNS)
     if row_scales is not None:
         sums *= tl.load(row_scales + columns, mask=inside, other=0.0)[None, :]
-    _store(out, bias, sums, rows, columns, out_stride, there, inside)
+    _store(out, bias, sums, rows, columns, out_stride, there & is_last, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _blocks_kernel(
-    x, blocks, table, bias, out, num_rows, num_columns, size, x_stride, blocks_stride, out_stride,
-    KIND: tl.constexpr, CODES_AT: tl.constexpr, VALUES: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x, blocks, table, bias, out, partial, counters, num_rows, num_columns, size, x_stride, blocks_stride, out_stride,
+    KIND: tl.constexpr, CODES_AT: tl.constexpr, VALUES: tl.constexpr, BYTES: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -165,14 +180,16 @@ def _blocks_kernel(
     x_at = x + rows.to(tl.int64)[:, None] * x_stride
     row_at = blocks + columns.to(tl.int64)[None, :] * blocks_stride
     sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, size, DEPTH):
-        depth = start + tl.arange(0, DEPTH)
+    first, last = part_of(tl.cdiv(size, DEPTH), SPLITS)
+    for tile in range(first, last):
+        depth = tile * DEPTH + tl.arange(0, DEPTH)
         left = depth < size
         a = tl.load(x_at + depth[None, :], mask=there[:, None] & left[None, :], other=0.0)
         at = row_at + (depth // VALUES * BYTES)[:, None]
         weight = load_blocks(at, (depth % VALUES)[:, None], table, left[:, None] & inside[None, :], KIND, CODES_AT)
         sums = tl.dot(a, weight.to(a.dtype), sums, input_precision="ieee")
-    _store(out, bias, sums, rows, columns, out_stride, there, inside)
+    sums, is_last = combined(sums, partial, counters, SPLITS, ROWS, COLUMNS)
+    _store(out, bias, sums, rows, columns, out_stride, there & is_last, inside)
 
 
 @triton.jit
@@ -207,7 +224,7 @@ def load_groups(
         at, there = group_at[:, None] + tile // (GROUP // DEPTH), inside[:, None]
     else:
         at, there = group_at[:, None] + (entry * (DEPTH // WIDTH) // GROUP)[None, :], mask
-    scale = _scales(scales, at, there, SCALES)
+    scale = decode_scales(scales, at, there, SCALES)
     if PAIRS:
         scale = scale[:, :, None]
     if zeros is not None:
@@ -234,7 +251,7 @@ def _e8m0(exponent):
 
 
 @triton.jit
-def _scales(scales, at, mask, SCALES: tl.constexpr):
+def decode_scales(scales, at, mask, SCALES: tl.constexpr):
     """The scales at entries `at`, in float32."""
     stored = tl.load(scales + at, mask=mask, other=0)
     if SCALES == "e4m3":

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import ClassVar
 
@@ -23,6 +23,7 @@ from torch import nn
 from quire.worker.layers.activation import FUSED, GATED
 from quire.worker.layers.layer_ops import LayerOps
 from quire.worker.layers.lora import LinearLora
+from quire.worker.layers.rounding import Rounding
 from quire.worker.layers.views import View
 from quire.worker.parallel import Group, split_size, tp
 from quire.worker.platforms import huge_pages
@@ -136,6 +137,7 @@ class LinearMethod:
     """
 
     fixed_order = False  # whether a row's result has the same bits in any batch, without `fixed_order_linear`
+    rounding: Rounding | None = None  # of the inputs that `apply` takes in 8 bits, if they are attached so
 
     def create_weights(self, layer: Linear) -> None:
         """Register the parameters of `layer`, uninitialised, each with its `parts`."""
@@ -352,6 +354,11 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         super().use(ops)
         if self.gated == "silu":
             self.activate = ops.silu_and_mul
+
+    def round_for(self, product: Linear) -> None:
+        """Let the activation attach its result in 8 bits if `product`, which reads it, takes it so."""
+        if self.gated == "silu" and product.method.rounding is not None:
+            self.activate = partial(self.activate, rounding=product.method.rounding)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.gated:

@@ -36,6 +36,7 @@ from quire.worker.layers.linear import (
 from quire.worker.layers.lora import StepLora
 from quire.worker.layers.moe_lora import ExpertForm, ExpertsLora, run_mixed
 from quire.worker.layers.quantization.mxfp4_experts import GROUP, Mxfp4Expert
+from quire.worker.layers.rounding import Rounding
 from quire.worker.parallel import Group, ep, split_size, tp, use_groups
 
 if TYPE_CHECKING:
@@ -226,6 +227,7 @@ class ListedExperts(nn.Module):
         self._native: Callable[..., torch.Tensor] | None = None
         self._share = moe, hidden_size, *local_slice(moe)
         self.lora: ExpertsLora | None = None
+        self.rounding: Rounding | None = None  # of the inputs that the packed experts take in 8 bits
 
     def take_adapters(self, step: StepLora) -> ExpertsLora | None:
         """From now on add what adapters say. None: they are not supported for experts of this form."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quire.worker.layers.layer_ops import LayerOps
+from quire.worker.layers.rounding import Rounding
 from quire.worker.layers.rowwise import rsqrt
 from quire.worker.layers.views import View, plus_one
 
@@ -59,6 +60,11 @@ class RMSNorm(nn.Module):
     def use(self, ops: LayerOps) -> None:
         """Switch to a platform's operations."""
         self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
+
+    def round_for(self, rounding: Rounding) -> None:
+        """Attach the result in 8 bits, too, for a product that takes it so. The platform's operations can."""
+        self.rms_norm = partial(self.rms_norm, rounding=rounding)
+        self.add_rms_norm = partial(self.add_rms_norm, rounding=rounding)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rms_norm(x, self.weight, self.eps)

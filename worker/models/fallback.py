@@ -157,6 +157,9 @@ class TransformersLM(nn.Module):
             if module is not self and isinstance(module, Linear):
                 module.use(ops)
 
+    def round_for_products(self) -> None:
+        """The norms are those of transformers, which round nothing."""
+
     def finalize(self) -> None:
         """Give loaded weights to the platform's own methods."""
         for module in self.modules():

@@ -16,7 +16,8 @@ from torch import nn
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, WeightFormat
 from quire.worker.layers.moe import give_other_parts
-from quire.worker.layers.norm import NORMS, Norm
+from quire.worker.layers.norm import NORMS, Norm, RMSNorm
+from quire.worker.layers.rounding import Rounding
 from quire.worker.parallel import Exchange
 from quire.worker.transformer.attention import self_attention
 from quire.worker.transformer.bidirectional import BidirectionalAttention
@@ -69,6 +70,8 @@ class DecoderLayer(nn.Module):
 
     native_twin: ClassVar = "layer"
     norm_names: ClassVar = ("input_layernorm", "post_attention_layernorm")
+    # norms, and the parts of the layer that read their result
+    feeds: ClassVar = (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp"))
     needs_norm: ClassVar = True  # whether a norm follows the last layer
     mixers: ClassVar = MIXERS
     mlps: ClassVar = MLPS
@@ -89,6 +92,15 @@ class DecoderLayer(nn.Module):
         x = self.scaled(self.self_attn(x, call))
         x, residual = self.post_attention_layernorm.add(x, call.needed(residual))
         return self.scaled(self.mlp(x)), residual
+
+    def round_for_products(self) -> None:
+        """Let norms attach their results in 8 bits for products that take them so. Call it when the products have
+        their methods.
+        """
+        for name, part in self.feeds:
+            norm, rounding = getattr(self, name, None), rounding_of(getattr(self, part))
+            if rounding is not None and isinstance(norm, RMSNorm):
+                norm.round_for(rounding)
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         """The output of attention or of the MLP as it is added to the residual stream."""
@@ -123,6 +135,7 @@ class SandwichLayer(DecoderLayer):
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     )
+    feeds: ClassVar = (("input_layernorm", "self_attn"), ("pre_feedforward_layernorm", "mlp"))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> Streams:
         x, residual = add(self.input_layernorm, x, residual)
@@ -138,6 +151,7 @@ class SandwichLayer(DecoderLayer):
 class PostNormLayer(DecoderLayer):
     """Norms only after attention and after the MLP."""
 
+    feeds: ClassVar = ()
     norm_names: ClassVar = ("post_attention_layernorm", "post_feedforward_layernorm")
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> Streams:
@@ -150,6 +164,7 @@ class PostNormLayer(DecoderLayer):
 class StatePreNormLayer(DecoderLayer):
     """With a state, norms before the mixer and the MLP; with attention, norms after them (OLMo-hybrid)."""
 
+    feeds: ClassVar = ()
     norm_names: ClassVar = ("post_attention_layernorm",)
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
@@ -170,6 +185,7 @@ class NormedResidualLayer(DecoderLayer):
     the mixer's output, and it and the MLP's output (MiniMax-Text-01).
     """
 
+    feeds: ClassVar = ()
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, layer, prefix, weights)
         self.scales = spec.layers[layer].mixer_scales
@@ -185,6 +201,7 @@ class NormedResidualLayer(DecoderLayer):
 class SumNormLayer(DecoderLayer):
     """Norms of the sums: after attention is added to its input, and after the MLP is. The residual is always None."""
 
+    feeds: ClassVar = ()
     needs_norm: ClassVar = False
     norm_names: ClassVar = ("post_attention_layernorm", "post_feedforward_layernorm")
 
@@ -197,6 +214,7 @@ class SumNormLayer(DecoderLayer):
 class ParallelLayer(DecoderLayer):
     """Attention and the MLP read the same norm."""
 
+    feeds: ClassVar = (("input_layernorm", "self_attn"),)
     norm_names: ClassVar = ("input_layernorm",)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> Streams:
@@ -208,6 +226,7 @@ class ParallelLayer(DecoderLayer):
 class SingleLayer(DecoderLayer):
     """A norm before a mixer or an MLP; a layer has one of them (Mamba, Nemotron-H)."""
 
+    feeds: ClassVar = ()
     norm_names: ClassVar = ("input_layernorm",)
     mixers: ClassVar = MIXERS | {"none": lambda *_: None}
     mlps: ClassVar = MLPS | {"none": lambda *_: None}
@@ -236,6 +255,13 @@ BLOCKS: dict[str, type[DecoderLayer]] = {
     "parallel": ParallelLayer,
     "single": SingleLayer,
 }
+
+
+def rounding_of(part: nn.Module) -> Rounding | None:
+    """How the first product of a part of a layer takes its inputs, if that is in 8 bits."""
+    readers = (getattr(part, name, None) for name in ("qkv_proj", "in_proj", "gate_up_proj", "experts"))
+    found = (getattr(getattr(reader, "method", reader), "rounding", None) for reader in readers)
+    return next((rounding for rounding in found if rounding is not None), None)
 
 
 def add(norm: Norm, x: torch.Tensor, residual: torch.Tensor | None) -> Streams:

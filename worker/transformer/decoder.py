@@ -294,6 +294,15 @@ class CausalLM(ConfigReader, nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.finalize()
+        self.round_for_products()
+
+    def round_for_products(self) -> None:
+        """Let norms and activations attach their results in 8 bits where products, whose weights are loaded and packed,
+        take them so.
+        """
+        for module in self.modules():
+            if module is not self and hasattr(module, "round_for_products"):
+                module.round_for_products()
 
     def tensor_names(self, names: Collection[str]) -> TensorNames:
         """The names of this model's tensors in files that hold the tensors `names`."""

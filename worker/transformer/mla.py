@@ -192,6 +192,11 @@ class MLAttention(nn.Module):
             attended = (attended.unflatten(-1, (gate.shape[1], -1)) * gate).flatten(1)
         return self.o_proj(call.needed(attended))
 
+    def round_for_products(self) -> None:
+        """See `DecoderLayer.round_for_products`."""
+        if self.q_b_proj is not None and self.q_b_proj.method.rounding is not None:
+            self.q_a_layernorm.round_for(self.q_b_proj.method.rounding)
+
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         """The all-reduces of `forward`, in order."""
         return [((num_needed, self.o_proj.out_features), None)]

@@ -40,6 +40,10 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj(x))
 
+    def round_for_products(self) -> None:
+        """See `DecoderLayer.round_for_products`."""
+        self.gate_up_proj.round_for(self.down_proj)
+
     def exchanges(self, num_tokens: int) -> list[Exchange]:
         """The all-reduces of `forward`, in order."""
         return [((num_tokens, self.down_proj.out_features), None)]

@@ -101,6 +101,10 @@ class SharedExpert(nn.Module):
             size, hidden_size, bias, f"{prefix}.down_proj", "shared_size", weights.linear(f"{prefix}.down_proj")
         )
 
+    def round_for_products(self) -> None:
+        """See `DecoderLayer.round_for_products`."""
+        self.gate_up_proj.round_for(self.down_proj)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj.product(self.gate_up_proj(x))
 
