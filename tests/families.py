@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ _MAMBA = {
     "mamba_chunk_size": 8,
     "mamba_proj_bias": True,
 }
+
+# of an encoder beside a language model
+_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 # name -> (model_type in transformers, settings)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -133,6 +137,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | _W
         | {"hidden_size_per_layer_input": 0, "global_head_dim": 32, "enable_moe_block": True, "num_experts": 4}
         | {"top_k_experts": 2, "moe_intermediate_size": 16},
+    ),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        _H | _W | {"global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
     "glm": ("glm", _H),
     "glm4": ("glm4", _H),
@@ -303,6 +311,73 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", _B | {"sliding_window": 24}),
 }
 
+# the same, of language models that transformers has only beside an encoder
+SEEING: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4v": (
+        "glm46v",
+        {
+            "text_config": _B
+            | {"model_type": "glm4v_text", "rope_parameters": {"rope_theta": 1e4, "mrope_section": [1, 2, 1]}},
+            "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "image_size": 28}
+            | {"patch_size": 14, "out_hidden_size": 32},
+        },
+    ),
+    "glm4v_moe": (
+        "glm4v_moe",
+        {
+            "text_config": _H
+            | _EXPERTS
+            | {"model_type": "glm4v_moe_text", "n_routed_experts": 4, "num_hidden_layers": 2}
+            | {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}},
+            "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "image_size": 28}
+            | {"patch_size": 14, "out_hidden_size": 32},
+        },
+    ),
+    "minimax_m3": (
+        "minimax_m3_vl",
+        {
+            "text_config": _H
+            | {"model_type": "minimax_m3_vl_text", "intermediate_size": 16, "dense_intermediate_size": 48}
+            | {"shared_intermediate_size": 24, "num_hidden_layers": 3, "rotary_dim": 8, "num_local_experts": 4}
+            | {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+            | {"layer_types": ["full_attention"] + 2 * ["minimax_m3_sparse"], "index_n_heads": 2}
+            | {"index_head_dim": 16, "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},
+            "vision_config": _TOWER | {"image_size": 28, "patch_size": 14},
+        },
+    ),
+    "muse_glimmer": (
+        "muse_glimmer",
+        {
+            "text_config": _H | {"model_type": "muse_glimmer_text", "sliding_window": 24},
+            "vision_config": _TOWER | {"pos_emb_height": 4, "pos_emb_width": 4},
+            "out_hidden_size": 16,
+            "projector_hidden_size": 16,
+        },
+    ),
+    "nemotron_h_omni": (
+        "nemotron_h_omni",
+        {
+            "text_config": {"model_type": "nemotron_h"} | FAMILIES["nemotron_h"][1],
+            "vision_config": _TOWER | {"image_size": 32, "patch_size": 16, "video_temporal_patch_size": 2},
+            "projector_hidden_size": 16,
+            "vision_hidden_size": 16,
+        },
+    ),
+    "step3p5": (
+        "step3p7",
+        {
+            "text_config": _H
+            | _W
+            | _EXPERTS
+            | {"n_routed_experts": 4, "share_expert_dim": 24, "moe_layers_enum": "1,2,3"}
+            | {"moe_router_scaling_factor": 1.5, "attention_other_setting": {"num_attention_heads": 6}}
+            | {"swiglu_limits": [0, 0, 0.5, 0], "swiglu_limits_shared": [0, 0, 0, 0.3]}
+            | {"rope_theta": [1e4, 1e5] * 2, "partial_rotary_factors": [1.0, 0.5] * 2},
+            "vision_config": {"width": 16, "layers": 1, "heads": 2, "image_size": 28, "patch_size": 14},
+        },
+    ),
+}
+
 # differ from their family in one formula: compared in float32 only
 VARIANTS = ("falcon_h1-gate-first", "falcon_h1-no-norm")
 WITHOUT_VARIANTS = [name for name in FAMILIES if name not in VARIANTS]
@@ -312,7 +387,7 @@ def family_config(name: str) -> Any:
     """transformers' configuration of family `name`, as its config.json has it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type, settings = FAMILIES[name]
+    model_type, settings = (FAMILIES | SEEING)[name]
     config = CONFIG_MAPPING[model_type](**settings)
     config.architectures = [causal_lm_class(model_type).__name__]
     return config
@@ -323,7 +398,7 @@ def build_family(name: str, folder: str | Path, dtype: str = "float32", **overri
     import torch
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type, settings = FAMILIES[name]
+    model_type, settings = (FAMILIES | SEEING)[name]
     torch.manual_seed(0)
     model = causal_lm_class(model_type)._from_config(CONFIG_MAPPING[model_type](**settings | overrides))
     redraw(model)
@@ -362,11 +437,18 @@ _PUBLISHED = {"kimi_linear": _dense_mlp, "olmo_hybrid": _whole_convolutions}
 
 
 def causal_lm_class(model_type: str) -> Any:
-    """The class of transformers' causal language models of a type."""
+    """The class of transformers' language models of a type, whose prompts may have images if there is no other."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+    from transformers.models.auto import modeling_auto as auto
 
+    seeing = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    names = seeing | auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return getattr(transformers, names.get(model_type) or "Mistral4ForCausalLM")  # which is not listed there
+
+
+def text_types() -> set[str]:
+    """The `model_type` of each family's language model."""
+    return {settings.get("text_config", {}).get("model_type", kind) for kind, settings in (FAMILIES | SEEING).values()}
 
 
 def redraw(model: Any, seed: int = 0) -> None:
@@ -405,11 +487,19 @@ def judge(
     over both: (number of tokens that are not its choice although that leads by `margin`, largest error of a
     log-probability).
     """
+    lead, wanted = opinion(model, tuple(prompt), tuple(tokens))
+    return int((lead > margin).sum()), float((wanted - wanted.new_tensor(logprobs)).abs().max())
+
+
+@lru_cache(maxsize=64)  # a test asks for one continuation several times
+def opinion(model: Any, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> tuple[Any, Any]:
+    """By how much the choice of transformers `model` leads each of `tokens` after `prompt`, and their
+    log-probabilities.
+    """
     import torch
 
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
-    chosen = torch.tensor(tokens)
-    clear = logits.max(-1).values - logits.gather(-1, chosen[:, None])[:, 0] > margin
-    error = (logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0] - torch.tensor(logprobs)).abs()
-    return int(clear.sum()), float(error.max())
+    chosen = torch.tensor(tokens)[:, None]
+    lead = logits.max(-1).values - logits.gather(-1, chosen)[:, 0]
+    return lead, logits.log_softmax(-1).gather(-1, chosen)[:, 0]

@@ -32,6 +32,7 @@ PROCESSORS: dict[str, str] = {
     "Qwen3VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen3VLMoeForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen3_5ForConditionalGeneration": "qwen_vl:QwenVLProcessor",
+    "InternS2PreviewForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen3_5MoeForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3Processor",
     "UnlimitedOCRForCausalLM": "deepseek_ocr:UnlimitedOCRProcessor",

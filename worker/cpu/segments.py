@@ -299,6 +299,7 @@ def _opted_in(layer: nn.Module, norm: type[Norm]) -> bool:
         and layer.residual_scale == 1.0
         and layer.self_attn.attn.v_head_dim == layer.self_attn.attn.head_dim
         and layer.self_attn.attn.chunk is None
+        and layer.self_attn.g_proj is None
     )
 
 

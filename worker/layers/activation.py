@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,27 @@ GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": _halves(lambda gate, up: F.gelu(gate) * up),
     "clamped_silu": _halves(clamped_silu_and_mul),
 }
+
+
+def silu_of_bounded(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """SwiGLU of inputs bounded by `limit` (GLM-5-next)."""
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def bounded_silu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """SwiGLU whose factors are bounded by `limit` (Step 3.5)."""
+    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+# names of forms with a bound, e.g. "bounded_silu:7"
+BOUNDED = {"silu_of_bounded": silu_of_bounded, "bounded_silu": bounded_silu}
+
+
+@cache
+def gated(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation `name`: a key of GATED or, with a bound after a colon, of BOUNDED."""
+    form, _, limit = name.partition(":")
+    return _halves(partial(BOUNDED[form], limit=float(limit))) if limit else GATED[name]
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:

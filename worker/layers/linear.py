@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.worker.layers.activation import FUSED, GATED
+from quire.worker.layers.activation import FUSED, gated
 from quire.worker.layers.layer_ops import LayerOps
 from quire.worker.layers.lora import LinearLora
 from quire.worker.layers.rounding import Rounding
@@ -332,7 +332,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class GateUpParallelLinear(MergedColumnParallelLinear):
     """The first half of a gated MLP: `activation(gate) * up`, `[T, in_features] -> [T, out_features / 2]`.
 
-    `activation` is a key of `activation.GATED`. With `fused` the checkpoint holds one tensor, `gate_up_proj`.
+    `activation` is a name of `activation.gated`. With `fused` the checkpoint holds one tensor, `gate_up_proj`.
     """
 
     def __init__(
@@ -348,7 +348,7 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         self.gated = activation if activation in FUSED else None
         names, one = ("gate_proj", "up_proj"), "gate_up_proj" if fused else None
         super().__init__(in_features, size, names, bias, prefix, "intermediate_size", method, one)
-        self.activate = GATED[activation]
+        self.activate = gated(activation)
 
     def use(self, ops: LayerOps) -> None:
         super().use(ops)

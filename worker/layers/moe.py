@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.worker.layers.activation import ACTIVATIONS, GATED
+from quire.worker.layers.activation import ACTIVATIONS, FUSED, gated
 from quire.worker.layers.layer_ops import LayerOps
 from quire.worker.layers.linear import (
     PLAIN,
@@ -99,6 +99,18 @@ class FusedParts:
         shape = (num, hidden, 2 * size) if transposed else (num, 2 * size, hidden)
         return self._gate_up("gate_up_proj", shape, expert, transposed)
 
+    def apart(self, expert: int) -> tuple[list[Part], list[Part]]:
+        """Those of the gate and up, and of the down projection, if each of the three is a tensor of all experts."""
+        num, size, hidden = self.moe.routing.num_experts, self.moe.intermediate_size, self.hidden_size
+        names = [f"{self.prefix}.{name}_proj.weight" for name in ("gate", "up", "down")]
+        mine, view = (1, self.start, self.length), OneExpert()
+        gate_up = [
+            Part(name, (num, size, hidden), ((0, expert, 1), mine), ((0, i * self.length, self.length),), view)
+            for i, name in enumerate(names[:2])
+        ]
+        columns = (0, expert, 1), (2, self.start, self.length)
+        return gate_up, [Part(names[2], (num, hidden, size), columns, (), view)]
+
     def gate_up_bias(self, expert: int) -> list[Part]:
         shape = self.moe.routing.num_experts, 2 * self.moe.intermediate_size
         return self._gate_up("gate_up_proj_bias", shape, expert)
@@ -143,10 +155,11 @@ class ExpertGateUp(MergedColumnParallelLinear):
     def __init__(self, hidden_size: int, moe: MoESpec, prefix: str, method: LinearMethod):
         names = "gate_proj", "up_proj"
         super().__init__(hidden_size, moe.intermediate_size, names, moe.bias, prefix, "moe_intermediate_size", method)
-        self.gated, self.activate = moe.activation, GATED[moe.activation]
+        self.gated = moe.activation if moe.activation in FUSED else None
+        self.activate = gated(moe.activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply_gated(self, x)
+        return self.method.apply_gated(self, x) if self.gated else self.activate(self.method.apply(self, x))
 
 
 class Expert(nn.Module):
@@ -160,10 +173,11 @@ class Expert(nn.Module):
     def also_fused(self, parts: FusedParts, expert: int) -> None:
         """Let the parameters also be loaded from tensors of all experts."""
         gate_up, down = self.gate_up_proj, self.down_proj
+        first, second = parts.apart(expert)
         if isinstance(gate_up.method, PlainLinear):
-            give_other_parts(gate_up.weight, [parts.gate_up(expert, t) for t in forms(parts.moe)])
+            give_other_parts(gate_up.weight, [*(parts.gate_up(expert, t) for t in forms(parts.moe)), first])
         if isinstance(down.method, PlainLinear):
-            give_other_parts(down.weight, [parts.down(expert, t) for t in forms(parts.moe)])
+            give_other_parts(down.weight, [*(parts.down(expert, t) for t in forms(parts.moe)), second])
         if isinstance(gate_up.method, Mxfp4Expert):
             parameters = gate_up.blocks, gate_up.exponents, down.blocks, down.exponents
             for parameter, own in zip(parameters, parts.mxfp4(expert)):
@@ -223,6 +237,7 @@ class ListedExperts(nn.Module):
         for i in self.local if moe.gated else ():
             self.experts[str(i)].also_fused(parts, i)
         self._by_id = {int(i): expert for i, expert in self.experts.items()}
+        self.packs = not moe.gated or moe.activation in FUSED
         self._ops: LayerOps | None = None
         self._native: Callable[..., torch.Tensor] | None = None
         self._share = moe, hidden_size, *local_slice(moe)
@@ -241,7 +256,7 @@ class ListedExperts(nn.Module):
     def packed(self) -> Callable[..., torch.Tensor] | None:
         """The platform's product of all experts, or None if it has none. Call it when the weights are loaded."""
         if self._ops:
-            self._native, self._ops = self._ops.packed_experts(self), None
+            self._native, self._ops = self._ops.packed_experts(self) if self.packs else None, None
         return self._native
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -284,11 +299,12 @@ class StackedExperts(nn.Module):
         self._hidden_size, self._prefix = hidden_size, prefix
         num, rows = len(self.local), 2 * self.length
         fused = FusedParts(moe, hidden_size, prefix, self.start, self.length)
-        sides = (moe.transposed, not moe.transposed)
-        self.gate_up = self._parameter(
-            (num, rows, hidden_size), self._gate_up, [_sided(fused.gate_up, s) for s in sides]
+        first, second = (
+            [*(_sided(parts, side) for side in forms(moe)), lambda expert, i=i: fused.apart(expert)[i]]
+            for i, parts in enumerate((fused.gate_up, fused.down))
         )
-        self.down = self._parameter((num, hidden_size, self.length), self._down, [_sided(fused.down, s) for s in sides])
+        self.gate_up = self._parameter((num, rows, hidden_size), self._gate_up, first)
+        self.down = self._parameter((num, hidden_size, self.length), self._down, second)
         self.gate_up_bias = self.down_bias = None
         if moe.bias:
             self.gate_up_bias = self._parameter((num, rows), fused.gate_up_bias, [])
@@ -349,12 +365,10 @@ class StackedExperts(nn.Module):
             return lambda i, rows: F.linear(rows, stack[i - first], None if biases is None else biases[i - first])
 
         gate_up, down = product(self.gate_up, self.gate_up_bias), product(self.down, self._own_down_bias())
-        return ExpertForm(gate_up, GATED[self.moe.activation], down, self._add_lora)
+        return ExpertForm(gate_up, gated(self.moe.activation), down, self._add_lora)
 
 
-def _experts_lora(
-    step: StepLora, local: range, moe: MoESpec, hidden_size: int, start: int, length: int
-) -> ExpertsLora:
+def _experts_lora(step: StepLora, local: range, moe: MoESpec, hidden_size: int, start: int, length: int) -> ExpertsLora:
     sizes = hidden_size, moe.intermediate_size, start, length
     return ExpertsLora(step, local, moe.routing.num_experts, *sizes, moe.interleaved)
 
@@ -376,12 +390,12 @@ def fused_experts(
     weigh_inputs: bool = False,
 ) -> torch.Tensor:
     """`run_experts` for the experts `first`, `first` + 1 ... with weights `[E, 2 I, H]` and `[E, H, I]` and biases `[E,
-    2 I]` and `[E, H]`; `activation` is a key of GATED.
+    2 I]` and `[E, H]`; `activation` is a name of `activation.gated`.
     """
 
     def expert(i: int) -> Product:
         biases = (None if bias is None else bias[i] for bias in (gate_up_bias, down_bias))
-        return lambda rows: _one_expert(rows, gate_up[i], down[i], *biases, GATED[activation])
+        return lambda rows: _one_expert(rows, gate_up[i], down[i], *biases, gated(activation))
 
     return run_experts(x, weights, ids, {first + i: expert(i) for i in range(len(gate_up))}, weigh_inputs)
 
@@ -393,7 +407,7 @@ def _one_expert(x, gate_up, down, gate_up_bias, down_bias, activate) -> torch.Te
 def make_experts(hidden_size: int, moe: MoESpec, prefix: str, weights: WeightFormat) -> ListedExperts | StackedExperts:
     """This rank's experts of the layer whose experts' tensors are at `prefix`."""
     plain = weights.linear(f"{prefix}.0.gate_up_proj") is PLAIN
-    if plain and moe.gated and torch.get_default_device().type != "cpu":
+    if plain and moe.gated and moe.activation in FUSED and torch.get_default_device().type != "cpu":
         return StackedExperts(hidden_size, moe, prefix)
     return ListedExperts(hidden_size, moe, prefix, weights)
 

@@ -203,6 +203,18 @@ class Gemma4(CausalLM):
         return Gemma4Decoder(spec, max_model_len, weights)
 
 
+class Gemma4Unified(Gemma4):
+    """The language model of those that read images and sound without an encoder: without per-layer inputs."""
+
+    config_defaults = Gemma4.config_defaults | {
+        "model_type": "gemma4_unified_text",
+        "sliding_window": 1024,
+        "max_position_embeddings": 262144,
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+    }
+
+
 def _vector(name: str, size: int) -> nn.Parameter:
     """A parameter `[size]`, the checkpoint's tensor `name`, which is about 1."""
     return empty_parameter(size, parts=[Part(name, (size,))])

@@ -37,3 +37,15 @@ class Glm4(Glm):
         "pre_feedforward_layernorm": "post_attention_layernorm",
         "post_feedforward_layernorm": "post_mlp_layernorm",
     }
+
+
+class Glm4v(Glm4):
+    """The language model of GLM-4.1V and 4.6V: rotary embeddings have three axes, which are equal for text."""
+
+    config_defaults = Glm4.config_defaults | {
+        "model_type": "glm4v_text",
+        "head_dim": None,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+    }

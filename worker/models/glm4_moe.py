@@ -45,3 +45,15 @@ class Glm4Moe(WithMTP, MoEFamily, CausalLM):
     def moe(cls, values: dict[str, Any]) -> MoESpec:
         size = values["moe_intermediate_size"]
         return MoESpec(sigmoid_routing(values), size, shared_size=size * values["n_shared_experts"])
+
+
+class Glm4vMoe(Glm4Moe):
+    """The language model of GLM-4.5V: rotary embeddings have three axes, which are equal for text."""
+
+    config_defaults = Glm4Moe.config_defaults | {
+        "model_type": "glm4v_moe_text",
+        "vocab_size": 151424,
+        "max_position_embeddings": 65536,
+        "attention_bias": True,
+        "partial_rotary_factor": 1.0,
+    }

@@ -55,17 +55,23 @@ class GraniteSWA(Granite):
 
     @classmethod
     def ropes(cls, values: dict[str, Any], raw: dict[str, Any]) -> dict[str, RopeSpec]:
-        """The embeddings by their base; a base of 0 stands for none."""
-        default = super().ropes(values, raw)["default"]
-        thetas = values["layer_rope_theta"] or [default.theta]
-        return {_name(theta): replace(default, theta=float(theta)) for theta in thetas if theta} | {"default": default}
+        return ropes_by_theta(values, super().ropes(values, raw)["default"])
 
     @classmethod
     def layer(cls, values: dict[str, Any], index: int, kind: str, layer: LayerSpec) -> LayerSpec:
-        thetas = values["layer_rope_theta"]
-        if thetas is None:
-            return layer
-        return replace(layer, rope=_name(thetas[index]) if thetas[index] else None)
+        return with_theta(values, index, layer)
+
+
+def ropes_by_theta(values: dict[str, Any], default: RopeSpec) -> dict[str, RopeSpec]:
+    """The embeddings by the bases in `layer_rope_theta`; a base of 0 stands for none."""
+    thetas = values["layer_rope_theta"] or [default.theta]
+    return {_name(theta): replace(default, theta=float(theta)) for theta in thetas if theta} | {"default": default}
+
+
+def with_theta(values: dict[str, Any], index: int, layer: LayerSpec) -> LayerSpec:
+    """`layer` with the embedding of `ropes_by_theta` that is layer `index`'s."""
+    thetas = values["layer_rope_theta"]
+    return layer if thetas is None else replace(layer, rope=_name(thetas[index]) if thetas[index] else None)
 
 
 def _name(theta: float) -> str:

@@ -47,6 +47,7 @@ DECODERS = {
     "Gemma3ForCausalLM": "gemma:Gemma3",
     "Gemma3nForCausalLM": "gemma3n:Gemma3n",
     "Gemma4ForCausalLM": "gemma4:Gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma4:Gemma4Unified",
     "GlmForCausalLM": "glm:Glm",
     "Glm4ForCausalLM": "glm:Glm4",
     "Glm4MoeLiteForCausalLM": "deepseek:Glm4MoeLite",
@@ -85,6 +86,7 @@ DECODERS = {
     "SolarOpenForCausalLM": "solar_open:SolarOpen",
     "SmolLM3ForCausalLM": "smollm3:SmolLM3",
     "Starcoder2ForCausalLM": "starcoder2:Starcoder2",
+    "Step3p5ForCausalLM": "step3p5:Step3p5",
     "MixtralForCausalLM": "mixtral:Mixtral",
     "Qwen2MoeForCausalLM": "qwen_moe:Qwen2Moe",
     "Qwen3MoeForCausalLM": "qwen_moe:Qwen3Moe",
@@ -100,6 +102,8 @@ DECODERS = {
     "MiniMaxM1ForCausalLM": "minimax_text:MiniMaxText",
     "MiniMaxText01ForCausalLM": "minimax_text:MiniMaxText",
     "MiniMaxM2ForCausalLM": "minimax_m2:MiniMaxM2",
+    "MiniMaxM3VLForCausalLM": "minimax_m3:MiniMaxM3",
+    "MuseGlimmerForCausalLM": "muse_glimmer:MuseGlimmer",
 }
 ENCODERS = {
     f"{prefix}{suffix}": cls
@@ -114,6 +118,8 @@ ENCODERS = {
 }
 # language models that come with an encoder only (`wrappers.py`)
 WRAPPED = {
+    "Glm4vForCausalLM": "glm:Glm4v",
+    "Glm4vMoeForCausalLM": "glm4_moe:Glm4vMoe",
     "Qwen2VLForCausalLM": "qwen_vl:Qwen2VL",
     "Qwen3VLForCausalLM": "qwen_vl:Qwen3VL",
     "Qwen3VLMoeForCausalLM": "qwen_vl:Qwen3VLMoe",

@@ -62,6 +62,7 @@ class SelfAttention(nn.Module):
             chunk=kind.chunk,
             output_window=kind.output_window,
         )
+        self.g_proj = gate_projection(spec, kind, prefix, weights)
         self.qk_norm_rope_write = TORCH.qk_norm_rope_write
         self.eps = spec.norm_eps
         self.make_norms(spec, kind, prefix)
@@ -108,11 +109,23 @@ class SelfAttention(nn.Module):
         if scale is not None:
             q = q * scale[:, None, None].to(q.dtype)
         attended = self.attn.attend(q, meta)
-        return self.o_proj(call.needed(attended))
+        attended = call.needed(attended)
+        return self.o_proj(attended if self.g_proj is None else gated(attended, self.g_proj(call.needed(x))))
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         """The all-reduces of `forward`, in order."""
         return [((num_needed, self.o_proj.out_features), None)]
+
+
+class PlainNormAttention(SelfAttention):
+    """Normalises each head of q and k without weights, before it is rotated (Muse-Glimmer)."""
+
+    def make_norms(self, spec: ModelSpec, kind: LayerSpec, prefix: str) -> None:
+        self.q_norm = self.k_norm = None
+        self.register_buffer("ones", torch.ones(kind.head_dim), persistent=False)
+
+    def head_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.ones, self.ones
 
 
 class WholeNormAttention(SelfAttention):
@@ -284,6 +297,7 @@ class QueriesThenGates(RowOrder):
 QK_NORMS: dict[str | None, type[SelfAttention]] = {
     None: SelfAttention,
     "head": SelfAttention,
+    "head_plain": PlainNormAttention,
     "gated_head": GatedAttention,
     "whole": WholeNormAttention,
     "layer": LayerNormAttention,
@@ -329,6 +343,26 @@ def out_projection(spec: ModelSpec, kind: LayerSpec, prefix: str, weights: Weigh
         "num_attention_heads * head_dim",
         weights.linear(f"{prefix}.o_proj"),
     )
+
+
+def gate_projection(
+    spec: ModelSpec, kind: LayerSpec, prefix: str, weights: WeightFormat
+) -> ColumnParallelLinear | None:
+    """The projection to the logits of the gates of this rank's heads, None without."""
+    if not (kind.head_gate or kind.entry_gate):
+        return None
+    group, each = tp(), 1 if kind.head_gate else kind.v_head_dim
+    mine = kind.num_heads // group.size * each
+    shard = Shard(f"{prefix}.g_proj", kind.num_heads * each, group.rank * mine, mine)
+    return ColumnParallelLinear(spec.hidden_size, [shard], False, weights.linear(shard.prefix))
+
+
+def gated(attended: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """attended `[T, heads * D]` times the sigmoid of logits `[T, heads]` or `[T, heads * D]`."""
+    gate = logits.float().sigmoid().to(attended.dtype)
+    if gate.shape == attended.shape:
+        return attended * gate
+    return (attended.unflatten(-1, (gate.shape[1], -1)) * gate[..., None]).flatten(1)
 
 
 def rope_view(spec: ModelSpec, kind: LayerSpec) -> View | None:

@@ -54,7 +54,9 @@ class LayerSpec:
     attends: bool = True  # whether the mixer has attention
     # of attention beside a state (`mixers/side_by_side.py`), or of form "normed_residual"
     mixer_scales: tuple[float, ...] = ()
-    head_gate: bool = False  # of mixer "mla": a sigmoid per head multiplies the output of attention
+    # a sigmoid multiplies the attended values: one per head or, of mixer "attention" only, one per entry
+    head_gate: bool = False
+    entry_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.rotary import apply_rotary
 from quire.worker.layers.views import RowOrder
 from quire.worker.parallel import Exchange, split_size, tp
+from quire.worker.transformer.attention import gate_projection, gated
 from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import LayerSpec, ModelSpec
 from quire.worker.transformer.rope import RopeSpec
@@ -168,10 +169,7 @@ class MLAttention(nn.Module):
             "num_attention_heads * v_head_dim",
             weights.linear(f"{prefix}.o_proj"),
         )
-        self.g_proj = None
-        if kind.head_gate:
-            gate = Shard(f"{prefix}.g_proj", kind.num_heads, q_start, heads)
-            self.g_proj = ColumnParallelLinear(spec.hidden_size, [gate], False, weights.linear(gate.prefix))
+        self.g_proj = gate_projection(spec, kind, prefix, weights)
         self.attn = LatentAttention(heads, sizes, layer, kind.scale)
 
     def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
@@ -188,8 +186,7 @@ class MLAttention(nn.Module):
         self.attn.write(torch.cat((self.kv_a_layernorm(c.contiguous()), k_pe), -1), meta)
         attended = self.attn.attend_latent(q_nope, q_pe, self.kv_b_proj.weight, meta)
         if self.g_proj is not None:
-            gate = self.g_proj(x).float().sigmoid().to(x.dtype)[..., None]
-            attended = (attended.unflatten(-1, (gate.shape[1], -1)) * gate).flatten(1)
+            attended = gated(attended, self.g_proj(x))
         return self.o_proj(call.needed(attended))
 
     def round_for_products(self) -> None:

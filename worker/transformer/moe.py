@@ -96,7 +96,8 @@ class SharedExpert(nn.Module):
         super().__init__()
         hidden_size, bias, fused = spec.hidden_size, spec.mlp_bias, "gate_up_proj" in spec.fused
         size, method = moe.shared_size, weights.linear(f"{prefix}.gate_up_proj")
-        self.gate_up_proj = GateUpParallelLinear(hidden_size, size, bias, prefix, method, moe.activation, fused)
+        act = moe.shared_activation or moe.activation
+        self.gate_up_proj = GateUpParallelLinear(hidden_size, size, bias, prefix, method, act, fused)
         self.down_proj = RowParallelLinear(
             size, hidden_size, bias, f"{prefix}.down_proj", "shared_size", weights.linear(f"{prefix}.down_proj")
         )

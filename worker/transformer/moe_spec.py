@@ -39,7 +39,7 @@ class MoESpec:
 
     routing: RoutingSpec
     intermediate_size: int  # of each expert
-    activation: str = "silu"  # a key of `activation.GATED`, of experts without gate one of `activation.ACTIVATIONS`
+    activation: str = "silu"  # a name of `activation.gated`, of experts without gate a key of `activation.ACTIVATIONS`
     gated: bool = True  # whether an expert has a gate projection
     latent_size: int = 0  # width of the experts' inputs and outputs, which are projections; 0: the hidden size
     bias: bool = False  # of the experts
@@ -48,4 +48,5 @@ class MoESpec:
     transposed: bool = False  # [E, in, out]; decides only where the shape does not
     interleaved: bool = False  # gate and up rows alternate
     shared_size: int = 0  # intermediate size of the shared expert, an MLP that all tokens pass; 0: none
+    shared_activation: str | None = None  # None: that of the others
     shared_gate: bool = False  # the sigmoid of a gate multiplies the shared expert's output

@@ -24,7 +24,8 @@ _IGNORED = (
     r"rotary_emb\.inv_freq$",  # old checkpoints contain these tables
     r"^(model\.)?mtp(_\w+)?\.",  # layers that draft tokens
     # encoders
-    r"^(model\.)?(vision_\w+|visual|merger|audio_\w+|multi_modal_projector|mm_\w+|embed_vision|embed_audio)\.",
+    r"^(model\.)?(vision_\w+|visual|merger|audio_\w+|multi_modal_projector|mm_\w+|embed_vision|embed_audio|"
+    r"patch_merge_mlp|mlp1|sound_\w+|time_series|vit_large_projector)\.",
     r"^(model\.)?image_newline$",
 )
 

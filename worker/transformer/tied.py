@@ -8,7 +8,7 @@ from pathlib import Path
 from quire.checkpoints.safetensors import read_header, stored_files
 
 _HEAD = re.compile(r"(^|\.)lm_head\.weight$")
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte)\.weight$")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|backbone\.embeddings)\.weight$")
 _PIECE = 1 << 24  # bytes compared at a time
 
 

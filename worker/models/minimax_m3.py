@@ -1,0 +1,91 @@
+"""MiniMax M3: heads of q and k are normalised, half of each head is rotated, and MLPs and experts have the bounded
+activation of gpt-oss. Sparse attention chooses blocks of keys; up to as many tokens as it chooses, it is equal to full
+attention, so the context is limited to that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.worker.models.kimi_linear import KimiLinear
+from quire.worker.models.minimax_m2 import MiniMaxM2
+from quire.worker.transformer.moe_reader import routing
+from quire.worker.transformer.moe_spec import MoESpec
+from quire.worker.transformer.reader import FULL
+from quire.worker.transformer.rope import RopeSpec
+
+_SPARSE = "minimax_m3_sparse"
+# keys of sparse_attention_config, and the names of transformers
+_NESTED = {"sparse_block_size": "index_block_size", "sparse_topk_blocks": "index_topk_blocks"}
+
+
+class MiniMaxM3(MiniMaxM2):
+    config_defaults = MiniMaxM2.config_defaults | {
+        "model_type": "minimax_m3_vl_text",
+        "hidden_size": 6144,
+        "intermediate_size": 3072,
+        "dense_intermediate_size": 12288,
+        "shared_intermediate_size": 3072,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 524288,
+        "rotary_dim": 64,
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 2.0,
+        "mlp_layer_types": None,
+        "moe_layer_freq": None,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "sparse_attention_config": None,
+        "index_block_size": 128,
+        "index_topk_blocks": 16,
+    }
+    gated_activations = ("clamped_silu",)
+    facts = MiniMaxM2.facts | {"qk_norm": "head", "norm": "rms_offset", "hidden_act": "clamped_silu"}
+    state_kinds = {_SPARSE: FULL}
+    renames = KimiLinear.renames | {"mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias"}
+    ignored = (r"\.self_attn\.(indexer\.|index_)",)
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        super().complete(values, raw)
+        if (values["swiglu_alpha"], values["swiglu_limit"]) != (1.702, 7.0):
+            raise ValueError("swiglu_alpha and swiglu_limit must be 1.702 and 7 for MiniMax M3")
+        nested = values["sparse_attention_config"] or {}
+        for key, name in _NESTED.items():
+            values[name] = nested.get(key, values[name])
+        frequency = nested.get("sparse_attention_freq")
+        if frequency and values["layer_types"] is None:
+            values["layer_types"] = [_SPARSE if sparse else FULL for sparse in frequency]
+        if values["moe_layer_freq"] and values["mlp_layer_types"] is None:
+            values["mlp_layer_types"] = ["sparse" if sparse else "dense" for sparse in values["moe_layer_freq"]]
+        if _SPARSE in (values["layer_types"] or ()):
+            values["most_keys"] = values["index_block_size"] * values["index_topk_blocks"]
+            values["why_shorter"] = (
+                "sparse attention is not implemented: up to index_block_size * index_topk_blocks, "
+                f"{values['most_keys']} tokens, it is equal to full attention"
+            )
+        # of the dense layers; experts have their own
+        values["expert_size"], values["intermediate_size"] = (
+            values["intermediate_size"],
+            values["dense_intermediate_size"],
+        )
+
+    @classmethod
+    def context_length(cls, values: dict[str, Any], ropes: dict[str, RopeSpec]) -> int:
+        most = super().context_length(values, ropes)
+        return min(most, values.get("most_keys", most))
+
+    @classmethod
+    def moe(cls, values: dict[str, Any]) -> MoESpec:
+        formula = routing(
+            values, scores="sigmoid", weights="normalized", scale=values["routed_scaling_factor"], correction=True
+        )
+        return MoESpec(
+            formula,
+            values["expert_size"],
+            activation="clamped_silu",
+            shared_size=values["shared_intermediate_size"],
+        )
