@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from quire.checkpoints.gguf.architectures import ARCHITECTURES
 from quire.worker.layers.quantization.int_at_load import BITS
 from quire.worker.models.describe import cache_kind, has_stages
 from quire.worker.models.registry import DECODERS, ENCODERS, WRAPPERS, build_model, model_class, parse_model_spec
@@ -19,11 +20,8 @@ from tests.test_fallback import FAMILIES as FALLBACK
 FILE = Path(__file__).parent.parent / "docs" / "models.md"
 _HEAD = """# Model families
 
-Llama, Mistral and Ministral, Qwen 2 to 3.5, LFM2, Gemma 1 to 4, Phi-3 and 4, GLM-4, Granite, OLMo, Command R and A,
-EXAONE, SmolLM, StarCoder, Seed-OSS, Hunyuan, ERNIE, MiniCPM 3, mixtures of experts and more, from safetensors in
-float32, bfloat16, float16 or quantized (FP8, compressed-tensors, AWQ, GPTQ, bitsandbytes ...), or from GGUF:
-`quire serve model.gguf`, `quire serve ORG/NAME-GGUF:Q4_K_M` ([quantization.md](quantization.md); what each key of a
-model's files does: [model-files.md](model-files.md)).
+The families of the table are served from safetensors in float32, bfloat16, float16 or
+[quantized](quantization.md), or from GGUF. [model-files.md](model-files.md) has what each key of their files does.
 
 - Embedding models of these families pool as their `modules.json` says (sentence-transformers); `--pooling lasttoken`
   makes embeddings with any model, `--pooling yes-no` a reranker of a model that answers yes or no; `LLM.embed`,
@@ -38,7 +36,7 @@ model's files does: [model-files.md](model-files.md)).
 ## The table
 
 Written by `python -m tools.models_table` from the registry, `worker/models/registry.py`. `quire check MODEL` prints the
-family, the implementation, the caches and the memory of a model.
+family, the implementation, the caches and the memory of a model; [a worked change](add-a-model-family.md) adds one.
 
 | architecture | implementation | caches | MLP | quantization | TP / PP / EP | tested |
 |---|---|---|---|---|---|---|
@@ -122,10 +120,12 @@ def page() -> str:
         for images in (True, False)
     )
     rows = "".join(row(name) for name in sorted(DECODERS | ENCODERS))
+    gguf = ", ".join(f"`{name}`" for name in sorted(ARCHITECTURES))
     fallback = ", ".join(f"`{name}`" for name in sorted(FALLBACK))
     text = (
         f"Models that read images ([vision.md](vision.md)): {seeing}. Of these the text part alone is "
         f"served: {text_only}.\n\n"
+        f"GGUF files are served of these architectures, by llama.cpp's names: {gguf}.\n\n"
         "Other causal models run in transformers' implementation; compared with it are "
         f"{fallback}. {_REFUSED}"
     )
