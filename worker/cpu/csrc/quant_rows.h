@@ -21,9 +21,13 @@ class IntegerRows {
   // Maximum rows of a group: their sums and totals, and the operands, fit 32 registers
   static constexpr int group_rows(int dwords, int rows) { return by_two(dwords, rows) ? kMostRows / 2 : kMostRows; }
   IntegerRows(void* memory, int rows, const Quant& q)
-      : width_(long(q.k_steps) * 64), rows_(rows), span_(q.span()), per_(per(q)), zero_point_(q.zero_point()), dwords_(dwords(q)), top_(q.narrow ? 127 : 127 * 256 + 127), scaled_sums_(by_span(q.kind, q.narrow)), groups_((rows + group_rows(dwords_, rows) - 1) / group_rows(dwords_, rows)), least_(rows / std::max(groups_, 1)), larger_(rows % std::max(groups_, 1)),
-        span_bits_(__builtin_ctz(span_)), per_bits_(__builtin_ctz(per_)), values_((int32_t*)memory),
-        scales_((float*)(values_ + rows * width_ / 4 * dwords_)), starts_((int32_t*)(scales_ + rows * runs())), sums_((float*)(starts_ + rows * spans())) {}
+        : width_(long(q.k_steps) * 64), rows_(rows), span_(q.span()), per_(per(q)), zero_point_(q.zero_point()),
+          dwords_(dwords(q)), top_(q.narrow ? 127 : 127 * 256 + 127), scaled_sums_(by_span(q.kind, q.narrow)),
+          groups_((rows + group_rows(dwords_, rows) - 1) / group_rows(dwords_, rows)),
+          least_(rows / std::max(groups_, 1)), larger_(rows % std::max(groups_, 1)), span_bits_(__builtin_ctz(span_)),
+          per_bits_(__builtin_ctz(per_)), values_((int32_t*)memory),
+          scales_((float*)(values_ + rows * width_ / 4 * dwords_)), starts_((int32_t*)(scales_ + rows * runs())),
+          sums_((float*)(starts_ + rows * spans())) {}
   static size_t bytes(long rows, const Quant& q) {
     const long width = long(q.k_steps) * 64;
     return rows * (width * dwords(q) + ((width + per(q) - 1) / per(q) + 2 * ((width + q.span() - 1) / q.span())) * 4);
@@ -39,7 +43,9 @@ class IntegerRows {
   int size(int group) const { return least_ + (group < larger_); }
   long width() const { return width_; }
   // The dwords for each 4 k of each row of a group, from k on
-  const int32_t* values(int group, long k) const { return values_ + (begin(group) * (width_ / 4) + k / 4 * size(group)) * dwords_; }
+  const int32_t* values(int group, long k) const {
+    return values_ + (begin(group) * (width_ / 4) + k / 4 * size(group)) * dwords_;
+  }
   const float* scales(int group, long k) const { return scales_ + (k >> per_bits_) * rows_ + begin(group); }
   // What cancels the zero point that the codes contain: the sum of the integers of a span of k, times it
   const int32_t* starts(int group, long k) const { return starts_ + (k >> span_bits_) * rows_ + begin(group); }
@@ -97,7 +103,8 @@ class IntegerRows {
         sum = sum + integers;
         if ((k + 16) % span_ == 0 || k + 16 == end) {
           const float total = reduce_add(sum);
-          starts_[k / span_ * rows_ + row] = -zero_point_ * int(total), sums_[k / span_ * rows_ + row] = scaled_sums_ ? total * scale : total;
+          starts_[k / span_ * rows_ + row] = -zero_point_ * int(total),
+                                      sums_[k / span_ * rows_ + row] = scaled_sums_ ? total * scale : total;
           sum = zero();
         }
       }
@@ -116,10 +123,12 @@ class IntegerRows {
     __m128i pairs[4];
 #if defined(__AVX512F__)
     const __m512i n = _mm512_cvtps_epi32(integers.v);
-    const __m128i low = _mm512_cvtepi32_epi8(n), high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8));
+    const __m128i low = _mm512_cvtepi32_epi8(n),
+                  high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8));
     pairs[0] = _mm_unpacklo_epi32(high, low), pairs[2] = _mm_unpackhi_epi32(high, low);
 #else
-    const __m256i a = _mm256_cvtps_epi32(integers.a), b = _mm256_cvtps_epi32(integers.b), n = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
+    const __m256i a = _mm256_cvtps_epi32(integers.a), b = _mm256_cvtps_epi32(integers.b),
+                  n = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
     const __m256i ordered = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(n, 0xd8), 0xd8);
     pairs[0] = _mm256_castsi256_si128(ordered), pairs[2] = _mm256_extracti128_si256(ordered, 1);
 #endif

@@ -13,7 +13,9 @@ template <int DWORDS, bool NARROW> struct Sum;
 template <bool NARROW> struct Sum<2, NARROW> {
   Ints high, low;
   static Sum from(int start) { return {Ints{}, set1_ints(start)}; }
-  void add(Ints codes, const int32_t* x) { high = add_byte_products(high, codes, set1_ints(x[0])), low = add_byte_products(low, codes, set1_ints(x[1])); }
+  void add(Ints codes, const int32_t* x) {
+    high = add_byte_products(high, codes, set1_ints(x[0])), low = add_byte_products(low, codes, set1_ints(x[1]));
+  }
   Ints total() const { return add_ints(left<8>(high), low); }
 };
 template <> struct Sum<1, true> {
@@ -27,7 +29,8 @@ template <bool NARROW> struct Sum<2, NARROW> {
   Ints sum;
   static Sum from(int start) { return {set1_ints(start)}; }
   void add(Ints codes, const int32_t* x) {
-    sum = add_products(add_products(sum, codes & set1_words(255), set1_ints(x[0])), words_right<8>(codes), set1_ints(x[1]));
+    sum = add_products(add_products(sum, codes & set1_words(255), set1_ints(x[0])), words_right<8>(codes),
+                       set1_ints(x[1]));
   }
   Ints total() const { return sum; }
 };
@@ -67,12 +70,14 @@ __attribute__((always_inline)) inline void add_codes(const CODES& from, const in
 // The same for several registers of columns whose codes are unpacked: all of them multiply by an entry of x before the
 // next one, so that it is loaded once.
 template <int HALF, int ROWS, int PARTS, typename CODES, int DWORDS, bool NARROW>
-__attribute__((always_inline)) inline void add_together(const CODES (&from)[PARTS], const int32_t* x, Sum<DWORDS, NARROW> (&sums)[PARTS][ROWS]) {
+__attribute__((always_inline)) inline void add_together(const CODES (&from)[PARTS], const int32_t* x,
+                                                        Sum<DWORDS, NARROW> (&sums)[PARTS][ROWS]) {
   unrolled<4>([&](auto i) __attribute__((always_inline)) {
     Ints codes[PARTS];
     unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { codes[p] = from[p].four(HALF * 4 + i); });
     unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-      unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { sums[p][r].add(codes[p], x + (i * ROWS + r) * DWORDS); });
+      unrolled<PARTS>([&](auto p)
+                          __attribute__((always_inline)) { sums[p][r].add(codes[p], x + (i * ROWS + r) * DWORDS); });
     });
   });
 }
@@ -86,12 +91,14 @@ inline Floats floats_of(const Quant& q, const void* table, long at) {
 #if defined(__AVX512F__)
   return q.sixteen(table, at).v;
 #else
-  return q.half ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)((const f16*)table + at))) : load8((const bf16*)table + at);
+  return q.half ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)((const f16*)table + at)))
+                : load8((const bf16*)table + at);
 #endif
 }
 
 template <int KIND>
-__attribute__((noinline)) void find_numbers(const Quant& q, int nb, long begin, long end, int column, int columns, RunNumbers& to) {
+__attribute__((noinline)) void find_numbers(const Quant& q, int nb, long begin, long end, int column, int columns,
+                                            RunNumbers& to) {
   for (int c = column; c < column + columns; c += kLanes) {
     if constexpr (is_super_kind(KIND)) {
       using Scales = SuperScales<KIND>;
@@ -104,8 +111,10 @@ __attribute__((noinline)) void find_numbers(const Quant& q, int nb, long begin, 
       const int span = q.span();
       for (long k = begin, i = 0; k < end; k += span, i++) {
         const long place = q.group_at(nb, int(k)) + c;
-        store_floats(to.scales[i] + c, KIND == kFloats4 ? half_power((const uint8_t*)q.scales + place) : floats_of(q, q.scales, place));
-        if (kKinds[KIND].offsets || (KIND <= kIntegers8 && q.offsets)) store_floats(to.offsets[i] + c, floats_of(q, q.offsets, place));
+        store_floats(to.scales[i] + c,
+                     KIND == kFloats4 ? half_power((const uint8_t*)q.scales + place) : floats_of(q, q.scales, place));
+        if (kKinds[KIND].offsets || (KIND <= kIntegers8 && q.offsets))
+          store_floats(to.offsets[i] + c, floats_of(q, q.offsets, place));
       }
     }
   }
@@ -120,7 +129,8 @@ template <int KIND>
 struct StoredCodes {
   // How many pairs of products of codes and bytes fit a word
   static constexpr int kTogether = top_code(KIND) < 32 ? 4 : 2;
-  static constexpr bool kSixteen = kKinds[KIND].group == 16, kZeroPoint = quant_zero_point(KIND) != 0, kUnpacked = false;
+  static constexpr bool kSixteen = kKinds[KIND].group == 16, kZeroPoint = quant_zero_point(KIND) != 0,
+                        kUnpacked = false;
   const uint8_t* at;
   int odd;  // whether `at` is the second half of a step of a tile
   template <int HALF, typename F>
@@ -129,7 +139,9 @@ struct StoredCodes {
   __attribute__((always_inline)) void prefetch() const {  // else GCC takes it for a function without effect
     for (const uint8_t* line = at; line < at + quant_bits(KIND) * 64; line += 64)
       if (quant_bits(KIND) == 8) read_ahead(line);
-      else _mm_prefetch((const char*)line + kCodesAhead, _MM_HINT_T1), _mm_prefetch((const char*)line + kCodesNext, _MM_HINT_T0);
+      else
+        _mm_prefetch((const char*)line + kCodesAhead, _MM_HINT_T1),
+            _mm_prefetch((const char*)line + kCodesNext, _MM_HINT_T0);
   }
 };
 
@@ -153,7 +165,9 @@ struct UnpackedCodes {
 // y[ROWS][32] += group `group` of x, k begin .. end - 1 (a run), times PARTS registers of columns from `column` on.
 // BY_SPAN: as in IntegerRows.
 template <typename CODES, int DWORDS, bool NARROW, bool BY_SPAN, int ROWS, int PARTS>
-__attribute__((always_inline)) inline void quant_run(const IntegerRows& x, int group, long begin, long end, int span, CODES (&codes)[PARTS], const RunNumbers& numbers, bool has_offsets, int column, float* y) {
+__attribute__((always_inline)) inline void quant_run(const IntegerRows& x, int group, long begin, long end, int span,
+                                                     CODES (&codes)[PARTS], const RunNumbers& numbers, bool has_offsets,
+                                                     int column, float* y) {
   using RowSum = Sum<DWORDS, NARROW>;
   const long ld = x.ld();
   const int32_t *values = x.values(group, begin), *starts = x.starts(group, begin);
@@ -162,23 +176,29 @@ __attribute__((always_inline)) inline void quant_run(const IntegerRows& x, int g
   RowSum sums[PARTS][ROWS];
   int i = 0;  // index of the span
   auto start = [&] __attribute__((always_inline)) {
-    unrolled<PARTS * ROWS>([&](auto n) __attribute__((always_inline)) { sums[n / ROWS][n % ROWS] = RowSum::from(CODES::kZeroPoint ? starts[n % ROWS] : 0); });
+    unrolled<PARTS * ROWS>([&](auto n) __attribute__((always_inline)) {
+      sums[n / ROWS][n % ROWS] = RowSum::from(CODES::kZeroPoint ? starts[n % ROWS] : 0);
+    });
     starts += ld;
   };
   auto add_half = [&](auto half) __attribute__((always_inline)) {
     if constexpr (PARTS > 1 && CODES::kUnpacked) add_together<half, ROWS>(codes, values, sums);
-    else unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { add_codes<half, ROWS>(codes[p], values, sums[p]); });
+    else
+      unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { add_codes<half, ROWS>(codes[p], values, sums[p]); });
     values += 4 * DWORDS * ROWS;
   };
   auto apply = [&] __attribute__((always_inline)) {
     unrolled<PARTS>([&](auto p) __attribute__((always_inline)) {
       const Floats scale = load_floats(numbers.scales[i] + column + p * kLanes);
       unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-        totals[p][r] = fma(to_floats(sums[p][r].total()), BY_SPAN ? scale * set1_floats(row_scales[r]) : scale, totals[p][r]);
+        totals[p][r] =
+            fma(to_floats(sums[p][r].total()), BY_SPAN ? scale * set1_floats(row_scales[r]) : scale, totals[p][r]);
       });
       if (has_offsets) {
         const Floats offset = load_floats(numbers.offsets[i] + column + p * kLanes);
-        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { totals[p][r] = fma(offset, set1_floats(row_sums[r]), totals[p][r]); });
+        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+          totals[p][r] = fma(offset, set1_floats(row_sums[r]), totals[p][r]);
+        });
       }
     });
     row_sums += ld, i++;
@@ -199,7 +219,8 @@ __attribute__((always_inline)) inline void quant_run(const IntegerRows& x, int g
   unrolled<PARTS * ROWS>([&](auto n) __attribute__((always_inline)) {
     float* to = y + n % ROWS * kCols + column + n / ROWS * kLanes;
     const Floats total = totals[n / ROWS][n % ROWS];
-    store_floats(to, BY_SPAN ? total + load_floats(to) : fma(total, set1_floats(row_scales[n % ROWS]), load_floats(to)));
+    store_floats(to,
+                 BY_SPAN ? total + load_floats(to) : fma(total, set1_floats(row_scales[n % ROWS]), load_floats(to)));
   });
 }
 
@@ -219,7 +240,8 @@ void few_rows(const Quant& q, const IntegerRows& x, int nb, float* y) {
       find_numbers<KIND>(q, nb, begin, end, column, PARTS * kLanes, numbers);
       StoredCodes<KIND> codes[PARTS];
       unrolled<PARTS>([&](auto p) { codes[p] = {codes_at(q, nb, int(begin), column + p * kLanes), 0}; });
-      quant_run<StoredCodes<KIND>, DWORDS, NARROW, IntegerRows::by_span(KIND, NARROW), ROWS, PARTS>(x, 0, begin, end, q.span(), codes, numbers, has_offsets, column, y);
+      quant_run<StoredCodes<KIND>, DWORDS, NARROW, IntegerRows::by_span(KIND, NARROW), ROWS, PARTS>(
+          x, 0, begin, end, q.span(), codes, numbers, has_offsets, column, y);
     }
 }
 
@@ -229,17 +251,20 @@ constexpr long kUnpackedBytes = IntegerRows::kRun * kLanes;
 
 // y[ROWS][32] += a group of more rows, one run, times PARTS registers of columns, whose codes are unpacked.
 template <bool SIXTEEN, int DWORDS, bool NARROW, bool BY_SPAN, int ROWS, int PARTS>
-void unpacked_run(const IntegerRows& x, int group, long begin, long end, int span, const uint8_t* bytes, long part_bytes, int skip, const RunNumbers& numbers, bool has_offsets, int column, float* y) {
+void unpacked_run(const IntegerRows& x, int group, long begin, long end, int span, const uint8_t* bytes,
+                  long part_bytes, int skip, const RunNumbers& numbers, bool has_offsets, int column, float* y) {
   UnpackedCodes<SIXTEEN> codes[PARTS];
   for (int p = 0; p < PARTS; p++) codes[p] = {bytes + p * part_bytes, skip};
-  quant_run<UnpackedCodes<SIXTEEN>, DWORDS, NARROW, BY_SPAN, ROWS, PARTS>(x, group, begin, end, span, codes, numbers, has_offsets, column, y);
+  quant_run<UnpackedCodes<SIXTEEN>, DWORDS, NARROW, BY_SPAN, ROWS, PARTS>(x, group, begin, end, span, codes, numbers,
+                                                                          has_offsets, column, y);
 }
 
 // y[rows of x][32] += x times block nb, for more rows. The codes of a run are unpacked once for all of them.
 // PARTS: the registers of columns that are multiplied together.
 template <int KIND, bool NARROW, int PARTS>
 void many_rows(const Quant& q, const IntegerRows& x, int nb, float* y) {
-  constexpr int DWORDS = IntegerRows::dwords(KIND, NARROW), MOST = IntegerRows::group_rows(DWORDS, PARTS == 2 ? INT_MAX : 0);
+  constexpr int DWORDS = IntegerRows::dwords(KIND, NARROW),
+                MOST = IntegerRows::group_rows(DWORDS, PARTS == 2 ? INT_MAX : 0);
   const bool has_offsets = kKinds[KIND].offsets || (KIND <= kIntegers8 && q.offsets);
   RunNumbers numbers;
   alignas(64) uint8_t bytes[PARTS * kUnpackedBytes];
@@ -260,7 +285,10 @@ void many_rows(const Quant& q, const IntegerRows& x, int nb, float* y) {
       }
       for (int i = 0; i < x.groups(); i++)
         of_rows(x.size(i), [&](auto n) {
-          if constexpr (n >= std::min(kStoredRows + 1, 4) && n <= MOST) unpacked_run<kKinds[KIND].group == 16, DWORDS, NARROW, IntegerRows::by_span(KIND, NARROW), n, PARTS>(x, i, begin, end, q.span(), are_bytes(KIND) ? stored : bytes, are_bytes(KIND) ? 1024 : kUnpackedBytes, are_bytes(KIND) ? 1024 : 0, numbers, has_offsets, column, y + x.begin(i) * kCols);
+          if constexpr (n >= std::min(kStoredRows + 1, 4) && n <= MOST)
+            unpacked_run<kKinds[KIND].group == 16, DWORDS, NARROW, IntegerRows::by_span(KIND, NARROW), n, PARTS>(
+                x, i, begin, end, q.span(), are_bytes(KIND) ? stored : bytes, are_bytes(KIND) ? 1024 : kUnpackedBytes,
+                are_bytes(KIND) ? 1024 : 0, numbers, has_offsets, column, y + x.begin(i) * kCols);
         });
     }
 }
