@@ -6,6 +6,7 @@ import pytest
 
 from quire.worker.cpu import build
 from quire.worker.cpu.native import KERNELS
+from tests.worker.native_kernels import kernels, rng  # noqa: F401  fixtures
 
 
 @pytest.fixture

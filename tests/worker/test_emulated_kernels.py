@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from quire.worker.cpu import build
-from tests.worker import emulated, test_kernels, test_scaled_kernels
+from tests.worker import emulated, test_kernels, test_native_attention, test_native_ops, test_scaled_kernels
+from tests.worker.native_kernels import installed
 
 pytestmark = pytest.mark.slow
 globals().update(
     {
         f"{name}_in_8_bits" if module is test_scaled_kernels else name: test
-        for module in (test_kernels, test_scaled_kernels)
+        for module in (test_kernels, test_native_attention, test_native_ops, test_scaled_kernels)
         for name, test in vars(module).items()
         if name.startswith("test_") and "kernels" in inspect.signature(test).parameters
     }
@@ -29,7 +30,7 @@ globals().update(
 def kernels():
     if build.cpu_level() in (None, "amx") or build.compiler() is None:
         pytest.skip("the CPU has AMX itself, or cannot emulate it")
-    with test_kernels.installed("amx", emulated.build_library("amx")):
+    with installed("amx", emulated.build_library("amx")):
         yield "amx"
 
 

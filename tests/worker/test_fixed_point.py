@@ -12,7 +12,9 @@ import torch
 from quire.worker.cpu import build
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
-from tests.worker.test_kernels import dense_attention, installed, random_quantized, usable_levels
+from tests.worker.native_kernels import installed, usable_levels
+from tests.worker.test_kernels import random_quantized
+from tests.worker.test_native_attention import dense_attention
 
 pytestmark = pytest.mark.slow
 

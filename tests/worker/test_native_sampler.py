@@ -1,6 +1,6 @@
 """The sampler's tests again, with the native CPU kernel instead of its twin.
 
-test_kernels.py tests that the two agree draw by draw.
+test_native_ops.py tests that the two agree draw by draw.
 """
 
 from __future__ import annotations

@@ -12,16 +12,8 @@ import torch
 from quire.worker.cache.scaled import FP8, ScaledCache, ScaledLatents, scale_of, store, to_8_bits, widened
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.platforms.ops import Ops
-from tests.worker.test_kernels import (  # noqa: F401  fixtures
-    DTYPES,
-    ROUNDING,
-    _paged_case,
-    _sharing_case,
-    assert_near,
-    dense_attention,
-    kernels,
-    rng,
-)
+from tests.worker.native_kernels import DTYPES, ROUNDING, assert_near
+from tests.worker.test_native_attention import _paged_case, _sharing_case, dense_attention
 
 TYPES = [torch.int8, FP8]
 
@@ -46,7 +38,7 @@ def equal(a: ScaledCache, b: ScaledCache) -> bool:
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_write_kv(kernels, rng, dtype, kind, constant):  # noqa: F811
+def test_write_kv(kernels, rng, dtype, kind, constant):
     """Every bit, with entries of all sizes, heads of zeros, and more than a constant scale reaches."""
     tokens, heads, dim = rng.choice([1, 40]), rng.choice([1, 3]), rng.choice([5, 64, 128])
     shape, heads_first = (50, rng.choice([1, 5, 16]), heads, dim), rng.random() < 0.5
@@ -64,7 +56,7 @@ def test_write_kv(kernels, rng, dtype, kind, constant):  # noqa: F811
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_qk_norm_rope_write(kernels, rng, dtype, kind):  # noqa: F811
+def test_qk_norm_rope_write(kernels, rng, dtype, kind):
     """Keys are rounded to the type of the activations before they are rounded to 8 bits, as in the twin. Their norms
     and rotations may differ in the last bit.
     """
@@ -121,7 +113,7 @@ def check(arguments: tuple, kind: torch.dtype, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
-def test_attention_decode(kernels, rng, dtype, head_dim, kind):  # noqa: F811
+def test_attention_decode(kernels, rng, dtype, head_dim, kind):
     contexts = [rng.choice([0, 1, 15, 16, 63, 255, 256, 300, 700]) for _ in range(4)]
     check(_paged_case(rng, dtype, [1] * 4, contexts, head_dim)[0], kind, dtype)
 
@@ -129,13 +121,13 @@ def test_attention_decode(kernels, rng, dtype, head_dim, kind):  # noqa: F811
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
-def test_attention_prefill_and_mixed(kernels, rng, dtype, head_dim, kind):  # noqa: F811
+def test_attention_prefill_and_mixed(kernels, rng, dtype, head_dim, kind):
     check(_paged_case(rng, dtype, [1, 40, 3, 130], [200, 5, 140, 64], head_dim)[0], kind, dtype)
 
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_to_values_of_another_size(kernels, rng, dtype, kind):  # noqa: F811
+def test_attention_to_values_of_another_size(kernels, rng, dtype, kind):
     for head_dim, v_dim in ((192, 128), (32, 64)):
         check(_paged_case(rng, dtype, [1, 40, 3], [200, 5, 140], head_dim, None, 16, v_dim)[0], kind, dtype)
 
@@ -147,7 +139,7 @@ LATENTS = [(576, 512), (288, 256), (96, 64), (80, 64)]
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", LATENTS)
-def test_attention_over_latents(kernels, rng, dtype, sizes, kind):  # noqa: F811
+def test_attention_over_latents(kernels, rng, dtype, sizes, kind):
     """Rotary keys are larger than latents, or smaller: each has its scale."""
     width, rank = sizes
     for query_lens, contexts in (([1] * 3, [0, 130, 300]), ([1, 40, 3], [200, 5, 140])):
@@ -161,7 +153,7 @@ def test_attention_over_latents(kernels, rng, dtype, sizes, kind):  # noqa: F811
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_write_latents(kernels, rng, dtype, kind):  # noqa: F811
+def test_write_latents(kernels, rng, dtype, kind):
     """Every bit, of parts of different sizes."""
     slots, x = torch.randperm(80)[:30], torch.randn(30, 1, 72).to(dtype)
     x[..., 64:] *= 30
@@ -174,7 +166,7 @@ def test_write_latents(kernels, rng, dtype, kind):  # noqa: F811
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_over_shared_keys(kernels, rng, dtype, kind):  # noqa: F811
+def test_attention_over_shared_keys(kernels, rng, dtype, kind):
     """Every path; in a fixed order the bits are those of private blocks."""
     shared, private, _ = _sharing_case(rng, dtype, 64)
     check(shared, kind, dtype)
@@ -184,7 +176,7 @@ def test_attention_over_shared_keys(kernels, rng, dtype, kind):  # noqa: F811
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_of_a_chunk_is_that_of_its_tokens_one_by_one(kernels, rng, dtype, kind):  # noqa: F811
+def test_attention_of_a_chunk_is_that_of_its_tokens_one_by_one(kernels, rng, dtype, kind):
     """On the fixed-order path, which `--deterministic` uses."""
     case = _paged_case(rng, dtype, [1, 70, 9], [200, 500, 5], 64)[0]
     (q, k_cache, v_cache, table, lengths, starts, *rest), _ = in_8_bits(case, kind)
@@ -195,7 +187,7 @@ def test_attention_of_a_chunk_is_that_of_its_tokens_one_by_one(kernels, rng, dty
     assert torch.equal(cpu_ops.paged_attention(q, k_cache, v_cache, table, lengths, starts, *rest, path=2), alone)
 
 
-def test_a_number_that_is_none_stays_in_its_request(kernels):  # noqa: F811
+def test_a_number_that_is_none_stays_in_its_request(kernels):
     """NaN in a value makes its scale NaN, and no other request reads it."""
     case = _paged_case(random.Random(0), torch.bfloat16, [1, 1], [40, 40], 64, 2, 16)[0]
     (q, k_cache, v_cache, table, *rest), want = in_8_bits(case, torch.int8)
