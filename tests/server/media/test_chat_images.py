@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.server.asking import CHAT, is_error
 from tests.server.conftest import MODEL, poll
 from tests.server.media.conftest import (
     IMAGE_ID,
@@ -22,7 +23,6 @@ from tests.server.media.conftest import (
     picture,
     text_part,
 )
-from tests.server.test_app import CHAT, is_error
 
 
 def test_images_keep_their_place(seeing, sent):

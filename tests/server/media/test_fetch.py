@@ -14,14 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.configs.config import Config, MediaConfig, ModelConfig
+from quire.configs.config import Config, ModelConfig
+from quire.configs.serving import MediaConfig
 from quire.server.media.addresses import is_public
 from quire.server.media.fetch import MAX_REDIRECTS, MAX_URL, Fetcher, Refused
 from quire.server.media.service import Images
 from quire.server.text.tokenizer import Tokenizer
+from tests.server.asking import CHAT, is_error
 from tests.server.conftest import RunningServer
 from tests.server.media.conftest import NUM_TOKENS, asks, picture
-from tests.server.test_app import CHAT, is_error
 
 PUBLIC, OTHER = "93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946"
 PRIVATE = [
