@@ -38,6 +38,7 @@ from quire.worker.sampling.speculation.choice import Speculation
 from quire.worker.sampling.speculation.draft_model import DraftModel
 from quire.worker.sampling.speculation.drafter import ModelDrafter
 from quire.worker.sampling.speculation.head import HeadDrafter
+from quire.worker.sampling.speculation.measurement import Measurement
 from quire.worker.sampling.speculation.speculator import Speculator, accepted, num_accepted
 from quire.worker.transformer.decoder import CausalLM
 
@@ -172,6 +173,7 @@ class ModelRunner:
             num_pages = len(state_layers(model)[0].pages[0])
             self.spare_states = SpareStates(model, table, num_pages - num_spares, num_spares)
         self.sampler = sampler or Sampler(table, platform)
+        self.measurement: Measurement | None = None  # of the costs of drafts
         self._last: Output | None = None  # of the step before, if steps verify drafts
         self.speculator = None
         if speculation is not None and self.stage.last:
@@ -184,6 +186,10 @@ class ModelRunner:
             most = num_spares if table.has_states else MAX_DRAFT * table.max_num_reqs
             self.speculator = Speculator(speculation, self.sampler.grammars, most, drafting)
             table.register(self.speculator)
+            if self.alone and speculation.adapts and table.has_states == (self.spare_states is not None):
+                most = min(table.max_num_reqs, max_num_tokens)
+                page = self.spare_states.pages[0] + table.first_state if self.spare_states else 0
+                self.measurement = Measurement(self._run_alone, self.speculator.costs, table, most, page)
         self.prompt_logprobs = PromptLogprobs(table, platform)
         table.register(self.prompt_logprobs)
         self.pooling = Pooling(table, platform, model)
@@ -310,7 +316,7 @@ class ModelRunner:
         return SplitOutput(step, parts, failed=True)
 
     def _run(self, batch: InputBatch) -> AsyncOutput:
-        step, begin = batch.step, time.perf_counter()
+        step, begin = batch.step, time.process_time()
         errors = (
             {i: self.table.errors[row] for i, row in enumerate(step.rows) if row in self.table.errors}
             if self.table.errors
@@ -350,7 +356,7 @@ class ModelRunner:
             self.spare_states.keep(batch, self._num_accepted(batch, token_ids.tolist()))
         if self.speculator is not None:
             if self.alone and len(batch.sampling.rows) == len(batch.input_ids):  # ranks must decide alike
-                self.speculator.costs.observe(len(batch.input_ids), time.perf_counter() - begin)
+                self.speculator.costs.observe(len(batch.input_ids), time.process_time() - begin)
             self.speculator.follow(batch, hidden)
         event = self.platform.event()
         if token_ids is not None:
@@ -420,8 +426,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def work_idle(self) -> bool:
-        """Record one graph while no request runs. Returns whether more are left."""
+        """Record one graph, or measure the time of one step, while no request runs. Returns whether more are left."""
+        if self.measurement is not None:
+            return self.measurement.go_on()
         return isinstance(self.forward, CudaGraphs) and self.forward.record_next()
+
+    def _run_alone(self, step: StepInput) -> None:
+        """Run a step whose results nobody needs."""
+        self.execute(step).result()
 
     def run_eagerly(self, batch: InputBatch) -> torch.Tensor:
         """Hidden states `[T, H]` of the step's tokens, or of `needed_rows`, after this stage's layers."""

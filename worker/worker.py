@@ -199,6 +199,8 @@ class Worker:
                 self._record_graphs(progress)
             else:
                 ready = msgspec.structs.replace(ready, works_idle=True)
+        if self.runner.measurement is not None:
+            ready = msgspec.structs.replace(ready, works_idle=True)
         if pooling is not None:
             ready = msgspec.structs.replace(
                 ready,

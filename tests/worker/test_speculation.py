@@ -13,7 +13,7 @@ import pytest
 from quire.worker.messages import NewRequest, NoRepeatNgram, SamplingParams, ThinkingBudget
 from quire.worker.sampling.grammar import GrammarRows
 from quire.worker.sampling.speculation.choice import Speculation
-from quire.worker.sampling.speculation.costs import Odds, StepCosts
+from quire.worker.sampling.speculation.costs import Odds, Plan, StepCosts
 from quire.worker.sampling.speculation.drafter import History
 from quire.worker.sampling.speculation.earlier import EarlierTexts
 from quire.worker.sampling.speculation.lookup import MAX_SEARCHED, LookupDrafter, PredictionDrafter, longest_match
@@ -235,31 +235,49 @@ def test_the_longest_match_is_found():
         assert found == slow_match(text, tail, low, high)
 
 
-def test_costs_are_a_line_through_the_times_of_steps():
+def test_costs_are_measured_and_corrected_by_steps():
+    times = {1: 10.0, 2: 11.0, 3: 20.0, 4: 25.0, 8: 30.0, 16: 40.0}
     costs = StepCosts()
-    assert costs.threshold(1) == pytest.approx(1 / 25)
-    for number in range(300):
-        costs.observe(m := 1 + number % 9, (40 + 2 * m) * 1e-3 * (5 if number % 50 == 49 else 1))
-    assert costs.ratio == pytest.approx(2 / 40, rel=0.5)
-    assert costs.threshold(1) < costs.threshold(8) < costs.threshold(64) < 1
-    one = StepCosts()
-    for _ in range(20):
-        one.observe(1, 0.04)
-    assert one.ratio == pytest.approx(1 / 24)  # steps of one size tell nothing
+    assert costs.of(25) == pytest.approx(2)  # before anything is measured
+    costs.measured(times)
+    assert [costs.of(m) for m in times] == pytest.approx([one / 10 for one in times.values()])
+    assert 4 < costs.of(24) < 6 and costs.of(5) == pytest.approx(2.625)
+    for number in range(2000):  # a machine that is busier, on which steps of 16 tokens became as fast as those of 8
+        size = [1, 2, 3, 4, 8, 16][number % 6]
+        costs.observe(size, 5 * min(times[size], 30.0) * (4 if number % 50 == 49 else 1))
+    assert [costs.of(m) for m in (1, 2, 3, 8, 16)] == pytest.approx([1, 1.1, 2, 3, 3], rel=0.1)
 
 
-def test_only_drafts_that_pay_are_verified():
+def test_as_many_drafts_are_verified_as_pay_together():
+    costs = StepCosts()
+    costs.measured({1: 10.0, 2: 11.0, 3: 20.0, 4: 25.0, 8: 30.0, 16: 40.0})
+    assert Plan(costs, 1).take(0.05, 16) == 0  # 1.05 tokens in 11 instead of one in 10
+    assert Plan(costs, 1).take(0.5, 16) == 1  # a second draft would double the time of the step
+    assert Plan(costs, 1).take(0.98, 16) == 16
+    plan = Plan(costs, 8)
+    assert plan.take(0.9, 4) == 4 and plan.take(0.05, 4) == 0 and plan.num_drafts == 4
     odds = Odds()
-    assert odds.paying(0.0, 7) == 7 and 1 <= odds.paying(0.8, 7) < 4  # at first it is hoped that a draft is right
-    for _ in range(10):
-        odds.learn(4, 4)
-    assert odds.paying(0.5, 64) > 4
+    first = odds.probability  # at first it is hoped that a draft is right
     for _ in range(20):
         odds.learn(4, 0)
-    assert odds.paying(0.3, 7) == 0
+    assert odds.probability < 0.35 < first
     for _ in range(100):
         odds.forget()
-    assert odds.paying(0.3, 7) > 0  # tried again
+    assert odds.probability > 0.8  # tried again
+
+
+def test_costs_are_measured_while_idle_and_leave_no_trace(checkpoint, native_kernels):
+    engine = engine_of(checkpoint("qwen3"), deterministic=True, dtype="bfloat16", speculative_config=None)
+    assert engine.ready.works_idle
+    prompt, sampling = PERIOD * 6, SamplingParams(temperature=0.0, max_tokens=30, logprobs=1)
+    before = engine.generate([prompt], sampling)[0]
+    runner = engine.executor._worker.runner
+    while engine.executor.call("work_idle"):
+        pass
+    assert sorted(runner.measurement.seconds) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert runner.speculator.costs.of(16) >= runner.speculator.costs.of(1) == 1
+    after = engine.generate([prompt], sampling)[0]
+    assert after.num_cached_tokens > 0 and (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
 
 
 def history(prompt, outputs=(), prediction=None):

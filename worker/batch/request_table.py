@@ -66,7 +66,7 @@ class RequestTable:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.max_blocks = max(-(-max_model_len // block_size), 2)
-        self.groups, self._before_states = groups, num_blocks - 1
+        self.groups, self.first_state = groups, num_blocks - 1
         self.has_states = any(group.kind == "state" for group in groups)
         self.token_table = torch.zeros(max_num_reqs, max_model_len, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(len(groups), max_num_reqs, self.max_blocks, dtype=torch.int32, device=device)
@@ -81,7 +81,7 @@ class RequestTable:
 
     def state_page(self, block_id: int) -> int:
         """The number of a page for states by its id, 0 for the null block's."""
-        return max(block_id - self._before_states, 0)
+        return max(block_id - self.first_state, 0)
 
     def apply(self, step: StepInput) -> TableUpdates:
         """Process the changes of a step. The device tensors change when the result is passed to `write`."""

@@ -31,6 +31,11 @@ class Speculation:
     head: bool = False  # the checkpoint's prediction head
 
     @property
+    def adapts(self) -> bool:
+        """Whether requests without a prediction have drafts, whose number is chosen by what they cost and earn."""
+        return self.num_draft is None and self != Speculation(prediction=True)
+
+    @property
     def most(self) -> int:
         """The most drafts of a request in a step."""
         return self.num_draft or ADAPTIVE_MAX

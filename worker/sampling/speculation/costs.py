@@ -1,53 +1,79 @@
 """The best number of drafts, by their costs, from the times of steps, and their gains, from earlier drafts.
 
-A step of m tokens takes about a + b m: a is reading the weights, b the arithmetic of one more token. With R requests a
-step without drafts makes R tokens in a + b R. A draft that is right with probability p pays if p / b exceeds that rate.
+Steps of m tokens take times that are no line in m: kernels for few rows read weights as fast as for one, and the next
+kind of kernel may take twice as long for three rows as for two and hardly longer for eight. So the times are a table,
+measured while the engine is idle after its start (`measurement.py`) and corrected by each step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_RATIO = 1 / 24  # b / a before it is known
-_LEAST, _MOST = 1 / 256, 1 / 4  # of what is measured, which is noisy
-_DECAY = 0.98  # of the weight of a step, per step
-_LONG = 3.0  # times what was expected: steps that something else delayed do not count more
+import numpy as np
+
+KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512])  # numbers of tokens in the table
+_SLOPE = 1 / 24  # of the table before anything is measured
+_RATE, _SPEED_RATE = 0.05, 0.1  # weights of a step in the table, and in how fast the machine is now
+_MOST = 3.0  # times what was expected: what something else delayed counts no more
 _HOPE = 2.0  # tokens that count as right before any was tried
-_ENOUGH = 1.0  # variance of m from which b can be told
+_GAIN = 1.02  # of tokens per second, from which drafts are worth it
 
 
 class StepCosts:
-    """A line through the times of the last steps of decoding requests."""
+    """Times of steps of decoding requests, relative to a step of one token."""
 
     def __init__(self) -> None:
-        self._n = self._m = self._mm = self._t = self._mt = 0.0  # weighted sums
+        self.table = 1 + (KNOTS - 1) * _SLOPE
+        self._unit = 0.0  # seconds of a step of one token, lately
+
+    def measured(self, seconds: dict[int, float]) -> None:
+        """Take times of steps by number of tokens, measured one after another."""
+        sizes = sorted(seconds)
+        times = np.maximum.accumulate([seconds[size] for size in sizes])
+        slope = (times[-1] - times[0]) / max(sizes[-1] - sizes[0], 1)
+        beyond = times[-1] + slope * np.maximum(KNOTS - sizes[-1], 0)
+        self.table = np.where(sizes[-1] >= KNOTS, np.interp(KNOTS, sizes, times), beyond) / times[0]
+        self._unit = float(times[0])
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of `num_tokens` tokens, drafts included, took so long."""
-        if self._n > 1:
-            seconds = min(seconds, _LONG * self._t / self._n)
-        for name, value in zip(
-            ("_n", "_m", "_mm", "_t", "_mt"), (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
-        ):
-            setattr(self, name, _DECAY * getattr(self, name) + value)
+        expected = self.of(num_tokens)
+        self._unit = self._unit or seconds / expected
+        ratio = min(max(seconds / (expected * self._unit), 1 / _MOST), _MOST)
+        self._unit *= ratio**_SPEED_RATE
+        weights = np.maximum(1 - np.abs(np.interp(num_tokens, KNOTS, np.arange(len(KNOTS))) - np.arange(len(KNOTS))), 0)
+        self.table = np.maximum.accumulate(self.table * ratio ** (_RATE * weights))
+        self.table /= self.table[0]
 
-    @property
-    def ratio(self) -> float:
-        """b / a."""
-        if not self._n:
-            return _RATIO
-        mean, time = self._m / self._n, self._t / self._n
-        variance = self._mm / self._n - mean**2
-        if variance < _ENOUGH:
-            return _RATIO
-        b = (self._mt / self._n - mean * time) / variance
-        a = time - b * mean
-        return _MOST if a <= 0 < b else min(max(b / a, _LEAST), _MOST)
+    def of(self, num_tokens: int) -> float:
+        """The time of a step, relative to one of one token."""
+        return float(np.interp(num_tokens, KNOTS, self.table))
 
-    def threshold(self, num_rows: int) -> float:
-        """The probability from which a draft pays in a step of so many requests."""
-        cost = self.ratio * num_rows
-        return cost / (1 + cost)
+
+class Plan:
+    """The drafts of a step while they are chosen, request by request."""
+
+    def __init__(self, costs: StepCosts, num_rows: int) -> None:
+        self.costs, self.tokens, self.expected = costs, num_rows, float(num_rows)
+        self.num_drafts = 0
+        self.rate = num_rows / costs.of(num_rows)
+
+    def take(self, probability: float, limit: int) -> int:
+        """How many drafts, at most `limit`, a request adds to the step. The first is right with `probability`, each
+        further one if those before it are.
+        """
+        if limit <= 0:
+            return 0
+        numbers = np.arange(1, limit + 1)
+        gains = np.cumsum(probability**numbers)
+        times = np.interp(self.tokens + numbers, KNOTS, self.costs.table)
+        rates = (self.expected + gains) / times
+        best = int(rates.argmax())
+        if rates[best] < _GAIN * self.rate:
+            return 0
+        self.tokens, self.expected, self.rate = self.tokens + best + 1, self.expected + float(gains[best]), rates[best]
+        self.num_drafts += best + 1
+        return best + 1
 
 
 @dataclass(slots=True)
@@ -68,10 +94,3 @@ class Odds:
     @property
     def probability(self) -> float:
         return (self.right + _HOPE) / (self.tried + _HOPE + 0.25)
-
-    def paying(self, threshold: float, limit: int) -> int:
-        """How many drafts pay, at most `limit`: the last one is right if all before it are."""
-        number, chance = 0, self.probability
-        while number < limit and chance >= threshold:
-            number, chance = number + 1, chance * self.probability
-        return number

@@ -18,7 +18,7 @@ from quire.worker.batch.input_batch import InputBatch
 from quire.worker.messages import NewRequest, StepInput
 from quire.worker.sampling.grammar import GrammarRows
 from quire.worker.sampling.speculation.choice import ADAPTIVE_MAX, STEP_DRAFTS, Speculation
-from quire.worker.sampling.speculation.costs import Odds, StepCosts
+from quire.worker.sampling.speculation.costs import Odds, Plan, StepCosts
 from quire.worker.sampling.speculation.drafter import Drafter, History, ModelDrafter
 from quire.worker.sampling.speculation.earlier import EarlierTexts, ended, joined
 from quire.worker.sampling.speculation.forced import GrammarDrafter
@@ -160,6 +160,7 @@ class Speculator:
         """
         num_draft: dict[int, int] = {}
         predicted: list[int] = []
+        plan = Plan(self.costs, len(step.samples)) if self.speculation.num_draft is None else None
         for i, ids in zip(step.samples, token_ids):
             row = self.rows.get(step.rows[i])
             if row is None or not ids:
@@ -167,39 +168,41 @@ class Speculator:
             if i in verified:
                 row.learn(len(verified[i]), len(ids) - 1)
             row.history.add(ids)
-            row.draft = self._propose(step.rows[i], row, len(step.samples), self.most - sum(num_draft.values()))
+            row.draft = self._propose(step.rows[i], row, plan, self.most - sum(num_draft.values()))
             if row.draft:
                 num_draft[i] = len(row.draft)
                 if row.is_prediction:
                     predicted.append(i)
         return num_draft, predicted
 
-    def _propose(self, number: int, row: _Row, num_rows: int, room: int) -> list[int]:
+    def _propose(self, number: int, row: _Row, plan: Plan | None, room: int) -> list[int]:
+        """Drafts of the first source that has any that pay; without a plan all do."""
         limit = self.speculation.num_draft
-        if limit is None:
+        if plan is not None:
             if row.pause:
                 row.pause -= 1
                 return []
-            limit = min(row.length, STEP_DRAFTS // num_rows)
+            limit = min(row.length, STEP_DRAFTS - plan.num_drafts)
         limit = min(limit, MAX_DRAFT, room)
         if limit <= 0:
             return []
-        threshold = 0.0 if self.speculation.num_draft is not None else self.costs.threshold(num_rows)
         for drafter in self.drafters:
             draft = drafter.propose(number, row.history, limit)
             if draft and row.history.has_grammar and not isinstance(drafter, GrammarDrafter):
                 draft = draft[: self.grammars.allowed(number, draft)]
-            if draft:
+            if draft and (draft := self._paying(row, drafter, draft, plan)):
                 row.is_prediction, row.by_model = isinstance(drafter, PredictionDrafter), False
-                return self._paying(row, drafter, draft, threshold)
+                return draft
         row.is_prediction, row.by_model = False, self.model is not None
-        return self._paying(row, self.model, [_NOT_YET] * limit, threshold) if self.model is not None else []
+        return self._paying(row, self.model, [_NOT_YET] * limit, plan) if self.model is not None else []
 
     @staticmethod
-    def _paying(row: _Row, source: object, draft: list[int], threshold: float) -> list[int]:
+    def _paying(row: _Row, source: object, draft: list[int], plan: Plan | None) -> list[int]:
         """The beginning of a draft that is expected to pay."""
         row.source, odds = source, row.odds.setdefault(source, Odds())
-        number = odds.paying(threshold, len(draft))
+        if plan is None:
+            return draft
+        number = plan.take(odds.probability, len(draft))
         if not number:
             odds.forget()
         return draft[:number]
