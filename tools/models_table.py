@@ -16,6 +16,7 @@ from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS
 from tests.encoders import ENCODERS as TESTED_ENCODERS
 from tests.families import text_types
 from tests.test_fallback import FAMILIES as FALLBACK
+from tests.twins import TWINS
 
 FILE = Path(__file__).parent.parent / "docs" / "models.md"
 _HEAD = """# Model families
@@ -52,8 +53,9 @@ _SERVED = {
 }
 _TAIL = """
 *Tested* means that a tiny random checkpoint, saved by transformers, gives transformers' tokens and log-probabilities in
-float32 with chunked prefill, preemption and prefix hits (`tests/families.py`, `tests/checkpoints.py`). Encoders are
-compared with sentence-transformers and transformers (`tests/encoders.py`): embeddings, and logits of classifiers. So is
+float32 with chunked prefill, preemption and prefix hits (`tests/families.py`, `tests/checkpoints.py`); of families that
+transformers has not, those of the published formula (`tests/twins.py`). Encoders are compared with
+sentence-transformers and transformers (`tests/encoders.py`): embeddings, and logits of classifiers. So is
 EmbeddingGemma, a `Gemma3TextModel` whose config.json sets `use_bidirectional_attention`. Texts are cut where
 sentence-transformers cuts them (`max_seq_length`, the tokenizer's `model_max_length`), and turned into lower case if
 `do_lower_case` is set; `truncate_prompt_tokens: -1` cuts to the same limit, and longer lists of token ids are 400.
@@ -68,7 +70,7 @@ formats of checkpoints (docs/quantization.md) are those of every family, GGUF fi
 _REFUSED = """Refused, with the reason, are models
 with recurrent layers that are not above (Zamba 2, GLM-5-next, xLSTM, Zaya, RecurrentGemma, RWKV), and models whose
 attention does not go through transformers' interface (BLOOM, GPT-J). `python -m tools.recipes` says which of the 95
-recipes for text that vLLM's collection gained since February 2026 are served: 78.
+recipes for text that vLLM's collection gained since February 2026 are served: 82.
 """
 
 
@@ -77,8 +79,9 @@ def is_tested(architecture: str) -> bool:
     if architecture in ENCODERS:
         return any(architecture.startswith(prefix) for prefix, *_ in TESTED_ENCODERS.values())
     prefixes = {prefix for prefix, _ in (CHECKPOINTS | MOE_CHECKPOINTS).values()}
+    tested = text_types() | {make_config()["model_type"] for make_config, *_ in TWINS.values()}
     model_type = model_class(architecture).config_defaults["model_type"]
-    return architecture.removesuffix("ForCausalLM") in prefixes or model_type in text_types()
+    return architecture.removesuffix("ForCausalLM") in prefixes or model_type in tested
 
 
 def builds(spec: ModelSpec, quantization: str) -> bool:

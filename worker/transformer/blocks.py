@@ -24,7 +24,7 @@ from quire.worker.transformer.bidirectional import BidirectionalAttention
 from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.delta import GatedDeltaNet
-from quire.worker.transformer.mixers.lightning import Lightning
+from quire.worker.transformer.mixers.lightning import Lightning, RotaryLightning
 from quire.worker.transformer.mixers.mamba1 import Mamba1
 from quire.worker.transformer.mixers.mamba2 import Mamba2
 from quire.worker.transformer.mixers.separate_delta import SeparateDelta
@@ -48,6 +48,7 @@ MIXERS: dict[str, MakePart] = {  # by `LayerSpec.mixer`
     "mamba2": Mamba2,
     "attention_mamba2": AttentionAndMamba2,
     "lightning": Lightning,
+    "rotary_lightning": RotaryLightning,
 }
 # where the tensors of a mixer are in its layer; those of others are in self_attn
 PLACES = {

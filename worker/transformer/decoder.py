@@ -143,7 +143,7 @@ class RotaryEmbeddings(nn.Module):
 
     def __init__(self, spec: ModelSpec, max_model_len: int):
         super().__init__()
-        used = {layer.rope: layer for layer in spec.layers if layer.attends}
+        used = {layer.rope: layer for layer in spec.layers if layer.attends or layer.rope}
         self.tables = nn.ModuleDict(
             {
                 name: RotaryEmbedding(

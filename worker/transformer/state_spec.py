@@ -143,6 +143,12 @@ class LightningSpec:
     num_heads: int
     head_dim: int
     decay_scale: float  # of the layer; multiplies the heads' decays
+    # of mixer "rotary_lightning" only
+    norm_groups: int = 1  # groups of the result's norm
+    silu: bool = True  # of q, k and v
+    qk_norm: bool = False  # of each head of q and k
+    bias: bool = False  # of the projection to q, k and v
+    out_bias: bool = False
 
     def shapes(self, tp: int) -> Shapes:
         return ((self.num_heads // tp, self.head_dim, self.head_dim),)
