@@ -38,6 +38,7 @@ TYPES = {
     torch.float64: "fp64",
     torch.int8: "i8",
     torch.uint8: "u8",
+    torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",
 }
 _FEW_BYTES = 48  # per thread; Triton 3.7 spills 44 of heads of 256 on sm_80 and 12 of the sampler, 3.9 none and 8

@@ -23,6 +23,7 @@ from quire.worker.cuda import (
     triton_routing,
     triton_sampler,
     triton_scaled,
+    triton_states,
     triton_step,
     triton_tiles,
 )
@@ -30,6 +31,7 @@ from quire.worker.layers.lora import LoraRows, LoraWeights
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
 from quire.worker.layers.quantization.packing import E2M1_TABLE
 from quire.worker.layers.rounding import Rounding
+from quire.worker.layers.state import Span, StateStep
 from quire.worker.transformer.moe_spec import RoutingSpec
 
 
@@ -264,7 +266,35 @@ def adapters() -> None:
     triton_lora.add(x, torch.zeros(9, 6144, dtype=x.dtype), groups)
 
 
+def states() -> None:
+    """The mixers of LFM2 and Qwen3.5, Kimi-Linear, Nemotron 3 and Falcon-H1, and Falcon-Mamba."""
+    step = state_step([1] * 3), state_step([3, 1, 70])
+    for part in step:
+        num = int(part.starts[-1])
+        for channels, width, bias, silu in ((2048, 3, False, False), (8192, 4, True, True)):
+            weight, pages = torch.zeros(width, channels), torch.zeros(4, width - 1, channels)
+            x = torch.zeros(num, 2 * channels, dtype=torch.bfloat16)[:, :channels]
+            triton_states.causal_conv(x, weight, torch.zeros(channels) if bias else None, pages, part, silu)
+        for heads, repeats, dk, decays in ((32, 2, 128, 1), (32, 1, 128, 128)):
+            q, v = torch.zeros(num, heads // repeats, dk), torch.zeros(num, heads, dk)
+            g, beta, pages = torch.zeros(num, heads, decays), torch.zeros(num, heads), torch.zeros(4, heads, dk, dk)
+            triton_states.gated_delta_rule(q, q, v, g, beta, pages, part)
+        for heads, repeats, dk, dv in ((64, 8, 128, 64), (48, 48, 256, 64)):
+            q, v = torch.zeros(num, heads // repeats, dk), torch.zeros(num, heads, dv)
+            triton_states.linear_attention(q, q, v, torch.zeros(num, heads), torch.zeros(4, heads, dk, dv), part)
+        x, b = torch.zeros(num, 8192), torch.zeros(num, 16)
+        triton_states.selective_scan(x, x, torch.zeros(8192, 16), b, b, torch.zeros(4, 8192, 16), part)
+
+
+def state_step(counts: list[int]) -> StateStep:
+    """The step of requests that compute these numbers of tokens."""
+    starts, pages = torch.tensor([0, *counts]).cumsum(0).int(), torch.arange(len(counts))
+    spans = [Span(i, int(starts[i]), int(starts[i + 1]), False) for i, count in enumerate(counts) if count > 1]
+    ones = pages[starts.diff() == 1], starts[:-1][starts.diff() == 1].long()
+    return StateStep(pages, pages, pages > 0, starts, spans, ones if spans else None)
+
+
 PARTS = (
     *(operations, step, sampler, attention, eight_bits, latent_attention),
-    *(routing, experts, quantized, floats8, adapters),
+    *(routing, experts, quantized, floats8, adapters, states),
 )

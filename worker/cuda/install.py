@@ -54,6 +54,7 @@ class TritonOps(Ops):
             triton_lora,
             triton_routing,
             triton_sampler,
+            triton_states,
             triton_step,
         )
         from quire.worker.cuda import triton_ops as kernels
@@ -65,6 +66,9 @@ class TritonOps(Ops):
         self.rms_norm, self.add_rms_norm = kernels.rms_norm, kernels.add_rms_norm
         self.route, self.fused_experts = triton_routing.route, triton_experts.fused_experts
         self.add_lora = triton_lora.add
+        self.causal_conv, self.selective_scan = triton_states.causal_conv, triton_states.selective_scan
+        self.gated_delta_rule = triton_states.gated_delta_rule
+        self.linear_attention = triton_states.linear_attention
         self._multiplies_floats8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
         self.silu_and_mul, self.qk_norm_rope_write = kernels.silu_and_mul, kernels.qk_norm_rope_write
 
