@@ -296,6 +296,8 @@ def _compile(cxx: str, level: str, work: Path, target: Path, report: Report | No
         os.replace(draft, out)
 
     objects = {work / f"{source.stem}.o": source for source in sorted(SOURCES.glob("*.cpp"))}
+    if report is not None:
+        report(level, 0, len(objects))
     # One compiler per core: with more, a background build takes most of a small machine despite its low priority.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         made = [pool.submit(make, out, *options, "-c", str(objects[out])) for out in objects]
@@ -340,7 +342,7 @@ class _Lines:
             filled = 30 * num_done // num_files
             end = "\n" if num_done == num_files else ""
             print(f"\r{line} |{'#' * filled:<30}|", end=end, file=sys.stderr, flush=True)
-        elif num_done == num_files or time.monotonic() - self.told >= LINE_INTERVAL:
+        elif num_done in (0, num_files) or time.monotonic() - self.told >= LINE_INTERVAL:
             self.told = time.monotonic()
             print(line, file=sys.stderr, flush=True)
 
