@@ -27,7 +27,8 @@ from quire.worker.cuda import (
     triton_step,
     triton_tiles,
 )
-from quire.worker.layers.lora import LoraRows, LoraWeights
+from quire.worker.layers.lora import LinearLora, LoraRows, LoraWeights, StepLora
+from quire.worker.layers.lora_slots import LoraSlots
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
 from quire.worker.layers.quantization.packing import E2M1_TABLE
 from quire.worker.layers.rounding import Rounding
@@ -263,7 +264,11 @@ def adapters() -> None:
     ]
     weights = LoraWeights(torch.zeros(48, 4096, dtype=x.dtype), parts)
     groups = [(LoraRows(key, torch.arange(4), None, False), weights) for key in "ab"]
-    triton_lora.add(x, torch.zeros(9, 6144, dtype=x.dtype), groups)
+    out = torch.zeros(9, 6144, dtype=x.dtype)
+    triton_lora.add(x, out, groups)
+    lora = LinearLora(StepLora(), 3, 3)
+    slots = LoraSlots([lora], 8, 9, 16, x.device)
+    triton_lora.add_slots(x, out, slots, lora.slots)
 
 
 def states() -> None:

@@ -89,13 +89,14 @@ def estimate_workspace(config: Config, spec: ModelSpec, limits: Limits, platform
     return max((workspace(one, limits.max_num_seqs, limits.max_model_len) for one in specs), default=0)
 
 
-def estimate_graphs(spec: ModelSpec, limits: Limits, tp: int) -> int:
-    """Bytes that CUDA graphs need once all sizes are recorded: their results, one set of activations (they share a
-    pool, which fragments), workspaces, and the driver's memory per graph.
+def estimate_graphs(config: Config, spec: ModelSpec, limits: Limits, tp: int) -> int:
+    """Bytes that CUDA graphs need once all sizes are recorded, with LoRA each a second time: their results, one set of
+    activations (they share a pool, which fragments), workspaces, and the driver's memory per graph.
     """
     sizes = padded_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
-    results = sum(sizes) * spec.hidden_size * limits.dtype.itemsize
-    return results + 2 * sizes[-1] * _layer_bytes(spec, limits, tp) + (128 << 20) + len(sizes) * (12 << 20)
+    results = sum(sizes) * spec.hidden_size * limits.dtype.itemsize + len(sizes) * (12 << 20)
+    layer = 2 * sizes[-1] * _layer_bytes(spec, limits, tp)
+    return results * (2 if config.lora.enabled else 1) + layer + (128 << 20)
 
 
 def _layer_bytes(spec: ModelSpec, limits: Limits, tp: int) -> int:

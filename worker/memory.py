@@ -227,7 +227,7 @@ def preview(config: Config) -> WorkerReady:
         weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization, platform.ops)
         + estimate_draft_weights(config, limits, platform.ops),
         activations=estimate_activations(spec, limits, tp) + estimate_workspace(config, spec, limits, platform),
-        graphs=estimate_graphs(spec, limits, tp) if uses_graphs(config, spec, limits, platform) else 0,
+        graphs=estimate_graphs(config, spec, limits, tp) if uses_graphs(config, spec, limits, platform) else 0,
         images=estimate_images(spec, limits, platform),
         adapters=estimate_adapters(config, spec, tp, pp),
         offload=offload // (tp * pp) if platform.device.type == "cpu" else 0,

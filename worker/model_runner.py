@@ -200,7 +200,7 @@ class ModelRunner:
         if adapters is not None:
             table.register(adapters)
         self.logits = Workspace(torch.float32)  # logits of one step; no tensor refers to them after sampling
-        self.forward: Callable[[InputBatch], torch.Tensor] = self.run_eagerly
+        self.forward: Callable[..., torch.Tensor] = self.run_eagerly  # (batch, adapted)
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> Output:
@@ -330,8 +330,7 @@ class ModelRunner:
             self.sampler.grammars.begin(batch.sampling)
         batch.needed_rows = None if keeps_all or not self.stage.last else self._sampled_rows(batch)
         adapted = self.adapters is not None and self.adapters.begin(step, batch)
-        # recorded passes have no adapters
-        hidden = self.run_eagerly(batch) if adapted else self.forward(batch)
+        hidden = self.forward(batch, True) if adapted else self.forward(batch)
         self._reached = _LOGITS
         if not self.stage.last:
             self.stage.send_hidden(batch, hidden)
@@ -418,7 +417,7 @@ class ModelRunner:
         `record` replaces the CUDA recorder in tests without a GPU.
         """
         self.forward = CudaGraphs(
-            self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record, self._adapt
+            self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record, self._adapt, self.adapters
         )
 
     def _adapt(self, attn: GroupedMetadata) -> GroupedMetadata:
@@ -435,8 +434,12 @@ class ModelRunner:
         """Run a step whose results nobody needs."""
         self.execute(step).result()
 
-    def run_eagerly(self, batch: InputBatch) -> torch.Tensor:
-        """Hidden states `[T, H]` of the step's tokens, or of `needed_rows`, after this stage's layers."""
+    def run_eagerly(self, batch: InputBatch, adapted: bool = False) -> torch.Tensor:
+        """Hidden states `[T, H]` of the step's tokens, or of `needed_rows`, after this stage's layers; `adapted`: some
+        rows have LoRA adapters.
+        """
+        if adapted:
+            self.adapters.place_rows(batch)
         if self.model.spec.is_encoder:
             types = {"token_types": self.pooling.token_types(batch)} if self.model.spec.num_token_types > 1 else {}
             return self.model(batch.input_ids, batch.positions, batch.attn, None, batch.needed_rows, **types)

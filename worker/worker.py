@@ -160,7 +160,7 @@ class Worker:
             available=available,
             weights=weights,
             activations=activations,
-            graphs=estimates.estimate_graphs(spec, limits, tp_size) if has_graphs else 0,
+            graphs=estimates.estimate_graphs(config, spec, limits, tp_size) if has_graphs else 0,
             images=estimates.estimate_images(spec, limits, platform) if pp().rank == 0 else 0,
             adapters=0 if adapters is None else LoraLimits.of(config.lora).num_bytes(adapters.targets),
             offload=offload // self.world_size if platform.device.type == "cpu" else 0,
@@ -251,7 +251,7 @@ class Worker:
 
     def _record_graphs(self, progress: ReportProgress) -> None:
         """Record a graph of every batch size, the largest first."""
-        sizes, done = len(self.runner.forward.sizes), 0
+        sizes, done = len(self.runner.forward.recordings), 0
         progress("recording CUDA graphs", 0.0)
         while self.runner.work_idle():
             done += 1

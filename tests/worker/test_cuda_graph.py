@@ -15,6 +15,7 @@ from quire.engine.messages import SamplingParams
 from quire.worker.batch.graphs import _CudaRecorder, padded_sizes
 from tests.families import FAMILIES, build_family
 from tests.in_process import InProcessEngine
+from tests.lora import ATTENTION, make_adapter, make_expert_adapter, use
 
 
 class Recorder:
@@ -93,7 +94,7 @@ def test_sizes_are_recorded_while_idle_the_largest_first(checkpoint):
     assert not engine.executor._worker.work_idle()  # without graphs
     want = [result.token_ids for result in engine.generate(prompts, sampling)]
     runner = engine.executor._worker.runner
-    recorded, sizes = [], [7, 4, 2, 1]
+    recorded, sizes = [], [(size, False) for size in (7, 4, 2, 1)]
     recorder = Recorder(runner.model)
     runner.use_graphs(200, lambda function: (recorded.append(list(runner.forward._graphs)), recorder(function))[1])
     runner.forward.forward = recorder.forward
@@ -140,6 +141,57 @@ def test_what_cannot_be_recorded_runs_eagerly(checkpoint, caplog):
     assert [r.getMessage() for r in caplog.records if "no CUDA graph" in r.getMessage()] == [
         "no CUDA graph for 2 requests, running these steps eagerly: OutOfMemoryError: no room"
     ]
+    engine.close()
+
+
+def test_adapters_in_recorded_steps(checkpoint, tmp_path):
+    """Rows with adapters that come, go and change their slots, scaled ones and none in one replay; a row with two, and
+    adapters of experts, run eagerly.
+    """
+    folder = checkpoint("qwen3-moe")
+    adapters = [make_adapter(tmp_path / str(i), folder, 4 + i, seed=i, targets=ATTENTION) for i in range(4)]
+    experts = make_expert_adapter(tmp_path / "experts", folder)
+    settings = dict(
+        block_size=4, num_gpu_blocks_override=200, max_num_seqs=5, max_model_len="200", enable_lora=True, max_loras=2
+    )
+    prompts = [[7 * i + 5 + j for j in range(9)] for i in range(5)]
+    uses = [
+        [[use(adapters[0])], [], [use(adapters[1])], [use(adapters[0], 0.5)], []],
+        [[use(adapters[2])], [use(adapters[3])], [], [use(adapters[3])], [use(adapters[2])]],
+        [[use(adapters[0]), use(adapters[3])], [use(adapters[0])], [], [], []],
+        [[use(experts)], [], [], [use(adapters[1])], []],
+        [[], [use(adapters[1])], [use(adapters[1])], [], []],
+    ]
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    engine = InProcessEngine(folder, **settings)
+    want = [[one.token_ids for one in engine.generate(prompts, sampling, adapters=some)] for some in uses]
+    engine.close()
+    assert len({str(tokens) for tokens in want}) == len(uses)
+
+    engine = InProcessEngine(folder, **settings)
+    runner = engine.executor._worker.runner
+    recorder, replayed, step = Recorder(runner.model), [], runner.adapters.step
+
+    def record(function):
+        slots = step.recorded
+
+        def with_slots():
+            step.rows, step.recorded = [], slots
+            function()
+            step.recorded = None
+
+        return recorder(with_slots)
+
+    runner.use_graphs(200, record)
+    runner.forward.forward = recorder.forward
+    while runner.work_idle():
+        pass
+    assert list(runner.forward._graphs) == [(size, kind) for kind in (False, True) for size in (5, 4, 2, 1)]
+    for some, tokens in zip(uses, want):
+        recorder.num_replays = 0
+        assert [one.token_ids for one in engine.generate(prompts, sampling, adapters=some)] == tokens
+        replayed.append(recorder.num_replays)
+    assert replayed == [5, 5, 0, 0, 5]
     engine.close()
 
 

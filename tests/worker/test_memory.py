@@ -165,8 +165,11 @@ def test_graphs_are_part_of_the_plan(folder):
         Config.from_flat(model=folder, device="cpu", gpu_memory_utilization=0.5, max_num_seqs=10**6),
     )
     limits = memory.resolve_limits(config, spec, CpuPlatform())
-    graphs = memory.estimate_graphs(spec, replace(limits, max_num_seqs=64), 1)
-    assert 64 * spec.hidden_size * 4 < graphs < memory.estimate_graphs(spec, replace(limits, max_num_seqs=512), 1) < GIB
+    graphs = memory.estimate_graphs(config, spec, replace(limits, max_num_seqs=64), 1)
+    more = memory.estimate_graphs(config, spec, replace(limits, max_num_seqs=512), 1)
+    assert 64 * spec.hidden_size * 4 < graphs < more < GIB
+    with_lora = Config.from_flat(model=folder, device="cpu", enable_lora=True)
+    assert graphs < memory.estimate_graphs(with_lora, spec, replace(limits, max_num_seqs=64), 1) < 2 * graphs
     sizes = dict(device="cuda", total=8 * GIB, available=8 * GIB, weights=GIB, activations=GIB)
     without, *_ = memory.plan_memory(config, spec, limits, **sizes)
     plan, *_ = memory.plan_memory(config, spec, limits, **sizes, graphs=GIB)

@@ -15,6 +15,8 @@ import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 
@@ -29,6 +31,18 @@ logger = logging.getLogger(__name__)
 # (input_ids, positions, attn) -> hidden
 Forward = Callable[[torch.Tensor, torch.Tensor, GroupedMetadata], torch.Tensor]
 Replay = Callable[[], None]
+Size = tuple[int, bool]  # of a recording: number of requests, and whether some may have LoRA adapters
+
+
+class RecordedAdapters(Protocol):
+    """The LoRA adapters of steps (`lora/adapters.py`)."""
+
+    @property
+    def fit_slots(self) -> bool: ...
+    def use_slots(self, max_rows: int) -> None: ...
+    def fill_slots(self, size: int) -> None: ...
+    def recording(self, size: int) -> AbstractContextManager[None]: ...
+
 
 _SEEN_OFTEN = 8  # a size is recorded between steps after this many steps of it
 _STEPS_BETWEEN = 128  # minimum number of steps between two recordings while requests run
@@ -52,40 +66,50 @@ class CudaGraphs:
     def __init__(
         self,
         forward: Forward,
-        eager: Callable[[InputBatch], torch.Tensor],
+        eager: Callable[[InputBatch, bool], torch.Tensor],
         buffers: InputBuffers,
         backend: AttentionBackend,
         max_model_len: int,
         record: Callable[[Callable[[], None]], Replay] | None = None,
         adapt: Callable[[GroupedMetadata], GroupedMetadata] | None = None,
+        adapters: RecordedAdapters | None = None,
     ) -> None:
         self.adapt = adapt or (lambda attn: attn)  # what each step computes on the device from the buffers' metadata
         self.forward, self.eager, self.buffers, self.backend = forward, eager, buffers, backend
         self.max_model_len = max_model_len
         self.sizes = padded_sizes(min(buffers.seq_lens.shape[0], buffers.max_num_tokens))
         self.record = record or _CudaRecorder()
-        self._seen: Counter[int] = Counter()
+        self.adapters = adapters
+        if adapters is not None:
+            adapters.use_slots(self.sizes[-1])
+        # steps without an adapter keep a recording without the kernels for them
+        self.recordings: list[Size] = [(size, False) for size in self.sizes]
+        self.recordings += [(size, True) for size in self.sizes] if adapters is not None else []
+        self._seen: Counter[Size] = Counter()
         # counted in steps, not seconds: all ranks must record in the same step
         self._num_steps = self._may_record_at = 0
         # padded size -> (replay function, hidden states [size, H] that it overwrites), or None if this size runs
         # eagerly
-        self._graphs: dict[int, tuple[Replay, torch.Tensor] | None] = {}
+        self._graphs: dict[Size, tuple[Replay, torch.Tensor] | None] = {}
 
-    def __call__(self, batch: InputBatch) -> torch.Tensor:
+    def __call__(self, batch: InputBatch, adapted: bool = False) -> torch.Tensor:
         """Run the forward pass as `eager` does. The result is valid until the next call."""
         self._num_steps += 1
         num_reqs = len(batch.step.rows)
         special = batch.needed_rows is not None or batch.images is not None
+        special = special or (adapted and not self.adapters.fit_slots)
         if batch.max_query_len > 1 or num_reqs > self.sizes[-1] or special:
-            return self.eager(batch)
-        size = self.sizes[bisect_left(self.sizes, num_reqs)]
+            return self.eager(batch, adapted)
+        size = self.sizes[bisect_left(self.sizes, num_reqs)], adapted
         graph = self._graphs.get(size)
         if graph is None:
-            hidden = self.eager(batch)
+            hidden = self.eager(batch, adapted)
             if size not in self._graphs and self._worth_recording(size):
                 self._record_padding(size)
             return hidden
         replay, hidden = graph
+        if adapted:
+            self.adapters.fill_slots(size[0])
         replay()
         return hidden[:num_reqs]
 
@@ -101,19 +125,20 @@ class CudaGraphs:
 
         Call it only while no step runs, because it changes the buffers.
         """
-        missing = [size for size in self.sizes if size not in self._graphs]
+        missing = [size for size in self.recordings if size not in self._graphs]
         if missing:
-            self._record_padding(missing[-1])
+            of_kind = [size for size in missing if size[1] == missing[0][1]]
+            self._record_padding(of_kind[-1])
         return len(missing) > 1
 
-    def _record_padding(self, size: int) -> None:
+    def _record_padding(self, size: Size) -> None:
         """Record `size` over padding alone: the run before the capture computes for no request, whose caches and states
         it would otherwise advance a second time. Changes the buffers, which the step before no longer needs.
         """
-        self._of_size(size).pad(0)
+        self._of_size(size[0]).pad(0)
         self._graphs[size] = self._try_to_record(size)
 
-    def _worth_recording(self, size: int) -> bool:
+    def _worth_recording(self, size: Size) -> bool:
         """Return whether to record `size` now, although requests wait meanwhile."""
         self._seen[size] += 1
         if self._seen[size] < _SEEN_OFTEN or self._num_steps < self._may_record_at:
@@ -124,7 +149,7 @@ class CudaGraphs:
     def _of_size(self, size: int) -> StepTensors:
         return self.buffers.of_step(size, size, self.buffers.block_tables.shape[2])
 
-    def _try_to_record(self, size: int) -> tuple[Replay, torch.Tensor] | None:
+    def _try_to_record(self, size: Size) -> tuple[Replay, torch.Tensor] | None:
         """Record a size, or return None if that fails: memory ran out, or an operation cannot be captured.
 
         Raises RuntimeError if there are several ranks.
@@ -133,14 +158,18 @@ class CudaGraphs:
             return self._record(size)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             if tp().size > 1:  # the other ranks wait for this one, without an error of their own
-                raise RuntimeError(f"no CUDA graph for {size} requests on rank {tp().rank}") from error
+                raise RuntimeError(f"no CUDA graph for {size[0]} requests on rank {tp().rank}") from error
             logger.warning(
-                "no CUDA graph for %d requests, running these steps eagerly: %s: %s", size, type(error).__name__, error
+                "no CUDA graph for %d requests%s, running these steps eagerly: %s: %s",
+                size[0],
+                " with adapters" if size[1] else "",
+                type(error).__name__,
+                error,
             )
             return None
 
-    def _record(self, size: int) -> tuple[Replay, torch.Tensor]:
-        buffers, outputs = self.buffers, []
+    def _record(self, recording: Size) -> tuple[Replay, torch.Tensor]:
+        buffers, outputs, (size, adapted_rows) = self.buffers, [], recording
         # The block table has the width of the longest context, and the lengths are upper bounds, because both change
         # between replays.
         attn = self._of_size(size).metadata(self.backend, max_query_len=1, max_seq_len=self.max_model_len)
@@ -151,7 +180,8 @@ class CudaGraphs:
                 meta.backend.build(meta)
             outputs.append(self.forward(buffers.input_ids[:size], buffers.positions[:size], adapted))
 
-        replay = self.record(run)
+        with self.adapters.recording(size) if adapted_rows else nullcontext():
+            replay = self.record(run)
         return replay, outputs[-1]
 
 

@@ -65,7 +65,7 @@ class TritonOps(Ops):
         self.exclude_by_bitmask = triton_bitmask.exclude_by_bitmask
         self.rms_norm, self.add_rms_norm = kernels.rms_norm, kernels.add_rms_norm
         self.route, self.fused_experts = triton_routing.route, triton_experts.fused_experts
-        self.add_lora = triton_lora.add
+        self.add_lora, self.add_lora_slots = triton_lora.add, triton_lora.add_slots
         self.causal_conv, self.selective_scan = triton_states.causal_conv, triton_states.selective_scan
         self.gated_delta_rule = triton_states.gated_delta_rule
         self.linear_attention = triton_states.linear_attention

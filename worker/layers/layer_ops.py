@@ -18,6 +18,7 @@ class LayerOps(Protocol):
     silu_and_mul: Callable[..., torch.Tensor]
     fused_experts: Callable[..., torch.Tensor]
     add_lora: Callable[..., None]
+    add_lora_slots: Callable[..., None]
     quantized_types: tuple[torch.dtype, ...]
     takes: frozenset[str]
 

@@ -270,7 +270,7 @@ class Linear(nn.Module):
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The product with this rank's weights and, for rows that have an adapter, with the adapter's."""
         out = self.method.apply(self, x)
-        return out if self.lora is None else self.lora.add(x, out, self.ops and self.ops.add_lora)
+        return out if self.lora is None else self.lora.add(x, out, self.ops)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -364,7 +364,7 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         if not self.gated:
             return self.activate(self.product(x))
         if self.lora is not None and self.lora.applies():
-            halves = self.lora.add(x, self.method.apply_halves(self, x), self.ops and self.ops.add_lora)
+            halves = self.lora.add(x, self.method.apply_halves(self, x), self.ops)
             return self.activate(halves).to(x.dtype)
         return self.method.apply_gated(self, x)
 

@@ -8,12 +8,14 @@ The rows of a step are grouped by adapter (`StepLora`), so that a step may mix a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+
+from quire.worker.layers.layer_ops import LayerOps
 
 
 @dataclass(slots=True)
@@ -65,11 +67,12 @@ class StepLora:
     needed: list[LoraRows] = field(default_factory=list)
     fixed_order: bool = False  # a row's result has the same bits in any step
     active: OrderedDict[str, Adapted] = field(default_factory=OrderedDict)  # adapters on the device, by key
+    recorded: Any = None  # the `LoraSlots` where a step that is being recorded finds its rows and adapters
 
     @property
     def applies(self) -> bool:
         """Whether any row of the step has an adapter."""
-        return bool(self.rows)
+        return bool(self.rows) or self.recorded is not None
 
     def of(self, num_rows: int) -> list[LoraRows]:
         """The rows by adapter of a layer that computes `num_rows`."""
@@ -94,23 +97,25 @@ def add_lora(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixed_
 
 
 class LinearLora:
-    """The adapters of one linear layer, by key."""
+    """The adapters of one linear layer, by key. The layer is `num_modules` of a checkpoint, in `num_parts`."""
 
-    def __init__(self, step: StepLora):
-        self.step = step
+    def __init__(self, step: StepLora, num_modules: int = 1, num_parts: int = 1):
+        self.step, self.num_modules, self.num_parts = step, num_modules, num_parts
         self.weights: dict[str, LoraWeights] = {}
+        self.slots: Any = None  # `LayerSlots`, if steps are recorded
 
     def applies(self) -> bool:
         """Whether an adapter of the step has matrices for this layer."""
-        return any(rows.key in self.weights for rows in self.step.rows)
+        return self.step.recorded is not None or any(rows.key in self.weights for rows in self.step.rows)
 
-    def add(self, x: torch.Tensor, out: torch.Tensor, add: Callable[..., None] | None = None) -> torch.Tensor:
-        """`out` `[T, out]`, the layer's product of x `[T, in]`, with what the adapters add. Overwrites `out`. `add` is
-        the platform's `add_lora`.
-        """
+    def add(self, x: torch.Tensor, out: torch.Tensor, ops: LayerOps | None) -> torch.Tensor:
+        """`out` `[T, out]`, the layer's product of x `[T, in]`, with what the adapters add. Overwrites `out`."""
+        if self.step.recorded is not None:
+            ops.add_lora_slots(x, out, self.step.recorded, self.slots)
+            return out
         groups = [(rows, self.weights[rows.key]) for rows in self.step.of(len(x)) if rows.key in self.weights]
         if groups:
-            (add or add_lora)(x, out, groups, self.step.fixed_order)
+            (ops.add_lora if ops else add_lora)(x, out, groups, self.step.fixed_order)
         return out
 
 

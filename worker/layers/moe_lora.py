@@ -57,6 +57,8 @@ class ExpertsLora:
 
     def groups(self, num_rows: int) -> list[LoraRows]:
         """The rows of a step whose adapters have matrices for some of the experts."""
+        if self.step.recorded is not None:  # no adapter of a recorded step has matrices for experts
+            return []
         keys = {key for one in (*self.gate_up.values(), *self.down.values()) for key in one.lora.weights}
         return [rows for rows in self.step.of(num_rows) if rows.key in keys] if keys else []
 

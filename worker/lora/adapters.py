@@ -5,9 +5,11 @@ device for the steps that use them. A row state of the request table says which 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,6 +19,7 @@ from quire.configs.serving import LoraConfig
 from quire.worker.batch.input_batch import InputBatch
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.lora import Adapted, LoraRows, StepLora
+from quire.worker.layers.lora_slots import LoraSlots
 from quire.worker.layers.moe_lora import ExpertProduct
 from quire.worker.lora.reading import open_matrices, unswapped
 from quire.worker.lora.targets import Piece, Targets, layer_weights
@@ -74,6 +77,9 @@ class Adapters:
         self._loaded: OrderedDict[str, Adapted] = OrderedDict()  # in RAM, most recently used last
         self._active = self.step.active
         self._rows: dict[int, list[LoraUse]] = {}
+        self._tokens: dict[str, tuple[list[int], list[float]]] = {}  # of the step, by adapter: indices and scales
+        self._several: set[str] = set()  # adapters of rows with more than one
+        self._slots: LoraSlots | None = None
 
     # ---- loading
 
@@ -140,13 +146,13 @@ class Adapters:
 
     def begin(self, step: StepInput, batch: InputBatch) -> bool:
         """Group the rows of a step by adapter, before its forward pass, and bring the adapters to the device. Returns
-        whether any row has one.
+        whether any row has one; then call `place_rows`, or, to replay a recorded step, `fill_slots`.
         """
         self.step.rows = self.step.needed = []
         if not self._rows:
             return False
-        tokens: dict[str, tuple[list[int], list[float]]] = {}
-        several = {use.key for row in step.rows if len(uses := self._rows.get(row, ())) > 1 for use in uses}
+        tokens = self._tokens = {}
+        self._several = {use.key for row in step.rows if len(uses := self._rows.get(row, ())) > 1 for use in uses}
         for i, row in enumerate(step.rows):
             for use in self._rows.get(row, ()):
                 indices, scales = tokens.setdefault(use.key, ([], []))
@@ -156,15 +162,45 @@ class Adapters:
         if not tokens:
             return False
         self._activate({use.key: use.path for row in step.rows for use in self._rows.get(row, ())})
+        return True
+
+    def place_rows(self, batch: InputBatch) -> None:
+        """Give the layers the rows of each adapter."""
         num_tokens = self.step.num_tokens = len(batch.input_ids)
-        self.step.rows = [self._group(key, *found, num_tokens, key in several) for key, found in tokens.items()]
+        self.step.rows = [self._group(key, *found, num_tokens) for key, found in self._tokens.items()]
         if batch.needed_rows is not None:
-            places = {token: place for place, token in enumerate(self._needed(step, batch))}
-            for key, (indices, scales) in tokens.items():
+            places = {token: place for place, token in enumerate(self._needed(batch.step, batch))}
+            for key, (indices, scales) in self._tokens.items():
                 some = [(places[index], scale) for index, scale in zip(indices, scales) if index in places]
                 if some:
-                    self.step.needed.append(self._group(key, *map(list, zip(*some)), len(places), key in several))
-        return True
+                    self.step.needed.append(self._group(key, *map(list, zip(*some)), len(places)))
+
+    # ---- recorded steps
+
+    def use_slots(self, max_rows: int) -> None:
+        """Steps of up to `max_rows` rows of one token will be recorded."""
+        layers = [layer.lora for layer in self.targets.linears]
+        self._slots = LoraSlots(layers, self.max_active, max_rows, self.max_rank, self.platform.device)
+
+    @property
+    def fit_slots(self) -> bool:
+        """Whether a recorded step can compute this one: no row has two adapters, and none has matrices for experts."""
+        return not self._several and all(key in self._slots.keys for key in self._tokens)
+
+    def fill_slots(self, size: int) -> None:
+        """Tell the recorded step of `size` rows which of them use which adapter."""
+        of_step = ((key, *found) for key, found in self._tokens.items())
+        self._slots.fill(size, of_step, self.platform.to_device)
+
+    @contextmanager
+    def recording(self, size: int) -> Iterator[None]:
+        """Meanwhile the layers read rows and adapters from slots. No row of the recording itself has one."""
+        self._slots.fill(size, [], self.platform.to_device)
+        self.step.recorded = self._slots
+        try:
+            yield
+        finally:
+            self.step.recorded = None
 
     @staticmethod
     def _needed(step: StepInput, batch: InputBatch) -> list[int]:
@@ -173,10 +209,12 @@ class Adapters:
         sampling = batch.sampling
         return [place[row] + position - 1 for row, position in zip(sampling.rows, sampling.positions)] or [0]
 
-    def _group(self, key: str, indices: list[int], scales: list[float], num_rows: int, overlaps: bool) -> LoraRows:
-        device = self.platform.device
-        of_rows = None if all(scale == 1.0 for scale in scales) else torch.tensor(scales, device=device)
-        return LoraRows(key, torch.tensor(indices, device=device), of_rows, len(indices) == num_rows, overlaps)
+    def _group(self, key: str, indices: list[int], scales: list[float], num_rows: int) -> LoraRows:
+        to_device, of_rows = self.platform.to_device, None
+        if any(scale != 1.0 for scale in scales):
+            of_rows = to_device(np.array(scales, np.float32))
+        index = to_device(np.array(indices, np.int64))
+        return LoraRows(key, index, of_rows, len(indices) == num_rows, key in self._several)
 
     def _activate(self, needed: dict[str, str]) -> None:
         for key, folder in needed.items():
@@ -188,6 +226,8 @@ class Adapters:
                 self._active[key] = [(layer, weights.to(device)) for layer, weights in self._loaded[key]]
                 for layer, weights in self._active[key]:
                     layer.lora.weights[key] = weights
+                if self._slots is not None:
+                    self._slots.put(key, self._active[key], self.platform.to_device)
             self._active.move_to_end(key)
         for key in [key for key in self._active if key not in needed]:
             if len(self._active) <= self.max_active:
@@ -195,5 +235,7 @@ class Adapters:
             self._deactivate(key)
 
     def _deactivate(self, key: str) -> None:
+        if self._slots is not None:
+            self._slots.drop(key)
         for layer, _ in self._active.pop(key, ()):
             layer.lora.weights.pop(key, None)

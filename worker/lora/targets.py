@@ -65,19 +65,22 @@ class Targets:
         self.num_layers = model.spec.num_hidden_layers
         self.dtype = model.dtype  # of the adapters' matrices
         self.bytes_per_rank = 0  # without experts
+        self.linears: list[Linear] = []
         for path, layer in model.named_modules():
             if isinstance(layer, (ListedExperts, StackedExperts)) and (experts := layer.take_adapters(step)):
                 self._add_experts(path, experts, names)
             if not isinstance(layer, Linear) or ".experts." in path:
                 continue
-            modules = set()  # each has an A of its own
+            modules, num_parts = set(), 0  # each module has an A of its own
             for name, piece in _pieces(path, layer):
+                num_parts += 1
                 for candidate in names.modules(name):
                     if match := _IN_LAYER.fullmatch(candidate):
                         self._add((int(match[1]), match[2]), piece)
                         modules.add(name)
             if modules:
-                layer.lora = LinearLora(step)
+                layer.lora = LinearLora(step, len(modules), num_parts)
+                self.linears.append(layer)
                 self.bytes_per_rank += self.dtype.itemsize * (len(modules) * layer.in_features + layer.out_features)
 
     def _add_experts(self, path: str, lora: ExpertsLora, names: TensorNames) -> None:

@@ -17,6 +17,7 @@ from quire.worker.layers.activation import silu_and_mul
 from quire.worker.layers.delta_rule import gated_delta_rule
 from quire.worker.layers.linear_attention import linear_attention
 from quire.worker.layers.lora import StepLora, add_lora
+from quire.worker.layers.lora_slots import add_lora_slots
 from quire.worker.layers.moe import fused_experts
 from quire.worker.layers.norm import add_rms_norm, rms_norm
 from quire.worker.layers.rotary import apply_rotary
@@ -123,6 +124,7 @@ class Ops:
     # ---- matrix products
 
     add_lora = staticmethod(add_lora)
+    add_lora_slots = staticmethod(add_lora_slots)
 
     # types of inputs and weights for which `quantized_method` and `blocks_method` are asked
     quantized_types: tuple[torch.dtype, ...] = (torch.bfloat16,)
