@@ -6,9 +6,9 @@ Ranks are numbered `pp_rank * tp_size + tp_rank`: the ranks of one tensor-parall
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,16 @@ class Group:
         return self
 
 
+class SmallSums(Protocol):
+    """A faster all-reduce of small tensors."""
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether it sums x: it depends on the shape and dtype only, so that all ranks decide alike."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks."""
+
+
 class ProcessGroup(Group):
     """A group of processes over torch.distributed. `ranks` are global ranks, in group order."""
 
@@ -66,10 +76,39 @@ class ProcessGroup(Group):
         self.ranks, self.size, self._backend = ranks, len(ranks), backend
         self.rank = ranks.index(dist.get_rank())
         self._group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        self._small: SmallSums | None = None
+
+    def use_small_sums(
+        self, device: torch.device, obstacle: str | None, make: Callable[[Any], SmallSums]
+    ) -> str | None:
+        """From now on sum small tensors with what `make` returns for the process group. Returns why not: `obstacle`,
+        or an error, of this or another rank. All ranks of the group must call it together.
+
+        The ranks vote before `make`, in which they wait for each other, and after it: a rank that sums in another way
+        than the others would wait forever.
+        """
+        if not self._all_say(obstacle is None, device):
+            return obstacle or "another rank cannot"
+        small, error = None, None
+        try:
+            small = make(self._group)
+        except Exception as failed:  # raised by torch, its extensions or the driver: sum as before
+            error = f"{type(failed).__name__}: {failed}"
+        if not self._all_say(error is None, device):
+            return error or "another rank cannot"
+        self._small = small
+        return None
+
+    def _all_say(self, yes: bool, device: torch.device) -> bool:
+        votes = torch.tensor([int(yes)], device=device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(votes.item())
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x, group=self._group)
         self.num_exchanges += 1
+        if self._small is not None and self._small.takes(x):
+            return self._small.all_reduce(x)
+        dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:

@@ -270,6 +270,8 @@ class Worker:
             backend=platform.dist_backend,
             expert_parallel=parallel.enable_expert_parallel,
         )
+        if (group := tp()).size > 1 and (reason := platform.share_memory(group)) != "" and group.rank == 0:
+            logger.info("all-reduces of small tensors: %s", f"NCCL, {reason}" if reason else "symmetric memory")
         self._agree_on_ops(platform)
 
     def _load_model(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from quire.configs.config import Config
+from quire.worker.parallel import ProcessGroup
 from quire.worker.platforms import host
 from quire.worker.platforms.ops import Ops
 from quire.worker.platforms.promises import Promises
@@ -130,6 +131,12 @@ class Platform(ABC):
     def memory_short(self) -> int:
         """Bytes that this process should return to the machine; if negative, those that it may still take."""
         return 0
+
+    def share_memory(self, group: ProcessGroup) -> str | None:
+        """Let the ranks of `group` sum small tensors by reading each other's memory. Returns why they do not, "" where
+        a platform never does. All ranks of the group call it together.
+        """
+        return ""
 
     def ops_warning(self) -> str:
         """Why there are no faster operations and never will be, how much slower that is and what to do, or ""."""

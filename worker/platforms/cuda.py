@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 from quire.worker.cuda import install as triton
+from quire.worker.cuda import one_shot
+from quire.worker.parallel import ProcessGroup
 from quire.worker.platforms import host
 from quire.worker.platforms.base import TORCH, Event, Platform
 from quire.worker.platforms.ops import Ops
@@ -65,6 +67,10 @@ class CudaPlatform(Platform):
     def ops(self) -> Ops:
         """The Triton kernels if they work on this device, else plain torch."""
         return triton.triton_ops(self.device) or TORCH
+
+    def share_memory(self, group: ProcessGroup) -> str | None:
+        obstacle = one_shot.obstacle(group.ranks, self.device)
+        return group.use_small_sums(self.device, obstacle, lambda of: one_shot.OneShot(of, group.size, self.device))
 
     def memory_in_use(self) -> tuple[int, int]:
         """(bytes now, peak bytes) that torch has allocated on the device; `release_memory` resets the peak."""
