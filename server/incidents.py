@@ -7,9 +7,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
+
+from quire.server.values import Json
 
 NUM_ERRORS = 50  # kept, the newest
 
@@ -47,7 +48,7 @@ class Incidents:
         self.num_deaths += 1
         self.last_death = time.time()
 
-    def note_error(self, **facts: Any) -> None:
+    def note_error(self, **facts: Json) -> None:
         """A request was answered with an error; `facts` are the fields of `Failure` but the time."""
         self.errors.append(Failure(time=time.time(), **facts))
 

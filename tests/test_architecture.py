@@ -202,7 +202,20 @@ def test_the_server_has_every_part():
 
 
 def test_parsers_know_only_text():
-    assert not outside("quire.server.parsers")
+    assert not outside("quire.server.parsers", "quire.server.values")
+
+
+def test_any_is_json():
+    """Parameters and fields of the server that may be anything are `Json` (server/values.py); else `object` will do."""
+    # values of templates, and nodes of the parser of `re`
+    others = {"quire.server.text.template_sandbox", "quire.server.structured.escaped_pattern"}
+    found = []
+    for module in (name for name in MODULES if within(name, "quire.server") and name not in others):
+        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+            annotation = getattr(node, "annotation", None)
+            if isinstance(annotation, ast.Name) and annotation.id == "Any":
+                found.append(f"{module}:{node.lineno}")
+    assert not found
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "numpy"])

@@ -77,7 +77,7 @@ class Batches:
         self.active: dict[str, asyncio.Task[None]] = {}  # by batch id
         self._failures: dict[str, int] = {}  # in a row, by batch id
 
-    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+    async def run(self, function: Callable[..., T], *arguments: object) -> T:
         """The result of a function that uses the store, in the store's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
@@ -222,7 +222,7 @@ class _Run:
         batch = await self._do(self.store.batch, self.batch.id)
         logger.info("%s %s: %d of %d requests succeeded", batch.id, batch.status, batch.completed, batch.total)
 
-    async def _do(self, function: Callable[..., T], *arguments: Any) -> T:
+    async def _do(self, function: Callable[..., T], *arguments: object) -> T:
         return await self.batches.run(function, *arguments)
 
     async def _validate(self) -> None:

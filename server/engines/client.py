@@ -36,6 +36,7 @@ from quire.engine.messages import (
     ToEngine,
 )
 from quire.server.engines.quarantine import Quarantine
+from quire.server.values import Json
 
 logger = logging.getLogger("quire.engine_client")
 
@@ -467,7 +468,7 @@ class EngineClient:
         if self._vocabulary is not None:
             self._send(Call(next(self._call_ids), "set_vocabulary", [self._vocabulary]))
 
-    async def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
+    async def call(self, method: str, *args: Json, timeout: float = 10.0) -> Any:
         """Call a method of the engine. Raises EngineCallError, EngineUnavailable, TimeoutError."""
         if self.ready is None:
             raise EngineUnavailable(self.dead or "the engine is not ready")
@@ -479,7 +480,7 @@ class EngineClient:
         finally:
             self._calls.pop(call_id, None)
 
-    async def call_each(self, method: str, *args: Any, timeout: float = 10.0) -> list[Any]:
+    async def call_each(self, method: str, *args: Json, timeout: float = 10.0) -> list[Any]:
         """The answer of each engine, of which there is one. Raises as `call`."""
         return [await self.call(method, *args, timeout=timeout)]
 

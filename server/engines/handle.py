@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.engine.messages import AddRequest, Ready
+from quire.server.values import Json
 
 if TYPE_CHECKING:
     from quire.server.engines.client import OutputStream
@@ -33,10 +34,10 @@ class EngineHandle(Protocol):
     def set_vocabulary(self, vocabulary: bytes) -> None:
         """Send the tokens that grammars need, a `Vocabulary` as msgpack, now and to every later engine."""
 
-    async def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
+    async def call(self, method: str, *args: Json, timeout: float = 10.0) -> Any:
         """Call a method of the engine. Raises EngineCallError, EngineUnavailable, TimeoutError."""
 
-    async def call_each(self, method: str, *args: Any, timeout: float = 10.0) -> list[Any]:
+    async def call_each(self, method: str, *args: Json, timeout: float = 10.0) -> list[Any]:
         """The same of each engine."""
 
     async def close(self, reason: str = ...) -> None:

@@ -17,6 +17,7 @@ from quire.server.errors import BadRequest
 from quire.server.generate.request import Conversation, GenerationSpec
 from quire.server.http.threads import Deferred
 from quire.server.text.chat_template import ChatTemplate
+from quire.server.values import Json
 
 if TYPE_CHECKING:
     from quire.server import needs
@@ -92,7 +93,7 @@ class Placeholders:
         self._part = template.image_part(placeholder)
         self._hidden = f"placeholder{secrets.token_hex(16)}"
 
-    def hide(self, value: Any) -> Any:
+    def hide(self, value: Json) -> Any:
         """JSON data without placeholders, and with image parts in the form that the template takes."""
         if isinstance(value, str):
             return value.replace(self._placeholder, self._hidden)

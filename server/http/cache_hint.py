@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from quire.server.errors import BadRequest
+from quire.server.values import Json
 
 MAX_KEY_BYTES = 1024
 MAX_SECONDS = 86400.0
@@ -19,9 +20,9 @@ RETENTION = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86400.0}  # seconds
 
 
 class _Fields(msgspec.Struct):
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    session_id: Any = None
+    prompt_cache_key: Json = None
+    prompt_cache_retention: Json = None
+    session_id: Json = None
 
 
 _fields = msgspec.json.Decoder(_Fields).decode
@@ -62,7 +63,7 @@ def wanted_for(identity: dict[str, Any], seconds: float, name: str = "") -> dict
     return identity | {"cache_key": key, "cache_seconds": seconds}
 
 
-def check_key(key: Any, param: str) -> None:
+def check_key(key: Json, param: str) -> None:
     """Raises BadRequest for what names no conversation."""
     if not isinstance(key, str):
         raise BadRequest(f"{param}: expected str, got {type(key).__name__}.", param=param)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -91,7 +90,7 @@ def _detect_loss(connection: socket.socket) -> None:
 class Connection(H11Protocol):
     """One connection. `scope["state"]["connection"]` of each of its requests."""
 
-    def __init__(self, *args: Any, shared: Connections, **kwargs: Any):
+    def __init__(self, *args: object, shared: Connections, **kwargs: object):
         super().__init__(*args, **kwargs)
         self.shared, self.limits = shared, shared.limits
         self.crowded = False  # over the limit: only probes are answered

@@ -15,6 +15,7 @@ import msgspec
 from quire.server.errors import BadRequest
 from quire.server.generate.limits import MAX_TEMPLATE_KWARGS_BYTES
 from quire.server.parsers.model_json import without_halves
+from quire.server.values import Json
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -74,7 +75,7 @@ def _untyped(body: bytes) -> Any:
         return None
 
 
-def is_left_out(item: Any) -> bool:
+def is_left_out(item: Json) -> bool:
     """Whether `item` is of a type that is ignored like an unknown field (the class's pattern `left_out`)."""
     pattern = getattr(type(item), "left_out", None)
     return pattern is not None and pattern.fullmatch(item.type) is not None
@@ -94,7 +95,7 @@ def _may_have_more_members(body: bytes, limit: int) -> bool:
     return without_escapes.count(b'"') // 2 > limit
 
 
-def deeper_than(value: Any, levels: int) -> bool:
+def deeper_than(value: Json, levels: int) -> bool:
     """Whether JSON data has more levels of objects and lists."""
     if not isinstance(value, (dict, list)):
         return False
@@ -103,7 +104,7 @@ def deeper_than(value: Any, levels: int) -> bool:
     return any(deeper_than(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
-def bad_request(error: msgspec.ValidationError, data: Any) -> BadRequest:
+def bad_request(error: msgspec.ValidationError, data: Json) -> BadRequest:
     """The error for a value of the wrong type; it names the field and shows its value from `data`."""
     match = _PATH.match(str(error))
     what, path = match["what"], match["path"] or ""
@@ -126,7 +127,7 @@ def _readable(what: str) -> str:
     return what[:1].lower() + what[1:]
 
 
-def _shown(data: Any, keys: list) -> str:
+def _shown(data: Json, keys: list) -> str:
     """The invalid value, if it is short."""
     for key in keys:
         try:

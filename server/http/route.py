@@ -31,7 +31,7 @@ class Route:
     path: str
     handler: Handler
     body: type | Schema | None = None
-    answer: Any = None
+    answer: object = None
     stream: str | None = None
     query: Mapping[str, Schema] = field(default_factory=dict)
     others: Mapping[str, type] = field(default_factory=dict)

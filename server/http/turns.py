@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.types import Scope
 
@@ -70,7 +70,7 @@ class Turns:
             finally:
                 cost = time.thread_time() - started
 
-        def ended(_: Any) -> None:
+        def ended(_: object) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(lambda: self._give_back(tenant, num_bytes, cost))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import yaml
 from msgspec import Meta
+
+from quire.server.values import Json
 
 _HASH = "sha256:"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"  # also a label in /metrics and a word in logs
@@ -66,7 +68,7 @@ def read_keys(path: str) -> list[Key]:
     """The keys of a file. Raises ValueError naming the file, and the key and field at fault; no message has a key."""
     try:
         with open(path, encoding="utf-8") as file:
-            data: Any = yaml.safe_load(file)
+            data: Json = yaml.safe_load(file)
     except OSError as error:
         raise ValueError(f"--api-key-file {path}: {error.strerror}") from None
     except yaml.YAMLError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -18,7 +18,7 @@ class ImageInput:
     param: str
     url: str | None = None  # data:, http:, https: or file:
     base64: str | None = None
-    picture: Any = None  # a PIL.Image.Image, offline
+    picture: object = None  # a PIL.Image.Image, offline
     detail: Literal["low", "high", "auto"] | None = None
     uuid: str | None = None
     lease: Lease | None = None  # once it is loaded

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from quire.server.values import Json
+
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 # bounds what a client's option, or a long thin image, can make of an image
@@ -76,7 +78,7 @@ def padded_to_square(image: Image.Image, mean: Sequence[float]) -> Image.Image:
     return padded(image, side, side, tuple(int(value * 255) for value in mean))
 
 
-def one_side(name: str, value: Any) -> int:
+def one_side(name: str, value: Json) -> int:
     """The side of a square that a configuration gives as a number or as height and width. Raises ValueError if it is no
     square.
     """

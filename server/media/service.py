@@ -411,7 +411,7 @@ def _keys(digests: list[bytes], options: dict[str, Any]) -> list[str]:
     return [hashlib.blake2b(digest + settings, digest_size=16).hexdigest() for digest in digests]
 
 
-def _digest_of_picture(picture: Any) -> bytes:
+def _digest_of_picture(picture: object) -> bytes:
     about = json.dumps([picture.mode, picture.size, picture.getexif().get(274)]).encode()
     state = hashlib.blake2b(about, digest_size=32)
     if picture.palette is not None:

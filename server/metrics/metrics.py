@@ -244,7 +244,7 @@ class Metrics(Collector):
         """Stored responses and conversations made room for new ones."""
         self._counters["stored_objects_evicted"] += num
 
-    def set_cache_config(self, **fields: Any) -> None:
+    def set_cache_config(self, **fields: object) -> None:
         """Published as labels of `cache_config_info`: the settings of the KV cache and the resulting sizes
         (`num_gpu_blocks`, `block_size`).
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -53,7 +54,7 @@ class TierMetrics:
     def copy_gauges(self, other: TierMetrics) -> None:
         self.limits, self._used = other.limits, other._used
 
-    def collect(self, prefix: str, metrics: Any) -> Iterator[Any]:
+    def collect(self, prefix: str, metrics: ModuleType) -> Iterator[Any]:
         if not self.limits:
             return
         for name, text in _COUNTERS.items():
@@ -71,7 +72,7 @@ class TierMetrics:
         yield metrics.family(GaugeMetricFamily, f"{prefix}kv_offload_cpu_cache_usage_perc", text, [({}, usage)])
         yield from self._per_tier(prefix, metrics)
 
-    def _sizes(self, prefix: str, metrics: Any) -> HistogramMetricFamily:
+    def _sizes(self, prefix: str, metrics: ModuleType) -> HistogramMetricFamily:
         labels = [*metrics.labels, "transfer_type"]
         family = HistogramMetricFamily(f"{prefix}kv_offload_size", "Bytes per transfer, by direction.", labels=labels)
         for name, to in _DIRECTIONS.items():
@@ -79,7 +80,7 @@ class TierMetrics:
             family.add_metric([*metrics.labels.values(), to], histogram.buckets(), histogram.total)
         return family
 
-    def _per_tier(self, prefix: str, metrics: Any) -> Iterator[Any]:
+    def _per_tier(self, prefix: str, metrics: ModuleType) -> Iterator[Any]:
         for name, found, text in (
             ("used_bytes", self._used, "Bytes of blocks, by tier."),
             ("limit_bytes", self.limits, "The most bytes, by tier."),

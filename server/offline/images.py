@@ -12,6 +12,7 @@ from quire.server.errors import Unavailable
 from quire.server.generate.images import loading
 from quire.server.generate.request import Conversation, GenerationSpec
 from quire.server.media.inputs import ImageInput
+from quire.server.values import Json
 
 PICTURE = "image_pil"  # type of a part that holds a PIL.Image.Image
 MAX_TURNS = 64  # prompts with images at once
@@ -33,13 +34,13 @@ def images_of_prompt(prompt: Mapping[str, Any]) -> list[ImageInput]:
     ]
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: Json) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def picture_input(picture: Any, uuid: str | None, path: str) -> ImageInput:
+def picture_input(picture: object, uuid: str | None, path: str) -> ImageInput:
     """A PIL.Image.Image; None stands for one whose uuid is cached. Raises ValueError."""
     from PIL import Image
 
@@ -50,7 +51,7 @@ def picture_input(picture: Any, uuid: str | None, path: str) -> ImageInput:
     return ImageInput(param=path, picture=picture, uuid=uuid)
 
 
-def take_pictures(content: Any, path: str) -> tuple[Any, dict[int, ImageInput]]:
+def take_pictures(content: Json, path: str) -> tuple[Any, dict[int, ImageInput]]:
     """A message's content with an empty text for every picture in it, and the pictures by their place. Raises
     ValueError.
     """

@@ -71,7 +71,7 @@ class LLM:
     it to the end of the program.
     """
 
-    def __init__(self, model: str = "", **settings: Any):
+    def __init__(self, model: str = "", **settings: object):
         self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._runtime = Runtime(offline_config(model, settings))
@@ -242,7 +242,7 @@ class LLM:
         self,
         prompts: list[str] | list[list[int]] | Conversation,
         how: tuple[GenerationOptions, Structure | None],
-        **fields: Any,
+        **fields: object,
     ) -> GenerationSpec:
         """`fields` are others of the spec."""
         options, structure = how

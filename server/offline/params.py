@@ -132,7 +132,7 @@ class RequestOutput:
     num_reused_tokens: int = 0
 
 
-def converted(value: Any, cls: type[T], path: str = "") -> T:
+def converted(value: object, cls: type[T], path: str = "") -> T:
     """`value` checked against the type `cls`. Raises ValueError naming the field, below `path`."""
     try:
         return msgspec.convert(value, cls)

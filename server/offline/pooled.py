@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from quire.engine.messages import PoolingParams
 from quire.server import needs
@@ -34,7 +33,7 @@ class PooledRequestOutput:
 
     request_id: str
     prompt_token_ids: list[int]
-    outputs: Any
+    outputs: object
     finished: bool
     num_cached_tokens: int
 
@@ -116,5 +115,5 @@ def scoring_outputs(found: Scoring, vectors: Sequence[Vector]) -> list[PooledReq
     ]
 
 
-def output(request: GenerationRequest, vector: Vector, outputs: Any) -> PooledRequestOutput:
+def output(request: GenerationRequest, vector: Vector, outputs: object) -> PooledRequestOutput:
     return PooledRequestOutput(request.request_id, request.prompt_token_ids, outputs, True, vector.num_cached_tokens)

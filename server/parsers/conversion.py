@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.server.parsers.literals import to_json
 from quire.server.parsers.model_json import NUMBER, WORDS, json_string
+from quire.server.values import Json
 
 _MAX_DEPTH = 16  # of references and alternatives in a schema
 _NAMES = {
@@ -41,7 +42,7 @@ class ArgumentTypes:
         """Whether the argument is always a string, so that its text can be handed out as it arrives."""
         return self.types(name) == {"string"}
 
-    def _types(self, schema: Any, depth: int) -> frozenset[str]:
+    def _types(self, schema: Json, depth: int) -> frozenset[str]:
         if not isinstance(schema, Mapping) or not depth:
             return frozenset()
         if isinstance(reference := schema.get("$ref"), str):
@@ -61,7 +62,7 @@ class ArgumentTypes:
 
     def _resolve(self, reference: str) -> Any:
         """The schema at a JSON pointer into the parameters; None if it is not there."""
-        place: Any = self._root
+        place: Json = self._root
         for part in reference.removeprefix("#").split("/")[1:]:
             place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
         return place if reference.startswith("#") else None
@@ -89,7 +90,7 @@ class ArgumentTypes:
         return json_string(text)[:-1] if "string" in types or not types else ""
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: Json) -> bool:
     return isinstance(value, str)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from tqdm import tqdm
 
@@ -15,7 +14,7 @@ class Bar(tqdm):
     LINE_INTERVAL seconds and at the end.
     """
 
-    def __init__(self, *arguments: Any, **options: Any):
+    def __init__(self, *arguments: object, **options: object):
         file = options.get("file") or sys.stderr
         self.lines = not file.isatty()
         if self.lines:

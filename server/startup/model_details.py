@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.checkpoints.gguf.header import GgufFile, read_gguf
 from quire.server.engines.supervisor import in_thread
+from quire.server.values import Json
 
 # of `general.file_type`: llama.cpp's numbers
 FILE_TYPES = {
@@ -101,7 +102,7 @@ def _of_gguf(file: GgufFile) -> ModelDetails:
     )
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: Json) -> Any:
     """A value as JSON can have it; of lists Ollama shows the names alone, too."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()

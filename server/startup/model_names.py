@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.configs.config import Config
+from quire.server.values import Json
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _SNAPSHOT = re.compile(r"models--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/[0-9a-f]+$")
@@ -48,7 +49,7 @@ def without_paths(text: str, config: Config, folder: str | None = None) -> str:
     return text
 
 
-def without_folders(value: Any) -> Any:
+def without_folders(value: Json) -> Any:
     """A setting without the folders of this machine: of a path, the last part."""
     if isinstance(value, list):
         return [without_folders(item) for item in value]

@@ -24,6 +24,7 @@ from quire.server.structured.lark import StructureError
 from quire.server.structured.schema import children, normalize
 from quire.server.structured.structure import BEST_EFFORT, Answer, Structure, decoded
 from quire.server.structured.to_lark import to_lark
+from quire.server.values import Json
 
 MAX_SECONDS = 4.0  # of CPU time for one structure, whatever else the machine does
 MAX_MEMORY = 2 << 30  # bytes of address space
@@ -146,7 +147,7 @@ class Compiler:
         keyword = self._keyword(structure, schema, definitions, error)
         return f"at {path}: {keyword}{error}"
 
-    def _keyword(self, structure: Structure, schema: Any, definitions: dict[str, Any], error: str) -> str:
+    def _keyword(self, structure: Structure, schema: Json, definitions: dict[str, Any], error: str) -> str:
         """The keyword without which `schema` has no such error, before a colon; empty if no single one is the cause."""
         if _NOTHING in error or error in _OURS.values() or not isinstance(schema, dict):
             return ""
@@ -164,7 +165,7 @@ class Compiler:
 def _resolved(structure: Structure, enforced: Callable[[dict[str, Any]], bool]) -> Structure:
     """The structure with the first or the second element of every best-effort part."""
 
-    def resolved(node: Any) -> Any:
+    def resolved(node: Json) -> Any:
         if isinstance(node, list):
             return [resolved(item) for item in node]
         if not isinstance(node, dict):
@@ -198,7 +199,7 @@ def main() -> None:
         sink.flush()
 
 
-def framed(message: Any) -> bytes:
+def framed(message: Json) -> bytes:
     data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(4, "big") + data
 

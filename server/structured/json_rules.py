@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from quire.server.structured import large_numbers
 from quire.server.structured.large_numbers import BOUNDS
 from quire.server.structured.schema_algebra import Schema, escaped, types_of
+from quire.server.values import Json
 
 _PARTS = ("properties", "patternProperties", "anyOf", "allOf", "prefixItems", "items", "additionalProperties")
 _OBJECT = frozenset({"type", "properties", "required", "additionalProperties"})
@@ -188,7 +189,7 @@ def _is_large(schema: dict[str, Any]) -> bool:
     return large_numbers.are_large(schema) or any(map(_is_large_number, constants))
 
 
-def _is_large_number(value: Any) -> bool:
+def _is_large_number(value: Json) -> bool:
     return isinstance(value, int) and not -(2**63) <= value < 2**64
 
 

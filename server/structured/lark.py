@@ -19,6 +19,7 @@ from quire.server.structured.gbnf import GrammarError, parse
 from quire.server.structured.gbnf_rules import rules_of
 from quire.server.structured.schema import SchemaError, normalize
 from quire.server.structured.text_grammar import in_json, lark_of, lark_of_input
+from quire.server.values import Json
 
 # whitespace between JSON tokens, beside none: as llama.cpp's grammars have it, so that a model cannot fill its answer
 WHITESPACE = r"(?: |\n[ \t]{0,20})"
@@ -94,7 +95,7 @@ class Builder:
         terminals = [self.terminal(" | ".join(plain[i : i + size])) for i in range(0, len(plain), size)]
         return self.rule(" | ".join(terminals + others))
 
-    def json(self, schema: Any, where: str = "") -> str:
+    def json(self, schema: Json, where: str = "") -> str:
         """The name of a rule that matches JSON for `schema`; `where` is its place for errors. Raises StructureError."""
         if (grammar := lark_of_input(schema)) is not None:
             space = f"{self.terminal(f'/{WHITESPACE}/')}?"
@@ -111,7 +112,7 @@ class Builder:
         options = {**self.json_options, "json_allowed_escapes": _escapes(normal, where)}
         definitions = normal.get("$defs", {}) if isinstance(normal, dict) else {}
 
-        def library(part: Any) -> str:
+        def library(part: Json) -> str:
             whole = {} if part is True else part
             used = {"$defs": definitions} if definitions else {}
             return self.rule("%json " + json.dumps({"x-guidance": options, **used, **whole}))
@@ -154,7 +155,7 @@ class Builder:
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self.grammars]}) if self.grammars else lark
 
 
-def _escapes(schema: Any, where: str) -> str:
+def _escapes(schema: Json, where: str) -> str:
     """The escapes of JSON strings. Constants and names with rare control characters need `\\u`, which names that are
     free must not have. Raises StructureError.
     """

@@ -15,6 +15,7 @@ from quire.server.structured.closing import Closing, closed_alternative, describ
 from quire.server.structured.large_numbers import BOUNDS, are_large, is_finite, without_vacuous
 from quire.server.structured.limited_keywords import LIMITED, part_of
 from quire.server.structured.schema_algebra import Derived, Inexpressible, Schema, escaped
+from quire.server.values import Json
 
 MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 20_000
@@ -49,7 +50,7 @@ _ANY = (lambda value: _has_finite_numbers(value), "without numbers beyond ±1.79
 _Check = tuple[Callable[[Any], bool], str]
 
 
-def _has_finite_numbers(value: Any) -> bool:
+def _has_finite_numbers(value: Json) -> bool:
     pending = [value]
     while pending:
         one = pending.pop()
@@ -135,14 +136,14 @@ class SchemaError(ValueError):
         super().__init__(f"at {self.path}: {f'{keyword}: ' if keyword else ''}{reason}")
 
 
-def normalize(schema: Any, close: bool = False) -> dict[str, Any] | bool:
+def normalize(schema: Json, close: bool = False) -> dict[str, Any] | bool:
     """The schema in the compiler's subset. `close`: objects that it describes have no other properties, unless it says
     what these are. Raises SchemaError.
     """
     return _Normalizer(schema).run(Closing.CLOSED if close else Closing.OPEN)
 
 
-def children(schema: Any) -> Iterator[tuple[str, Any]]:
+def children(schema: Json) -> Iterator[tuple[str, Any]]:
     """The subschemas of a normalized schema with their paths; `$ref` has none."""
     if isinstance(schema, Derived):
         schema = schema.base
@@ -156,7 +157,7 @@ def children(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Normalizer:
-    def __init__(self, root: Any):
+    def __init__(self, root: Json):
         self.root = root
         self.names: dict[_Place, str] = {}  # -> the name below $defs
         self.pending: list[tuple[_Place, Any]] = []  # with the subschemas, of names whose definition is not yet made
@@ -187,7 +188,7 @@ class _Normalizer:
                 seen.add(schema["$ref"])
                 schema = self.definitions[schema["$ref"].removeprefix("#/$defs/")]
 
-    def _define(self, place: _Place, target: Any) -> None:
+    def _define(self, place: _Place, target: Json) -> None:
         name = self.names[place]
         if name not in self.definitions:
             self.defining.add(name)
@@ -205,7 +206,7 @@ class _Normalizer:
                 break
         return self.definitions[name]
 
-    def _schema(self, schema: Any, path: str, depth: int, closing: Closing) -> dict[str, Any] | bool:
+    def _schema(self, schema: Json, path: str, depth: int, closing: Closing) -> dict[str, Any] | bool:
         self.num_subschemas += 1
         if self.num_subschemas > MAX_SUBSCHEMAS:
             raise SchemaError(path, None, f"the schema has more than {MAX_SUBSCHEMAS} subschemas")
@@ -297,7 +298,7 @@ class _Normalizer:
     ) -> list[Schema]:
         """The constraints of the keywords that `base` lacks; removes replaced ones from `base`."""
 
-        def inner(step: str, child: Any) -> Schema:
+        def inner(step: str, child: Json) -> Schema:
             keyword = step.split("/")[0]
             how = Closing.OPEN if keyword in _COMPLEMENTED else how_parts(schema, closing)
             if keyword == "unevaluatedProperties":
@@ -320,7 +321,7 @@ class _Normalizer:
             if keyword in schema and schema[keyword] not in harmless:
                 raise SchemaError(path, keyword, "this keyword cannot be enforced; remove it or express it otherwise")
 
-    def _definition(self, reference: Any, path: str, closing: Closing) -> str:
+    def _definition(self, reference: Json, path: str, closing: Closing) -> str:
         """The name below $defs of the schema that `reference` names."""
         pointer = self._pointer(reference, path)
         place = pointer, closing
@@ -329,7 +330,7 @@ class _Normalizer:
             self.pending.append((place, self._resolved(pointer, path)))
         return self.names[place]
 
-    def _pointer(self, reference: Any, path: str) -> str:
+    def _pointer(self, reference: Json, path: str) -> str:
         if not isinstance(reference, str):
             raise SchemaError(path, "$ref", "must be a string")
         reference = self.anchors.get(reference, reference)
@@ -337,7 +338,7 @@ class _Normalizer:
             raise SchemaError(path, "$ref", f"{reference[:100]!r} is not a reference of the form #/path in this schema")
         return unquote(reference)
 
-    def _place_of(self, reference: Any) -> Any:
+    def _place_of(self, reference: Json) -> Any:
         """The schema as given that a reference names; None for a mistake, which its keyword reports."""
         try:
             return self._resolved(self._pointer(reference, "#"), "#")
@@ -398,7 +399,7 @@ def _modern(schema: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _anchors(schema: Any, path: str) -> Iterator[tuple[str, str]]:
+def _anchors(schema: Json, path: str) -> Iterator[tuple[str, str]]:
     """The $anchor of every subschema, with its path."""
     if isinstance(schema, dict):
         if isinstance(schema.get("$anchor"), str):
@@ -410,7 +411,7 @@ def _anchors(schema: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _anchors(value, f"{path}/{i}")
 
 
-def _references(schema: Any) -> Iterator[str]:
+def _references(schema: Json) -> Iterator[str]:
     if isinstance(schema, dict):
         yield from (keyword for keyword in schema if keyword == "$ref")
         for value in schema.values():

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+from quire.server.values import Json
+
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 MAX_RANGE = 64  # integers of a range that is taken for a set of values
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -90,7 +92,7 @@ class Complement:
         )
 
     def _of_keyword(
-        self, keyword: str, value: Any, schema: dict[str, Any], types: frozenset[str], seen: tuple[str, ...]
+        self, keyword: str, value: Json, schema: dict[str, Any], types: frozenset[str], seen: tuple[str, ...]
     ) -> Iterator[Schema]:
         match keyword:
             case "type":
@@ -143,7 +145,7 @@ class Complement:
         return any_of(parts)
 
     def _other_arrays(
-        self, keyword: str, value: Any, schema: dict[str, Any], seen: tuple[str, ...]
+        self, keyword: str, value: Json, schema: dict[str, Any], seen: tuple[str, ...]
     ) -> Iterator[Schema]:
         if keyword == "minItems":
             if value > 0:
@@ -164,7 +166,7 @@ class Complement:
                 for i in range(first, most):
                     yield {"type": "array", "prefixItems": [*[True] * i, other], "minItems": i + 1}
 
-    def _other_objects(self, keyword: str, value: Any, seen: tuple[str, ...]) -> Iterator[Schema]:
+    def _other_objects(self, keyword: str, value: Json, seen: tuple[str, ...]) -> Iterator[Schema]:
         if keyword == "required":
             yield from ({"type": "object", "properties": {name: False}} for name in value)
         elif keyword == "properties":
@@ -198,7 +200,7 @@ def _other_types(given: frozenset[str], types: frozenset[str]) -> Schema:
     return {"type": sorted(excluded)} if excluded else False
 
 
-def _other_strings(keyword: str, value: Any) -> Schema:
+def _other_strings(keyword: str, value: Json) -> Schema:
     if keyword == "minLength":
         return {"type": "string", "maxLength": value - 1} if value > 0 else False
     if keyword == "maxLength":
@@ -206,7 +208,7 @@ def _other_strings(keyword: str, value: Any) -> Schema:
     raise Inexpressible(f"the complement of {keyword} is not supported")
 
 
-def _is(value: Any, kind: str) -> bool:
+def _is(value: Json, kind: str) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     match kind:
         case "number":
@@ -253,12 +255,12 @@ def exact_text(texts: Iterable[str]) -> str:
     return f"^(?:{'|'.join(''.join(map(_escaped, text)) for text in texts)})$"
 
 
-def identity(value: Any) -> str:
+def identity(value: Json) -> str:
     """A text that is equal for equal values of JSON."""
     return json.dumps(_plain(value), sort_keys=True)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Json) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -330,7 +332,7 @@ def _disjoint_values(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return False
 
 
-def _may_be(value: Any, schema: dict[str, Any]) -> bool:
+def _may_be(value: Json, schema: dict[str, Any]) -> bool:
     if not any(_is(value, kind) for kind in types_of(schema)):
         return False
     given = schema.get("enum", [schema["const"]] if "const" in schema else None)

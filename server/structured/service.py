@@ -6,9 +6,9 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -230,5 +230,5 @@ def _read(tokenizer: Tokenizer, model: ModelInfo) -> tuple[bytes, bytes]:
     special = sorted(token_id for token_id in tokenizer.special_ids if token_id < model.vocab_size)
     specials = {tokens[token_id].decode(): token_id for token_id in special if tokens[token_id]}
     whole = Vocabulary(tokens, special, model.eos_token_ids)
-    encode: Any = msgspec.msgpack.encode
+    encode: Callable[[object], bytes] = msgspec.msgpack.encode
     return encode((specials, model.eos_token_ids, model.vocab_size)), encode(whole)

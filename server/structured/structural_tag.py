@@ -13,11 +13,12 @@ from typing import Any
 from quire.server.structured.lark import ANY_TEXT, Builder, StructureError, quoted
 from quire.server.structured.schema import MAX_DEPTH
 from quire.server.structured.xml_parameters import parameters
+from quire.server.values import Json
 
 MAX_REPEAT = 10_000
 
 
-def expression(tag: Any, builder: Builder) -> str:
+def expression(tag: Json, builder: Builder) -> str:
     """The expression for a structural tag in any of its forms. Raises StructureError with the path of the mistake."""
     if not isinstance(tag, dict):
         raise StructureError("structural_tag must be an object")
@@ -57,7 +58,7 @@ class _Translation:
     def __init__(self, builder: Builder):
         self.builder = builder
 
-    def format(self, node: Any, path: str, end: str | int | None, depth: int) -> str:
+    def format(self, node: Json, path: str, end: str | int | None, depth: int) -> str:
         if not isinstance(node, dict):
             raise StructureError(f"{path}: must be an object")
         if depth > MAX_DEPTH:
@@ -264,7 +265,7 @@ class _Translation:
             return f"{inner} ({' | '.join(map(self.builder.literal, end))})"
         return f"{inner} {self._text_or_token(tag, 'end', path)}"
 
-    def _closed(self, content: dict, path: str, end: Any, depth: int, consume: bool = True) -> str:
+    def _closed(self, content: dict, path: str, end: Json, depth: int, consume: bool = True) -> str:
         """Free text up to and including `end`, or, unless `consume`, without it."""
         if isinstance(end, str):
             pieces = self.builder.pieces(end)
@@ -300,7 +301,7 @@ class _Translation:
             raise StructureError(f"{path}.{name}: must be a list of tokens")
         return [self._token_id(token, f"{path}.{name}.{i}") for i, token in enumerate(tokens)]
 
-    def _token_id(self, token: Any, path: str) -> int:
+    def _token_id(self, token: Json, path: str) -> int:
         if type(token) is int and token >= 0:
             return token
         if isinstance(token, str) and token in self.builder.specials:
@@ -335,11 +336,11 @@ _FORMATS: dict[str, _Translate] = {
 _UNLIMITED = ("any_text", "any_tokens", "triggered_tags", "token_triggered_tags", "dispatch")
 
 
-def _is_unlimited(node: Any) -> bool:
+def _is_unlimited(node: Json) -> bool:
     return isinstance(node, dict) and node.get("type") in _UNLIMITED
 
 
-def _beginning(node: Any) -> Any:
+def _beginning(node: Json) -> Any:
     """The text or token that a part begins with, if that is fixed."""
     if not isinstance(node, dict):
         return None
@@ -354,7 +355,7 @@ def _beginning(node: Any) -> Any:
     return None
 
 
-def _get(node: Any, name: str, expected: type, path: str) -> Any:
+def _get(node: Json, name: str, expected: type, path: str) -> Any:
     value = node.get(name) if isinstance(node, dict) else None
     if type(value) is not expected:
         what = {str: "a text", list: "a list", int: "a number", dict: "an object"}[expected]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
+
+from quire.server.values import Json
 
 MAX_BYTES = 2**18  # per structure as JSON
 
@@ -36,7 +38,7 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: Kind
-    value: Any = None
+    value: Json = None
     param: str = "structured_outputs"
     additional_properties: bool = False  # objects that a schema describes may have others, unless it says otherwise
     compact: bool = False  # no whitespace between JSON tokens

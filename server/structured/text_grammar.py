@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from quire.server.structured.escaped_pattern import IN_JSON, PatternError, Writing, written, written_text
+from quire.server.values import Json
 
 LARK = "x-quire-lark"  # the keyword of a schema
 
@@ -50,13 +50,13 @@ def before_tag(grammar: str) -> str:
     return _rewritten(grammar, BEFORE_TAG)
 
 
-def lark_of(schema: Any) -> str | None:
+def lark_of(schema: Json) -> str | None:
     """The grammar of a schema of a string that has one."""
     found = schema.get(LARK) if isinstance(schema, Mapping) and schema.get("type") == "string" else None
     return found if isinstance(found, str) else None
 
 
-def lark_of_input(schema: Any) -> str | None:
+def lark_of_input(schema: Json) -> str | None:
     """The grammar of the text `input` of a custom tool's arguments."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return lark_of(properties.get("input")) if isinstance(properties, Mapping) else None

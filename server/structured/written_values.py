@@ -15,6 +15,7 @@ from quire.server.structured.limited_keywords import LIMITED
 from quire.server.structured.schema import ENFORCED, MAPS, MAX_DEPTH, REFUSED, SchemaError, normalize
 from quire.server.structured.schema_algebra import Derived, types_of
 from quire.server.structured.text_grammar import LARK
+from quire.server.values import Json
 
 VALIDATING = frozenset({*ENFORCED, *LIMITED, *REFUSED, LARK})
 _NOT_FOR_TEXTS = ("$ref", "anyOf", "oneOf", "allOf")
@@ -39,7 +40,7 @@ _BEGINNINGS = {
 }
 
 
-def alternatives(schema: Any, root: Any, path: str, depth: int = 0) -> Iterator[Any]:
+def alternatives(schema: Json, root: Json, path: str, depth: int = 0) -> Iterator[Any]:
     """Schemas, without annotations, of which a value matches one; texts apart from others where that can be seen.
 
     `root` has the definitions. Raises StructureError.
@@ -76,7 +77,7 @@ def constants(schema: dict[str, Any]) -> list[Any] | None:
     return values if isinstance(values, list) and values else None
 
 
-def _target(reference: Any, root: Any) -> Any:
+def _target(reference: Json, root: Json) -> Any:
     """The definition that a reference names; None if it names something else."""
     match reference.split("/") if isinstance(reference, str) else ():
         case ["#", "$defs" | "definitions" as where, name] if isinstance(root.get(where), dict):
@@ -84,7 +85,7 @@ def _target(reference: Any, root: Any) -> Any:
     return None
 
 
-def is_text(schema: Any) -> bool:
+def is_text(schema: Json) -> bool:
     """Whether all values of one of the `alternatives` are strings."""
     if not isinstance(schema, dict):
         return False
@@ -93,12 +94,12 @@ def is_text(schema: Any) -> bool:
     return schema.get("type") in ("string", ["string"])
 
 
-def may_be_text(schema: Any) -> bool:
+def may_be_text(schema: Json) -> bool:
     """Whether some values of one of the `alternatives` that is no text may be strings, as far as `type` shows."""
     return isinstance(schema, dict) and constants(schema) is None and "string" in types_of(schema)
 
 
-def plain_terminal(schema: Any) -> str | None:
+def plain_terminal(schema: Json) -> str | None:
     """The body of a terminal for the values of a schema that is no text; None if there is no simple one."""
     if not isinstance(schema, dict):
         return None
@@ -114,7 +115,7 @@ def plain_terminal(schema: Any) -> str | None:
     )
 
 
-def beginning(schema: Any, path: str) -> str:
+def beginning(schema: Json, path: str) -> str:
     """The terminal of the texts that the parsers would take for values of a schema that is no text.
 
     Raises StructureError if that is not to be seen.

@@ -20,6 +20,7 @@ from quire.server.structured.written_values import (
     plain_terminal,
     terminal_of_texts,
 )
+from quire.server.values import Json
 
 # style -> what comes before a value, with the property's name and whether the value is a plain text; and after it
 _FORMS = {
@@ -31,7 +32,7 @@ _FORMS = {
 _SPACE = r"/[ \t\r\n]{0,8}/"
 
 
-def parameters(schema: Any, style: str, path: str, builder: Builder) -> str:
+def parameters(schema: Json, style: str, path: str, builder: Builder) -> str:
     """An expression for the properties of `schema`, in its order. Raises StructureError.
 
     Properties beside those that it lists are not possible; a schema that lists none allows any, unless it says not.
@@ -93,7 +94,7 @@ def _text(after: str, path: str, builder: Builder, body: str = ANY_TEXT) -> str:
     raise StructureError(f"{path}: this vocabulary cannot end a text at {after!r}")
 
 
-def _element(name: str, schema: Any, style: str, path: str, builder: Builder) -> str:
+def _element(name: str, schema: Json, style: str, path: str, builder: Builder) -> str:
     after = _FORMS[style][1]
     found = list(alternatives(schema, schema, path))
     if style != "deepseek_xml" and any(one is True or one == {} for one in found):
@@ -152,7 +153,7 @@ def _terminal(schema: dict[str, Any], path: str, builder: Builder) -> str:
     return terminal_of_texts(schema, path)
 
 
-def _json(schemas: list[Any], root: Any, path: str, after: str, builder: Builder) -> str:
+def _json(schemas: list[Any], root: Json, path: str, after: str, builder: Builder) -> str:
     """JSON for one of the schemas, whose definitions are in `root`, including its end marker."""
     whole = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     if isinstance(root, dict) and isinstance(whole, dict):

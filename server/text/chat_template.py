@@ -22,6 +22,7 @@ from jinja2 import nodes
 from quire.server.parsers import model_json
 from quire.server.text.template_probe import ToolSupport, probe_tools, with_no_content
 from quire.server.text.template_sandbox import MAX_CHARS, Limit, Sandbox
+from quire.server.values import Json
 
 # same text as in transformers, so that a template that inspects it behaves the same
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -164,7 +165,7 @@ class ChatTemplate:
         plain text is assumed.
         """
 
-        def attempt(content: Any) -> str:
+        def attempt(content: Json) -> str:
             return self._attempt([{"role": "user", "content": content}]) or ""
 
         text, parts = attempt("qzprobe"), attempt([{"type": "text", "text": "qzprobe"}])
@@ -283,12 +284,12 @@ class ChatTemplate:
         return [*messages[:-1], last], final
 
 
-def _is_image(part: Any) -> bool:
+def _is_image(part: Json) -> bool:
     """Whether `part` is one that `image_part` may return."""
     return part in _IMAGE_PARTS
 
 
-def _part_text(part: Any) -> str:
+def _part_text(part: Json) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from quire.checkpoints.sentence_settings import transformer_settings
 from quire.checkpoints.templates import model_templates
 from quire.server.text.chat_template import ChatTemplate, compile_template
 from quire.server.text.incremental_decoding import CleanUpStream, WindowDecoding, clean_up_spaces, decoding_of
+from quire.server.values import Json
 
 logger = logging.getLogger("quire.tokenizer")
 
@@ -272,16 +273,16 @@ def _load_fast(cls: type[Tokenizer], folder: Path) -> Tokenizer:
         special_tokens,
         model_templates(folder, config),
         clean_up,
-        _eos_token_ids(backend, special_tokens, folder),
+        _eos_token_ids(backend.token_to_id, special_tokens, folder),
     )
 
 
-def _text_of(token: Any) -> str | None:
+def _text_of(token: Json) -> str | None:
     """The text of a token from a configuration: a string, or a dict with flags."""
     return token["content"] if isinstance(token, Mapping) else token
 
 
-def _added_token(token: Any) -> AddedToken:
+def _added_token(token: Json) -> AddedToken:
     if not isinstance(token, Mapping):
         return AddedToken(token, special=True)
     flags = {key: value for key, value in token.items() if key not in ("content", "__type", "id")}
@@ -321,7 +322,7 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
     return {name: _text_of(token) for name, token in named.items()}
 
 
-def _maybe_text(value: Any) -> Any:
+def _maybe_text(value: Json) -> Any:
     return value.get("content") if isinstance(value, Mapping) else value
 
 
@@ -368,10 +369,12 @@ def _as_llama_tokenizer(backend: tokenizers.Tokenizer, config: dict[str, Any]) -
         config.setdefault(key, default)
 
 
-def _eos_token_ids(backend: Any, special_tokens: Mapping[str, str], folder: Path) -> list[int]:
+def _eos_token_ids(
+    token_to_id: Callable[[str], int | None], special_tokens: Mapping[str, str], folder: Path
+) -> list[int]:
     """The end token of the tokenizer, then the end tokens in the model's generation_config.json (else config.json)."""
     eos = special_tokens.get("eos_token")
-    ids = [backend.token_to_id(eos)] if eos is not None else []
+    ids = [token_to_id(eos)] if eos is not None else []
     declared = read_object(folder / "generation_config.json").get("eos_token_id")
     if declared is None:
         declared = read_object(folder / "config.json").get("eos_token_id")
@@ -422,7 +425,7 @@ def _load_with_transformers(cls: type[Tokenizer], folder: Path, trust_remote_cod
         slow.special_tokens_map,
         model_templates(folder, of_tokenizer),
         clean_up,
-        _eos_token_ids(backend, slow.special_tokens_map, folder),
+        _eos_token_ids(backend.token_to_id, slow.special_tokens_map, folder),
     )
 
 

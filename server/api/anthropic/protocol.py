@@ -18,12 +18,13 @@ from quire.server.generate.limits import (
     Text,
     TopP,
 )
+from quire.server.values import Json
 
 MAX_MESSAGES, MAX_BLOCKS, MAX_TOOLS = 10_000, 1_000, 1024
 MAX_SCHEMA_FIELDS = 4096
 Name = Annotated[str, Meta(max_length=256)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:/-]+$(?![\s\S])")]
-Json = Annotated[dict[str, Any], Meta(max_length=MAX_SCHEMA_FIELDS)]
+JsonObject = Annotated[dict[str, Any], Meta(max_length=MAX_SCHEMA_FIELDS)]
 _NOTHING: dict[str, tuple] = {}
 # `type` tells the kinds of a block apart, and is no field of the types here
 _BLOCK = frozenset({"type"})
@@ -82,7 +83,7 @@ class RedactedThinking(_Block, tag="redacted_thinking"):
 class ToolUse(_Block, tag="tool_use"):
     id: Name
     name: Name
-    input: Json
+    input: JsonObject
 
     harmless: ClassVar = _BLOCK | {"caller"}
 
@@ -107,7 +108,7 @@ class InputMessage(msgspec.Struct, kw_only=True):
 
 class Tool(msgspec.Struct, kw_only=True):
     name: ToolName
-    input_schema: Json | None = None
+    input_schema: JsonObject | None = None
     description: Annotated[str, Meta(max_length=2**17)] | None = None
     type: Name | None = None  # only "custom": the others are tools that Anthropic runs
     strict: bool | None = None
@@ -136,7 +137,7 @@ class Thinking(msgspec.Struct, kw_only=True):
 
 class OutputFormat(msgspec.Struct, kw_only=True):
     type: Literal["json_schema"]
-    schema: Json
+    schema: JsonObject
 
     harmless: ClassVar = frozenset()
     unsupported: ClassVar = _NOTHING
@@ -216,7 +217,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     signature: str | UnsetType = UNSET  # of thinking; nothing is signed here
     id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
-    input: Any = UNSET
+    input: Json = UNSET
 
 
 class MessageResponse(msgspec.Struct, kw_only=True):

@@ -15,6 +15,7 @@ from quire.server.generate.delta import Delta
 from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 from quire.server.parsers.model_json import raw_object
+from quire.server.values import Json
 
 _STOP_REASONS = {"length": "max_tokens", "timeout": "max_tokens", "tool_calls": "tool_use"}
 
@@ -148,5 +149,5 @@ class Stream:
         return _event("content_block_delta", index=self.index, delta={"type": kind} | fields)
 
 
-def _event(kind: str, **fields: Any) -> bytes:
+def _event(kind: str, **fields: Json) -> bytes:
     return sse.event(msgspec.json.encode({"type": kind} | fields), kind)

@@ -23,9 +23,10 @@ from quire.server.generate.request import Conversation, GenerationOptions, Gener
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
 from quire.server.media.inputs import ImageInput
 from quire.server.structured.structure import Structure
+from quire.server.values import Json
 
 
-def spec(body: MessagesRequest, thinks: bool, **identity: Any) -> GenerationSpec:
+def spec(body: MessagesRequest, thinks: bool, **identity: Json) -> GenerationSpec:
     """`thinks`: whether the model can think before it answers. `identity`: request_id, priority, tenant, background."""
     return GenerationSpec(
         prompts=conversation(body, thinks),
@@ -165,7 +166,7 @@ def _assistant(message: InputMessage, path: str) -> list[dict[str, Any]]:
     return [out]
 
 
-def _misplaced(block: Any, role: str, path: str) -> BadRequest:
+def _misplaced(block: Json, role: str, path: str) -> BadRequest:
     kind = type(block).__struct_config__.tag
     return BadRequest(f"{path}: a message of role {role} has no {kind} block.", param=path)
 

@@ -12,13 +12,14 @@ from quire.server.generate.tools import Reasoning, Tool, ToolChoice
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
 from quire.server.media.inputs import ImageInput
 from quire.server.structured.structure import Structure
+from quire.server.values import Json
 
 # Ollama's. Its repeat_penalty of 1.1 counts the last 64 tokens; one that counts all of a long prompt would change code
 # and tables, so that it stays 1 unless the request sets it.
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 
 
-def chat_spec(body: ChatRequest, **identity: Any) -> GenerationSpec:
+def chat_spec(body: ChatRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
     tools = [Tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in body.tools or ()]
     if len({tool.name for tool in tools}) < len(tools):
@@ -34,7 +35,7 @@ def chat_spec(body: ChatRequest, **identity: Any) -> GenerationSpec:
     return _spec(body, prompt, "messages", identity)
 
 
-def generate_spec(body: GenerateRequest, **identity: Any) -> GenerationSpec:
+def generate_spec(body: GenerateRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
     if body.raw:
         if body.system:

@@ -12,6 +12,7 @@ import msgspec
 from quire.server.api.openai.protocol import GenerationFields, StructuredOutputs
 from quire.server.errors import BadRequest
 from quire.server.structured.structure import Kind, Structure
+from quire.server.values import Json
 
 # field -> kind, of the fields that hold a value of their own
 _FIELDS: dict[str, Kind] = {
@@ -111,7 +112,7 @@ def _response_format(given: dict[str, Any] | None) -> Iterator[Structure]:
             )
 
 
-def _json(value: Any, param: str) -> Any:
+def _json(value: Json, param: str) -> Any:
     """A value that may be given as the text of its JSON. Raises BadRequest."""
     if not isinstance(value, str):
         return value

@@ -11,6 +11,7 @@ from quire.server.errors import BadRequest
 from quire.server.generate.limits import Text
 from quire.server.generate.tools import Tool, ToolChoice, custom_arguments, require_object
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
+from quire.server.values import Json
 
 MAX_TOOLS = 1024
 MAX_CALLS = 1024  # per message
@@ -176,7 +177,7 @@ def _tool(tool: ToolDefinition, path: str) -> Tool:
     return Tool(custom.name, custom.description, custom=True, grammar=grammar)
 
 
-def function_tool(function: Any, path: str) -> Tool:
+def function_tool(function: Json, path: str) -> Tool:
     """Raises BadRequest for parameters that are nested too deeply."""
     if deeper_than(function.parameters, MAX_NESTING):
         raise BadRequest(
@@ -186,7 +187,7 @@ def function_tool(function: Any, path: str) -> Tool:
     return Tool(function.name, function.description, function.parameters, bool(function.strict))
 
 
-def required(value: Any, path: str) -> Any:
+def required(value: Json, path: str) -> Any:
     """`value`. Raises BadRequest if it is None."""
     if value is None:
         raise BadRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")

@@ -22,6 +22,7 @@ from quire.server.generate.ngrams import of_sglang, of_vllm
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.generate.tools import Reasoning
 from quire.server.media.inputs import ImageInput
+from quire.server.values import Json
 
 COMPLETION_MAX_TOKENS = 16
 # fields of a message that templates get as they are
@@ -54,7 +55,7 @@ _SAME = (
 )
 
 
-def chat_spec(body: ChatCompletionRequest, **identity: Any) -> GenerationSpec:
+def chat_spec(body: ChatCompletionRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
     max_tokens_param, max_tokens = _chat_max_tokens(body)
     return GenerationSpec(
@@ -70,7 +71,7 @@ def chat_spec(body: ChatCompletionRequest, **identity: Any) -> GenerationSpec:
     )
 
 
-def completion_spec(body: CompletionRequest, **identity: Any) -> GenerationSpec:
+def completion_spec(body: CompletionRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
     if body.best_of not in (None, body.n or 1):
         raise BadRequest(f"best_of must equal n ({body.n or 1}): candidates are not ranked here.", param="best_of")
@@ -230,7 +231,7 @@ def reasoning_of(body: ChatCompletionRequest) -> Reasoning:
     )
 
 
-def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
+def _one_of(name: str, value: Json, other_name: str, other: Json) -> Any:
     if value is not None and other not in (None, value):
         raise BadRequest(f"{name} and {other_name} differ: give one of them.", param=name)
     return other if value is None else value

@@ -14,6 +14,7 @@ from quire.server import needs
 from quire.server.errors import EngineError, Unavailable
 from quire.server.http.read_body import take
 from quire.server.http.sse import JsonResponse
+from quire.server.values import Json
 
 MAX_IDS = 10_000
 
@@ -90,7 +91,7 @@ async def load(request: Request, state: needs.Load) -> Response:
     )
 
 
-async def _in_engines(state: needs.Engine, method: str, *arguments: Any) -> list[Any]:
+async def _in_engines(state: needs.Engine, method: str, *arguments: Json) -> list[Any]:
     """The list that a method of the engine answers, of all engines together. Raises Unavailable, EngineError."""
     state.require_ready()
     try:

@@ -19,6 +19,7 @@ from quire.server.http.sse import JsonResponse
 from quire.server.incidents import Failure, Incidents, Restarts
 from quire.server.startup.model_names import without_folders
 from quire.server.structured.schema import structured_output
+from quire.server.values import Json
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -52,8 +53,8 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     health: Health
     config: dict[str, dict[str, Any]]
     engine: dict[str, Any] | None
-    kv_tiers: Any  # null without tiers below the KV cache; a list if engines differ
-    kernels: Any
+    kv_tiers: Json  # null without tiers below the KV cache; a list if engines differ
+    kernels: Json
     formats: dict[str, Any] | None
     images: dict[str, Any]
     sampling_defaults: dict[str, Any] | None

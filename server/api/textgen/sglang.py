@@ -17,11 +17,12 @@ from quire.server.generate.ngrams import of_sglang
 from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.http import sse
 from quire.server.structured.structure import Structure
+from quire.server.values import Json
 
 DEFAULT_MAX_TOKENS = 128
 
 
-def spec(body: TextRequest, **identity: Any) -> GenerationSpec:
+def spec(body: TextRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background. Raises BadRequest."""
     given = body.sampling_params or SamplingParameters()
     options = GenerationOptions(

@@ -15,11 +15,12 @@ from quire.server.generate.deltas import Choice
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.http import sse
+from quire.server.values import Json
 
 DEFAULT_MAX_TOKENS = 100
 
 
-def spec(body: TextRequest, **identity: Any) -> GenerationSpec:
+def spec(body: TextRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
     given = body.parameters or Parameters()
     if body.custom_logit_processor is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from quire.server.parsers.reasoning.base import ReasoningFormat
 from quire.server.parsers.recognition import has
+from quire.server.values import Json
 
 
-def _think(name: str, *telltales: str, forced_end: str = "\n</think>\n\n", **more: Any) -> ReasoningFormat:
+def _think(name: str, *telltales: str, forced_end: str = "\n</think>\n\n", **more: Json) -> ReasoningFormat:
     return ReasoningFormat(name, "<think>", "</think>", has("</think>", *telltales), forced_end, **more)
 
 

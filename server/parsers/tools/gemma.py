@@ -30,6 +30,7 @@ from quire.server.parsers.tools.base import (
 )
 from quire.server.parsers.tools.members import members, with_definitions
 from quire.server.parsers.tools.pythonic import Pythonic, read_call
+from quire.server.values import Json
 
 _NAME = re.compile(r"[\w.\-]+")
 _CONSTRAINTS = {
@@ -78,7 +79,7 @@ class Gemma4(ToolFormat):
         free = {"type": "grammar", "grammar": _any_members(self.style.quote)}
         return members(schema, lambda name, value: sequence(text(f"{name}:"), self._value(value)), ",", free)
 
-    def _value(self, schema: Any) -> Format:
+    def _value(self, schema: Json) -> Format:
         """A value in the format's own notation; in JSON, which `literals` reads, too, if the schema asks for more than
         types and properties.
         """

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.server.parsers.tools.base import Format, sequence, text
+from quire.server.values import Json
 
 Member = Callable[[str, Any], Format]  # name and schema of a property -> its format
 
@@ -42,7 +43,7 @@ def _optionally(formats: list[Format]) -> list[Format]:
     return [{"type": "optional", "content": one} for one in formats]
 
 
-def with_definitions(value: Any, schema: Mapping[str, Any]) -> Any:
+def with_definitions(value: Json, schema: Mapping[str, Any]) -> Any:
     """The schema of a property with the definitions that its references may name."""
     if not isinstance(value, Mapping):
         return value

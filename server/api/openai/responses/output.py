@@ -24,6 +24,7 @@ from quire.server.api.openai.responses.objects import (
 )
 from quire.server.generate.delta import Delta
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+from quire.server.values import Json
 
 CUT = ("length", "timeout")  # reasons for which an answer ends early
 
@@ -190,13 +191,13 @@ class Output:
 
     # ---- events
 
-    def _event(self, kind: str, **fields: Any) -> ServerEvent:
+    def _event(self, kind: str, **fields: Json) -> ServerEvent:
         return f"response.{kind}", {
             "item_id": self.items[-1].id,
             "output_index": len(self.items) - 1,
         } | fields
 
-    def _delta(self, kind: str, text: str, **fields: Any) -> ServerEvent:
+    def _delta(self, kind: str, text: str, **fields: Json) -> ServerEvent:
         self.pieces.append(text)
         if kind == "reasoning_summary_text":
             fields["summary_index"] = 0

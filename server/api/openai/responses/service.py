@@ -9,7 +9,7 @@ import logging
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from quire.configs.serving import ServerConfig
 from quire.server.api.openai.responses.background import Run
@@ -47,7 +47,7 @@ class Responses:
                 param="store",
             )
 
-    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+    async def run(self, function: Callable[..., T], *arguments: object) -> T:
         """The result of a function that uses the store, in the store's thread."""
         result = await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         if (num := self.store.num_evicted) > self._num_observed:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from quire.server import needs
 from quire.server.api.openai.responses.items import as_items, messages_of
 from quire.server.api.openai.responses.protocol import (
@@ -23,6 +21,7 @@ from quire.server.generate.request import Conversation, GenerationOptions, Gener
 from quire.server.generate.tools import Reasoning, Tool, ToolChoice
 from quire.server.http.parse_body import is_left_out
 from quire.server.structured.structure import Structure
+from quire.server.values import Json
 
 _SAME = (
     "temperature",
@@ -39,7 +38,7 @@ _SAME = (
 )
 
 
-def spec(body: ResponsesRequest, history: list[InputItem], **identity: Any) -> GenerationSpec:
+def spec(body: ResponsesRequest, history: list[InputItem], **identity: Json) -> GenerationSpec:
     """`history`: the items before the request's own. `identity`: request_id, priority, tenant, background."""
     check(body)
     return GenerationSpec(
