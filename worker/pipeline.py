@@ -80,7 +80,7 @@ class PipelineStage(SingleStage):
         self._drafts: dict[int, list[int]] = {}  # on the first stage: by row, for its next step
         # (send handle, tensor that must stay alive until the send completes)
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
-        self._told: deque[tuple[Any, torch.Tensor]] = deque()  # the same for flags
+        self._sent_flags: deque[tuple[Any, torch.Tensor]] = deque()  # the same for flags
         self._sent_drafts: deque[tuple[Any, torch.Tensor]] = deque()
         # on the first stage: steps whose token ids are outstanding, oldest first
         self._awaited: deque[InputBatch] = deque()
@@ -120,7 +120,7 @@ class PipelineStage(SingleStage):
 
     def tell_last(self, flags: torch.Tensor) -> torch.Tensor:
         if self.first:
-            self._send(self._told, self.stages, flags, self.stages.size - 1)
+            self._send(self._sent_flags, self.stages, flags, self.stages.size - 1)
         return self.stages.receive(flags, 0) if self.last else flags
 
     def finish(self, table: RequestTable) -> None:

@@ -253,11 +253,11 @@ class _Choice:
         if not (count or text or finish_reason or output.prompt_logprobs):
             return None
         self.num_taken = num_released
-        logprobs = None if self.request.sampling.logprobs is None else self._take(self.logprobs, count)
+        logprobs = None if self.request.sampling.logprobs is None else self._remove_first(self.logprobs, count)
         return Delta(
             self.index,
             text,
-            self._take(self.token_ids, count),
+            self._remove_first(self.token_ids, count),
             logprobs,
             output.prompt_logprobs,
             finish_reason,
@@ -269,7 +269,7 @@ class _Choice:
             num_reused_tokens=output.num_reused_tokens,
         )
 
-    def _take(self, items: list, count: int) -> list:
+    def _remove_first(self, items: list, count: int) -> list:
         taken = items[:count]
         del items[:count]
         return taken

@@ -118,7 +118,7 @@ def bad_request(error: msgspec.ValidationError, data: Json) -> BadRequest:
     while keys and keys[-1] is None:  # a value inside a dictionary: name the dictionary
         keys.pop()
     param = ".".join(map(str, keys)) or None
-    return BadRequest(f"{param or 'body'}: {_readable(what)}{_shown(data, keys)}.", param=param)
+    return BadRequest(f"{param or 'body'}: {_readable(what)}{_value_at(data, keys)}.", param=param)
 
 
 def _readable(what: str) -> str:
@@ -127,7 +127,7 @@ def _readable(what: str) -> str:
     return what[:1].lower() + what[1:]
 
 
-def _shown(data: Json, keys: list) -> str:
+def _value_at(data: Json, keys: list) -> str:
     """The invalid value, if it is short."""
     for key in keys:
         try:

@@ -35,7 +35,7 @@ _MAX_NAMES = 1000  # maximum number of logged unknown names
 _RENDERED = frozenset({"messages", "instructions", "system"})  # fields of bodies whose prompt a chat template renders
 
 
-async def take(request: Request, cls: type[T], state: needs.Body, use: Callable[[T], R | Deferred[R]]) -> R:
+async def use_body(request: Request, cls: type[T], state: needs.Body, use: Callable[[T], R | Deferred[R]]) -> R:
     """The result of `use(body)`, with `body` parsed as `cls`, or of what it leaves for later. The event loop frees the
     parts of a large body that `use` keeps. Unknown fields are noted for the response's `Warning` header.
 

@@ -58,7 +58,7 @@ class Turns:
         """The result of `function`, run in `pool`, charged with its CPU time. If the caller is cancelled before its
         turn, the work is dropped; later, it keeps its slot until it ends. Raises Unavailable.
         """
-        await self._take(tenant, num_bytes)
+        await self._begin_turn(tenant, num_bytes)
         loop = asyncio.get_running_loop()
         cost = 0.0
 
@@ -85,14 +85,14 @@ class Turns:
     @contextlib.asynccontextmanager
     async def turn(self, tenant: str, num_bytes: int = 0) -> AsyncIterator[None]:
         """Hold a slot, charged with the time it is held. Raises Unavailable."""
-        await self._take(tenant, num_bytes)
+        await self._begin_turn(tenant, num_bytes)
         started = time.monotonic()
         try:
             yield
         finally:
             self._give_back(tenant, num_bytes, time.monotonic() - started)
 
-    async def _take(self, tenant: str, num_bytes: int) -> None:
+    async def _begin_turn(self, tenant: str, num_bytes: int) -> None:
         one = self._enter(tenant)
         if not one.waiting and self._fits(num_bytes) and not self._others_wait():
             self._begin(one, num_bytes)

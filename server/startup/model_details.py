@@ -89,7 +89,7 @@ def _of_gguf(file: GgufFile) -> ModelDetails:
         sizes[tensor.type] += tensor.size
     family = str(metadata.get("general.architecture", ""))
     num_parameters = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
-    shown = {key: _shown(value) for key, value in metadata.items()}
+    shown = {key: _as_json(value) for key, value in metadata.items()}
     return ModelDetails(
         "gguf",
         family,
@@ -102,7 +102,7 @@ def _of_gguf(file: GgufFile) -> ModelDetails:
     )
 
 
-def _shown(value: Json) -> Any:
+def _as_json(value: Json) -> Any:
     """A value as JSON can have it; of lists Ollama shows the names alone, too."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()

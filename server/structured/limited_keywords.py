@@ -43,7 +43,7 @@ def _if(schema: dict[str, Any], base: dict[str, Any], inner: Inner, resolve: Res
     if "then" not in schema and "else" not in schema:
         return True
     condition, then, otherwise = (inner(keyword, schema.get(keyword, True)) for keyword in ("if", "then", "else"))
-    return rewriting.either(condition, then, otherwise, types_of(base), resolve)
+    return rewriting.if_then_else(condition, then, otherwise, types_of(base), resolve)
 
 
 def _contains(schema: dict[str, Any], base: dict[str, Any], inner: Inner, resolve: Resolve) -> Schema:

@@ -31,7 +31,7 @@ from quire.server.structured.schema_algebra import (
 MAX_ALTERNATIVES = 400  # per keyword
 
 
-def either(condition: Schema, then: Schema, otherwise: Schema, types: frozenset[str], resolve: Resolve) -> Schema:
+def if_then_else(condition: Schema, then: Schema, otherwise: Schema, types: frozenset[str], resolve: Resolve) -> Schema:
     """`if`, `then` and `else`."""
     return any_of([all_of([condition, then]), all_of([Complement(resolve).of(condition, types), otherwise])])
 

@@ -159,7 +159,7 @@ class Structures:
         """One try with a process that is there, and one with a fresh one: the first may have been killed while it was
         idle, or at its limit because of what it did before.
         """
-        for process in (self._take(), None):
+        for process in (self._idle_process(), None):
             process = process or CompileProcess(self._specials)
             future = self._pool.submit(process.ask, key)
             try:
@@ -179,7 +179,7 @@ class Structures:
                 return _Refusal(answer.error or "") if answer.grammar is None else answer.grammar
         raise Unavailable("The grammar takes too much time or memory to compile now.", retry_after=RETRY_AFTER)
 
-    def _take(self) -> CompileProcess | None:
+    def _idle_process(self) -> CompileProcess | None:
         """An idle process that lives."""
         with self._lock:
             while self._idle:

@@ -140,7 +140,7 @@ class _Translation:
                 raise StructureError(f"{at}: free text must be followed by a fixed text or a tag, or come last")
         return self.builder.rule(" ".join(parts) or '""')
 
-    def either(self, node: dict, path: str, end: str | int | None, depth: int) -> str:
+    def alternatives(self, node: dict, path: str, end: str | int | None, depth: int) -> str:
         elements = _get(node, "elements", list, path)
         if not elements:
             raise StructureError(f"{path}.elements: must not be empty")
@@ -322,7 +322,7 @@ _FORMATS: dict[str, _Translate] = {
     "exclude_token": _Translation.exclude_token,
     "any_tokens": _Translation.any_tokens,
     "sequence": _Translation.sequence,
-    "or": _Translation.either,
+    "or": _Translation.alternatives,
     "optional": _Translation.optional,
     "star": _Translation.star,
     "plus": _Translation.plus,

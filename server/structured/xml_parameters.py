@@ -48,12 +48,12 @@ def parameters(schema: Json, style: str, path: str, builder: Builder) -> str:
         )
         if not shape.is_possible():
             raise StructureError(f"{path} at #: no value is valid")
-        return _shaped(shape, _definitions(schema), style, path, builder)
+        return _elements_of(shape, _definitions(schema), style, path, builder)
     found, definitions = shapes(schema, path, builder.close)
-    return f"({' | '.join(_shaped(shape, definitions, style, path, builder) for shape in found)})"
+    return f"({' | '.join(_elements_of(shape, definitions, style, path, builder) for shape in found)})"
 
 
-def _shaped(shape: Shape, definitions: dict[str, Any], style: str, path: str, builder: Builder) -> str:
+def _elements_of(shape: Shape, definitions: dict[str, Any], style: str, path: str, builder: Builder) -> str:
     space = builder.terminal(_SPACE)
     if not shape.properties and not shape.lists_all and not shape.required:
         return f"({space} {_any_element(style, path, builder)})* {space}"

@@ -334,7 +334,7 @@ class _Lines:
     """Reports of a build: a bar on a terminal, a line every 5 seconds elsewhere."""
 
     def __init__(self) -> None:
-        self.told = time.monotonic()
+        self.last_report = time.monotonic()
 
     def __call__(self, level: str, num_done: int, num_files: int) -> None:
         line = f"compiling kernels for {level}: {num_done} of {num_files} files"
@@ -342,8 +342,8 @@ class _Lines:
             filled = 30 * num_done // num_files
             end = "\n" if num_done == num_files else ""
             print(f"\r{line} |{'#' * filled:<30}|", end=end, file=sys.stderr, flush=True)
-        elif num_done in (0, num_files) or time.monotonic() - self.told >= LINE_INTERVAL:
-            self.told = time.monotonic()
+        elif num_done in (0, num_files) or time.monotonic() - self.last_report >= LINE_INTERVAL:
+            self.last_report = time.monotonic()
             print(line, file=sys.stderr, flush=True)
 
 

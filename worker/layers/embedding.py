@@ -176,7 +176,7 @@ class ParallelLMHead(Linear):
             logits = self.group.all_gather(self.method.apply_float32(self, x, workspace))
         return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
 
-    def rounded(self, x: torch.Tensor) -> torch.Tensor | None:
+    def rounded_logits(self, x: torch.Tensor) -> torch.Tensor | None:
         """The logits in x's dtype, if torch multiplies them in it, else None."""
         if not isinstance(self.method, PlainLinear):
             return None

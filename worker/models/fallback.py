@@ -178,7 +178,7 @@ class _Output(tuple[torch.Tensor]):
         return None
 
 
-class _Given(nn.Module):
+class _KnownLayers(nn.Module):
     """Stands for the layers of a model whose `hidden` states are known."""
 
     hidden: torch.Tensor
@@ -187,14 +187,14 @@ class _Given(nn.Module):
         return _Output((self.hidden,))
 
     @property
-    def decoder(self) -> _Given:  # some models call a part of theirs
+    def decoder(self) -> _KnownLayers:  # some models call a part of theirs
         return self
 
 
 def _head_of(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """`model` without its layers: it computes logits, in its family's way, from given hidden states."""
     head = copy.copy(model)
-    head._modules = dict(model._modules) | {model.base_model_prefix: _Given()}
+    head._modules = dict(model._modules) | {model.base_model_prefix: _KnownLayers()}
     return head
 
 

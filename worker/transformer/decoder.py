@@ -258,7 +258,7 @@ class CausalLM(ConfigReader, nn.Module):
     def rounded_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """`logits` in the model's dtype, if its head multiplies in it and nothing follows, else None."""
         plain = self.spec.logit_scale == 1.0 and self.spec.logit_soft_cap is None
-        return self.lm_head.rounded(hidden) if plain else None
+        return self.lm_head.rounded_logits(hidden) if plain else None
 
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
         """Map pooled hidden states `[P, H]` float32 to the classifier's logits `[P, num_labels]` float32."""

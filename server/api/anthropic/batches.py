@@ -17,7 +17,7 @@ from quire.server.api.anthropic.models import timestamp
 from quire.server.batches.store import OPEN, Batch, Store
 from quire.server.errors import ApiError, BadRequest, NotFound
 from quire.server.http.paging import owner, page_size
-from quire.server.http.read_body import require_deliberate, take
+from quire.server.http.read_body import require_deliberate, use_body
 from quire.server.http.sse import JsonResponse, one_line
 
 ENDPOINT = "/v1/messages"
@@ -82,7 +82,7 @@ class Deleted(msgspec.Struct, kw_only=True):
 
 async def create_batch(request: Request, state: _Posting) -> Response:
     """Begin a batch of messages."""
-    content = await take(request, MessageBatchRequest, state, _lines)
+    content = await use_body(request, MessageBatchRequest, state, _lines)
     batches = state.require_batches()
     who = owner(request)
 
@@ -94,7 +94,7 @@ async def create_batch(request: Request, state: _Posting) -> Response:
         await batches.run(batches.store.delete_file, file.id, who)
         raise
     batches.notify()
-    return JsonResponse(_shown(batch, request))
+    return JsonResponse(_message_batch(batch, request))
 
 
 def _lines(body: MessageBatchRequest) -> io.BytesIO:
@@ -116,7 +116,7 @@ async def list_batches(request: Request, state: needs.Batches) -> Response:
     batches = state.require_batches()
     limit, after = page_size(request, 100), request.query_params.get("after_id")
     found = await batches.run(batches.store.batches, owner(request), after and _inner_id(after), limit + 1, ENDPOINT)
-    shown = [_shown(batch, request) for batch in found[:limit]]
+    shown = [_message_batch(batch, request) for batch in found[:limit]]
     return JsonResponse(
         MessageBatchList(
             data=shown,
@@ -129,7 +129,7 @@ async def list_batches(request: Request, state: needs.Batches) -> Response:
 
 async def retrieve_batch(request: Request, state: needs.Batches) -> Response:
     """Status and progress of a batch."""
-    return JsonResponse(_shown(await _batch(request, state), request))
+    return JsonResponse(_message_batch(await _batch(request, state), request))
 
 
 async def cancel_batch(request: Request, state: needs.Batches) -> Response:
@@ -139,7 +139,7 @@ async def cancel_batch(request: Request, state: needs.Batches) -> Response:
     if batch.status in OPEN:
         batch = await batches.run(batches.store.cancel, batch.id, owner(request))
         batches.notify()
-    return JsonResponse(_shown(batch, request))
+    return JsonResponse(_message_batch(batch, request))
 
 
 async def delete_batch(request: Request, state: needs.Batches) -> Response:
@@ -210,7 +210,7 @@ def _inner_id(name: str) -> str:
     return name.removeprefix("msg")
 
 
-def _shown(batch: Batch, request: Request) -> MessageBatch:
+def _message_batch(batch: Batch, request: Request) -> MessageBatch:
     ended = batch.status not in OPEN
     ended_at = batch.completed_at or batch.failed_at or batch.expired_at or batch.cancelled_at
     counts = MessageBatchCounts(succeeded=batch.completed, errored=batch.failed)

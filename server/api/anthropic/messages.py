@@ -18,7 +18,7 @@ from quire.server.generate.prepare import prepare
 from quire.server.generate.progress import check_progress, report_progress
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import wanted_for
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.http.threads import Deferred
 from quire.server.http.turns import tenant_of
 from quire.server.keys.access import require_model
@@ -29,7 +29,7 @@ ID_PREFIX = "msg_"
 
 async def create_message(request: Request, state: needs.Completion) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
-    body, one, cached = await take(request, MessagesRequest, state, lambda body: _prepare(request, body, state))
+    body, one, cached = await use_body(request, MessagesRequest, state, lambda body: _prepare(request, body, state))
     progress = report_progress(body.return_progress, [one])
     generation = await admission.generate(request, state, [one], "messages")
     message = MessageResponse(
@@ -90,4 +90,4 @@ async def count_tokens(request: Request, state: needs.Tokenizing) -> Response:
         count = lambda: TokenCount(len(encode_conversation(prompt, state, False)))  # noqa: E731
         return after_images(prompt, state, request.scope.get("tenant"), count)
 
-    return sse.JsonResponse(await take(request, CountTokensRequest, state, work))
+    return sse.JsonResponse(await use_body(request, CountTokensRequest, state, work))

@@ -20,7 +20,7 @@ from quire.server.generate.prepare import prepare
 from quire.server.generate.progress import PromptProgress, check_progress, report_progress
 from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.http import admission, sse
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.http.route import EVENTS, Route
 from quire.server.lora.fields import LoraScales
 from quire.server.text.infill import infill_of
@@ -83,7 +83,7 @@ class InfillAnswer(msgspec.Struct, kw_only=True):
 
 async def infill(request: Request, state: needs.Completion) -> Response:
     """The text between two others."""
-    body, one = await take(request, InfillRequest, state, lambda body: (body, _prepare(request, body, state)))
+    body, one = await use_body(request, InfillRequest, state, lambda body: (body, _prepare(request, body, state)))
     predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
     progress = report_progress(body.return_progress, [one], _progress)
     stream = await admission.generate(request, state, [one], "input_prefix", predict)

@@ -13,7 +13,7 @@ from quire.server.api.ollama.protocol import ShowRequest
 from quire.server.errors import BadRequest, EngineError
 from quire.server.generate.pooling import text_limit
 from quire.server.http import sse
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.keys.access import names_for, require_model
 from quire.server.startup.model_details import ModelDetails, in_words
 from quire.server.text.infill import infill_of
@@ -105,7 +105,7 @@ async def running(request: Request, state: _Running) -> Response:
 
 async def show(request: Request, state: _Showing) -> Response:
     """Metadata of the model."""
-    body = await take(request, ShowRequest, state, lambda body: body)
+    body = await use_body(request, ShowRequest, state, lambda body: body)
     name = body.model or body.name
     if not name:
         raise BadRequest("Missing required parameter: model.", param="model")

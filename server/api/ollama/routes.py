@@ -26,7 +26,7 @@ from quire.server.generate.progress import check_progress, report_progress
 from quire.server.generate.request import GenerationSpec
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import wanted_for
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.http.route import NDJSON, Route
 from quire.server.http.threads import Deferred
 from quire.server.http.vectors import VectorFields, to_requests, vectors
@@ -45,7 +45,7 @@ async def chat(request: Request, state: needs.Completion) -> Response:
         identity = _admit(request, state, body)
         return _prepare(body, chat_spec(body, **identity) if body.messages else None, state)
 
-    return await _respond(request, state, *await take(request, ChatRequest, state, work))
+    return await _respond(request, state, *await use_body(request, ChatRequest, state, work))
 
 
 async def generate(request: Request, state: needs.Completion) -> Response:
@@ -55,7 +55,7 @@ async def generate(request: Request, state: needs.Completion) -> Response:
         identity = _admit(request, state, body)
         return _prepare(body, generate_spec(body, **identity) if body.prompt or body.images else None, state)
 
-    return await _respond(request, state, *await take(request, GenerateRequest, state, work))
+    return await _respond(request, state, *await use_body(request, GenerateRequest, state, work))
 
 
 def _prepare(body: B, spec: GenerationSpec | None, state: needs.Prompting) -> Work[B]:
@@ -134,7 +134,7 @@ async def embed(request: Request, state: needs.Vectors) -> Response:
         texts = [body.input] if isinstance(body.input, str) else body.input
         return body, _vector_requests(request, state, body.model, texts, body.dimensions, body.truncate, "input")
 
-    body, requests = await take(request, EmbedRequest, state, work)
+    body, requests = await use_body(request, EmbedRequest, state, work)
     found = await vectors(request, state, requests, "input")
     return sse.JsonResponse(
         {
@@ -154,7 +154,7 @@ async def embeddings(request: Request, state: needs.Vectors) -> Response:
         keep_alive_seconds(body.keep_alive)
         return _vector_requests(request, state, body.model, [body.prompt], None, True, "prompt")
 
-    requests = await take(request, EmbeddingsRequest, state, work)
+    requests = await use_body(request, EmbeddingsRequest, state, work)
     found: list[Vector] = await vectors(request, state, requests, "prompt")
     return sse.JsonResponse({"embedding": found[0].values.tolist()})
 

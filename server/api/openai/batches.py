@@ -15,7 +15,7 @@ from quire.server.api.openai.protocol import Name
 from quire.server.batches.store import Batch
 from quire.server.errors import BadRequest
 from quire.server.http.paging import ends, owner, page_size
-from quire.server.http.read_body import require_deliberate, take
+from quire.server.http.read_body import require_deliberate, use_body
 from quire.server.http.sse import JsonResponse
 
 ENDPOINTS = (
@@ -114,7 +114,7 @@ class BatchList(msgspec.Struct, kw_only=True):
 
 async def create_batch(request: Request, state: _Posting) -> Response:
     """Begin a batch. Raises NotFound for its file, BadRequest."""
-    body = await take(request, BatchRequest, state, lambda body: body)
+    body = await use_body(request, BatchRequest, state, lambda body: body)
     batches = state.require_batches()
     if body.endpoint not in ENDPOINTS:
         raise BadRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}.", param="endpoint")
@@ -146,7 +146,7 @@ async def list_batches(request: Request, state: _Reading) -> Response:
     limit = page_size(request, 100)
     after = request.query_params.get("after")
     found = await batches.run(batches.store.batches, owner(request), after, limit + 1)
-    shown = [_shown(batch, state) for batch in found[:limit]]
+    shown = [_batch_object(batch, state) for batch in found[:limit]]
     return JsonResponse(BatchList(data=shown, has_more=len(found) > limit, **ends(shown)))
 
 
@@ -166,10 +166,10 @@ async def cancel_batch(request: Request, state: _Reading) -> Response:
 
 
 def _answer(batch: Batch, state: needs.Names) -> Response:
-    return JsonResponse(_shown(batch, state))
+    return JsonResponse(_batch_object(batch, state))
 
 
-def _shown(batch: Batch, state: needs.Names) -> BatchObject:
+def _batch_object(batch: Batch, state: needs.Names) -> BatchObject:
     same: dict[str, Any] = {
         name: getattr(batch, name) for name in BatchObject.__struct_fields__ if hasattr(batch, name)
     }

@@ -28,7 +28,7 @@ from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.images import after_images
 from quire.server.generate.prepare import prepare
 from quire.server.http import sse
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.http.threads import Deferred
 from quire.server.parsers.events import Content
 
@@ -37,7 +37,7 @@ ID_PREFIX = "chatcmpl-"
 
 async def chat_completions(request: Request, state: needs.Completion) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
-    body, one = await take(request, ChatCompletionRequest, state, lambda body: _prepare(request, body, state))
+    body, one = await use_body(request, ChatCompletionRequest, state, lambda body: _prepare(request, body, state))
     answer = ChatAnswer(body, state, ID_PREFIX + request.scope["request_id"], one)
     return await respond(request, state, answer, [one], "messages")
 

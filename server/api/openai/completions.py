@@ -19,14 +19,16 @@ from quire.server.generate.delta import Delta
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.prepare import prepare
 from quire.server.http import sse
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 
 ID_PREFIX = "cmpl-"
 
 
 async def completions(request: Request, state: needs.Completion) -> Response:
     """Raises ApiError for everything that goes wrong before the first byte of the answer."""
-    body, requests = await take(request, CompletionRequest, state, lambda body: (body, _prepare(request, body, state)))
+    body, requests = await use_body(
+        request, CompletionRequest, state, lambda body: (body, _prepare(request, body, state))
+    )
     answer = CompletionAnswer(
         body,
         state,

@@ -15,7 +15,7 @@ from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.limits import Text
 from quire.server.generate.pooling import embed_params
 from quire.server.http import sse
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import (
     Prompts,
@@ -69,7 +69,7 @@ async def embeddings(request: Request, state: needs.Vectors) -> Response:
         prompts = prompts_of(body.input, "input")
         return body, request_id, to_requests(request, body, state, request_id, prompts, params, "input")
 
-    body, request_id, requests = await take(request, EmbeddingRequest, state, prepare)
+    body, request_id, requests = await use_body(request, EmbeddingRequest, state, prepare)
     found = await vectors(request, state, requests, "input")
 
     def answer() -> Response:

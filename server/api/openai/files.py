@@ -111,7 +111,7 @@ async def _store(request: Request, form: FormData, batches: Batches, size: int) 
         file = await batches.add_file(upload.file, request.scope, purpose, name, _life(form), size)
     finally:
         await form.close()
-    return JsonResponse(_shown(file))
+    return JsonResponse(_file_object(file))
 
 
 async def _form(request: Request, max_bytes: int) -> FormData:
@@ -171,13 +171,13 @@ async def list_files(request: Request, state: needs.Batches) -> Response:
     files = await batches.run(
         batches.store.files, owner(request), query.get("purpose"), query.get("after"), limit + 1, order == "asc"
     )
-    shown = [_shown(file) for file in files[:limit]]
+    shown = [_file_object(file) for file in files[:limit]]
     return JsonResponse(FileList(data=shown, has_more=len(files) > limit, **ends(shown)))
 
 
 async def retrieve_file(request: Request, state: needs.Batches) -> Response:
     """Metadata of a file."""
-    return JsonResponse(_shown(await _file(request, state)))
+    return JsonResponse(_file_object(await _file(request, state)))
 
 
 async def file_content(request: Request, state: needs.Batches) -> Response:
@@ -205,7 +205,7 @@ async def _file(request: Request, state: needs.Batches) -> File:
     return await batches.run(batches.store.file, request.path_params["file_id"], owner(request))
 
 
-def _shown(file: File) -> FileObject:
+def _file_object(file: File) -> FileObject:
     return FileObject(
         id=file.id,
         bytes=file.bytes,

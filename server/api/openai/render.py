@@ -15,7 +15,7 @@ from quire.server.api.openai.translate import conversation
 from quire.server.generate.conversation import Rendered, render_conversation
 from quire.server.generate.encode import encode_rendered
 from quire.server.generate.images import after_images
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.http.sse import JsonResponse
 from quire.server.http.threads import Deferred
 from quire.server.keys.access import require_model
@@ -63,4 +63,4 @@ async def _rendered(
         tenant = request.scope.get("tenant")
         return after_images(prompt, state, tenant, lambda: show(render_conversation(prompt, state), body))
 
-    return await take(request, ChatCompletionRequest, state, work)
+    return await use_body(request, ChatCompletionRequest, state, work)

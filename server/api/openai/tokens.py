@@ -13,7 +13,7 @@ from quire.server.api.openai.translate import conversation
 from quire.server.errors import BadRequest
 from quire.server.generate.encode import encode_conversation, encode_texts
 from quire.server.generate.images import after_images
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.http.sse import JsonResponse
 from quire.server.http.threads import Deferred
 from quire.server.keys.access import require_model
@@ -21,7 +21,7 @@ from quire.server.keys.access import require_model
 
 async def tokenize(request: Request, state: needs.Tokenizing) -> Response:
     """Token ids of a prompt or a conversation."""
-    return JsonResponse(await take(request, TokenizeRequest, state, lambda body: _tokenized(request, body, state)))
+    return JsonResponse(await use_body(request, TokenizeRequest, state, lambda body: _tokenized(request, body, state)))
 
 
 def _tokenized(request: Request, body: TokenizeRequest, state: needs.Tokenizing) -> bytes | Deferred[bytes]:
@@ -47,7 +47,8 @@ def _answer(ids: list[int], body: TokenizeRequest, state: needs.Encoding) -> byt
 
 async def detokenize(request: Request, state: needs.Tokenizing) -> Response:
     """The text of token ids."""
-    return JsonResponse(await take(request, DetokenizeRequest, state, lambda body: _detokenized(request, body, state)))
+    found = await use_body(request, DetokenizeRequest, state, lambda body: _detokenized(request, body, state))
+    return JsonResponse(found)
 
 
 def _detokenized(request: Request, body: DetokenizeRequest, state: needs.Tokenizing) -> bytes:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from quire.server import needs
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 
 AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -42,7 +42,7 @@ class UnloadAdapter(msgspec.Struct, kw_only=True):
 
 async def load(request: Request, state: _Adapting) -> Response:
     """Load a LoRA adapter from an allowed folder; requests choose it by its name as their model."""
-    body = await take(request, LoadAdapter, state, lambda body: body)
+    body = await use_body(request, LoadAdapter, state, lambda body: body)
     state.require_ready()
     await state.adapters.load(
         state.client, state.names, body.lora_name, body.lora_path, bool(body.load_inplace), body.base_model_name
@@ -52,7 +52,7 @@ async def load(request: Request, state: _Adapting) -> Response:
 
 async def unload(request: Request, state: _Adapting) -> Response:
     """Refuse new requests for a LoRA adapter; those that run finish."""
-    body = await take(request, UnloadAdapter, state, lambda body: body)
+    body = await use_body(request, UnloadAdapter, state, lambda body: body)
     state.require_ready()
     await state.adapters.unload(state.client, body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

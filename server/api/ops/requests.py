@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.server import needs
 from quire.server.errors import EngineError, Unavailable
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.http.sse import JsonResponse
 from quire.server.values import Json
 
@@ -66,13 +66,13 @@ class Load(msgspec.Struct, kw_only=True):
 
 async def list_requests(request: Request, state: needs.Engine) -> Response:
     """The requests in the engines, oldest first."""
-    found = [_shown(one) for one in await _in_engines(state, "requests")]
+    found = [_running_request(one) for one in await _in_engines(state, "requests")]
     return JsonResponse(RequestList(sorted(found, key=lambda one: -one.age)))
 
 
 async def abort_requests(request: Request, state: _Posting) -> Response:
     """End requests: their answers end with finish_reason abort."""
-    asked = set(await take(request, AbortBody, state, lambda body: body.request_ids))
+    asked = set(await use_body(request, AbortBody, state, lambda body: body.request_ids))
     named = {one["id"]: asked.intersection(_names(one["id"])) for one in await _in_engines(state, "requests")}
     ended = await _in_engines(state, "abort", [engine_id for engine_id, names in named.items() if names])
     return JsonResponse(Aborted(sorted(set().union(*(named[engine_id] for engine_id in ended)))))
@@ -112,6 +112,6 @@ def _names(engine_id: str) -> tuple[str, str, str]:
     return engine_id, answer, answer.partition("-")[2]
 
 
-def _shown(one: dict[str, Any]) -> RunningRequest:
+def _running_request(one: dict[str, Any]) -> RunningRequest:
     engine_id = one.pop("id")
     return RunningRequest(request_id=_names(engine_id)[1], engine_request_id=engine_id, key=one.pop("tenant"), **one)

@@ -103,7 +103,7 @@ async def server_info(request: Request, state: _Server) -> Response:
             "system_fingerprint": state.system_fingerprint,
             "models": state.all_names,
             "health": state.health(),
-            "config": _shown(state.config),
+            "config": _public_settings(state.config),
             "engine": state.ready and _engine(state.ready),
             "kv_tiers": await _asked(state, "describe_tiers"),
             "kernels": await _asked(state, "describe_ops"),
@@ -134,7 +134,7 @@ def _engine(ready: Ready) -> dict[str, Any]:
     return {"steps_in_flight": ready.depth} | msgspec.to_builtins(worker) | {"media": media}
 
 
-def _shown(config: Config) -> dict[str, Any]:
+def _public_settings(config: Config) -> dict[str, Any]:
     """All settings but the secrets, and of paths the last part."""
     sections = {section.name: getattr(config, section.name) for section in dataclasses.fields(config)}
     return {

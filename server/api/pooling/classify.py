@@ -21,7 +21,7 @@ from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.pooling import Vector, embed_params, require_task
 from quire.server.generate.scoring import activated
 from quire.server.http import sse
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import VectorUsage, admit, answer_size, prompts_of, to_requests, vectors, written
 
@@ -35,7 +35,7 @@ async def classify(request: Request, state: needs.Vectors) -> Response:
         prompts, params = prompts_of(body.input, "input"), PoolingParams("classify")
         return body, request_id, to_requests(request, body, state, request_id, prompts, params, "input")
 
-    body, request_id, requests = await take(request, ClassifyRequest, state, prepare)
+    body, request_id, requests = await use_body(request, ClassifyRequest, state, prepare)
     found, name = await vectors(request, state, requests, "input"), state.answering(body.model)
     labels = state.model.pooling.labels
 
@@ -61,7 +61,7 @@ async def pool(request: Request, state: needs.Vectors) -> Response:
         prompts = prompts_of(body.input, "input")
         return body, request_id, to_requests(request, body, state, request_id, prompts, _params(body, state), "input")
 
-    body, request_id, requests = await take(request, PoolingRequest, state, prepare)
+    body, request_id, requests = await use_body(request, PoolingRequest, state, prepare)
     found, name = await vectors(request, state, requests, "input"), state.answering(body.model)
 
     def answer() -> Response:

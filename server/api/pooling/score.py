@@ -21,7 +21,7 @@ from quire.server.errors import BadRequest
 from quire.server.generate.pooling import text_limit
 from quire.server.generate.scoring import Scoring, prepare_scoring
 from quire.server.http import sse
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import VectorFields, VectorUsage, admit, answer_size, to_spec, vectors
 
@@ -33,7 +33,7 @@ async def score(request: Request, state: needs.Vectors) -> Response:
         request_id = admit(request, body, state, "score-")
         return body, request_id, _scoring(request, body, state, request_id, _pairs(body), "text_2")
 
-    body, request_id, scoring = await take(request, ScoreRequest, state, prepare)
+    body, request_id, scoring = await use_body(request, ScoreRequest, state, prepare)
     found = await vectors(request, state, scoring.requests, "text_2")
 
     def answer() -> Response:
@@ -61,7 +61,7 @@ async def rerank(request: Request, state: needs.Vectors) -> Response:
         pairs = [(body.query, _text(document)) for document in body.documents]
         return body, request_id, _scoring(request, body, state, request_id, pairs, "documents")
 
-    body, request_id, scoring = await take(request, RerankRequest, state, prepare)
+    body, request_id, scoring = await use_body(request, RerankRequest, state, prepare)
     found = await vectors(request, state, scoring.requests, "documents")
 
     def answer() -> Response:

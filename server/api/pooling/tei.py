@@ -16,7 +16,7 @@ from quire.server.generate.limits import Text
 from quire.server.generate.pooling import PoolingSpec, embed_params, prepare
 from quire.server.generate.scoring import Scoring, prepare_scoring
 from quire.server.http import sse
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import Prompts, VectorFields, admit, answer_size, prompts_of, to_spec, vectors
 
@@ -74,7 +74,7 @@ async def embed(request: Request, state: needs.Vectors) -> Response:
         spec.params = embed_params(state.model, body.dimensions, body.normalize is not False)
         return prepare(spec, state)
 
-    found = await vectors(request, state, await take(request, TeiEmbedRequest, state, work), "inputs")
+    found = await vectors(request, state, await use_body(request, TeiEmbedRequest, state, work), "inputs")
 
     def answer() -> Response:
         return sse.JsonResponse([vector.values.tolist() for vector in found])
@@ -91,7 +91,7 @@ async def rerank_texts(request: Request, state: needs.Vectors) -> Response:
         scoring.activation = "identity" if body.raw_scores else "sigmoid"
         return body, scoring
 
-    body, scoring = await take(request, TeiRerankRequest, state, work)
+    body, scoring = await use_body(request, TeiRerankRequest, state, work)
     found = await vectors(request, state, scoring.requests, "texts")
 
     def answer() -> Response:

@@ -14,7 +14,7 @@ from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.prepare import prepare
 from quire.server.generate.progress import check_progress, report_progress
 from quire.server.http import admission, sse
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.http.route import EVENTS, Route
 from quire.server.http.turns import tenant_of
 
@@ -36,7 +36,7 @@ async def _generate(request: Request, state: needs.Completion, stream: bool) -> 
         check_progress(body.return_progress, stream or body.stream)
         return body, _prepare(request, body, state)
 
-    body, requests = await take(request, TextRequest, state, work)
+    body, requests = await use_body(request, TextRequest, state, work)
     progress = report_progress(body.return_progress, requests)
     of_tgi = body.inputs is not None
     generation = await admission.generate(request, state, requests, "inputs" if of_tgi else "text")

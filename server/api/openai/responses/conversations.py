@@ -24,7 +24,7 @@ from quire.server.api.openai.responses.service import Responses
 from quire.server.api.openai.responses.store import Stored
 from quire.server.errors import NotFound
 from quire.server.http.paging import owner
-from quire.server.http.read_body import take
+from quire.server.http.read_body import use_body
 from quire.server.http.sse import JsonResponse
 
 PARAM = "conversation_id"
@@ -73,7 +73,7 @@ async def create_conversation(request: Request, state: _Posting) -> Response:
         items = msgspec.json.encode(stored(body.items or [], key))
         return Stored(shown.id, owner(request), None, "conversation", msgspec.json.encode(shown), items)
 
-    new = await take(request, ConversationRequest, state, work)
+    new = await use_body(request, ConversationRequest, state, work)
     await state.responses.run(state.responses.store.add, new)
     return JsonResponse(new.body)
 
@@ -86,7 +86,7 @@ async def retrieve_conversation(request: Request, state: needs.Responses) -> Res
 async def update_conversation(request: Request, state: _Posting) -> Response:
     """Change its metadata."""
     state.responses.require_kept()
-    body = await take(request, ConversationUpdate, state, lambda body: body)
+    body = await use_body(request, ConversationUpdate, state, lambda body: body)
 
     def edit(conversation: Stored) -> None:
         shown = _conversation(conversation.body)
@@ -106,7 +106,7 @@ async def delete_conversation(request: Request, state: needs.Responses) -> Respo
 async def create_items(request: Request, state: _Posting) -> Response:
     """Add items at the end."""
     state.responses.require_kept()
-    items = await take(request, NewItems, state, lambda body: stored(body.items, uuid.uuid4().hex))
+    items = await use_body(request, NewItems, state, lambda body: stored(body.items, uuid.uuid4().hex))
     encoded = msgspec.json.encode(items)
 
     def edit(conversation: Stored) -> None:

@@ -46,7 +46,7 @@ from quire.server.http import admission, sse
 from quire.server.http.cache_hint import RETENTION, wanted_for
 from quire.server.http.paging import owner
 from quire.server.http.parse_body import is_left_out
-from quire.server.http.read_body import in_turns, take
+from quire.server.http.read_body import in_turns, use_body
 from quire.server.http.threads import SMALL, Deferred
 from quire.server.http.turns import tenant_of
 from quire.server.keys.access import require_model
@@ -124,7 +124,7 @@ async def _with_history(
     request: Request, cls: type[B], state: _Posting, work: Callable[[B, History | None], Work[B, R]]
 ) -> tuple[B, R]:
     """The body, and what `work` makes of it and of what it refers to, which needs another turn in a thread."""
-    body, done = await take(
+    body, done = await use_body(
         request, cls, state, lambda body: (body, None) if past.is_needed(body) else work(body, None)
     )
     if done is None:
