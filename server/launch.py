@@ -256,12 +256,13 @@ class Launcher:
         where = name if isinstance(name, str) else "{}://{}:{}".format(scheme, *name[:2])
         curl, base = ("curl", where) if "://" in where else ("curl --unix-socket " + where, "http://localhost")
         logger.info(
-            "ready in %.1f s: %s serves %s (API at %s/v1, documentation at %s/docs)",
+            "ready in %.1f s: %s serves %s (API at %s/v1, documentation at %s/docs%s)",
             time.monotonic() - self.started,
             where,
             ", ".join(served_names(self.config)),
             base,
             base,
+            f", a page to chat at {base}/" if self.config.server.ui else "",
         )
         with_key = bool(self.config.server.api_key or self.config.server.api_key_file)
         logger.info("try: %s", curl_line(curl, base, ready.worker.pooling, self.frontend.chats, with_key))

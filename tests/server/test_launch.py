@@ -151,6 +151,7 @@ def test_answers_before_it_has_loaded_and_ends_in_order(model_folder, tmp_path):
         "loading weights",
         "fits 16,368 tokens",
         "ready in ",
+        "a page to chat at http://127.0.0.1",
         "try: curl http://127.0.0.1",
         '"POST /v1/chat/completions" 200',
         "settings: port (flag)",
