@@ -14,14 +14,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 
 from benchmarks.soak_memory import Server
 
+if TYPE_CHECKING:
+    from quire.configs.config import Config
+    from quire.engine.step import Step
+    from tests.engine.harness import Engine
+
 BUDGET = 2048  # tokens of a step
+PER_TOKEN, PER_STEP = 1e-3, 5e-3  # seconds: two cores with a model of 135 million parameters
 LONG = 100_000
 PROMPTS = (200, 1024, 1500, 2048, 3000, 6000, 20_000)
 KEYS = "keys: [{name: long, key: long-key}, {name: other, key: other-key}]"
@@ -30,9 +37,42 @@ FLAGS = ["--max-num-batched-tokens", "256", "--no-enable-prefix-caching", "--max
 
 def steps(long_prompts: int, prompt: int) -> int:
     """Until the first token of a prompt that comes while others are computed."""
+    return until_first_token(long_prompts, prompt, 0.0)[0]
+
+
+def until_first_token(long_prompts: int, prompt: int, per_token: float, per_step: float = 0.0) -> tuple[int, float]:
+    """(steps, seconds) until the first token of a prompt that comes in the middle of a step of others, on a device that
+    takes `per_step` and `per_token` seconds.
+    """
     from tests.engine.harness import CLIENT, Engine, fake_config
 
-    engine = Engine(
+    engine, seconds = _engine(Engine, fake_config), 0.0
+
+    def note_time(step: Step) -> None:
+        nonlocal seconds
+        took = per_step + per_token * step.num_tokens
+        engine.scheduler.pace.note_step(step.num_tokens, len(step.requests), took)
+        seconds += took
+
+    engine.scheduler.pace.note_end = note_time
+    for tenant in ("long", "other"):  # both are known, and how long a step takes
+        engine.add(tenant + "-before", [8, *range(600)], max_tokens=1, tenant=tenant)
+        engine.run()
+    for i in range(long_prompts):
+        engine.add(f"long-{i}", [i, *(j % 900 for j in range(LONG))], max_tokens=1, tenant="long")
+    for _ in range(3 if long_prompts else 0):
+        before = seconds
+        engine.turn()
+    engine.add("other", [7, *(j % 900 for j in range(prompt - 1))], max_tokens=1, tenant="other")
+    begun, count = (seconds + before) / 2 if long_prompts else seconds, 0
+    while (CLIENT, "other") not in engine.outputs:
+        engine.turn()
+        count += 1
+    return count, seconds - begun
+
+
+def _engine(engine: type[Engine], fake_config: Callable[..., Config]) -> Engine:
+    return engine(
         fake_config(
             max_model_len="131072",
             max_num_seqs=8,
@@ -41,16 +81,6 @@ def steps(long_prompts: int, prompt: int) -> int:
             block_size=16,
         )
     )
-    for i in range(long_prompts):
-        engine.add(f"long-{i}", [i, *(j % 900 for j in range(LONG))], max_tokens=1, tenant="long")
-    for _ in range(3 if long_prompts else 0):
-        engine.turn()
-    engine.add("other", [7, *(j % 900 for j in range(prompt - 1))], max_tokens=1, tenant="other")
-    count = 0
-    while (CLIENT, "other") not in engine.outputs:
-        engine.turn()
-        count += 1
-    return count
 
 
 def first_token(http: httpx.Client, rng: random.Random, num_words: int, key: str) -> float:
@@ -112,6 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         alone, beside = steps(0, prompt), steps(4, prompt)
         worst = max(worst, beside / alone)
         print(f"| {prompt:,} tokens | {alone} steps | {beside} steps | {beside / alone:.2f} |", flush=True)
+    print("| prompt | alone | beside | x |\n|---|---|---|---|")
+    for prompt in PROMPTS:
+        alone, beside = (until_first_token(count, prompt, PER_TOKEN, PER_STEP)[1] for count in (0, 4))
+        print(f"| {prompt:,} tokens | {alone:.3f} s | {beside:.3f} s | {beside / alone:.2f} |", flush=True)
     if args.seconds:
         in_seconds((120, 400, 900), args.rounds)
     return int(worst > 1.5)

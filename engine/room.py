@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from quire.engine.kv.manager import KVCacheManager, Match
@@ -35,6 +36,14 @@ class Room:
             return False
         obtainable = sum(self.kv.num_held(other) + self.kv.num_expected(other) for other in without)
         return self.kv.num_missing(request, Match()) + self.reserve() <= self.kv.pool.num_free + obtainable
+
+    def crowding(self, request: Request) -> list[Request]:
+        """If none of a waiting request's tenant runs: the running ones, but one, of the tenant with most of them."""
+        counts = Counter(other.tenant for other in self.running)
+        if request.background or counts[request.tenant] or not counts:
+            return []
+        most = max(counts, key=counts.__getitem__)
+        return [other for other in self.running if other.tenant == most and other.rank >= request.rank][1:]
 
     def next_waiting(self, waiting: FairQueue) -> Request | None:
         """The first waiting request, or while that waits for another adapter to be done, the first one without any."""

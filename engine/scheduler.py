@@ -26,7 +26,7 @@ from typing import Any
 from quire.configs.config import SchedulerConfig
 from quire.configs.speculation import MAX_DRAFT
 from quire.engine.background import Background
-from quire.engine.chunks import Chunks
+from quire.engine.chunks import Chunks, Pace
 from quire.engine.dependents import dependents
 from quire.engine.encoder_cache import EncoderCache
 from quire.engine.kv.contents import Contents
@@ -35,7 +35,7 @@ from quire.engine.kv.tiers import Tiers
 from quire.engine.messages import AddRequest, EngineOutput, EngineStats
 from quire.engine.request import Request, RequestQueue, Status
 from quire.engine.room import Room
-from quire.engine.shares import FairQueue, Shares, parts_of_prompts
+from quire.engine.shares import LEAD, FairQueue, Shares, parts_of_prompts
 from quire.engine.stats import Counts, with_adapters
 from quire.engine.step import Step
 from quire.engine.validation import check_media, check_request
@@ -90,6 +90,9 @@ class Scheduler:
         self.images = EncoderCache(media.cache_size, media.encoder_budget) if media else EncoderCache()
         threshold = 0 if self.whole_prompts else config.long_prefill_token_threshold
         self.chunks = Chunks(kv, self.images, threshold, media is not None and media.whole)
+        self.pace = Pace()
+        self._step_budget = self.token_budget  # tokens of the step being scheduled
+        self._parts: dict[str, int] = {}  # of a short step, for prompts of each tenant
         self.shares = Shares()
         self.waiting = FairQueue(self.shares)
         self.running = RequestQueue()
@@ -134,6 +137,8 @@ class Scheduler:
             else:
                 self.requests[client, request.request_id] = request
                 self.shares.enter(request)
+                if not request.background:
+                    self.pace.note_request(request.tenant)
                 self._wait(request)
         return complete
 
@@ -204,7 +209,9 @@ class Scheduler:
             self._fetch()
         self.images.start_step()
         self.chunks.start_step()
-        if self.waiting and self.running and self.running.last.rank > self.waiting.first.rank:
+        self._parts, limit = {}, self.token_budget if self.whole_prompts else self.pace.limit(self.token_budget)
+        self._step_budget = min(limit + len(self.running), self.token_budget)
+        if self.waiting and self.running:
             self._preempt_for_waiting()
         for _ in range(self.num_groups):  # stop at the first group that has work
             self.turn = (self.turn + 1) % self.num_groups
@@ -233,7 +240,7 @@ class Scheduler:
         batch: dict[Request, int] = {}  # number of tokens per request, in batch order
         new_blocks: dict[Request, list[list[int]]] = {}  # new block ids per request and group
         others = [request for request in self.running if not request.background]
-        self._schedule_some(others, self.token_budget, self.token_budget, batch, new_blocks)
+        self._schedule_some(others, self._step_budget, self.token_budget, batch, new_blocks)
         num_tokens = sum(batch.values())
         are_others = bool(others) or (bool(self.waiting) and not self.waiting.first.background)
         self.background.start_step(are_others, num_tokens, self.token_budget)
@@ -277,7 +284,10 @@ class Scheduler:
                     budget -= 1 + num_draft
                     room -= 1 + num_draft
                     room_for_drafts -= num_draft
-        parts = parts_of_prompts(prefills, self._next_admitted(prefills), budget, self.shares) if prefills else {}
+        parts, is_short, lead = {}, self._step_budget < self.token_budget, LEAD * self.token_budget
+        if prefills:
+            parts = parts_of_prompts(prefills, self._next_admitted(prefills), budget, lead, self.shares, is_short)
+        self._parts = self._parts or (parts if is_short else {})
         for request in prefills:
             part = min(budget, parts.get(request.tenant, budget))
             if request.status is Status.RUNNING and part > 0:
@@ -327,11 +337,14 @@ class Scheduler:
         if not self.waiting:
             return
         reserve = self.room.reserve()
-        while self.waiting and step.num_tokens < self.token_budget and len(self.running) < self.max_running:
+        while self.waiting and step.num_tokens < self._step_budget and len(self.running) < self.max_running:
             request = self.room.next_waiting(self.waiting)
             if request is None:
                 return
-            budget = self.token_budget - step.num_tokens
+            budget = self._step_budget - step.num_tokens
+            budget = min(budget, self._parts.get(request.tenant, budget))
+            if budget <= 0:
+                return
             if request.background:
                 budget = min(budget, self.background.budget)
                 if budget <= 0:
@@ -360,6 +373,8 @@ class Scheduler:
             self._admit(step, request, matched, num_new, plan)
             if request.background:
                 self.background.budget -= step.num_tokens - num_tokens
+            if request.tenant in self._parts:
+                self._parts[request.tenant] -= step.num_tokens - num_tokens
             reserve += self.kv.num_expected(request)
 
     def _admit(self, step: Step, request: Request, matched: Match, num_new: int, plan: Plan | None) -> None:
@@ -401,15 +416,17 @@ class Scheduler:
     # ---- memory pressure
 
     def _preempt_for_waiting(self) -> None:
-        """Preempt running requests of higher rank, last ones first, until the first waiting request fits. Preempt none
-        if even all of them would not free enough.
+        """Preempt running requests of higher rank, or else of a tenant that has more than its part of the engine, last
+        ones first, until the first waiting request fits. Preempt none if even all of them would not free enough.
         """
         request = self.waiting.first
-        outranked = [other for other in self.running if other.rank > request.rank]
-        if not self.room.could_admit(request, outranked):
+        victims = [other for other in self.running if other.rank > request.rank]
+        if not victims and self.shares.num_tenants > 1:
+            victims = self.room.crowding(request)
+        if not victims or not self.room.could_admit(request, victims):
             return
-        while outranked and not self.room.can_admit(request):
-            self._preempt(outranked.pop())
+        while victims and not self.room.can_admit(request):
+            self._preempt(victims.pop())
 
     def _preempt(self, request: Request) -> None:
         """Take the row and all blocks from a running request and queue it again. Its tokens are recomputed later, or
@@ -456,6 +473,7 @@ class Scheduler:
         self._in_flight.popleft()
         if self.tiers is not None:
             self.tiers.note_step(step.num_tokens, time.monotonic() - step.scheduled)
+        self.pace.note_end(step)
         prompt_logprobs = step.new_prompt_logprobs(output)
         drafted, drafts, predicted = step.input.num_draft, output.num_draft or {}, output.predicted or ()
         for i, request, token_ids, logprobs in step.sampled(output):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.fairness import until_first_token
+from quire.engine.chunks import Pace
 from quire.engine.shares import fair_parts
 from tests.engine.harness import CLIENT, Engine, fake_config
 
@@ -33,6 +35,24 @@ def test_sixty_requests_of_one_do_not_delay_four_of_another():
     assert places[0] <= 8 and max(places) <= 12, places
     assert [name for name in order if name.startswith("many")] == [f"many-{i}" for i in range(60)]  # among themselves
     engine.assert_at_rest()
+
+
+def test_a_tenant_without_a_running_request_does_not_wait_until_one_of_another_ends():
+    """Neither for a row nor for blocks; the preempted one goes on, and nobody is preempted for a second one."""
+    for limits in ({"max_num_seqs": 4}, {"max_num_seqs": 16, "num_gpu_blocks_override": 50, "block_size": 4}):
+        engine = Engine(fake_config(**{"max_model_len": "128", "num_gpu_blocks_override": 200, **limits}))
+        for i in range(40):
+            engine.add(f"many-{i}", [i, 1, 2], max_tokens=60, ignore_eos=True, tenant="many")
+        for _ in range(12):
+            engine.turn()
+        for i in range(2):
+            engine.add(f"few-{i}", [i, 3, 4], max_tokens=30, ignore_eos=True, tenant="few")
+        engine.turn()
+        engine.turn()
+        assert engine.outputs[CLIENT, "few-0"]
+        engine.run()
+        assert all(len(engine.tokens(f"many-{i}")) == 60 for i in range(40))
+        engine.assert_at_rest()
 
 
 def test_one_tenant_is_served_in_order_of_arrival():
@@ -158,3 +178,28 @@ def test_parts(needs, weights, total):
     assert sum(parts.values()) <= max(total, len(needs)) + len(needs)
     if sum(needs.values()) >= total:
         assert sum(parts.values()) >= min(total, sum(needs.values())) - len(needs)
+
+
+def test_a_first_token_is_not_late_in_seconds_either():
+    """On a device that computes 1,000 tokens a second a full step would take two seconds."""
+    for prompt in (200, 1024, 3000):
+        (_, alone), (_, together) = (until_first_token(count, prompt, 1e-3, 5e-3) for count in (0, 4))
+        assert together <= 1.5 * alone, (prompt, alone, together)
+
+
+def test_steps_are_full_on_a_fast_device_and_for_one_tenant():
+    pace = Pace()
+    for tenant in ("a", "b", "a"):
+        pace.note_request(tenant)
+    assert pace.limit(2048) == 2048, "the speed is unknown"
+    pace.note_step(2048, 4, 0.05)
+    assert pace.limit(2048) == 2048
+    for _ in range(30):
+        pace.note_step(2048, 4, 2.0)
+        pace.note_step(64, 64, 2.0)  # outputs say nothing about prompts
+    assert 96 <= pace.limit(2048) <= 130
+    alone = Pace()
+    alone.note_request("a")
+    alone.note_step(2048, 4, 2.0)
+    alone.note_request("a")
+    assert alone.limit(2048) == 2048

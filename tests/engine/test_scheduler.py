@@ -69,12 +69,13 @@ def test_long_prefill_token_threshold_holds_while_others_run():
     assert [run_step(scheduler, executor)[0].input.num_scheduled for _ in range(3)] == [[1, 10], [1, 10], [1, 10]]
 
 
-def test_prompts_with_logprobs_come_in_small_chunks_while_others_run(monkeypatch):
+def test_prompts_with_logprobs_come_in_small_chunks(monkeypatch):
+    """Also alone: a request that arrives waits for the step that runs."""
     monkeypatch.setattr("quire.engine.chunks.SCORED_CHUNK", 10)
     monkeypatch.setattr("quire.engine.chunks.LEAST_SCORED", 1)
     scheduler, executor = make(max_num_batched_tokens=100)
     scored = SamplingParams(temperature=0.0, max_tokens=9, prompt_logprobs=0)
-    for name, expected in (("alone", [[60]]), ("not alone", [[1, 10], [1, 10]])):
+    for name, expected in (("alone", [[10]] * 6), ("not alone", [[1, 10], [1, 10]])):
         scheduler.add(AddRequest(name, [len(name), *range(59)], scored))
         assert [run_step(scheduler, executor)[0].input.num_scheduled for _ in expected] == expected
 
