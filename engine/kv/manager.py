@@ -368,6 +368,7 @@ class KVCacheManager:
         if self._is_plain:
             return self._allocate_plain(request, num_tokens)
         self._give_back(request)
+        self._give_back_states(request)
         counts = [self._num_to_add(g, request, num_tokens) for g in range(len(self.groups))]
         states = sum(count for count, group in zip(counts, self.groups) if group.kind == "state")
         if sum(counts) - states > self.pool.num_free or states > self.pool.num_free_states:
@@ -424,6 +425,13 @@ class KVCacheManager:
                 self.pool.release(ids[given_back:first])
                 ids[given_back:first] = [NULL_BLOCK] * (first - given_back)
                 request.num_given_back[g] = first
+
+    def _give_back_states(self, request: Request) -> None:
+        """Release the page that the last chunk read if the next one needs another: a request never holds three."""
+        for group, ids in zip(self.groups, request.block_ids):
+            if group.kind == "state" and len(ids) == 2 and ids[0] != ids[1] and self._is_checkpoint(ids[1]):
+                self._release(ids[:1])
+                del ids[0]
 
     def num_held(self, request: Request) -> int:
         """Number of blocks that a request holds, over all groups, states aside."""

@@ -93,3 +93,34 @@ def test_two_requests_in_one_step_share_a_prefix():
     engine.run()
     assert sorted(engine.last(name).num_cached_tokens for name in "ab") == [0, 192]
     engine.assert_at_rest()
+
+
+def test_a_preempted_request_resumes_from_its_newest_checkpoint():
+    engine, prompt = engine_with(), words(0, 100)
+    engine.add("a", prompt, max_tokens=80)
+    while not engine.scheduler.requests or engine.scheduler.running.first.num_output_tokens < 50:
+        engine.turn()
+    request, resumed = engine.scheduler.running.first, []
+    attach = engine.scheduler.kv.attach
+    engine.scheduler.kv.attach = lambda request, match: (attach(request, match), resumed.append(match.num_blocks * 16))
+    engine.scheduler._preempt(request)
+    engine.run()
+    assert resumed == [144] and engine.last("a").timing.num_preemptions == 1
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("length", [512, 500])
+@pytest.mark.parametrize("most", [1, 2])
+def test_two_pages_for_each_request_are_enough(length, most):
+    """Prompts of several chunks, at block boundaries, and outputs that pass them."""
+    engine = engine_with(max_num_batched_tokens=160, max_num_seqs=most)
+    pool = engine.scheduler.kv.pool
+    taken = pool.take(pool.num_states - 2 * engine.scheduler.max_running, state=True)
+    for turn in range(3):
+        for i in range(3):
+            engine.add(f"{turn}.{i}", words(i, length), max_tokens=40)
+        engine.run()
+    last = [engine.last(f"{turn}.{i}") for turn in range(3) for i in range(3)]
+    assert {(one.finish_reason, one.timing.num_preemptions) for one in last} == {("length", 0)}
+    pool.release(taken)
+    engine.assert_at_rest()
