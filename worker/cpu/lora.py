@@ -62,10 +62,11 @@ def _place(columns: slice, half: int | None) -> tuple[int, int]:
     return 2 * begin + _VECTOR * is_up, 2 * _VECTOR
 
 
-def _rows(rows: LoraRows, layers: int) -> tuple[int, int | None, int, int]:
-    """`LoraRowsArgs` for the matrices at the address `layers`."""
+def rows_args(rows: LoraRows, layers: int) -> LoraRowsArgs:
+    """The C struct for the matrices at the address `layers`."""
     assert rows.index.dtype == torch.int64
-    return rows.index.data_ptr(), None if rows.scales is None else rows.scales.data_ptr(), len(rows.index), layers
+    scales = None if rows.scales is None else rows.scales.data_ptr()
+    return LoraRowsArgs(rows.index.data_ptr(), scales, len(rows.index), layers)
 
 
 def add_native(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixed_order: bool = False) -> None:
@@ -74,7 +75,7 @@ def add_native(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixe
         return add_lora(x, out, groups, fixed_order)
     x = x if x.stride(1) == 1 else x.contiguous()
     args = (LoraRowsArgs * len(groups))(
-        *(_rows(rows, addressof(PackedLora.of(weights).alone)) for rows, weights in groups)
+        *(rows_args(rows, addressof(PackedLora.of(weights).alone)) for rows, weights in groups)
     )
     KERNELS.lib.quire_add_lora(
         args,
@@ -105,7 +106,7 @@ class SegmentsLora:
     def args(self, step: StepLora, groups: Sequence[LoraRows]) -> Array:
         """`groups` of the step for the native call."""
         return (LoraRowsArgs * len(groups))(
-            *(_rows(rows, addressof(self._table(rows.key, step))) for rows in groups)
+            *(rows_args(rows, addressof(self._table(rows.key, step))) for rows in groups)
         )
 
     def _table(self, key: str, step: StepLora) -> Array | None:

@@ -289,6 +289,7 @@ _SIGNATURES = {
     ),
     "quire_route": ([ctypes.POINTER(RoutingArgs), _P, _P, _P, _L], None),
     "quire_run_experts": ([ctypes.POINTER(ExpertsArgs), _P, _L, _P, _P, _P, _L, _L], None),
+    "quire_run_adapted_experts": ([ctypes.POINTER(ExpertsArgs), _P, _L, _P, _P, _P, _L, _L, _P, _P, _L], None),
     "quire_paged_attention": ([ctypes.POINTER(LayerArgs), _P, _L, _P, _L, _P, _L, _P, _P, _L, _I, _P, _L], None),
 }
 

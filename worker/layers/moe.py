@@ -262,7 +262,8 @@ class ListedExperts(nn.Module):
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """This rank's part of `run_experts`."""
         if self.lora is not None:
-            return run_mixed(x, weights, ids, self.lora, self._form(), self.weigh_inputs, self._run)
+            adapted = getattr(self.packed(), "run_adapted", None)
+            return run_mixed(x, weights, ids, self.lora, self._form(), self.weigh_inputs, self._run, adapted)
         return self._run(x, weights, ids)
 
     def _run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

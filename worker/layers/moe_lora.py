@@ -1,5 +1,6 @@
-"""LoRA beside the experts of a mixture-of-experts layer: tokens that use an adapter pass their experts one by one, each
-product followed by what adapters add to it; the other tokens of a step keep the product of all experts.
+"""LoRA beside the experts of a mixture-of-experts layer. Where the platform has no product of all experts that takes
+adapters, tokens that use one pass their experts one by one, each product followed by what adapters add to it; the other
+tokens of a step keep the product of all experts.
 """
 
 from __future__ import annotations
@@ -124,11 +125,16 @@ def run_mixed(
     form: ExpertForm,
     weigh_inputs: bool,
     base: Callable[..., torch.Tensor],
+    adapted: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The experts' outputs of a step, `[T, H]`: `base(x, weights, ids)` for rows without an adapter of experts."""
+    """The experts' outputs of a step, `[T, H]`: `base(x, weights, ids)` for rows without an adapter of experts, or
+    `adapted(x, weights, ids, groups, lora)` for all, if the platform has that.
+    """
     groups = lora.groups(len(x))
     if not groups:
         return base(x, weights, ids)
+    if adapted is not None:
+        return adapted(x, weights, ids, groups, lora)
     out = lora.run(x, weights, ids, groups, form, weigh_inputs)
     others = torch.ones(len(x), dtype=torch.bool, device=x.device)
     for rows in groups:

@@ -156,7 +156,7 @@ class Ops:
 
     def packed_experts(self, experts: ListedExperts) -> Callable[..., torch.Tensor] | None:
         """Return `experts`, whose weights are loaded, as one call (x, weights, ids) -> result, or None if that is not
-        supported.
+        supported. Its `run_adapted`, if it has one, computes all rows of a step with LoRA adapters of experts, too.
         """
         return None
 

@@ -85,6 +85,10 @@ void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const
                         long rows, long h, float eps, int dtype, int wide);
 void quire_run_experts(const Experts* e, const bf16* x, long ldx, const int64_t* ids, const float* weights, bf16* out,
                        long ldo, long tokens);
+struct LoraRows;
+void quire_run_adapted_experts(const Experts* e, const bf16* x, long ldx, const int64_t* ids, const float* weights,
+                               bf16* out, long ldo, long tokens, const LoraRows* gate_up, const LoraRows* down,
+                               long count);
 void quire_route(const Routing* r, const float* logits, float* weights, int64_t* ids, long tokens);
 void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, const long* slots, long num_tokens);
 void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions,

@@ -3,6 +3,7 @@
 // processed in pieces whose activations stay in cache, in a workspace that is allocated once.
 #include <algorithm>
 
+#include "gated_rows.h"
 #include "gemm.h"
 #include "kernels.h"
 #include "lora.h"
@@ -31,27 +32,13 @@ void run_adapted(const Linear& linear, const LoraStep& lora, const bf16* x, long
   add_lora(lora, x, ldx, out, ldo);
 }
 
-// Applies the activation to halves [rows, 2 * width], which are interleaved like a packed weight: 16 columns of the
-// gate, 16 of up.
-void activate_rows(int kind, const float* halves, long ldh, bf16* out, long ldo, long rows, long width) {
-  parallel_for(rows, std::max(1L, (1L << 15) / width), [&](long r) {
-    const float* from = halves + r * ldh;
-    for (long i = 0; i < width; i += 16) {
-      alignas(32) bf16 values[16];
-      store(values, activate(kind, load(from + 2 * i), load(from + 2 * i + 16)));
-      memcpy(out + r * ldo + i, values, std::min(16L, width - i) * sizeof(bf16));
-    }
-  });
-}
-
 thread_local Scratch halves_scratch;
 
 // The product of a gated layer, for which adapters add to the gate and up before the activation. The sums and their
 // rounding are those of the product that applies the activation itself.
 void run_gated(const Linear& linear, const LoraStep& lora, const bf16* x, long ldx, bf16* out, long ldo, long rows) {
   if (!lora.applies()) return run(linear, x, ldx, out, ldo, rows);
-  Linear both = linear;
-  both.n = quire_gemm_packed_columns(linear.n, 1), both.gated = 0;
+  const Linear both = ungated(linear);
   for (long t = 0; t < rows; t += kHalvesAtOnce) {
     const long count = std::min(kHalvesAtOnce, rows - t), ldh = both.n + kPad;
     const LoraStep step{lora.groups, lora.count, lora.layer, lora.begin + t, lora.begin + t + count};
