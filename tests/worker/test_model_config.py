@@ -105,19 +105,21 @@ def default_config(architecture: str, **settings):
 
 
 # The default sizes of GLM-4.5 do not divide. LFM2-MoE and Nemotron-H have no default for the kinds of layers. Layers of
-# Granite 4 are recurrent by default; those of Mamba have no positions. transformers does not have DeepSeek with plain
-# attention, whose published code tests/test_deepseek_ocr.py reads.
+# Granite 4 are recurrent by default; those of Mamba have no positions. MiniMax M3 has a size of its own for dense
+# layers. transformers does not have DeepSeek with plain attention, whose published code tests/test_deepseek_ocr.py
+# reads, Ling 2.5 and PLaMo 3 (tests/twins.py).
 WITHOUT_DEFAULTS = {
     f"{name}ForCausalLM"
     for name in (
         *("Glm4Moe", "GraniteMoeHybrid", "Deepseek", "Lfm2Moe", "NemotronH"),
         *("Mamba", "Mamba2", "FalconMamba"),
+        *("BailingMoeV2_5", "MiniMaxM3VL", "Plamo3"),
     )
 }
 WITH_DEFAULTS = sorted(DECODERS.keys() - WITHOUT_DEFAULTS)
 
 
-@pytest.mark.parametrize("architecture", [*WITH_DEFAULTS, *WRAPPED])
+@pytest.mark.parametrize("architecture", [*WITH_DEFAULTS, *sorted(WRAPPED.keys() - {"Glm4vMoeForCausalLM"})])
 def test_defaults_are_those_of_transformers(architecture):
     config = default_config(architecture)
     if architecture in WRAPPED and not hasattr(config, "tie_word_embeddings"):
@@ -127,6 +129,8 @@ def test_defaults_are_those_of_transformers(architecture):
 
 # what these have beyond other models, the index of sparse attention, is not served
 INDEXED = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+# transformers has these only beside an encoder (tests/test_seeing_families.py)
+SEEING = ("Glm5NextForCausalLM", "MuseGlimmerForCausalLM", "Step3p5ForCausalLM")
 
 
 # refused by name, or read from another key
@@ -138,7 +142,7 @@ WITHOUT_BIAS = {
 }
 
 
-@pytest.mark.parametrize("architecture", [name for name in WITH_DEFAULTS if name not in INDEXED])
+@pytest.mark.parametrize("architecture", [name for name in WITH_DEFAULTS if name not in INDEXED + SEEING])
 def test_parameters_of_the_default_models(architecture):
     import torch
 
@@ -227,12 +231,26 @@ def test_settings_of_state_models_that_are_refused(architecture, changes, messag
         parse_model_spec({"architectures": [architecture], **changes})
 
 
-def test_glm_5_next_is_refused_with_the_reason(tmp_path):
-    config = CONFIG_MAPPING["glm5_next"]()
-    config.architectures = ["Glm5NextForConditionalGeneration"]
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "reason"),
+    [
+        ("deepseek_v4", "DeepseekV4ForCausalLM", "its attention to compressed keys"),
+        ("inkling_mm_model", "InklingForConditionalGeneration", "a bias that depends on the distance"),
+        ("diffusion_gemma", "DiffusionGemmaForBlockDiffusion", "a block of tokens in several passes"),
+    ],
+)
+def test_architectures_that_are_known_but_refused_with_the_reason(model_type, architecture, reason, tmp_path):
+    config = CONFIG_MAPPING[model_type]()
+    config.architectures = [architecture]
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="Glm5NextForConditionalGeneration is not supported: its hyper-connections"):
+    with pytest.raises(ValueError, match=f"{architecture} is not supported: .*{reason}"):
         read_model_spec(str(tmp_path))
+
+
+def test_the_context_of_glm_5_next_is_what_its_index_chooses():
+    config = CONFIG_MAPPING["glm5_next"]().to_dict()
+    spec = parse_model_spec(config | {"architectures": ["Glm5NextForConditionalGeneration"]})
+    assert (spec.max_model_len, "index_topk" in spec.why_shorter) == (2048, True)
 
 
 def llama(**changes):

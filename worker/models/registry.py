@@ -52,6 +52,7 @@ DECODERS = {
     "GlmForCausalLM": "glm:Glm",
     "Glm4ForCausalLM": "glm:Glm4",
     "Glm4MoeLiteForCausalLM": "deepseek:Glm4MoeLite",
+    "Glm5NextForCausalLM": "glm5_next:Glm5Next",
     "GlmMoeDsaForCausalLM": "deepseek:GlmMoeDsa",
     "GraniteForCausalLM": "granite:Granite",
     "GraniteSWAForCausalLM": "granite:GraniteSWA",
@@ -141,10 +142,13 @@ MODELS = {
 DRAFTING = {"LlamaForCausalLMEagle3": "eagle3:LlamaEagle3"}
 
 # architectures that are known, but not served -> why
-_GLM5_NEXT = "its hyper-connections and its index of pooled keys are not implemented"
-REFUSED = {"Glm5NextForConditionalGeneration": _GLM5_NEXT, "Glm5NextForCausalLM": _GLM5_NEXT} | dict.fromkeys(
-    DRAFTING, "it drafts for another model; serve that one with --speculative-config"
-)
+_BIASED = "its attention adds a bias that depends on the distance and on the query, which is not implemented"
+REFUSED = {
+    "DeepseekV4ForCausalLM": "its attention to compressed keys is not implemented",
+    "DiffusionGemmaForBlockDiffusion": "it fills a block of tokens in several passes, and quire generates one by one",
+    "InklingForCausalLM": _BIASED,
+    "InklingForConditionalGeneration": _BIASED,
+} | dict.fromkeys(DRAFTING, "it drafts for another model; serve that one with --speculative-config")
 
 
 def model_class(architecture: str) -> type[CausalLM]:

@@ -44,6 +44,7 @@ class LayerSpec:
     sinks: bool = False  # a learned score per head that takes part in the softmax and has no value
     qk_norm: str | None = None  # a key of `attention.QK_NORMS`, None without norms of q and k
     latent: LatentSizes | None = None  # of mixer "mla"
+    latent_eps: float = 1e-6  # of the norms of latents, whatever the others have
     q_lora_rank: int | None = None  # of mixer "mla": of the latents of queries, None without
     v_norm: bool = False  # whether heads of v are normalised, without a weight
     key_is_value: bool = False  # whether v is the output of k_proj, before its norm

@@ -27,8 +27,6 @@ from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import LayerSpec, ModelSpec
 from quire.worker.transformer.rope import RopeSpec
 
-_LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says about the others
-
 # keys of config.json, with defaults of DeepSeek
 MLA_DEFAULTS = {
     "kv_lora_rank": 512,
@@ -59,12 +57,13 @@ class MLAFamily:
 def _complete_sizes(values: dict[str, Any]) -> None:
     """Derive the sizes of a head from those of `MLA_DEFAULTS`. Changes `values`; raises ValueError naming the key."""
     for key in MLA_DEFAULTS:
-        if (not isinstance(values[key], int) or values[key] < 1) and (key, values[key]) != ("q_lora_rank", None):
+        absent = (key, values[key]) in (("q_lora_rank", None), ("qk_rope_head_dim", 0))
+        if (not isinstance(values[key], int) or values[key] < 1) and not absent:
             raise ValueError(f"{key} must be a positive integer, not {values[key]!r}")
     if values["attention_bias"] and values["q_lora_rank"] is None:
         raise ValueError("attention_bias true is not supported with q_lora_rank null")
     # the rotary embedding turns a part of the head that is a head of its own
-    values.update(head_dim=values["qk_rope_head_dim"], partial_rotary_factor=1.0)
+    values.update(head_dim=values["qk_rope_head_dim"] or None, partial_rotary_factor=1.0)
     values["num_key_value_heads"] = values["num_attention_heads"]
 
 
@@ -146,11 +145,11 @@ class MLAttention(nn.Module):
         )
         self.q_a_layernorm = self.q_b_proj = None
         if rank is not None:
-            self.q_a_layernorm = RMSNorm(rank, _LATENT_EPS)
+            self.q_a_layernorm = RMSNorm(rank, kind.latent_eps)
             self.q_b_proj = ColumnParallelLinear(
                 rank, [replace(mine, prefix=f"{prefix}.q_b_proj")], False, weights.linear(f"{prefix}.q_b_proj")
             )
-        self.kv_a_layernorm = RMSNorm(sizes.rank, _LATENT_EPS)
+        self.kv_a_layernorm = RMSNorm(sizes.rank, kind.latent_eps)
         up = sizes.nope_dim + sizes.v_dim
         shard = Shard(
             f"{prefix}.kv_b_proj",
