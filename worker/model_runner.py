@@ -182,7 +182,7 @@ class ModelRunner:
             if speculation.head or speculation.eagle:
                 drafting = HeadDrafter(model, draft, *needs)
             elif draft is not None:
-                drafting = DraftModel(draft, *needs)
+                drafting = DraftModel(draft, *needs, model)
             most = num_spares if table.has_states else MAX_DRAFT * table.max_num_reqs
             self.speculator = Speculator(speculation, self.sampler.grammars, most, drafting)
             table.register(self.speculator)

@@ -33,6 +33,10 @@ HEADS = {
 }
 _AFTER = tuple(f"model.layers.4{end}" for end in ("", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm"))
 HEADS |= {name: ({}, "num_nextn_predict_layers", _AFTER) for name in ("glm4-moe", "deepseek-v3")}
+_MIMO = ("", *(f".{end}" for end in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")))
+HEADS |= {"qwen2": ({}, "num_nextn_predict_layers", tuple(f"model.mtp_layers.0{end}" for end in _MIMO))}
+# of families that transformers does not have: what config.json says of those that have the same layers
+OTHERS = {"qwen2": {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}}
 K = '{"method": "mtp", "num_speculative_tokens": 3}'
 
 
@@ -53,6 +57,8 @@ class Twin:
             tensors[f"{part}.weight"] = module.weight.data
         save_file(tensors, folder / "model.safetensors")
         config = json.loads((folder / "config.json").read_text()) | {key: 1, "num_hidden_layers": 4}
+        config |= OTHERS.get(name, {})
+        self.hidden_first = name in OTHERS
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][:4]
         (folder / "config.json").write_text(json.dumps(config))
@@ -65,7 +71,8 @@ class Twin:
         found: list[int] = []
         for _ in range(count):
             following = torch.tensor([[*tokens[1:], *found]])
-            x = self.fc(torch.cat([before(self.model.model.embed_tokens(following)), after(hidden)], -1))
+            both = before(self.model.model.embed_tokens(following)), after(hidden)
+            x = self.fc(torch.cat(both[::-1] if self.hidden_first else both, -1))
             positions = torch.arange(x.shape[1])[None]
             rotation = self.model.model.rotary_emb(x, positions)
             out = self.layer(x, position_embeddings=rotation, attention_mask=None, position_ids=positions)
@@ -111,3 +118,18 @@ def test_a_model_without_a_head_is_refused(checkpoint, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"its files have no tensor layers\.4\.eh_proj\.weight"):
         engine_of(str(folder), speculative_config=K)
+
+
+def test_auto_uses_a_head_as_long_as_it_pays(tmp_path):
+    folder = Path(build_checkpoint("qwen2", tmp_path, num_hidden_layers=5))
+    Twin(folder, "qwen2")
+    engine = engine_of(str(folder), speculative_config='{"method": "auto"}', max_num_seqs=4)
+    speculator = engine.executor._worker.runner.speculator
+    assert 0 < speculator.model.cost < 1
+    sampling = SamplingParams(temperature=1.0, seed=4, max_tokens=60, ignore_eos=True)
+    prompts = [[(7 * i * i) % 120 + 4 for i in range(23)], [5, 6]]
+    plain = engine.generate(prompts, msgspec.structs.replace(sampling, speculation=False))
+    engine.scheduler.flush_stats()
+    assert [one.token_ids for one in engine.generate(prompts, sampling)] == [one.token_ids for one in plain]
+    assert speculator.rows[0].odds[speculator.model].tried > 0
+    assert engine.scheduler.flush_stats().num_drafts < 40  # its random weights are hardly ever right

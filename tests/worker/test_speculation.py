@@ -359,6 +359,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(checkpoint, num):
     """Its keys and values are where the model's are, whatever the chunks, shared prefixes and drafts before."""
     folder = checkpoint("qwen3")
     engine = drafting_engine(folder, folder, num, max_num_batched_tokens=24, enable_prefix_caching=True)
+    drafter = engine.executor._worker.runner.speculator.model
+    assert drafter.cost == 1
+    drafter.cost = 0.05  # else its drafts would never pay
     prompts, _ = requests()
     for sampling in (
         SamplingParams(temperature=0.0, max_tokens=30),

@@ -1,10 +1,13 @@
-"""Qwen 2 and 2.5: biases on q, k and v only, and an optional sliding window in the upper layers."""
+"""Qwen 2 and 2.5: biases on q, k and v only, and an optional sliding window in the upper layers. MiMo adds a head that
+drafts tokens.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.mtp_spec import WithMTP
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, SLIDING
 
 
@@ -33,3 +36,23 @@ class Qwen2(CausalLM):
         """By default the window applies to the layers from `max_window_layers` on."""
         first, window = values["max_window_layers"], values["sliding_window"]
         return [SLIDING if window and i >= first else FULL for i in range(values["num_hidden_layers"])]
+
+
+class MiMo(WithMTP, Qwen2):
+    mtp_names: ClassVar[dict[str, str]] = {
+        "mtp.layers.0": "model.mtp_layers.0",
+        "mtp.fc": "model.mtp_layers.0.input_proj",
+        "mtp.pre_fc_norm_embedding": "model.mtp_layers.0.token_layernorm",
+        "mtp.pre_fc_norm_hidden": "model.mtp_layers.0.hidden_layernorm",
+        "mtp.norm": "model.mtp_layers.0.final_layernorm",
+    }
+    mtp_hidden_first = True
+    config_defaults = Qwen2.config_defaults | {
+        "model_type": "mimo",
+        "vocab_size": 151680,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rope_theta": 640000,
+        "rms_norm_eps": 1e-5,
+    }

@@ -68,6 +68,7 @@ DECODERS = {
     "MambaForCausalLM": "mamba:Mamba",
     "Mamba2ForCausalLM": "mamba:Mamba2",
     "MiniCPM3ForCausalLM": "minicpm3:MiniCPM3",
+    "MiMoForCausalLM": "qwen2:MiMo",
     "MistralForCausalLM": "mistral:Mistral",
     "Mistral4ForCausalLM": "mistral4:Mistral4",
     "MinistralForCausalLM": "mistral:Ministral",

@@ -66,6 +66,7 @@ class MTPSpec:
 
     layer: LayerSpec
     names: tuple[tuple[str, str], ...] = ()  # parts of names of the head's tensors, and those in the files
+    hidden_first: bool = False  # whether `fc` reads the hidden state before the embedding
 
 
 @dataclass(frozen=True, slots=True)

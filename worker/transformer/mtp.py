@@ -21,7 +21,7 @@ class PredictionHead(nn.Module):
 
     def __init__(self, spec: ModelSpec, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
-        size = spec.hidden_size
+        size, self.hidden_first = spec.hidden_size, spec.mtp.hidden_first
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
             NORMS[spec.norm](size, spec.norm_eps) for _ in range(3)
         )
@@ -39,6 +39,7 @@ class PredictionHead(nn.Module):
         """Map the embeddings `[T, H]` of the next tokens and hidden states `[T, H]` to hidden states `[T, H]`, of which
         the output head makes logits of the tokens after the next ones.
         """
-        both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1)
-        x, residual = self.layers["0"](self.fc(both), None, call)
+        both = self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)
+        joined = torch.cat(both[::-1] if self.hidden_first else both, -1)
+        x, residual = self.layers["0"](self.fc(joined), None, call)
         return self.norm.add(x, residual)[0]

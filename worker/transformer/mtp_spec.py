@@ -23,6 +23,7 @@ class WithMTP:
 
     mtp_names: ClassVar[dict[str, str]] = AFTER_LAYERS
     mtp_key: ClassVar[str] = "num_nextn_predict_layers"
+    mtp_hidden_first: ClassVar[bool] = False
 
     @classmethod
     def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
@@ -33,4 +34,4 @@ class WithMTP:
         if layer is None:
             return spec
         names = ((ours, theirs.format(n=len(spec.layers))) for ours, theirs in cls.mtp_names.items())
-        return replace(spec, mtp=MTPSpec(layer, tuple(names)))
+        return replace(spec, mtp=MTPSpec(layer, tuple(names), cls.mtp_hidden_first))

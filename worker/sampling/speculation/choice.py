@@ -66,10 +66,22 @@ def resolve_speculation(
     reason = "as asked" if text is not None else "a text is the same with and without"
     if text is not None and not deterministic:
         reason += "; without --deterministic the last bits of logits depend on the number of tokens in a step"
-    return _of_method(settings), ("speculation", settings.method, reason)
+    head = settings.method == "auto" and _has_head(config, spec)
+    return _of_method(settings, head), ("speculation", settings.method + "+mtp" * head, reason)
 
 
-def _of_method(settings: SpeculationSettings) -> Speculation:
+def _has_head(config: Config, spec: ModelSpec) -> bool:
+    """Whether the checkpoint has a prediction head that can be used."""
+    if config.parallel.pipeline_parallel_size > 1:
+        return False
+    try:
+        check_head(config, spec)
+    except ValueError:
+        return False
+    return True
+
+
+def _of_method(settings: SpeculationSettings, head: bool) -> Speculation:
     match settings.method:
         case "ngram":
             high = settings.max_match or max(settings.min_match or 0, 5)
@@ -85,7 +97,7 @@ def _of_method(settings: SpeculationSettings) -> Speculation:
             return Speculation(True, False, None, settings.num_draft, head=True)
         case "grammar":
             return Speculation(True, True, None, settings.num_draft)
-    return Speculation(True, True, (1 if settings.num_draft else 3, 16), settings.num_draft)
+    return Speculation(True, True, (1 if settings.num_draft else 3, 16), settings.num_draft, head=head)
 
 
 def check_head(config: Config, spec: ModelSpec) -> None:

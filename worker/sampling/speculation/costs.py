@@ -58,15 +58,15 @@ class Plan:
         self.num_drafts = 0
         self.rate = num_rows / costs.of(num_rows)
 
-    def take(self, probability: float, limit: int) -> int:
+    def take(self, probability: float, limit: int, cost: float = 0.0) -> int:
         """How many drafts, at most `limit`, a request adds to the step. The first is right with `probability`, each
-        further one if those before it are.
+        further one if those before it are. Making one costs `cost` steps of one token.
         """
         if limit <= 0:
             return 0
         numbers = np.arange(1, limit + 1)
         gains = np.cumsum(probability**numbers)
-        times = np.interp(self.tokens + numbers, KNOTS, self.costs.table)
+        times = np.interp(self.tokens + numbers, KNOTS, self.costs.table) + cost * numbers
         rates = (self.expected + gains) / times
         best = int(rates.argmax())
         if rates[best] < _GAIN * self.rate:

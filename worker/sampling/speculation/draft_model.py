@@ -17,6 +17,7 @@ from quire.worker.messages import StepInput
 from quire.worker.platforms.base import Platform
 from quire.worker.platforms.ops import Ops
 from quire.worker.sampling.sampler import Sampler
+from quire.worker.sampling.speculation.drafter import relative_size
 from quire.worker.transformer.decoder import CausalLM
 
 
@@ -40,8 +41,10 @@ class DraftModel:
         platform: Platform,
         max_num_tokens: int,
         sampler: Sampler,
+        target: CausalLM,
     ) -> None:
         self.model, self.table, self.backend, self.platform, self.sampler = model, table, backend, platform, sampler
+        self.cost = relative_size([model], target)
         self.buffers = InputBuffers(
             table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device, len(table.groups)
         )

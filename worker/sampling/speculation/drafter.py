@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from quire.worker.attention.base import AttentionBackend
 from quire.worker.batch.input_batch import InputBatch
@@ -60,10 +61,20 @@ class Drafter(Protocol):
         """Likely next tokens of the request in `row`, at most `limit`; [] for none."""
 
 
+def relative_size(parts: Sequence[nn.Module], model: nn.Module) -> float:
+    """Bytes of the weights of `parts` in relation to those of `model`, as the times of their steps are."""
+    return sum(map(_weight_bytes, parts)) / max(_weight_bytes(model), 1)
+
+
+def _weight_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
 class ModelDrafter(Protocol):
     """A source of drafts that computes them on the device, when the step that verifies them begins."""
 
     needs_hidden: bool  # whether `follow` reads hidden states
+    cost: float  # of a draft, in steps of the model of one token
 
     def use(self, ops: Ops, backend: AttentionBackend) -> None:
         """Switch to a platform's operations."""

@@ -20,6 +20,7 @@ from quire.worker.messages import StepInput
 from quire.worker.platforms.base import Platform
 from quire.worker.platforms.ops import Ops
 from quire.worker.sampling.sampler import Sampler
+from quire.worker.sampling.speculation.drafter import relative_size
 from quire.worker.transformer.decoder import CausalLM
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class HeadDrafter:
         self.model, self.table, self.backend, self.platform, self.sampler = model, table, backend, platform, sampler
         self.eagle, self.needs_hidden = eagle, eagle is None
         self.head: Head = eagle or model
+        self.cost = relative_size([eagle] if eagle is not None else [model.mtp, model.lm_head], model)
         self.buffers = InputBuffers(
             table.max_num_reqs, max_num_tokens, table.max_blocks, platform.device, len(table.groups)
         )

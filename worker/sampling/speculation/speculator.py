@@ -202,7 +202,7 @@ class Speculator:
         row.source, odds = source, row.odds.setdefault(source, Odds())
         if plan is None:
             return draft
-        number = plan.take(odds.probability, len(draft))
+        number = plan.take(odds.probability, len(draft), getattr(source, "cost", 0.0))
         if not number:
             odds.forget()
         return draft[:number]
