@@ -1,4 +1,4 @@
-"""What the files of a LoRA adapter hold, in PEFT's format or llama.cpp's. Torch-free."""
+"""The content of a LoRA adapter's files, in PEFT's format or llama.cpp's. Torch-free."""
 
 from __future__ import annotations
 

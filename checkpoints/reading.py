@@ -68,7 +68,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, missing: Any = None) -> Any:
-    """What is in a JSON file; `missing` if there is none. Raises ValueError, also if there is none and no `missing`."""
+    """The content of a JSON file; `missing` if there is none. Raises ValueError, also if there is none and no
+    `missing`.
+    """
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What a value in a file of a model must be: its type and range."""
+"""Rules for a value in a file of a model: its type and range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the files of sentence-transformers say about texts and vectors, beside how to pool. Torch-free."""
+"""Settings of sentence-transformers' files for texts and vectors, pooling apart. Torch-free."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 def model_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     """The templates by name; a single one is "default". A model with a processor (of images, say) has the template of
     processor_config.json, then that of chat_template.json, then those in files; any other has those in files, then that
-    of tokenizer_config.json. What is left is asked last: a text model may come with a chat_template.json.
+    of tokenizer_config.json. The others are tried last: a text model may come with a chat_template.json.
 
     Raises ValueError naming the file if what it holds is no template.
     """

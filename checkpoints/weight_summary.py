@@ -1,4 +1,4 @@
-"""What `quire check` says about a checkpoint: its format, size and bits per weight. Torch-free; reads headers."""
+"""The summary of a checkpoint for `quire check`: format, size and bits per weight. Torch-free; reads headers."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def plan(config: Config, target: str) -> str:
 
 
 def _about(images: Images, folder: str) -> list[str]:
-    """What the server does with images; nothing for a model of text."""
+    """The server's handling of images; nothing for a model of text."""
     from quire.server.media.registry import read_config
 
     if images.why_not is None:

@@ -79,7 +79,7 @@ def _cases(flags: dict[str, Flags], with_choices: Callable[[list[str]], str]) ->
 
 
 def _first_words(flags: dict[str, Flags], command: str) -> list[str]:
-    """What may follow a command before its flags."""
+    """The words that may follow a command before its flags."""
     if command == "completion":
         return sorted(SCRIPTS)
     return [name.partition(" ")[2] for name in flags if name.startswith(f"{command} ")]

@@ -114,7 +114,7 @@ class Conversation:
         note_length(self.finish_reason, self.options.get("max_tokens"))
 
     def _answer(self) -> Iterator[str]:
-        """The pieces of the answer. What the model thinks before it goes to stderr."""
+        """The pieces of the answer. The thoughts before it go to stderr."""
         thinks, self.finish_reason = False, None
         with contextlib.closing(
             self.server.stream("/chat/completions", self.options | {"messages": self.messages})

@@ -237,7 +237,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 
 
 class TierStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What the first rank of an engine has in the tiers below its pool, and did since the previous message."""
+    """Contents of the tiers below an engine's pool, of its first rank, and their traffic since the previous message."""
 
     used: dict[str, int] = {}  # bytes by tier: ram, disk
     counts: dict[str, float] = {}  # by name, see `TierStore.stats`

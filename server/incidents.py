@@ -1,4 +1,4 @@
-"""What went wrong since the start, for the page at `/` and /server_info: refused and failed requests, and engines that
+"""Failures since the start, for the page at `/` and /server_info: refused and failed requests, and engines that
 died. Nothing of a request's content is kept; the log has the message, under the request's id.
 """
 

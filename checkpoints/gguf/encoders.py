@@ -65,7 +65,7 @@ def _encoder(m: Metadata) -> Settings:
 
 
 def _classifier(m: Metadata, prefix: str, **settings: Any) -> Settings:
-    """What tells a classifier from an encoder; nothing if the file has no logits."""
+    """The settings of a classifier; none if the file has no logits."""
     count = m.rows("cls.output.weight")
     if not count:
         return {}

@@ -157,7 +157,7 @@ def hy_v3(m: Metadata) -> Settings:
 
 
 def llama4(m: Metadata) -> Settings:
-    """What the file does not say is what llama.cpp assumes."""
+    """Settings that the file lacks have llama.cpp's defaults."""
     num_layers, num_experts = m.get("block_count"), m.find("expert_count") or 0
     settings = experts(m, "intermediate_size") if num_experts else {"intermediate_size": m.one("feed_forward_length")}
     settings |= {

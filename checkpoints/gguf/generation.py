@@ -1,4 +1,4 @@
-"""What a generation_config.json of a GGUF file's model would say: the tokens that end an answer, and how to sample."""
+"""The generation_config.json of a GGUF file's model: the tokens that end an answer, and how to sample."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _UNKNOWN_SAMPLERS = ("xtc_probability", "mirostat")
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:
-    """The file's content. What it asks for that is not sampled here is reported in the log."""
+    """The file's content. Settings that have no effect here are logged."""
     metadata = file.metadata
     for key in _UNKNOWN_SAMPLERS:
         if metadata.get(f"general.sampling.{key}"):

@@ -1,4 +1,4 @@
-"""What config.json of a GGUF file's model would say: its metadata in the keys of transformers. Torch-free."""
+"""The config.json of a GGUF file's model: its metadata in the keys of transformers. Torch-free."""
 
 from __future__ import annotations
 

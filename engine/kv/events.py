@@ -65,7 +65,7 @@ def wire_hash(block_hash: bytes) -> int:
 
 
 class _Facts(msgspec.Struct, frozen=True, gc=False):
-    """What a `BlockStored` tells about one block."""
+    """The part of a `BlockStored` about one block."""
 
     parent: int | None
     token_ids: array

@@ -1,7 +1,7 @@
 """llama.cpp's slots: the cache contents of the last request in a row, saved to a file, restored and erased.
 
 Requests get the lowest free row, so that a client that asks one thing after another always finds its conversation in
-slot 0. Only full blocks are saved. What was restored is in the pool as any other prefix: a request finds it by its
+slot 0. Only full blocks are saved. Restored blocks are in the pool as any other prefix: a request finds it by its
 tokens, in whichever row it runs.
 
 Saving and restoring take as long as the disk does. They run one after the other, as generators that `poll` resumes

@@ -113,7 +113,8 @@ class Tiers:
     # ---- seen
 
     def stats(self, now: bool) -> TierStats | None:
-        """What the workers have and did since the last call; None if it was lately and `now` is False."""
+        """Contents and traffic of the workers' tiers since the last call; None if that was lately and `now` is False.
+        """
         if not now and time.monotonic() - self._measured < MEASURE_INTERVAL:
             return None
         self._measured = time.monotonic()

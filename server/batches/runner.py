@@ -2,7 +2,7 @@
 requests, and writes the output files.
 
 One process runs the batches of a folder: the one that holds its lock. A line counts as done when its result is in the
-database; what was running when the process ended runs again.
+database; a batch that was running when the process ended runs again.
 """
 
 from __future__ import annotations

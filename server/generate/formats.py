@@ -19,7 +19,7 @@ logger = logging.getLogger("quire")
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """What the model's text is parsed with. `generic`: tools are described in a system message, because the template
+    """The parsers of the model's text. `generic`: tools are described in a system message, because the template
     prints none, or because a setting says so. `visible_ids` are special tokens that the parsers must see in the text.
     The last are token ids of what begins and ends thoughts, and of the texts that end them when their budget is used:
     before any answer, before one with a structure, and before calls whose structure covers the thoughts.

@@ -40,8 +40,8 @@ def after_images(
 def loading(
     prompt: Conversation | GenerationSpec, state: needs.Images, tenant: str | None
 ) -> Callable[[str], Awaitable[None]] | None:
-    """What loads the images of `prompt`, in turns of the tenant that it is given; None if it has none. Raises
-    BadRequest for options that the model has not.
+    """A function that loads the images of `prompt`, in turns of the tenant that it is given; None if it has none.
+    Raises BadRequest for options that the model has not.
     """
     param, max_tokens = "messages", None
     if isinstance(prompt, GenerationSpec):

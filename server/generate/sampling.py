@@ -63,7 +63,7 @@ class SamplingDefaults(NamedTuple):
 
 
 def read_sampling_defaults(config: Config, model_folder: str) -> SamplingDefaults:
-    """What generation_config.json holds, as --generation-config says, and llama.cpp's defaults for a GGUF file.
+    """The content of generation_config.json, as --generation-config says, and llama.cpp's defaults for a GGUF file.
 
     Raises ValueError when the file asked for is missing, or not JSON, or a value is out of range.
     """

@@ -1,4 +1,4 @@
-"""What a request says about thinking -> variables of the model's template, and a budget in tokens."""
+"""A request's settings for thinking -> variables of the model's template, and a budget in tokens."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ def structure_of(
     opened: bool,
     closed: bool,
 ) -> Structure | None:
-    """What the answer must match: calls as the choice wants them, and otherwise `content`. `opened`: the answer begins
-    within thoughts; `closed`: the model will not think.
+    """The structure that the answer must match: calls as the choice wants them, and otherwise `content`. `opened`: the
+    answer begins within thoughts; `closed`: the model will not think.
     """
     wanted = _calls_and_content(tools, choice, content, formats)
     covered = bool(tools) and formats.tools.covers_reasoning and wanted is not content

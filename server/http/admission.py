@@ -1,5 +1,5 @@
-"""What every dialect does between a request's body and its answer: see whether the server can take the request, and
-start its generation.
+"""The steps of every dialect between a request's body and its answer: check whether the server can take the request,
+and start its generation.
 """
 
 from __future__ import annotations

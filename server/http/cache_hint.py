@@ -64,7 +64,7 @@ def wanted_for(identity: dict[str, Any], seconds: float, name: str = "") -> dict
 
 
 def check_key(key: Json, param: str) -> None:
-    """Raises BadRequest for what names no conversation."""
+    """Raises BadRequest if the key names no conversation."""
     if not isinstance(key, str):
         raise BadRequest(f"{param}: expected str, got {type(key).__name__}.", param=param)
     if len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:

@@ -17,7 +17,7 @@ def largest_result(raw: bytes) -> int:
 
 
 def decompress(raw: bytes, limit: int) -> bytes | None:
-    """The bytes, or None if there are more than `limit`. Raises BadRequest for what is no gzip, or cut off."""
+    """The bytes, or None if there are more than `limit`. Raises BadRequest if it is no gzip data, or cut off."""
     parts, size = [], 0
     while raw or not parts:
         if len(parts) == _MAX_MEMBERS:

@@ -36,7 +36,7 @@ _RENDERED = frozenset({"messages", "instructions", "system"})  # fields of bodie
 
 
 async def use_body(request: Request, cls: type[T], state: needs.Body, use: Callable[[T], R | Deferred[R]]) -> R:
-    """The result of `use(body)`, with `body` parsed as `cls`, or of what it leaves for later. The event loop frees the
+    """The result of `use(body)`, with `body` parsed as `cls`, or of the work that it defers. The event loop frees the
     parts of a large body that `use` keeps. Unknown fields are noted for the response's `Warning` header.
 
     Raises BadRequest, PayloadTooLarge, UnsupportedMediaType, the errors of `use`, and ClientGone if the client
@@ -67,7 +67,7 @@ async def use_body(request: Request, cls: type[T], state: needs.Body, use: Calla
     renders = not _RENDERED.isdisjoint(cls.__struct_fields__)
     size = max(num_bytes, SMALL) if renders else num_bytes
     used = await in_turns(request, state, size, work)
-    # not before what was left for later has ended: until then the images of the body are in memory
+    # not before deferred work has ended: until then the images of the body are in memory
     if (connection := request.scope.get("state", {}).get("connection")) is not None:
         connection.forget_body()
     if unknown:
@@ -77,7 +77,7 @@ async def use_body(request: Request, cls: type[T], state: needs.Body, use: Calla
 
 
 async def in_turns(request: Request, state: needs.Threads, size: int, work: Callable[[], R | Deferred[R]]) -> R:
-    """The result of `work`, or of what it leaves for later, for a part of a body of `size` bytes. Raises as `take`."""
+    """The result of `work`, or of the work that it defers, for a part of a body of `size` bytes. Raises as `take`."""
     used = await _run(request, state, size, work)
     while isinstance(used, Deferred):
         await sse.unless_disconnected(request, used.awaited(tenant_of(request.scope)))

@@ -1,4 +1,4 @@
-"""One row of a dialect's route table: what is served, and what the OpenAPI document says about it."""
+"""One row of a dialect's route table: the handler, and its entry in the OpenAPI document."""
 
 from __future__ import annotations
 

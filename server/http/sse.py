@@ -31,7 +31,7 @@ HEADERS = [
 
 
 class Progress(Protocol):
-    """What happens before there are frames."""
+    """Progress to report before the first frame."""
 
     async def wait(self) -> None:
         """Until there is something to tell."""
@@ -79,7 +79,7 @@ async def to_the_end(
 
 class EventStream(Response):
     """Sends each of `frames` (bytes of whole events) as it comes. A comment is sent after `keep_alive` seconds of
-    silence; 0 disables it. What `progress` tells is sent at once, and before the frames that follow it.
+    silence; 0 disables it. Comments of `progress` are sent at once, and before the frames that follow it.
 
     `send` waits while the client's buffers are full; no frames are requested then, so that pending outputs are
     merged into fewer of them.

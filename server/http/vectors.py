@@ -1,4 +1,4 @@
-"""What the routes that answer with vectors share: their common fields, admission, and running their prompts."""
+"""Shared by the routes that answer with vectors: common fields, admission, and running the prompts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def admit(request: Request, body: VectorFields, state: needs.Admission, prefix: 
 
 
 def to_spec(request: Request, body: VectorFields, state: needs.Adapters, request_id: str, param: str) -> PoolingSpec:
-    """What the fields of `body` say about its prompts, which are in its field `param`."""
+    """The settings in `body` for its prompts, which are in its field `param`."""
     return PoolingSpec(
         request_id=request_id,
         add_special_tokens=body.add_special_tokens is not False,

@@ -1,4 +1,4 @@
-"""The account of one accepted request: what it used, and whom it is charged to."""
+"""The account of one accepted request: its use, and the key that is charged."""
 
 from __future__ import annotations
 

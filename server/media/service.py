@@ -144,8 +144,8 @@ class Images:
         is the field that holds the prompt; `max_tokens` is what its images must have less tokens than. Images are
         shared by content; the uuids of different tenants are different. `turn` is the tenant whose turns this takes.
 
-        Sizes and tokens are known from the headers of the images: what is too large is refused before it is decoded.
-        If the caller is cancelled, what has not begun is dropped.
+        Sizes and tokens are known from the headers of the images: images that are too large are refused before they are
+        decoded. If the caller is cancelled, images that have not begun are dropped.
 
         Raises BadRequest naming the image, ContextLengthExceeded, Unavailable if too much is under way.
         """

@@ -32,7 +32,7 @@ Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | Non
 
 @dataclass(frozen=True, slots=True)
 class ToolSupport:
-    """What a template does with tools. The last three say in which form it takes calls; they mean nothing without
+    """How a template renders tools. The last three say in which form it takes calls; they mean nothing without
     `calls`.
     """
 

@@ -2,8 +2,8 @@
 every value, because a template is a program of a stranger.
 
 The clock is read in every iteration of a loop and at every call and filter, so a template cannot compute for long
-without noticing. What C code would do at once (repeat, pad, replace, format) is refused before it begins if the result
-would be large.
+without noticing. Work that C code does in one call (repeat, pad, replace, format) is refused before it begins if the
+result would be large.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may use which route: keys, origins of pages, strict parameters and priorities."""
+"""Who may use which route: keys, allowed origins, strict parameters and priorities."""
 
 from __future__ import annotations
 

@@ -135,8 +135,8 @@ async def _form(request: Request, max_bytes: int) -> FormData:
 
 
 async def _counted(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
-    """The body, up to the bytes held for it. What was read is on its way to a temporary file, so it counts no more as
-    memory.
+    """The body, up to the bytes held for it. Bytes that were read are on their way to a temporary file, so they count
+    no more as memory.
     """
     connection, size = request.scope.get("state", {}).get("connection"), 0
     async for part in request.stream():

@@ -105,8 +105,9 @@ async def _in_engines(state: needs.Engine, method: str, *arguments: Json) -> lis
 
 
 def _names(engine_id: str) -> tuple[str, str, str]:
-    """What clients call the request of a choice: its own id, that of the answer, and that without the prefix. Ids in
-    the engine end with `-` and a serial number, and with several choices with `/` and the choice's number.
+    """The ids by which clients know the request of a choice: its own id, that of the answer, and that without the
+    prefix. Ids in the engine end with `-` and a serial number, and with several choices with `/` and the choice's
+    number.
     """
     answer = re.sub(r"-\d+(/\d+)?$", "", engine_id)
     return engine_id, answer, answer.partition("-")[2]

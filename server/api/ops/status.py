@@ -119,7 +119,7 @@ async def server_info(request: Request, state: _Server) -> Response:
 
 
 async def _asked(state: needs.Engine, method: str) -> Any:
-    """What the engines say: the kernels in use, the progress of their compilation and since when they are in use, or
+    """The engines' reports: the kernels in use, the progress of their compilation and since when they are in use, or
     what is in the tiers below the KV cache. None if no engine says.
     """
     try:

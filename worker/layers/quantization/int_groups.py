@@ -38,7 +38,7 @@ class Groups:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What not every platform's kernels take (`Ops.takes`)."""
+        """Properties that not every platform's kernels support (`Ops.takes`)."""
         needs = {TABLE} if self.table else {E4M3} if self.values.dtype == torch.float8_e4m3fn else set()
         whole = self.scales.shape[1] == 1
         return frozenset(needs) | (frozenset() if whole else needs_of(self.group))

@@ -108,7 +108,7 @@ class Speculator:
             self.rows[row] = _Row(History(new, self._earlier(new.conversation)), [])
 
     def _earlier(self, conversation: str) -> np.ndarray | None:
-        """What is known of a conversation, also from rows whose requests have ended."""
+        """The known tokens of a conversation, also from rows whose requests have ended."""
         if not conversation or self.speculation.lookup is None:
             return None
         mine = (row.history for row in self.rows.values() if row.history.conversation == conversation)

@@ -123,7 +123,7 @@ async def create_response(request: Request, state: _Creating) -> Response:
 async def _with_history(
     request: Request, cls: type[B], state: _Posting, work: Callable[[B, History | None], Work[B, R]]
 ) -> tuple[B, R]:
-    """The body, and what `work` makes of it and of what it refers to, which needs another turn in a thread."""
+    """The body, and the result of `work` on it and on the items it refers to, which needs another turn in a thread."""
     body, done = await use_body(
         request, cls, state, lambda body: (body, None) if past.is_needed(body) else work(body, None)
     )
