@@ -121,6 +121,8 @@ class EngineCore:
         if self.in_flight:
             step, future = self.in_flight.popleft()
             result = future.result()
+            if step.input.encode and self.config.server.otlp_traces_endpoint:
+                step.note_encoded(*self.executor.call("encoded"))
             self.note_slow(step)
             self.send(self.scheduler.update(step, result))
         else:

@@ -203,7 +203,9 @@ class Ready(_Message):
 
 
 class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Times of one request by the engine's clock (time.time() seconds) and counts, sent with its last output."""
+    """Times of one request by the engine's clock (time.time() seconds) and counts, sent with its first tokens, because
+    the server may end it at a stop string, and with its last output.
+    """
 
     queued: float
     scheduled: float  # first time it ran, 0 if never
@@ -211,6 +213,8 @@ class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
     finished: float
     num_preemptions: int
     num_prefill_computed: int  # prompt tokens computed rather than found in the prefix cache
+    # with traces: when encoding of its first image began and that of the last one ended
+    encoded: tuple[float, float] | None = None
 
 
 class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -227,7 +231,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     prompt_logprobs: list[TokenLogprobs] | None = None  # the next prompt positions, in order
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when the request was first scheduled
     error: str | None = None
-    timing: RequestTiming | None = None  # with the last output
+    timing: RequestTiming | None = None  # with the first tokens and the last output
     error_kind: str = "engine"  # "engine" or "invalid_request": the cause of the error
     pooled: bytes | None = None  # with the last output of a request with `pooling`: its vector, float32
     # of a request with a prediction: how many drafts from it were accepted and rejected so far

@@ -48,6 +48,7 @@ class Request:
         "cache_salt",
         "cache_seconds",
         "client",
+        "encoded",
         "first_token_time",
         "group",
         "junction",
@@ -160,6 +161,7 @@ class Request:
         self.num_preemptions = 0
         self.scheduled_time = 0.0
         self.first_token_time = 0.0
+        self.encoded: tuple[float, float] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -260,9 +262,10 @@ class Request:
         token_ids: list[int],
         logprobs: list[TokenLogprobs] | None,
         prompt_logprobs: list[TokenLogprobs] | None,
+        timing: RequestTiming | None,
     ) -> EngineOutput:
         """`output` of a request that is not finished: of every request in every step, hence without keywords."""
-        fields = token_ids, None, None, logprobs, prompt_logprobs, self.num_cached_tokens
+        fields = token_ids, None, None, logprobs, prompt_logprobs, self.num_cached_tokens, None, timing
         if self.prediction_tokens is None:
             return EngineOutput(self.request_id, *fields)
         return EngineOutput(self.request_id, *fields, prediction_tokens=self.prediction_tokens)
@@ -302,6 +305,7 @@ class Request:
             now,
             self.num_preemptions,
             self.num_prefill_computed,
+            self.encoded,
         )
 
 

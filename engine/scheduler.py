@@ -506,12 +506,12 @@ class Scheduler:
         if num_received < len(token_ids):
             token_ids, logprobs = token_ids[:num_received], logprobs and logprobs[:num_received]
         self.counts.num_generation_tokens += num_received
-        if not request.first_token_time:
-            request.first_token_time = now
+        is_first, request.first_token_time = not request.first_token_time, request.first_token_time or now
         if reason:
             self._finish(request, reason, now, outputs, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         else:
-            output = request.goes_on(token_ids, logprobs, prompt_logprobs)
+            timing = request.timing(now) if is_first else None
+            output = request.goes_on(token_ids, logprobs, prompt_logprobs, timing)
             outputs.setdefault(request.client, []).append(output)
 
     def _finish_unsampled(

@@ -57,6 +57,13 @@ class Step:
         self.requests.append(request)
         self.num_tokens += num_new
 
+    def note_encoded(self, begin: float, end: float) -> None:
+        """Its images were encoded between these times (time.time())."""
+        keys = {item.key for item in self.input.encode}
+        for request in self.requests:
+            if not keys.isdisjoint(item.key for item in request.media):
+                request.encoded = (request.encoded[0] if request.encoded else begin, end)
+
     def ignore(self, position: int) -> None:
         """Discard the result of a batch position."""
         request = self.requests[position]

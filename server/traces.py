@@ -73,7 +73,8 @@ class Traces:
         )
         inside = set_span_in_context(span)
         timing = requests[0].timing if requests else None
-        phases = [("tokenize", arrived, started), *(_phases(timing) if timing is not None else [])]
+        pools = bool(requests) and requests[0].pooling is not None
+        phases = [("tokenize", arrived, started), *(_phases(timing, pools) if timing is not None else [])]
         for name, begin, end in phases:
             child = self._tracer.start_span(name, inside, start_time=int(begin * _GIGA))
             child.end(int(end * _GIGA))
@@ -100,7 +101,10 @@ def _attributes(scope: Scope, requests: Sequence[GenerationRequest]) -> dict[str
     return found
 
 
-def _phases(timing: RequestTiming) -> list[tuple[str, float, float]]:
+def _phases(timing: RequestTiming, pools: bool) -> list[tuple[str, float, float]]:
+    """(name, begin, end). `encode` is what an encoder computes: a text's vector, or the images of a prompt."""
     scheduled, first = timing.scheduled or timing.finished, timing.first_token or timing.finished
-    phases = [("queue", timing.queued, scheduled), ("prefill", scheduled, first), ("decode", first, timing.finished)]
+    phases = [("queue", timing.queued, scheduled), ("encode" if pools else "prefill", scheduled, first)]
+    phases += [("encode", *timing.encoded)] if timing.encoded else []
+    phases.append(("decode", first, timing.finished))
     return [phase for phase in phases if phase[2] > phase[1]]

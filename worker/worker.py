@@ -411,6 +411,12 @@ class Worker:
             self.warmer.give_back()
             self.warmer, self.gave_back = None, True
 
+    def encoded(self) -> tuple[float, float]:
+        """When the images of the last step that had some were encoded, (begin, end) by time.time(); on a GPU, when that
+        was launched.
+        """
+        return self.runner.images.encoded
+
     def memory_short(self) -> int:
         """Bytes by which the machine is short of memory. With enough of it, memory is made resident ahead again."""
         short = self.runner.platform.memory_short()

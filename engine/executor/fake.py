@@ -189,6 +189,7 @@ class FakeExecutor(Executor):
         self.options = options or FakeOptions.from_text(os.environ.get("QUIRE_FAKE", ""))
         self.ready = _sizes(config, self.options.cache_groups(), self.options.media_info())
         self.num_steps = 0
+        self._encoded = (0.0, 0.0)
         self._images: dict[str, int] = {}  # encoded images, by key: number of embeddings
         self._rows: dict[int, _Row] = {}
         # Contents of each slot of each page: the hash of a token's context or, in the first slot of a state page, of
@@ -233,6 +234,9 @@ class FakeExecutor(Executor):
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
+
+    def encoded(self) -> tuple[float, float]:
+        return self._encoded
 
     def memory_short(self) -> int:
         return 0
@@ -334,6 +338,7 @@ class FakeExecutor(Executor):
         """Drop and encode images as the step says, within the limits of `MediaInfo`."""
         for key in step.evict:
             del self._images[key]
+        self._encoded = (time.time() - 1e-4, time.time())
         added = [item.num_embeds for item in step.encode]
         for item in step.encode:
             assert item.key not in self._images, f"{item.key} is encoded twice"

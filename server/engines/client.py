@@ -159,7 +159,7 @@ def _merge(a: EngineOutput, b: EngineOutput) -> EngineOutput:
         _extend(a.prompt_logprobs, b.prompt_logprobs),
         max(a.num_cached_tokens, b.num_cached_tokens),
         b.error,
-        b.timing,
+        b.timing or a.timing,
         b.error_kind,
         b.pooled,
         b.prediction_tokens,

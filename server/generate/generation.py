@@ -12,6 +12,7 @@ from quire.engine.messages import (
     AddRequest,
     Choice,
     EngineOutput,
+    RequestTiming,
     TokenLogprobs,
 )
 from quire.server.engines.client import OutputStream
@@ -162,13 +163,16 @@ class Generation:
         self._rest = None  # a stop string may end a choice before its pile does
         if output.finish_reason is None:  # a stop string, of which the engine knows nothing
             self._stream.abort(output.request_id)
-        self.request.timing = output.timing or self.request.timing
+        timing = choice.timing
+        if timing is not None and output.finish_reason is None:
+            timing = msgspec.structs.replace(timing, finished=time.time())
+        self.request.timing = timing or self.request.timing
         if self._metrics is None:
             return
         num_tokens = choice.detokenizer.num_tokens + choice.num_silent
         self._num_output_tokens = max(self._num_output_tokens, num_tokens)
         self._metrics.observe_request(
-            self.request, delta.finish_reason, num_tokens, choice.first_token_time, output.timing
+            self.request, delta.finish_reason, num_tokens, choice.first_token_time, timing
         )
         if not self._choices:
             self._metrics.observe_group(self.request, self._num_output_tokens)
@@ -208,6 +212,7 @@ class _Choice:
         "num_silent",
         "num_taken",
         "request",
+        "timing",
         "token_ids",
     )
 
@@ -230,12 +235,14 @@ class _Choice:
         self.num_silent = 0  # 1 once a stop token ended it, which has no text
         self.num_cached_tokens: int | None = None
         self.first_token_time = self.last_token_time = 0.0
+        self.timing: RequestTiming | None = None  # the engine's newest
 
     def advance(self, output: EngineOutput) -> Delta | None:
         """Take an output; None if nothing can be told yet."""
         detokenizer, finish_reason, stop_reason = self.detokenizer, output.finish_reason, output.stop_reason
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
+        self.timing = output.timing or self.timing
         ids = output.new_token_ids
         self.token_ids += ids
         if output.logprobs is not None:

@@ -188,9 +188,6 @@ class Metrics(Collector):
         timing: RequestTiming | None,
     ) -> None:
         """A sequence ended. `request` is its GenerationRequest, `first_token_time` is 0 without a token.
-
-        The engine does not know stop strings, and sends no `timing` for sequences that end at one: their queue and
-        compute times are not recorded.
         """
         self._finished[finish_reason] += 1
         if finish_reason not in ("stop", "length"):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import re
+import string
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from quire.engine.messages import RequestTiming
+from quire.server.traces import _phases
 from tests.server.conftest import MODEL, poll, running_server
+from tests.server.media.conftest import FAKE, image_part, write_seeing_model
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -63,6 +68,29 @@ def test_spans_of_a_request(model_folder, collector, monkeypatch):
     for before, after in itertools.pairwise(phases):
         assert before.start_time_unix_nano < before.end_time_unix_nano <= after.start_time_unix_nano + 1000
     assert "secret" not in str(spans)
+
+
+def test_a_stop_string_an_image_and_a_vector_have_phases(collector, monkeypatch, tmp_path):
+    """The server ends a request at a stop string, and the engine knows when the rest was."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    url, spans = collector
+    folder = write_seeing_model(tmp_path)
+    settings = {"max_model_len": "256", "otlp_traces_endpoint": url}
+    with running_server(folder, fake=FAKE + ",step_delay=0.005", **settings) as server:
+        server.wait_ready()
+        content = [{"type": "text", "text": "What?"}, image_part()]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 200, "ignore_eos": True}
+        body |= {"stop": list(string.ascii_letters + string.digits)[:60]}
+        choice = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]
+        assert choice["finish_reason"] == "stop" and choice["stop_reason"] in body["stop"]
+        poll(lambda: "llm_request" in [span.name for span in spans])
+        metrics = server.http.get("/metrics").text
+    assert {span.name for span in spans} >= {"llm_request", "tokenize", "queue", "prefill", "encode"}
+    assert re.search(r"^vllm:request_prefill_time_seconds_count\S* 1.0$", metrics, re.M)
+    prefill, encode = (next(span for span in spans if span.name == name) for name in ("prefill", "encode"))
+    assert prefill.start_time_unix_nano <= encode.start_time_unix_nano + 5_000_000
+    assert encode.start_time_unix_nano < encode.end_time_unix_nano
+    assert [name for name, *_ in _phases(RequestTiming(1.0, 2.0, 0.0, 3.0, 0, 5), True)] == ["queue", "encode"]
 
 
 def test_another_protocol_of_the_environment(monkeypatch):

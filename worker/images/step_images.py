@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 
@@ -27,6 +29,7 @@ class StepImages:
         self.rows = ImageRows(self.vision)
         table.register(self.rows)
         self.encoder = ImageEncoder(model.vision, platform) if model.vision is not None else None
+        self.encoded = (0.0, 0.0)  # (begin, end) of the last time, by time.time()
         self.failed: dict[str, str] = {}  # key of an image that could not be encoded -> error
 
     def encode(self, step: StepInput) -> None:
@@ -36,8 +39,10 @@ class StepImages:
         if self.encoder is not None:
             self.encoder.drop(step.evict)
         if step.encode:
+            begun = time.time()
             errors = self.encoder.encode(step.encode) if self.encoder is not None else {}
             self._agree(step, errors)
+            self.encoded = (begun, time.time())
 
     def _agree(self, step: StepInput, errors: dict[str, str]) -> None:
         """An image failed if it did on one rank: the ranks must compute the same, and the last stage answers. Only
