@@ -141,11 +141,22 @@ def full_disk() -> str:
                 trust_env=False,
                 timeout=30,
             ).status_code
-            stored = post(server, "/v1/responses", input="x", store=True, max_output_tokens=4, **free)
             return (
                 f"chats: {describe(codes)}; of a key with limits: {describe(limited)}; uploads: {upload}; "
-                f"stored responses: {stored}; /health: {server.status()}"
+                f"{stored_responses(server)}; /health: {server.status()}"
             )
+
+
+def stored_responses(server: Server) -> str:
+    """Store three responses, read each back, and continue the first."""
+    with httpx.Client(base_url=server.url, headers={"x-api-key": "a"}, trust_env=False, timeout=30) as http:
+        body = {"input": "x", "store": True, "max_output_tokens": 4}
+        made = [http.post("/v1/responses", json=body) for _ in range(3)]
+        ids = [one.json()["id"] for one in made if one.status_code == 200]
+        read = [http.get(f"/v1/responses/{one}").status_code for one in ids]
+        later = [http.post("/v1/responses", json=body | {"previous_response_id": one}).status_code for one in ids[:1]]
+        codes = describe([one.status_code for one in made])
+        return f"responses to store: {codes}; read back: {describe(read)}; continued: {describe(later)}"
 
 
 def full_log() -> str:
