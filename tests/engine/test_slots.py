@@ -92,6 +92,7 @@ def test_a_file_that_is_not_whole_or_of_another_model_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "x")
     for name in ("torn", "flipped", "link", "missing"):
         assert act(engine, "restore", 0, name) == {}
+    assert ask(engine, "b") == 40  # what is cached stays as it was
     other = engine_of(tmp_path, block_size=8)
     assert act(other, "restore", 0, "x") == {}
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600
