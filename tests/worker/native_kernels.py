@@ -49,7 +49,7 @@ def kernels(request):
         yield request.param
 
 
-@pytest.fixture(params=range(6))
+@pytest.fixture(params=[pytest.param(seed, marks=[pytest.mark.slow] if seed > 1 else []) for seed in range(6)])
 def rng(request):
     torch.manual_seed(request.param)
     return random.Random(request.param)

@@ -1,4 +1,4 @@
-"""Compares the native norms, activations, cache writes and sampling with plain torch, at every instruction-set level
+"""The native norms, activations, cache writes and sampling against plain torch, at every instruction-set level
 that this CPU supports.
 """
 
