@@ -20,6 +20,7 @@ from quire.worker.sampling.speculation.lookup import MAX_SEARCHED, LookupDrafter
 from quire.worker.sampling.speculation.speculator import Speculator, _Row, accepted
 from tests.families import build_family
 from tests.in_process import InProcessEngine
+from tests.lora import make_adapter, use
 
 FORCED = '{"method": "auto", "num_speculative_tokens": 5}'
 PERIOD = [17, 40, 99, 23, 51, 64, 80]
@@ -128,6 +129,21 @@ def test_preemption_chunked_prompts_and_steps_in_flight(checkpoint, native_kerne
 def test_quantized_weights(checkpoint, native_kernels):
     engine = engine_of(checkpoint("qwen3"), deterministic=True, quantization="int4")
     assert check_equal(engine) > 20
+
+
+def test_rows_with_adapters_and_without(checkpoint, tmp_path, native_kernels):
+    folder = checkpoint("qwen3")
+    adapter = make_adapter(tmp_path / "adapter", folder, 8, seed=1)
+    engine = engine_of(folder, deterministic=True, dtype="bfloat16", enable_lora=True)
+    prompts, sampling = requests()
+    uses = [[use(adapter)] if i % 2 else [] for i in range(len(prompts))]
+    plain = engine.generate(
+        prompts, [msgspec.structs.replace(one, speculation=False) for one in sampling], adapters=uses
+    )
+    engine.scheduler.flush_stats()
+    drafted = engine.generate(prompts, sampling, adapters=uses)
+    assert [(one.token_ids, one.logprobs) for one in drafted] == [(one.token_ids, one.logprobs) for one in plain]
+    assert sum(engine.scheduler.flush_stats().accepted_per_position) > 5
 
 
 def test_choices_of_one_prompt(bfloat16):
