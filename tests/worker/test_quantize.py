@@ -114,7 +114,7 @@ def test_experts(tmp_path, name):
     assert float((logits_of(load(tmp_path / "out")) - exact).norm()) < 0.3 * float(exact.norm())
 
 
-@pytest.mark.parametrize("name", ["phi3", "gemma2", "glm4"])
+@pytest.mark.parametrize("name", ["phi3", "gemma2", "glm4", "qwen3_5", "nemotron_h"])
 def test_fused_and_reordered_weights(tmp_path, name):
     source = build_family(name, tmp_path / "source")
     ids = torch.randint(0, 128, (8, 32), generator=torch.Generator().manual_seed(1))

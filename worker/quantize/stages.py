@@ -5,14 +5,16 @@ and computes all texts before the next one is loaded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.torch_paged import CpuPagedAttention
+from quire.worker.cache.allocation import state_layers
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.mla import LatentAttention
+from quire.worker.layers.state import StateSteps
 from quire.worker.models.registry import build_model
 from quire.worker.parallel import Group, use_groups
 from quire.worker.quantize.weights import Plain
@@ -77,12 +79,15 @@ class Texts:
 
 
 class _Caches:
-    """The KV cache of a stage for `num` texts of `length` tokens."""
+    """The KV cache and the recurrent states of a stage for `num` texts of `length` tokens."""
 
     def __init__(self, stage: CausalLM, num: int, length: int):
         self.length, blocks = length, -(-length // _BLOCK)
         self.table = torch.arange(1, num * blocks + 1, dtype=torch.int32).view(num, blocks)  # block 0 is the null block
         self.backend = CpuPagedAttention()
+        for layer in state_layers(stage):
+            layer.cache_group = 1
+            layer.pages = [torch.zeros(num + 1, *shape) for shape in layer.shapes]  # page 0 is the null page
         for layer in stage.modules():
             if isinstance(layer, Attention):
                 shape = num * blocks + 1, layer.num_kv_heads, _BLOCK
@@ -96,17 +101,22 @@ class _Caches:
     def metadata(self, num: int) -> tuple[AttentionMetadata, ...]:
         slots = torch.arange(self.length)
         table = self.table[:num]
+        starts, lengths = [i * self.length for i in range(num + 1)], [self.length] * num
         meta = AttentionMetadata(
             self.backend,
             (table.long()[:, slots // _BLOCK] * _BLOCK + slots % _BLOCK).flatten(),
-            torch.arange(num + 1, dtype=torch.int32) * self.length,
-            torch.full((num,), self.length, dtype=torch.int32),
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32),
             table,
             self.length,
             self.length,
+            host=(starts, lengths),
         )
-        self.backend.build(meta)
-        return (meta,)
+        pages = torch.stack([torch.zeros(num), torch.arange(1, num + 1)], 1).int()  # from nothing to one for each text
+        states = replace(meta, backend=StateSteps(), block_table=pages)
+        for one in (meta, states):
+            one.backend.build(one)
+        return meta, states
 
 
 def cut(ids: Sequence[int], length: int, most: int, bos: int | None) -> tuple[torch.Tensor, torch.Tensor]:
