@@ -219,16 +219,27 @@ class Request:
             self.conversation,
         )
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only its last known token is left to compute, after its prompt."""
+        computed = self.num_computed_tokens
+        known = len(self.token_ids) + self.num_in_flight
+        return known == computed + 1 and computed >= self.num_prompt_tokens
+
+    def append_one(self, token_id: int) -> str | None:
+        """Append an output. Returns why the request is finished, if it is."""
+        token_ids = self.token_ids
+        if len(token_ids) == self.num_prompt_tokens:
+            token_ids = self.token_ids = list(token_ids)  # copy: the sibling choices share the prompt's list
+        token_ids.append(token_id)
+        if token_id not in self.stop_ids and len(token_ids) < self.max_total_tokens:
+            return None
+        return self.finish_reason()
+
     def append(self, token_ids: list[int]) -> tuple[int, str | None]:
         """Append outputs up to one that finishes the request. Returns their number, and why it is finished."""
-        if len(self.token_ids) == self.num_prompt_tokens:
-            self.token_ids = list(self.token_ids)  # copy: the sibling choices share the prompt's list
-        if len(token_ids) == 1:
-            self.token_ids.append(token_ids[0])
-            return 1, self.finish_reason()
         for i, token_id in enumerate(token_ids, 1):
-            self.token_ids.append(token_id)
-            if reason := self.finish_reason():
+            if reason := self.append_one(token_id):
                 return i, reason
         return len(token_ids), None
 
@@ -265,10 +276,11 @@ class Request:
         timing: RequestTiming | None,
     ) -> EngineOutput:
         """`output` of a request that is not finished: of every request in every step, hence without keywords."""
-        fields = token_ids, None, None, logprobs, prompt_logprobs, self.num_cached_tokens, None, timing
-        if self.prediction_tokens is None:
-            return EngineOutput(self.request_id, *fields)
-        return EngineOutput(self.request_id, *fields, prediction_tokens=self.prediction_tokens)
+        cached, predicted = self.num_cached_tokens, self.prediction_tokens
+        if predicted is None:
+            return EngineOutput(self.request_id, token_ids, None, None, logprobs, prompt_logprobs, cached, None, timing)
+        fields = token_ids, None, None, logprobs, prompt_logprobs, cached, None, timing
+        return EngineOutput(self.request_id, *fields, prediction_tokens=predicted)
 
     def stop_reason(self) -> int | None:
         """Return the stop id that ended a request with finish reason "stop", or None if it was an EOS token."""

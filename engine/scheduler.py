@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 from heapq import heappop, heappush
+from itertools import islice, takewhile
 from typing import Any
 
 from quire.configs.config import SchedulerConfig
@@ -249,7 +250,9 @@ class Scheduler:
             room = self.token_budget - num_tokens
             self._schedule_some(background, self.background.budget, room, batch, new_blocks)
             self.background.budget -= sum(batch.values()) - num_tokens
-        for request, num_new in batch.items():
+        decodes = list(takewhile(lambda request: batch[request] == 1 and request.is_decoding, batch))
+        self._add_decodes(step, decodes, new_blocks)
+        for request, num_new in islice(batch.items(), len(decodes), None):
             self._add_to_step(step, request, num_new, new_blocks.get(request, []))
 
     def _schedule_some(
@@ -279,7 +282,8 @@ class Scheduler:
                 and budget > 0
             ):
                 num_draft = self.room.num_draft(request, room_for_drafts) if request.num_draft else 0
-                if self._allocate(request, num_tokens + num_draft, batch, new_blocks):
+                has_room = not self.kv.has_states and self.kv.has_room(request, num_tokens + num_draft)
+                if has_room or self._allocate(request, num_tokens + num_draft, batch, new_blocks):
                     batch[request] = 1 + num_draft
                     budget -= 1 + num_draft
                     room -= 1 + num_draft
@@ -396,6 +400,16 @@ class Scheduler:
         step.input.new.append(request.as_new())
         self._add_to_step(step, request, num_new, [])
 
+    def _add_decodes(self, step: Step, requests: list[Request], new_blocks: dict[Request, list[list[int]]]) -> None:
+        """`_add_to_step` for requests that decode without drafts, together: most requests of most steps."""
+        step.add_decodes(requests, new_blocks)
+        self.shares.charge_one_each(requests)
+        size = self.kv.block_size
+        for request in requests:
+            request.num_computed_tokens = end = request.num_computed_tokens + 1
+            if end // size > request.num_published:
+                step.published[request] = self.kv.publish(request)
+
     def _add_to_step(self, step: Step, request: Request, num_new: int, new_blocks: list[list[int]]) -> None:
         """Add a chunk to the step and count it as computed: later steps run after it."""
         start = request.num_computed_tokens
@@ -482,7 +496,20 @@ class Scheduler:
             if drafts or request.num_draft:
                 request.num_draft, request.predicts = drafts.get(i, 0), i in predicted
             entries = prompt_logprobs.pop(request, None) if prompt_logprobs else None
-            self._receive(request, token_ids, logprobs, entries, now, outputs)
+            request.num_in_flight -= 1
+            if len(token_ids) == 1:
+                reason = request.append_one(token_ids[0])
+            else:  # up to the token that finishes it
+                num, reason = request.append(token_ids)
+                if num < len(token_ids):
+                    token_ids, logprobs = token_ids[:num], logprobs and logprobs[:num]
+            self.counts.num_generation_tokens += len(token_ids)
+            is_first, request.first_token_time = not request.first_token_time, request.first_token_time or now
+            if reason:
+                self._finish(request, reason, now, outputs, token_ids, logprobs=logprobs, prompt_logprobs=entries)
+            else:
+                timing = request.timing(now) if is_first else None
+                outputs.setdefault(request.client, []).append(request.goes_on(token_ids, logprobs, entries, timing))
         for request, entries in prompt_logprobs.items():
             if request.sampling.max_tokens:
                 _report(request, outputs, prompt_logprobs=entries)
@@ -490,29 +517,6 @@ class Scheduler:
         for request, num_tokens in step.unfinished_prompts():
             _report(request, outputs, num_prefilled=num_tokens)
         return outputs
-
-    def _receive(
-        self,
-        request: Request,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        prompt_logprobs: list[TokenLogprobs] | None,
-        now: float,
-        outputs: Outputs,
-    ) -> None:
-        """Append the sampled tokens of one request, up to the token that finishes it."""
-        request.num_in_flight -= 1
-        num_received, reason = request.append(token_ids)
-        if num_received < len(token_ids):
-            token_ids, logprobs = token_ids[:num_received], logprobs and logprobs[:num_received]
-        self.counts.num_generation_tokens += num_received
-        is_first, request.first_token_time = not request.first_token_time, request.first_token_time or now
-        if reason:
-            self._finish(request, reason, now, outputs, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        else:
-            timing = request.timing(now) if is_first else None
-            output = request.goes_on(token_ids, logprobs, prompt_logprobs, timing)
-            outputs.setdefault(request.client, []).append(output)
 
     def _finish_unsampled(
         self,

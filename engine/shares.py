@@ -54,6 +54,12 @@ class Shares:
     def charge(self, request: Request, num_tokens: int) -> None:
         self._used[request.tenant] += num_tokens / request.weight
 
+    def charge_one_each(self, requests: list[Request]) -> None:
+        """`charge` one token of each request."""
+        used = self._used
+        for request in requests:
+            used[request.tenant] += 1 / request.weight
+
 
 class FairQueue:
     """Waiting requests. Lower ranks come first; among equal ones the tenant that used least; of one tenant the first in

@@ -64,6 +64,19 @@ class Step:
             if not keys.isdisjoint(item.key for item in request.media):
                 request.encoded = (request.encoded[0] if request.encoded else begin, end)
 
+    def add_decodes(self, requests: list[Request], new_blocks: dict[Request, list[list[int]]]) -> None:
+        """`add` one token of requests that decode without drafts."""
+        batch, first, num = self.input, len(self.requests), len(requests)
+        batch.rows.extend([request.row for request in requests])
+        batch.num_computed.extend([request.num_computed_tokens for request in requests])
+        batch.num_scheduled.extend([1] * num)
+        batch.new_blocks.extend([new_blocks.get(request) or [] for request in requests])
+        batch.samples.extend(range(first, first + num))
+        for request in requests:
+            request.num_in_flight += 1
+        self.requests += requests
+        self.num_tokens += num
+
     def ignore(self, position: int) -> None:
         """Discard the result of a batch position."""
         request = self.requests[position]
