@@ -267,7 +267,7 @@ def test_engine_layers():
 
 def test_worker_layers():
     """model_runner -> models, attention, sampling, batch; models -> layers; no upward imports."""
-    runner = ("quire.worker.model_runner", "quire.worker.worker")
+    runner = ("quire.worker.model_runner", "quire.worker.measuring", "quire.worker.worker")
     assert not [str(found) for found in select("quire.worker", of=runner) if not within(found.module, *runner)]
     models = ("quire.worker.transformer.decoder",)
     assert not [str(found) for found in select("quire.worker.layers", "quire.worker.attention", of=models)]

@@ -1,4 +1,4 @@
-"""A worker, from configuration to tokens."""
+"""A worker, from its configuration to tokens."""
 
 from __future__ import annotations
 
