@@ -156,7 +156,9 @@ def stored_responses(server: Server) -> str:
         read = [http.get(f"/v1/responses/{one}").status_code for one in ids]
         later = [http.post("/v1/responses", json=body | {"previous_response_id": one}).status_code for one in ids[:1]]
         codes = describe([one.status_code for one in made])
-        return f"responses to store: {codes}; read back: {describe(read)}; continued: {describe(later)}"
+        said = sum(not one.json()["store"] for one in made if one.status_code == 200)
+        told = f"{codes}, {said} of which say `store: false`"
+        return f"responses to store: {told}; read back: {describe(read)}; continued: {describe(later)}"
 
 
 def full_log() -> str:

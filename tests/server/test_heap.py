@@ -22,6 +22,7 @@ libc.free(libc.malloc(4 << 20))  # glibc raises its threshold when such a block 
 before = libc.mallinfo2().hblks
 pointers = [libc.malloc(256 << 10) for _ in range(3)]
 print(libc.mallinfo2().hblks - before)
+heap.trim()
 """
 
 
