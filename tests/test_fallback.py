@@ -254,6 +254,7 @@ NOT_FORCED = {
     "kimi_linear": "recurrent state",
     "minimax": "layers of the types linear_attention",
     "olmo_hybrid": "recurrent state",
+    "zamba2": "recurrent state",
     "granite4": "recurrent state",
     "granite4-experts": "recurrent state",
     "llama4": "masks attention in chunks",
@@ -297,7 +298,7 @@ gemma gemma2 gemma3_text gemma3n_text gemma4_text phi3 glm glm4 granite olmo2 ol
 smollm3 nemotron seed_oss hunyuan_v1_dense ernie4_5 internlm3 ministral3 gpt2 opt mixtral granitemoe qwen2_moe
 qwen3_moe gpt_oss deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 deepseek_v32 glm_moe_dsa glm4_moe minimax_m2 olmoe
 llama4_text ernie4_5_moe hunyuan_v1_moe qwen3_next qwen3_5_text qwen3_5_moe_text nemotron_h granitemoehybrid falcon_h1
-jamba lfm2 lfm2_moe kimi_linear minimax helium apertus stablelm gpt_neox phi biogpt phimoe
+jamba lfm2 lfm2_moe kimi_linear minimax zamba2 helium apertus stablelm gpt_neox phi biogpt phimoe
 """
 
 

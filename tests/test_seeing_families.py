@@ -20,7 +20,7 @@ def test_tokens_and_logprobs_equal_transformers(name, prompts, tmp_path):  # noq
     test_families.test_tokens_and_logprobs_equal_transformers(name, prompts, tmp_path)
 
 
-@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("name", [*SEEING, "zamba2"])
 def test_two_ranks_agree_with_one(name, tmp_path):
     folder = build_family(name, tmp_path)
     expected, has_experts = logits_of(build(folder)), any(layer.moe for layer in read_model_spec(folder).layers)

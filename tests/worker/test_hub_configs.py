@@ -79,28 +79,37 @@ def compare_routing(routing: RoutingSpec, config, index: int) -> None:
 
 
 def test_every_family_is_among_them():
-    """But those whose files have transformers' own spelling."""
+    """But those whose files have transformers' own spelling, and those that transformers has not (`tests/twins.py`)."""
     read = {raw["architectures"][0] for raw in CONFIGS.values()}
     assert DECODERS.keys() - read <= {
-        "ArceeForCausalLM",
         "AXK1ForCausalLM",
+        "ArceeForCausalLM",
         "BailingHybridForCausalLM",
+        "BailingMoeV2_5ForCausalLM",
         "BailingMoeV3ForCausalLM",
         "DeepseekForCausalLM",
+        "Gemma4UnifiedForCausalLM",
         "GemmaForCausalLM",
+        "Glm5NextForCausalLM",
         "GlmForCausalLM",
         "GlmMoeDsaForCausalLM",
         "GraniteMoeSharedForCausalLM",
         "GraniteSWAForCausalLM",
         "HYV3ForCausalLM",
         "LlamaForCausalLM",
+        "MiMoForCausalLM",
         "MiniMaxForCausalLM",
         "MiniMaxM1ForCausalLM",
+        "MiniMaxM3VLForCausalLM",
         "MiniMaxText01ForCausalLM",
-        "MinistralForCausalLM",
         "Ministral3ForCausalLM",
+        "MinistralForCausalLM",
         "Mistral4ForCausalLM",
+        "MuseGlimmerForCausalLM",
         "OlmoHybridForCausalLM",
+        "Plamo3ForCausalLM",
         "Qwen2ForCausalLM",
         "SolarOpenForCausalLM",
+        "Step3p5ForCausalLM",
+        "Zamba2ForCausalLM",
     }

@@ -107,13 +107,13 @@ def default_config(architecture: str, **settings):
 # The default sizes of GLM-4.5 do not divide. LFM2-MoE and Nemotron-H have no default for the kinds of layers. Layers of
 # Granite 4 are recurrent by default; those of Mamba have no positions. MiniMax M3 has a size of its own for dense
 # layers. transformers does not have DeepSeek with plain attention, whose published code tests/test_deepseek_ocr.py
-# reads, Ling 2.5 and PLaMo 3 (tests/twins.py).
+# reads, nor Ling 2.5 and PLaMo 3 (tests/twins.py), nor MiMo.
 WITHOUT_DEFAULTS = {
     f"{name}ForCausalLM"
     for name in (
         *("Glm4Moe", "GraniteMoeHybrid", "Deepseek", "Lfm2Moe", "NemotronH"),
         *("Mamba", "Mamba2", "FalconMamba"),
-        *("BailingMoeV2_5", "MiniMaxM3VL", "Plamo3"),
+        *("BailingMoeV2_5", "MiMo", "MiniMaxM3VL", "Plamo3"),
     )
 }
 WITH_DEFAULTS = sorted(DECODERS.keys() - WITHOUT_DEFAULTS)
@@ -129,8 +129,8 @@ def test_defaults_are_those_of_transformers(architecture):
 
 # what these have beyond other models, the index of sparse attention, is not served
 INDEXED = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-# transformers has these only beside an encoder (tests/test_seeing_families.py)
-SEEING = ("Glm5NextForCausalLM", "MuseGlimmerForCausalLM", "Step3p5ForCausalLM")
+# transformers has these only beside an encoder (tests/test_seeing_families.py); the last one lists its layers
+SEEING = ("Glm5NextForCausalLM", "MuseGlimmerForCausalLM", "Step3p5ForCausalLM", "Zamba2ForCausalLM")
 
 
 # refused by name, or read from another key

@@ -91,6 +91,7 @@ DECODERS = {
     "SmolLM3ForCausalLM": "smollm3:SmolLM3",
     "Starcoder2ForCausalLM": "starcoder2:Starcoder2",
     "Step3p5ForCausalLM": "step3p5:Step3p5",
+    "Zamba2ForCausalLM": "zamba2:Zamba2",
     "MixtralForCausalLM": "mixtral:Mixtral",
     "Qwen2MoeForCausalLM": "qwen_moe:Qwen2Moe",
     "Qwen3MoeForCausalLM": "qwen_moe:Qwen3Moe",
