@@ -58,6 +58,8 @@ class Adapters(Served):
             if name in names:
                 raise ValueError(f"LoRA adapter {name!r}: this is a name of the model itself")
             try:
+                if not is_given and not self._is_inside(Path(os.path.realpath(path))):
+                    raise ValueError("a link leads out of the folder; name its target with --lora-modules")
                 adapter = await self._read(name, path, self._parents.get(name))
                 await self._load_when_ready(client, adapter)
             except ValueError as error:
@@ -139,14 +141,18 @@ class Adapters(Served):
         adapter = self.loaded[name] = replace(adapter, id=next(self._ids))
         return adapter
 
+    def _is_inside(self, folder: Path) -> bool:
+        """Whether a folder without links is an allowed one or below one, with all that is read of it."""
+        inside = any(folder == root or folder.is_relative_to(root) for root in self._allowed)
+        return inside and _stays_inside(folder, self._allowed)
+
     def _allowed_folder(self, path: str) -> Path:
         """The folder of a path, without links. Raises Forbidden unless it is one of the command line, or below
         --lora-dir; whether it exists is not told then.
         """
         folder = Path(os.path.realpath(os.path.expanduser(path)))
         parts = Path(path).parts
-        inside = any(folder == root or folder.is_relative_to(root) for root in self._allowed)
-        if ".." in parts or "\0" in path or not inside or not _stays_inside(folder, self._allowed):
+        if ".." in parts or "\0" in path or not self._is_inside(folder):
             raise Forbidden(
                 "lora_path: adapters may be loaded from below --lora-dir and from the paths of --lora-modules only.",
                 param="lora_path",

@@ -164,9 +164,7 @@ def test_loading_and_unloading(served, folder, adapters, expected):
     assert again.status_code == 409 and again.json()["error"]["param"] == "lora_name"
     taken = post(served, "/v1/load_lora_adapter", lora_name=MODEL, lora_path=str(adapters["two"]))
     assert taken.status_code == 409
-    other = post(
-        served, "/v1/load_lora_adapter", lora_name="later", lora_path=str(adapters["two"]), load_inplace=True
-    )
+    other = post(served, "/v1/load_lora_adapter", lora_name="later", lora_path=str(adapters["two"]), load_inplace=True)
     assert other.status_code == 200
     answer = complete(served, "later")
     assert tokens(answer) == expected["two"][:NUM_TOKENS]
@@ -259,7 +257,7 @@ def test_a_killed_engine_continues_with_the_adapter(served, expected):
 
 def test_adapters_of_the_hub_and_files(folder, adapters, expected, tmp_path, monkeypatch, caplog):
     """By an id, as a GGUF file, and as a GGUF file below --lora-dir; then again while the server runs. A broken one
-    below --lora-dir is left out with a line in the log.
+    below --lora-dir is left out with a line in the log, as is a link that leads out.
     """
     asked = []
 
@@ -270,6 +268,7 @@ def test_adapters_of_the_hub_and_files(folder, adapters, expected, tmp_path, mon
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     heads = merged(folder).config.num_attention_heads, merged(folder).config.num_key_value_heads
     (tmp_path / "dir" / "broken").mkdir(parents=True)
+    (tmp_path / "dir" / "outward").symlink_to(adapters["two"])
     given = as_gguf(adapters["given"], tmp_path / "given.gguf", "llama", heads)
     as_gguf(adapters["two"], tmp_path / "dir" / "two.gguf", "llama", heads)
     with running_server(
@@ -282,6 +281,7 @@ def test_adapters_of_the_hub_and_files(folder, adapters, expected, tmp_path, mon
     ) as running:
         server = running.wait_ready(120)
         assert "--lora-dir: leaving out broken: there is no adapter_config.json" in caplog.text
+        assert "--lora-dir: leaving out outward: a link leads out of the folder" in caplog.text
         for name in ("outside", "given", "two"):
             assert tokens(complete(server, name)) == expected[name][:NUM_TOKENS]
         for name, path in (("outside", "org/outside"), ("given", given), ("two", tmp_path / "dir" / "two.gguf")):
