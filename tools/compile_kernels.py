@@ -1,23 +1,28 @@
 """Compiles every Triton kernel for GPUs that need not be there, by running the functions that launch them and compiling
 instead of launching, and reports what each takes of a multiprocessor.
 
-python -m tools.compile_kernels [--capability 80 --capability 90 --capability 100] [--part experts]
+python -m tools.compile_kernels [--capability 80 --capability 90 --capability 100] [--part experts] [--first]
 
 Needs Triton and the ptxas that it brings; not with TRITON_INTERPRET set. Prints a line per variant of a kernel:
 registers of a thread, bytes that do not fit into registers (spills), shared memory of a block. Exits with 1 if a kernel
-spills or takes more shared memory than the GPU has.
+spills or takes more shared memory than the GPU has. Results are kept in Triton's cache, by the sources of a kernel, its
+variant and the compiler. `--first` compiles the first variant of each kernel only.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
+import json
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import triton
@@ -41,7 +46,6 @@ TYPES = {
     torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-_FEW_BYTES = 48  # per thread; Triton 3.7 spills 44 of heads of 256 on sm_80 and 12 of the sampler, 3.9 none and 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +67,17 @@ class Compiled:
         )
 
     def faults(self, capability: int) -> list[str]:
-        """Reasons why the variant is slow or cannot run. Few bytes of spills are none."""
+        """Reasons why the variant is slow or cannot run."""
         limit = limits.KNOWN[capability].shared
-        short = self.spills > _FEW_BYTES
-        faults = [f"spills {self.spills} bytes"] if short else []
+        faults = [f"spills {self.spills} bytes"] if self.spills else []
         return faults + ([f"takes {self.shared} of {limit} bytes of shared memory"] if self.shared > limit else [])
 
 
-def compile_launches(capability: int, found: Callable[[Compiled], None]) -> None:
+def compile_launches(capability: int, found: Callable[[Compiled], None], first_only: bool = False) -> None:
     """From now on in this process every launch compiles its kernel for `capability` with the given arguments, without
-    running it, and passes the result to `found`; equal variants once.
+    running it, and passes the result to `found`; equal variants once, with `first_only` one variant of each kernel.
     """
-    seen: set[tuple] = set()
+    seen: set[tuple | str] = set()
     target = GPUTarget("cuda", capability, 32)
 
     def run(kernel: JITFunction, *args, grid, warmup, **kwargs):
@@ -82,9 +85,12 @@ def compile_launches(capability: int, found: Callable[[Compiled], None]) -> None
         signature, constants, attributes = _specialized(kernel, values)
         options = {name: value for name, value in values.items() if name not in kernel.arg_names}
         key = kernel.__name__, str(signature), str(constants), str(attributes), str(options)
-        if key in seen:
+        if key in seen or (first_only and kernel.__name__ in seen):
             return
-        seen.add(key)
+        seen.update((key, kernel.__name__))
+        cached = _Cached(kernel, capability, key)
+        if (known := cached.read()) is not None:
+            return found(known)
         start, log = time.perf_counter(), io.StringIO()
         with contextlib.redirect_stdout(log):
             source = ASTSource(kernel, signature, constants, attributes)
@@ -93,12 +99,34 @@ def compile_launches(capability: int, found: Callable[[Compiled], None]) -> None
         variant = ", ".join(f"{name}={constants[name]}" for name in kernel.arg_names if name in constants)
         seconds = time.perf_counter() - start
         metadata = binary.metadata
-        found(Compiled(kernel.__name__, variant, metadata.num_warps, registers, spills, metadata.shared, seconds))
+        result = Compiled(kernel.__name__, variant, metadata.num_warps, registers, spills, metadata.shared, seconds)
+        cached.write(result)
+        found(result)
 
     knobs.compilation.always_compile = True  # a kernel from the cache has no log
     knobs.nvidia.dump_ptxas_log = True
     limits.of = lambda device: limits.KNOWN[capability]
     JITFunction.run = run
+
+
+class _Cached:
+    """The result of a variant in a file of Triton's cache, whose name depends on all that it depends on."""
+
+    def __init__(self, kernel: JITFunction, capability: int, key: tuple) -> None:
+        parts = kernel.cache_key, triton.__version__, capability, *key
+        name = hashlib.sha256(repr(parts).encode()).hexdigest()
+        self._path = Path(knobs.cache.dir) / "quire-compiled" / f"{name}.json"
+
+    def read(self) -> Compiled | None:
+        if not self._path.exists():
+            return None
+        return Compiled(**json.loads(self._path.read_text()))
+
+    def write(self, result: Compiled) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(asdict(result)))
+        partial.replace(self._path)
 
 
 def _specialized(kernel: JITFunction, values: dict) -> tuple[dict, dict, dict]:
@@ -135,6 +163,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--capability", type=int, action="append", choices=limits.KNOWN, help="default: all of them")
     parts = {part.__name__: part for part in PARTS}
     parser.add_argument("--part", action="append", choices=parts, help="default: all of them")
+    parser.add_argument("--first", action="store_true", help="the first variant of each kernel only")
     arguments = parser.parse_args(argv)
     faults: list[str] = []
     for capability in arguments.capability or limits.KNOWN:
@@ -143,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"sm_{capability} {compiled.line()}", flush=True)
             faults.extend(f"sm_{capability} {compiled.line()}: {fault}" for fault in compiled.faults(capability))
 
-        compile_launches(capability, found)
+        compile_launches(capability, found, arguments.first)
         for name in arguments.part or parts:
             parts[name]()
     print("\n".join(faults), file=sys.stderr)

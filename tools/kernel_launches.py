@@ -1,5 +1,6 @@
 """The launches that `tools/compile_kernels.py` compiles: every Triton kernel, called by the functions that launch it,
-with the shapes of real models.
+with the shapes of real models; the first launch of a kernel is the one that needs most registers of those that every
+model has.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from quire.worker.transformer.moe_spec import RoutingSpec
 def attention() -> None:
     """bf16 in its usual shapes (Llama 3.1, Qwen3, decode and prefill, splits), and the less common features once."""
     cases = [  # query lens, heads, kv heads, dim, page, window, soft cap, splits
+        ([3, 70], 32, 8, 128, 16, None, None, None),
         ([1] * 9, 32, 8, 128, 16, None, None, 1),
         ([1] * 2, 32, 8, 128, 16, None, None, 8),
-        ([3, 70], 32, 8, 128, 16, None, None, None),
         ([3, 70], 14, 2, 64, 256, 100, 30.0, None),
         ([5, 2], 8, 4, 256, 16, None, None, None),
     ]
@@ -160,9 +161,9 @@ def routing() -> None:
 def experts() -> None:
     """Qwen3-30B-A3B in decode and prefill, and gpt-oss."""
     for tokens, num, hidden, size, top_k, activation in (
-        (8, 128, 2048, 768, 8, "silu"),
-        (1024, 128, 2048, 768, 8, "silu"),
         (4096, 128, 2048, 768, 8, "silu"),
+        (1024, 128, 2048, 768, 8, "silu"),
+        (8, 128, 2048, 768, 8, "silu"),
         (8, 32, 2880, 2880, 4, "clamped_silu"),
     ):
         shapes = (num, 2 * size, hidden), (num, hidden, size), (num, 2 * size), (num, hidden)
@@ -198,7 +199,7 @@ def stack_of(kind: str, shape: tuple[int, int, int]) -> triton_experts.Stack:
 
 def quantized() -> None:
     """Decode and prefill with the weights of Qwen3-8B's MLP."""
-    for rows in (8, 32, 48, 1024):
+    for rows in (48, 8, 32, 1024):
         x, scales = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(12288, 32, dtype=torch.float16)
         values, codes = torch.zeros(12288, 4096, dtype=torch.int8), torch.zeros(12288, 2048, dtype=torch.uint8)
         small = [torch.zeros(12288, 4096 // group, dtype=torch.uint8) for group in (32, 16)]
@@ -241,7 +242,7 @@ def floats8() -> None:
         triton_ops.silu_and_mul(torch.zeros(20, 2 * 12288, dtype=torch.bfloat16), rounding)
     if limits.of(x.device).capability < 89:
         return
-    for rows in (48, 300):
+    for rows in (300, 48):
         x = triton_fp8.empty_rounded(torch.empty(rows, 4096), Rounding(128))
         values, scales = torch.empty(12288, 4096, dtype=torch.float8_e4m3fn), torch.zeros(12288, 32)
         triton_fp8.multiply_rounded(x, values, scales, None, torch.bfloat16)

@@ -151,7 +151,7 @@ def latent_attention(
         values.stride(0), values.stride(1), *scales,
         NUM_HEADS=num_heads, RANK=rank, BLOCK_R=block_r, ROPE_DIM=width - rank, BLOCK_P=block_p, PAGE_SIZE=block_size,
         BLOCK_Q=block_q, BLOCK_G=block_g, BLOCK_N=32 if q.element_size() == 2 else 16, SPLIT=num_splits > 1,
-        KIND=kind, num_warps=4 if block_q * block_g <= 16 and kind == 0 else 8, num_stages=2,
+        KIND=kind, num_warps=4 if kind == 0 and (block_q * block_g <= 16 or rank <= 256) else 8, num_stages=2,
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(num_tokens, num_heads)](

@@ -251,7 +251,7 @@ def _tile_of_step(max_query_len: int, block_d: int, kind: int, device: torch.dev
         return 16, 64
     capability, heavy = limits.of(device).capability, block_d > 128 or kind > 0
     if capability < 90:
-        return (64 if heavy else 128), 64
+        return (64 if heavy else 128), 32 if block_d > 128 else 64
     return 128, 128 if not heavy else 32 if capability >= 100 and block_d > 128 else 64
 
 

@@ -54,9 +54,10 @@ def sort_by_expert(
     most = min(num_pairs, num_pairs // tile + num_experts)  # an expert's last tile may be partly empty
     pairs = torch.empty(most * tile, dtype=torch.int32, device=ids.device)
     experts = torch.empty(most + 1, dtype=torch.int32, device=ids.device)
+    few = num_pairs <= 128
     _sort_kernel[(num_experts,)](
         ids.contiguous(), pairs, experts, num_pairs, first, most, NUM=num_experts,
-        BINS=triton.next_power_of_2(num_experts + 1), TILE=tile, BLOCK=128 if num_pairs <= 128 else 1024, num_warps=4,
+        BINS=triton.next_power_of_2(num_experts + 1), TILE=tile, BLOCK=128 if few else 1024, num_warps=4 if few else 8,
     )  # fmt: skip
     return pairs, experts, most
 

@@ -338,5 +338,5 @@ def sample(
         logits, rows, positions, temperatures, states, top_ks, top_ps, min_ps, tile_max, tile_index, tile_sum,
         indices, weights, values, token_ids, logits.stride(0), size, num_tiles, TILE=TILE,
         BLOCK=max(16, triton.next_power_of_2(num_tiles)), CANDIDATES=CANDIDATES, FILTERS=filters,
-        num_warps=16 if filters else 8)  # fmt: skip
+        num_warps=8)  # fmt: skip
     return values, token_ids
