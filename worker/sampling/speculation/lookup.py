@@ -12,7 +12,7 @@ import numpy as np
 from quire.worker.sampling.speculation.drafter import History
 from quire.worker.sampling.speculation.earlier import BETWEEN
 
-MAX_SEARCHED = 1 << 16  # the newest tokens of a request, which bounds a search to about 30 us
+MAX_SEARCHED = 1 << 15  # the newest tokens of a request, which bounds a search to some 40 us
 _AFTER_REJECTION = 3  # tokens that must agree with a prediction for it to be followed again
 
 
