@@ -48,6 +48,9 @@ class SparseMLP(MLP):
         )
         self.deviations, self.activation = NormalDist().inv_cdf(sparsity), ACTIVATIONS[spec.hidden_act]
 
+    def round_for_products(self) -> None:
+        """Nothing: `forward` activates by itself, so no kernel rounds its result."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
         if self.group.size == 1:
