@@ -15,7 +15,7 @@ from quire.worker.cpu import build
 from tests.worker import emulated, test_kernels, test_native_attention, test_native_ops, test_scaled_kernels
 from tests.worker.native_kernels import installed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # compiling takes minutes
 globals().update(
     {
         f"{name}_in_8_bits" if module is test_scaled_kernels else name: test

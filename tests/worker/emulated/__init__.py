@@ -4,6 +4,7 @@ but for its instructions, and slow.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -47,5 +48,5 @@ def _emulated(path: Path) -> str:
     for assembly, call in _ASSEMBLY.items():
         text = text.replace(assembly, call)
     if path.name == "amx.h":
-        text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#define TILE_"))
+        text = re.sub(r"^#define TILE_(.*\\\n)*.*\n", "", text, flags=re.MULTILINE)
     return f'#include "{HEADER.name}"\n{text}' if path.suffix == ".cpp" else text
