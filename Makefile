@@ -21,7 +21,7 @@ $(SERVE_STAMP): pyproject.toml constraints.txt
 
 # Additional packages for tests and lint: pytest, ray, triton and others, over a gigabyte; real models, 440 MB.
 $(DEV_STAMP): $(SERVE_STAMP)
-	@$(PYTHON) tools/install.py $(VENV) dev,clients
+	@$(PYTHON) tools/install.py $(VENV) dev,clients,otel
 	@$(VENV)/bin/python tools/fetch_models.py
 	@touch $@
 
