@@ -253,7 +253,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _B
         | _EXPERTS
         | _LATENT
-        | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
         | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.1}},
     ),
     "nemotron": ("nemotron", _B | {"mlp_bias": True, "attention_bias": True}),
@@ -296,7 +296,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": _LONG | {"partial_rotary_factor": 0.75, "attention_factor": 1.1}}
         | {"original_max_position_embeddings": 1},
     ),
-    "qwen3_5": ("qwen3_5_text", _H | _DELTA),
+    "qwen3_5": ("qwen3_5_text", _H | _DELTA | {"intermediate_size": 56}),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
         _H | _DELTA | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 24},
