@@ -41,7 +41,7 @@ def test_same_bits_however_a_prompt_is_computed(name, native_kernels, tmp_path):
     again = engine.generate([PROMPT, *OTHERS], GREEDY)[0]
     assert again.num_cached_tokens == 192 and (again.token_ids, again.logprobs) == want
     engine.generate([PROMPT[:75] + OTHERS[0]], GREEDY)
-    assert engine.scheduler.reset_prefix_cache()
+    assert engine.scheduler.kv.reset_prefix_cache()
     # as an engine that died after 4 tokens is asked again
     (resumed,) = engine.generate([PROMPT], GREEDY, outputs=[want[0][:4]])
     assert (resumed.token_ids, resumed.logprobs) == (want[0][4:], want[1][4:])
