@@ -26,7 +26,7 @@ from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cuda.install import TritonOps
 from quire.worker.cuda.triton_backend import TritonPagedBackend
-from quire.worker.layers import moe
+from quire.worker.layers import linear, moe
 from quire.worker.messages import SamplingParams, StepInput
 from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec
@@ -72,7 +72,9 @@ class Launches(TorchDispatchMode):
         def launch(executor, *args, **kwargs):
             self.add(executor.fn.__name__)
 
-        with mock.patch.object(interpreter.GridExecutor, "__call__", launch), self:
+        # a GPU multiplies in 16 bits, whatever this CPU does
+        multiplies = mock.patch.object(linear, "_multiplies", lambda dtype: True)
+        with mock.patch.object(interpreter.GridExecutor, "__call__", launch), multiplies, self:
             yield
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
