@@ -134,7 +134,7 @@ def test_a_turn_that_comes_to_a_task_just_cancelled_goes_to_the_next():
     async def main() -> None:
         turns = Turns(1)
         async with turns.turn("a"):
-            first, second = (asyncio.create_task(turns._take("a", 0)) for _ in range(2))
+            first, second = (asyncio.create_task(turns._begin_turn("a", 0)) for _ in range(2))
             await asyncio.sleep(0)
             first.cancel()  # its future is cancelled now, the task runs later
         await asyncio.wait_for(second, 5)
@@ -146,11 +146,11 @@ def test_waiting_is_limited_by_tenant():
     async def main() -> None:
         turns = Turns(1, max_waiting=2, what="images")
         async with turns.turn("a"):
-            waiting = [asyncio.create_task(turns._take("a", 0)) for _ in range(2)]
+            waiting = [asyncio.create_task(turns._begin_turn("a", 0)) for _ in range(2)]
             await asyncio.sleep(0)
             with pytest.raises(Unavailable, match="2 images of yours"):
-                await turns._take("a", 0)
-            other = asyncio.create_task(turns._take("b", 0))
+                await turns._begin_turn("a", 0)
+            other = asyncio.create_task(turns._begin_turn("b", 0))
             await asyncio.sleep(0)
             assert not other.done()
         for task in (*waiting, other):
