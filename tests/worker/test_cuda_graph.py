@@ -51,7 +51,7 @@ def test_padded_sizes_bound_the_waste():
     assert padded_sizes(2000)[-1] == 1024  # larger batches run eagerly
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "llama4"])
+@pytest.mark.parametrize("name", ["llama3", "mistral", "llama4", "lfm2"])
 def test_graphs_and_eager_give_the_same_tokens(name, checkpoint, tmp_path):
     folder = build_family(name, tmp_path) if name in FAMILIES else checkpoint(name)
     settings = dict(

@@ -29,7 +29,9 @@ class StepTensors:
         )
 
     def pad(self, num_reqs: int) -> None:
-        """Fill the rows from `num_reqs` on with requests of one token, token 0 at position 0, in the null block."""
+        """Fill the rows from `num_reqs` on with requests of one token, token 0 at position 0, in the null block, and the
+        null page as the state that they read and write.
+        """
         extra = len(self.seq_lens) - num_reqs
         if not extra:
             return
@@ -37,7 +39,7 @@ class StepTensors:
         for tensor in (self.input_ids, self.positions, *self.slot_mappings):
             tensor[first:].zero_()
         self.seq_lens[num_reqs:].fill_(1)
-        self.block_tables[:, num_reqs:, 0].zero_()
+        self.block_tables[:, num_reqs:, :2].zero_()
         starts = self.query_start_loc[num_reqs + 1 :]
         torch.arange(first + 1, first + extra + 1, dtype=starts.dtype, device=starts.device, out=starts)
 

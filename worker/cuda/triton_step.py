@@ -92,7 +92,7 @@ def _fill_kernel(
                 tl.store(sampling + num_samples + i, length)
                 tl.store(sampling + 2 * num_samples + i, tl.load(packed + 3 * num_reqs + which + 1) - 1)
     else:
-        if part == 0:  # padding: token 0 at position 0 in the null block
+        if part == 0:  # padding: token 0 at position 0 in the null block, which is also the state read and written
             index = num_tokens + i - num_reqs
             tl.store(input_ids + index, 0)
             tl.store(positions + index, 0)
@@ -100,7 +100,8 @@ def _fill_kernel(
             tl.store(seq_lens + i, 1)
             for group in tl.static_range(GROUPS):
                 tl.store(slot_mappings + group * slots_group_stride + index, 0)
-                tl.store(block_tables + group * tables_group_stride + i.to(tl.int64) * tables_stride, 0)
+                table = block_tables + group * tables_group_stride + i.to(tl.int64) * tables_stride
+                tl.store(table + at, 0, mask=(at < 2) & (at < width))
 
 
 @triton.jit(do_not_specialize=["num"])
