@@ -70,12 +70,15 @@ class _FlashAttention(AttentionBackend):
 
     module_name: str
     page_multiple = 1
+    page_limit: int | None = None  # tokens
     graph_safe = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
         if reason := spec.no_half_on_gpu() or spec.no_multiple_of(cls.page_multiple):
             return reason
+        if cls.page_limit and spec.block_size and spec.block_size > cls.page_limit:
+            return f"takes blocks of at most {cls.page_limit} tokens, not {spec.block_size}"
         if reason := cls.refuses_cache(spec) or replace(spec, kv_scales=None).unusual():
             return reason
         try:
@@ -111,7 +114,11 @@ def num_key_splits(group: int, num_kv_heads: int, max_seq_len: int, num_sms: int
 
 
 class FlashAttention3(_FlashAttention):
-    """FlashAttention 3: kernels for Hopper; any page size.
+    """FlashAttention 3: kernels for Hopper.
+
+    Pages that hold a whole tile of keys are copied by the bulk copy engine, unused slots included, whose values are
+    then multiplied by 0: a NaN that an earlier request left there would reach a new one. Smaller pages are copied token
+    by token, as far as they are filled.
 
     They are called as the operators that the package registers, because its Python wrapper costs tens of microseconds
     per layer. The scheduler metadata, which distributes the work, depends only on the lengths and the kind of layer, so
@@ -124,6 +131,7 @@ class FlashAttention3(_FlashAttention):
 
     name = "flash_attn_3"
     module_name = "flash_attn_interface"
+    page_limit = _TILE_K // 2
 
     @classmethod
     def workspace(cls, spec: AttentionSpec, num_reqs: int, max_seq_len: int) -> int:
