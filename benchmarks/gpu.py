@@ -35,7 +35,7 @@ from quire.worker.models.registry import read_model_spec
 BATCHES, CONTEXT, PREFILLS = (1, 8, 64, 256), 1024, (1024, 8192, 32768)
 # that of nano-vllm and mini-sglang: input and output lengths uniform, seed 0
 WORKLOAD = {"requests": 256, "lengths": (100, 1024)}
-PROFILED = (1, 64)  # batches of which ten steps are profiled
+PROFILED = (1, 64, 256)  # batches of which ten steps are profiled
 SAMPLED = {  # sampling parameters for the largest batch; the other measurements sample randomly without filters
     "greedy": {"temperature": 0.0},
     "top_p 0.95, top_k 20": {"top_p": 0.95, "top_k": 20},

@@ -248,7 +248,7 @@ def _watch(checks: Checks, name: str, folder: str) -> None:
                 return execute(step)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-                places = (f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message))
+                places = (f"{one.filename}:{one.lineno}" for one in seen if "called a synchronizing" in str(one.message))
                 waits.update(places)
 
     runner.execute = watched

@@ -5,13 +5,15 @@ microseconds.
 import pytest
 import torch
 
+from tests.gpu import has_gpu
+
 pytest.importorskip("triton")
+if has_gpu():  # what it imports selects the interpreter for all tests of this process
+    pytest.skip("counts calls under Triton's interpreter", allow_module_level=True)
 from benchmarks import step_model
 from quire.worker.cuda import triton_ops
 from quire.worker.messages import SamplingParams
 from tests.worker.launches import Launches, count, per_layer
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts calls under Triton's interpreter")
 
 MIXED = SamplingParams(temperature=0.7, top_p=0.9, seed=1)
 GREEDY = SamplingParams(temperature=0.0)
