@@ -248,8 +248,8 @@ def _watch(checks: Checks, name: str, folder: str) -> None:
                 return execute(step)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-                places = (f"{one.filename}:{one.lineno}" for one in seen if "called a synchronizing" in str(one.message))
-                waits.update(places)
+                found = (one for one in seen if "called a synchronizing" in str(one.message))
+                waits.update(f"{one.filename}:{one.lineno}" for one in found)
 
     runner.execute = watched
     try:

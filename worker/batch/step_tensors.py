@@ -29,8 +29,8 @@ class StepTensors:
         )
 
     def pad(self, num_reqs: int) -> None:
-        """Fill the rows from `num_reqs` on with requests of one token, token 0 at position 0, in the null block, and the
-        null page as the state that they read and write.
+        """Fill the rows from `num_reqs` on with requests of one token, token 0 at position 0, in the null block. They
+        read states from the null page and write them to it.
         """
         extra = len(self.seq_lens) - num_reqs
         if not extra:
