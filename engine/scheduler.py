@@ -493,7 +493,7 @@ class Scheduler:
         for i, request, token_ids, logprobs in step.sampled(output):
             if drafted and (num_draft := drafted.get(i, 0)):
                 self.counts.count_drafts(num_draft, request.take_back_drafts(num_draft, len(token_ids)))
-            if drafts or request.num_draft:
+            if (drafts or request.num_draft) and request.status is Status.RUNNING:  # else drafts went with its row
                 request.num_draft, request.predicts = drafts.get(i, 0), i in predicted
             entries = prompt_logprobs.pop(request, None) if prompt_logprobs else None
             request.num_in_flight -= 1

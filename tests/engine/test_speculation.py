@@ -60,6 +60,30 @@ def test_any_drafts_give_what_each_request_gets_alone(wrong, configuration, mix,
     engine.assert_at_rest()
 
 
+def test_drafts_of_a_step_in_flight_end_with_a_preemption():
+    """A request is preempted while a step is in flight that proposes drafts for it. Computed again in chunks of 8, with
+    one token left for the last of them, it must not verify the drafts of its former row.
+    """
+    for turn in range(4, 24):
+        engine = fake_engine(
+            "drafts=3,wrong_drafts=0.2",
+            steps_in_flight=2,
+            scheduling_policy="priority",
+            max_num_seqs=1,
+            max_num_batched_tokens=8,
+            enable_prefix_caching=False,
+        )
+        messages = {"a": engine.add("a", [1, 2, 3], priority=1, max_tokens=60)}
+        for _ in range(turn):
+            engine.turn()
+        messages["b"] = engine.add("b", [4, 5, 6], max_tokens=2)
+        engine.run()
+        assert engine.last("a").timing.num_preemptions == 1
+        for name, message in messages.items():
+            assert engine.tokens(name) == expected_tokens(message.prompt_token_ids, message.sampling, 4096, VOCAB)
+        engine.assert_at_rest()
+
+
 def run_one(options: str, **sampling):
     engine = fake_engine(options)
     message = engine.add("a", [1, 2, 3], **sampling)
