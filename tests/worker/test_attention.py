@@ -357,6 +357,19 @@ def test_flash_attention_3_calls_its_operators(library):
         assert calls[-2][0] == "get_scheduler_metadata"
 
 
+def test_steps_of_one_token_per_request_are_left_to_triton(library, monkeypatch):
+    called = []
+    monkeypatch.setattr(flash_attn, "triton_decodes", lambda device: True)
+    monkeypatch.setattr(flash_attn.triton_paged, "attend", lambda call: called.append(call) or call.q)
+    backend, q, cache = flash_attn.FlashAttention3(), torch.randn(2, 4, 16), torch.zeros(6, 16, 2, 16)
+    for meta, by_triton in ((_meta([1, 1], [9, 5]), 1), (_meta([1, 3], [9, 5]), 0)):
+        library.clear(), called.clear()
+        backend.build(meta)
+        assert backend.forward(q, cache, cache, meta, 0.5, 24) is q
+        assert (len(called), len(library)) == (by_triton, 1 - by_triton)
+        assert all(call.q is q and call.sliding_window == 24 for call in called)
+
+
 def test_flash_attention_3_without_scheduler_metadata(library):
     """An older build registers only the attention operator; a build whose operator takes other arguments is called
     through its wrapper.

@@ -51,9 +51,8 @@ class TritonPagedBackend(AttentionBackend):
         store_scaled(v_cache, slot_mapping, v)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        q, k_cache, v_cache, meta = call.q, call.k_cache, call.v_cache, call.meta
-        requests = meta.block_table, meta.query_start_loc, meta.seq_lens, meta.max_query_len
+        k_cache, v_cache, meta = call.k_cache, call.v_cache, call.meta
         if is_latent(k_cache, v_cache):
-            return latent_attention(q, k_cache, v_cache.shape[3], *requests, call.scale)
-        options = call.scale, call.sliding_window, call.soft_cap, None, call.sinks
-        return triton_paged.paged_attention(q, k_cache, v_cache, *requests, *options)
+            requests = meta.block_table, meta.query_start_loc, meta.seq_lens, meta.max_query_len
+            return latent_attention(call.q, k_cache, v_cache.shape[3], *requests, call.scale)
+        return triton_paged.attend(call)

@@ -15,6 +15,7 @@ import math
 
 import torch
 
+from quire.worker.attention.base import AttentionCall
 from quire.worker.cache.scaled import KVCache, ScaledCache, as_bytes, values_of
 from quire.worker.cuda import limits
 from quire.worker.cuda.triton_scaled import kind_of
@@ -181,6 +182,15 @@ if triton is not None:
             result.to(out.dtype.element_ty),
             mask=dim_mask,
         )
+
+
+def attend(call: AttentionCall) -> torch.Tensor:
+    """Paged attention with the arguments of `call`."""
+    meta = call.meta
+    return paged_attention(
+        call.q, call.k_cache, call.v_cache, meta.block_table, meta.query_start_loc, meta.seq_lens, meta.max_query_len,
+        call.scale, call.sliding_window, call.soft_cap, sinks=call.sinks,
+    )  # fmt: skip
 
 
 def paged_attention(
