@@ -101,6 +101,85 @@ def plamo3(w: Tensors, c: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
     return rms(x, 1 + w["model.norm.weight"]) @ w["model.embed_tokens.weight"].t()
 
 
+def plamo2_config() -> dict[str, Any]:
+    return {
+        "architectures": ["Plamo2ForCausalLM"],
+        "model_type": "plamo2",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size_per_head": 16,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "attention_window_size": 24,
+        "full_attention_idx": [3],
+        "mamba_d_state": 8,
+        "mamba_d_conv": 4,
+        "mamba_num_heads": 4,
+        "mamba_step": 2,
+        "mamba_enabled": True,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    }
+
+
+def plamo2_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner = c["hidden_size"], c["intermediate_size"]
+    shapes = {"model.embed_tokens.weight": (VOCAB, hidden), "model.norm.weight": (hidden,)}
+    for i in range(c["num_hidden_layers"]):
+        place = f"model.layers.layers.{i}"
+        own = {"qkv_proj.weight": (8 * 16, hidden), "o_proj.weight": (hidden, 64), "q_weight": (4, 16)}
+        own |= {"k_weight": (2, 16)}
+        if i % 2 == 0:
+            own = {"in_proj.weight": (128, hidden), "conv1d.weight": (64, 1, 4), "bcdt_proj.weight": (80, 64)}
+            own |= {"dt_proj.weight": (4, 64), "dt_bias": (4,), "A_log": (4,), "D": (4,), "dt_norm_weight": (64,)}
+            own |= {"B_norm_weight": (8,), "C_norm_weight": (8,), "out_proj.weight": (hidden, 64)}
+        shapes |= {f"{place}.mixer.{name}": shape for name, shape in own.items()}
+        shapes |= {
+            f"{place}.mlp.gate_up_proj.weight": (2 * inner, hidden),
+            f"{place}.mlp.down_proj.weight": (hidden, inner),
+        }
+        shapes |= {f"{place}.{a}_{b}_norm.weight": (hidden,) for a in ("pre", "post") for b in ("mixer", "mlp")}
+    return shapes
+
+
+def plamo2(w: Tensors, c: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
+    x = w["model.embed_tokens.weight"][ids]
+    for i in range(c["num_hidden_layers"]):
+        of = {name.removeprefix(f"model.layers.layers.{i}."): tensor for name, tensor in w.items()}
+        y = rms(x, 1 + of["pre_mixer_norm.weight"])
+        if i % 2 == 0:
+            y = _plamo_mamba(of, y)
+        else:
+            q, k, v = (y @ of["mixer.qkv_proj.weight"].t()).unflatten(-1, (8, 16)).split([4, 2, 2], 1)
+            q, k = (rotate(rms(t, of[f"mixer.{n}_weight"]), 10000.0) for t, n in ((q, "q"), (k, "k")))
+            window = None if i in c["full_attention_idx"] else c["attention_window_size"] + 1
+            y = attend(q, k, v, 16**-0.5, window) @ of["mixer.o_proj.weight"].t()
+        x = x + rms(y, 1 / 5 + of["post_mixer_norm.weight"])
+        gate, up = of["mlp.gate_up_proj.weight"].chunk(2)
+        y = swiglu(rms(x, 1 + of["pre_mlp_norm.weight"]), gate, up, of["mlp.down_proj.weight"])
+        x = x + rms(y, 1 / 5**1.5 + of["post_mlp_norm.weight"])
+    return rms(x, 1 + w["model.norm.weight"]) @ w["model.embed_tokens.weight"].t()
+
+
+def _plamo_mamba(of: Tensors, x: torch.Tensor) -> torch.Tensor:
+    w = {name.removeprefix("mixer."): tensor for name, tensor in of.items()}
+    z, x = (x @ w["in_proj.weight"].t()).unflatten(-1, (4, 32)).split(16, -1)
+    x = F.silu(F.conv1d(F.pad(x.flatten(1).t(), (3, 0)), w["conv1d.weight"], groups=64)).t()
+    b, c, dt = (x @ w["bcdt_proj.weight"].t()).split([8, 8, 64], -1)
+    b, c, dt = (rms(t, w[f"{n}_norm_weight"]) for t, n in ((b, "B"), (c, "C"), (dt, "dt")))
+    dt, x = F.softplus(dt @ w["dt_proj.weight"].t() + w["dt_bias"]), x.unflatten(-1, (4, 16))
+    state, rows = torch.zeros(4, 16, 8), []
+    for token in range(len(x)):
+        decay = torch.exp(-w["A_log"].exp() * dt[token])[:, None, None]
+        state = decay * state + (dt[token, :, None] * x[token])[..., None] * b[token]
+        rows.append(state @ c[token] + w["D"][:, None] * x[token])
+    return (torch.stack(rows) * F.silu(z)).flatten(1) @ w["out_proj.weight"].t()
+
+
 def ling_config() -> dict[str, Any]:
     return {
         "architectures": ["BailingMoeV2_5ForCausalLM"],
@@ -222,6 +301,7 @@ def _ling_experts(of: Tensors, c: dict[str, Any], x: torch.Tensor) -> torch.Tens
 Twin = tuple[Callable[[], dict], Callable[[dict], dict], Callable[[Tensors, dict, torch.Tensor], torch.Tensor]]
 TWINS: dict[str, Twin] = {
     "ling": (ling_config, ling_shapes, ling),
+    "plamo2": (plamo2_config, plamo2_shapes, plamo2),
     "plamo3": (plamo3_config, plamo3_shapes, plamo3),
 }
 
@@ -234,7 +314,8 @@ def build_twin(name: str, folder: Path) -> str:
     for tensor, shape in shapes_of(make_config()).items():
         noise = torch.randn(shape, generator=generator)
         if len(shape) == 1:
-            tensors[tensor] = (0.0 if "bias" in tensor or name.startswith("plamo") else 1.0) + 0.3 * noise
+            around_zero = "bias" in tensor or (name.startswith("plamo") and tensor.endswith(("norm.weight", "_log")))
+            tensors[tensor] = (0.0 if around_zero else 1.0) + 0.3 * noise
         else:
             tensors[tensor] = 0.7 * noise if shape[0] == VOCAB else 1.2 * noise / shape[-1] ** 0.5
     Path(folder, "config.json").write_text(json.dumps(make_config()), encoding="utf-8")

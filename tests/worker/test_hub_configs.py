@@ -107,6 +107,7 @@ def test_every_family_is_among_them():
         "Mistral4ForCausalLM",
         "MuseGlimmerForCausalLM",
         "OlmoHybridForCausalLM",
+        "Plamo2ForCausalLM",
         "Plamo3ForCausalLM",
         "Qwen2ForCausalLM",
         "SolarOpenForCausalLM",

@@ -48,6 +48,18 @@ def rotary_rows(head_dim: int, rotary_dim: int, interleaved: bool) -> RotaryRows
     return RotaryRows(head_dim, rotary_dim, interleaved) if interleaved or rotary_dim != head_dim else None
 
 
+@dataclass(frozen=True, slots=True)
+class HeadHalves(RowOrder):
+    """Rows that hold two vectors per head, to all first vectors, which `of_first` rearranges, then all second ones."""
+
+    head_dim: int
+    of_first: View | None = None
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        first, second = (half.flatten(0, 1) for half in tensor.unflatten(0, (-1, 2, self.head_dim)).unbind(1))
+        return torch.cat([self.of_first(first) if self.of_first else first, second])
+
+
 def chain(*views: View | None) -> View | None:
     """One view after another; None if there is none."""
     present = [view for view in views if view]

@@ -76,6 +76,7 @@ DECODERS = {
     "NemotronHForCausalLM": "nemotron_h:NemotronH",
     "NemotronForCausalLM": "nemotron:Nemotron",
     "OPTForCausalLM": "opt:OPT",
+    "Plamo2ForCausalLM": "plamo2:Plamo2",
     "Plamo3ForCausalLM": "plamo3:Plamo3",
     "OlmoHybridForCausalLM": "olmo_hybrid:OlmoHybrid",
     "Olmo2ForCausalLM": "olmo:Olmo2",

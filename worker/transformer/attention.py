@@ -4,7 +4,7 @@ normalise q and k.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -26,7 +26,7 @@ from quire.worker.layers.linear import (
 from quire.worker.layers.norm import NORMS, rms_norm
 from quire.worker.layers.rotary import Rotation, apply_rotary
 from quire.worker.layers.rowwise import rsqrt, sigmoid
-from quire.worker.layers.views import RowOrder, View, chain, columns, rotary_rows
+from quire.worker.layers.views import HeadHalves, View, chain, columns, rotary_rows
 from quire.worker.parallel import Exchange, split_size, tp
 from quire.worker.platforms.ops import Ops
 from quire.worker.transformer.calls import LayerCall
@@ -171,6 +171,8 @@ class WholeNormAttention(SelfAttention):
 class LayerNormAttention(SelfAttention):
     """Normalises each head of q and k by a layer norm with weights of its own (Cohere)."""
 
+    centred: ClassVar = True  # whether the mean is subtracted
+
     def make_norms(self, spec: ModelSpec, kind: LayerSpec, prefix: str) -> None:
         heads, view, group = self.qkv_proj, rope_view(spec, kind), tp()
         first_kv_head = group.rank * kind.num_kv_heads // group.size
@@ -190,9 +192,16 @@ class LayerNormAttention(SelfAttention):
         q, k, _ = self.split(qkv)
         for heads, norm in ((q, self.q_norm), (k, self.k_norm)):
             wide = heads.float()
-            centred = wide - wide.mean(-1, keepdim=True)
-            heads.copy_(norm.weight * centred * rsqrt(centred.square().mean(-1, keepdim=True) + self.eps))
+            if self.centred:
+                wide = wide - wide.mean(-1, keepdim=True)
+            heads.copy_(norm.weight * wide * rsqrt(wide.square().mean(-1, keepdim=True) + self.eps))
         return super().write_cache(qkv, rotation, meta)
+
+
+class OwnNormAttention(LayerNormAttention):
+    """Normalises each head of q and k by an RMS norm with weights of its own (PLaMo 2)."""
+
+    centred: ClassVar = False
 
 
 class LateNormAttention(SelfAttention):
@@ -266,7 +275,7 @@ class GatedAttention(SelfAttention):
         super().__init__(spec, layer, prefix, weights)
         kind, qkv, group = spec.layers[layer], self.qkv_proj, tp()
         q, k, v = qkv.shards
-        view = QueriesThenGates(kind.head_dim, rope_view(spec, kind))
+        view = HeadHalves(kind.head_dim, rope_view(spec, kind))
         both = replace(q, full=2 * q.full, start=2 * group.rank * q.length, length=2 * q.length, view=view)
         shards = [both, replace(k, target=k.target + q.length), replace(v, target=v.target + q.length)]
         method = weights.linear(f"{prefix}.qkv_proj")
@@ -281,18 +290,6 @@ class GatedAttention(SelfAttention):
         return self.o_proj(attended * sigmoid(gate.float()).to(gate.dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class QueriesThenGates(RowOrder):
-    """Rows that hold, per head, queries and gates, to all queries, which `of_queries` rearranges, then all gates."""
-
-    head_dim: int
-    of_queries: View | None
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        queries, gates = (half.flatten(0, 1) for half in tensor.unflatten(0, (-1, 2, self.head_dim)).unbind(1))
-        return torch.cat([self.of_queries(queries) if self.of_queries else queries, gates])
-
-
 # by `LayerSpec.qk_norm`
 QK_NORMS: dict[str | None, type[SelfAttention]] = {
     None: SelfAttention,
@@ -301,6 +298,7 @@ QK_NORMS: dict[str | None, type[SelfAttention]] = {
     "gated_head": GatedAttention,
     "whole": WholeNormAttention,
     "layer": LayerNormAttention,
+    "own": OwnNormAttention,
     "late": LateNormAttention,
     "late_plain": LatePlainNormAttention,
 }

@@ -27,6 +27,7 @@ from quire.worker.transformer.mixers.delta import GatedDeltaNet
 from quire.worker.transformer.mixers.lightning import Lightning, RotaryLightning
 from quire.worker.transformer.mixers.mamba1 import Mamba1
 from quire.worker.transformer.mixers.mamba2 import Mamba2
+from quire.worker.transformer.mixers.plamo_mamba import PlamoMamba
 from quire.worker.transformer.mixers.separate_delta import SeparateDelta
 from quire.worker.transformer.mixers.short_conv import ShortConv
 from quire.worker.transformer.mixers.side_by_side import AttentionAndMamba2
@@ -46,6 +47,7 @@ MIXERS: dict[str, MakePart] = {  # by `LayerSpec.mixer`
     "kimi_delta": SeparateDelta,
     "mamba1": Mamba1,
     "mamba2": Mamba2,
+    "plamo_mamba": PlamoMamba,
     "attention_mamba2": AttentionAndMamba2,
     "lightning": Lightning,
     "rotary_lightning": RotaryLightning,

@@ -137,6 +137,29 @@ class Mamba1Spec:
 
 
 @dataclass(frozen=True, slots=True)
+class PlamoMambaSpec:
+    """The mixer of PLaMo 2: the state of Mamba 2 with one group, B, C and dt from x as in Mamba 1."""
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    dt_rank: int
+    width: int
+    eps: float
+
+    @property
+    def inner(self) -> int:
+        return self.num_heads * self.head_dim
+
+    def shapes(self, tp: int) -> Shapes:
+        return (self.width - 1, self.inner // tp), (self.num_heads // tp, self.state_size, self.head_dim)
+
+    def check(self, tp: int) -> None:
+        """Raise ValueError, naming the size, unless it can be split over `tp` ranks."""
+        check_split("mamba_num_heads", self.num_heads, tp)
+
+
+@dataclass(frozen=True, slots=True)
 class LightningSpec:
     """Lightning attention: linear attention with a constant decay per head."""
 
@@ -158,4 +181,4 @@ class LightningSpec:
         check_split("num_attention_heads", self.num_heads, tp)
 
 
-StateSpec = ShortConvSpec | DeltaSpec | Mamba2Spec | Mamba1Spec | LightningSpec
+StateSpec = ShortConvSpec | DeltaSpec | Mamba2Spec | Mamba1Spec | PlamoMambaSpec | LightningSpec
