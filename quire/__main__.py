@@ -9,11 +9,17 @@ import sys
 
 def main() -> int:
     ended: list[int] = []
-    if sys.argv[1:2] == ["serve"]:
+    serves = sys.argv[1:2] == ["serve"]
+    if serves:
         atexit.register(_end, ended)  # the first to be registered runs last
-    from quire.cli.main import main as cli_main
+    try:
+        from quire.cli.main import main as cli_main
 
-    ended.append(cli_main(sys.argv[1:]))
+        ended.append(cli_main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        if not serves:
+            raise
+        ended.append(0)  # Ctrl-C during the imports, before `server/launch.py` handles signals
     return ended[0]
 
 

@@ -98,9 +98,9 @@ def _announce_address(path: str, listener: socket.socket, scheme: str) -> None:
 
 
 async def _run(config: Config, listener: socket.socket, started: float) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):  # a signal that comes while engines start waits for the launcher
+        asyncio.get_running_loop().add_signal_handler(number, lambda number=number: launcher.on_signal(number))
     launcher = Launcher(config, listener, started)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, launcher.on_signal, number)
     code = await launcher.run()
     if not launcher.announced:  # threads that download or import cannot be stopped, and Python would wait for them
         _close(config.server, listener)

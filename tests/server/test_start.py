@@ -6,6 +6,8 @@ import logging
 import subprocess
 import sys
 
+import pytest
+
 from tests.server.conftest import running_server
 from tests.server.light_model import write_light_model
 
@@ -33,3 +35,33 @@ def test_no_tokenizer_is_no_start(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert f"tokenizer: there are no tokenizer files in {folder}" in ended.stderr
+
+
+INTERRUPTED = """
+import os, signal, sys
+from quire.__main__ import main
+
+def interrupt(self):
+    os.kill(os.getpid(), signal.SIGINT)
+    start(self)
+
+if sys.argv.pop() == "imports":
+    import quire.cli.main
+    quire.cli.main.main = interrupt
+    start = lambda argv: int("not reached")
+else:
+    from quire.server.startup.engine_group import EngineGroup
+    start, EngineGroup.start_if_local = EngineGroup.start_if_local, interrupt
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("moment", ["imports", "start of the engine"])
+def test_ctrl_c_before_the_server_listens_to_signals(model_folder, moment, tmp_path, monkeypatch):
+    """No traceback, no error of `make serve`, and no engine with its folder is left."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    command = [sys.executable, "-c", INTERRUPTED, "serve", model_folder, "--device", "cpu", "--port", "0", moment]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+    assert ("shutdown complete" in ended.stderr) == (moment != "imports")
+    assert not list(tmp_path.iterdir())
