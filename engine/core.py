@@ -53,6 +53,7 @@ from quire.engine.process import (
     dump_stacks_on,
     end_with_parent,
     kill_descendants,
+    no_collection,
     remove_files,
     set_name,
     start_logging,
@@ -357,7 +358,8 @@ class EngineCore:
 
         Raises ValueError for errors that the user can correct.
         """
-        self.executor = get_executor(self.config)
+        with no_collection():
+            self.executor = get_executor(self.config)
         ready = self.executor.initialize(self.report_progress)
         for fd in self.executor.sentinels():
             self.socket.watch(fd)

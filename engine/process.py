@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quire.configs.log_format import formatter
@@ -29,6 +30,19 @@ def set_name(name: str) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection while large packages are imported: it would go through the same objects again and again. In
+    the end all objects are excluded from later collections, because modules live as long as the process.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def die_with_parent() -> None:

@@ -23,8 +23,8 @@ from quire.configs.serving import ServerConfig
 from quire.configs.sources import embedded_model
 from quire.engine.messages import EngineStats, Ready
 from quire.server.engines.supervisor import EngineFailed
+from quire.server.frontends.background_log import configure_logging
 from quire.server.frontends.descriptors import BACKLOG, raise_descriptor_limit
-from quire.server.frontends.frontend import Frontend, configure_logging
 from quire.server.frontends.handle import FrontendHandle
 from quire.server.heap import keep_large_blocks_apart
 from quire.server.startup import address_file
@@ -178,6 +178,8 @@ class Launcher:
 
     def _make_frontend(self) -> FrontendHandle:
         if self.config.server.api_server_count == 1:
+            from quire.server.frontends.frontend import Frontend
+
             return Frontend(self.config, self.listener, self._on_open)
         from quire.server.frontends.parent import FrontendGroup
 

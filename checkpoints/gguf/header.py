@@ -167,6 +167,21 @@ class _Header:
         self.at += length
         return text
 
+    def _texts(self, count: int) -> list[str]:
+        """Vocabularies have up to a million texts, so nothing is called per text that can be avoided."""
+        data, at, size, length_at = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
+        if count > size:
+            raise struct.error("an array ends after the file")
+        texts = []
+        for _ in range(count):
+            begin = at + 8
+            at = begin + length_at(data, at)[0]
+            if at > size:
+                raise struct.error("a text ends after the file")
+            texts.append(data[begin:at].decode("utf-8", "surrogateescape"))
+        self.at = at
+        return texts
+
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self._text()
@@ -178,9 +193,7 @@ class _Header:
         if kind not in _SCALARS:
             if kind != _STRING:
                 raise struct.error("an array of arrays")
-            if count > len(self.data):
-                raise struct.error("an array ends after the file")
-            return [self._value(kind) for _ in range(count)]
+            return self._texts(count)
         values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", self.data, self.at)
         self.at += struct.calcsize(f"<{count}{_SCALARS[kind]}")
         return list(values)

@@ -28,7 +28,7 @@ import msgspec
 from quire.configs.config import Config
 from quire.engine.executor.base import Executor, Pending, ReportProgress
 from quire.engine.messages import STACKS_FOLDER
-from quire.engine.process import RENDEZVOUS, die_with_parent, dump_stacks_on, set_name, start_logging
+from quire.engine.process import RENDEZVOUS, die_with_parent, dump_stacks_on, no_collection, set_name, start_logging
 from quire.worker.messages import StepInput, StepOutput, WorkerReady
 
 STEP, CALL = b"S", b"C"  # to a worker
@@ -220,7 +220,9 @@ def worker_main(
     exit_code = 0
     try:
         module, _, name = worker_class.partition(":")
-        worker = getattr(importlib.import_module(module), name)(config, rank, world_size, init_method)
+        with no_collection():
+            imported = importlib.import_module(module)
+        worker = getattr(imported, name)(config, rank, world_size, init_method)
         _serve(worker, pipe, answers)
     except (EOFError, ConnectionError):
         pass

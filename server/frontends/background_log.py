@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import sys
 import threading
 from typing import TextIO
+
+from quire.configs.log_format import formatter
+from quire.configs.serving import ServerConfig
 
 MAX_LINES = 10_000  # waiting to be written; further lines are dropped and counted
 FLUSH_TIMEOUT = 1.0  # seconds, at process exit
@@ -48,3 +52,12 @@ class BackgroundHandler(logging.Handler):
                 self._stream.write(line)
                 self._stream.flush()
             self._lines.task_done()
+
+
+def configure_logging(config: ServerConfig, name: str = "server") -> None:
+    """Log to stderr; every line has the process's name."""
+    handler = BackgroundHandler(sys.stderr)
+    handler.setFormatter(formatter(config.log_format, name))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    for noisy in ("uvicorn", "uvicorn.error", "httpx", "httpx2", "filelock"):
+        logging.getLogger(noisy).setLevel("WARNING")

@@ -13,18 +13,15 @@ import hashlib
 import importlib
 import logging
 import socket
-import sys
 from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 from quire.configs.config import Config
-from quire.configs.log_format import formatter
 from quire.configs.serving import ServerConfig
 from quire.engine.messages import EngineStats, Progress, Ready
 from quire.server.engines.silence import Silence
 from quire.server.engines.supervisor import in_thread
-from quire.server.frontends.background_log import BackgroundHandler
 from quire.server.frontends.descriptors import (
     ACCEPTS_PER_TURN,
     BACKLOG,
@@ -330,15 +327,6 @@ def _tls(config: ServerConfig) -> Tls | None:
 
 def _is_busy(client: EngineClient) -> bool:
     return client.ready is not None and client.load + client.num_background > 0
-
-
-def configure_logging(config: ServerConfig, name: str = "server") -> None:
-    """Log to stderr; every line has the process's name."""
-    handler = BackgroundHandler(sys.stderr)
-    handler.setFormatter(formatter(config.log_format, name))
-    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
-    for noisy in ("uvicorn", "uvicorn.error", "httpx", "httpx2", "filelock"):
-        logging.getLogger(noisy).setLevel("WARNING")
 
 
 def _http_server(app: ASGIApp, connections: Connections, config: ServerConfig) -> uvicorn.Server:

@@ -23,8 +23,9 @@ from typing import Any
 
 from quire.engine.messages import Progress, Ready
 from quire.server.engines.client import EngineUnavailable
+from quire.server.frontends.background_log import configure_logging
 from quire.server.frontends.channel import Channel
-from quire.server.frontends.frontend import Frontend, configure_logging
+from quire.server.frontends.frontend import Frontend
 from quire.server.frontends.messages import (
     AdapterList,
     AdaptersChanged,

@@ -287,6 +287,21 @@ def test_a_failing_step_is_the_end_of_the_engine(start, depth):
     assert engine.process.stderr.read().count(b"the engine failed") == 1
 
 
+def test_imports_are_not_collected():
+    code = """
+import gc
+from quire.engine.process import no_collection
+frozen = gc.get_freeze_count()
+try:
+    with no_collection():
+        assert not gc.isenabled()
+        raise ImportError
+except ImportError:
+    assert gc.isenabled() and gc.get_freeze_count() > frozen + 1000
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
 def test_descendants_are_killed_whatever_their_session():
     """As in a Ray cluster: a child in its own session, and its child in another session."""
     code = """

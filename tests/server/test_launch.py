@@ -134,6 +134,11 @@ def gone(process: psutil.Process) -> bool:
         return True
 
 
+def test_the_engine_does_not_wait_for_the_imports_of_the_frontend():
+    code = "import sys, quire.server.launch; sys.exit('quire.server.frontends.frontend' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 def test_answers_before_it_has_loaded_and_ends_in_order(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, fake="load_delay=2") as server:
         poll(lambda: server.status("/live") == 200, 10)
