@@ -22,8 +22,9 @@ from tests.llava_models import IMAGE_TOKEN_ID
 
 _SMALL = {"min_pixels": 64, "max_pixels": 64 * 24}  # of Qwen: up to 24 tokens of 8 x 8 pixels
 # preprocessor_config.json
-_QWEN = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"
+_QWEN = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "paddleocr_vl"
 PREPROCESSORS = dict.fromkeys(_QWEN, _SMALL) | {
+    "paddleocr_vl": _SMALL | {"patch_size": 4},
     "gemma4": {"max_soft_tokens": 70},
     "gemma4-large": {"max_soft_tokens": 70},
     "unlimited_ocr": {"base_size": 128, "image_size": 64},
@@ -109,7 +110,7 @@ class Reference:
     def __call__(self, token_ids: torch.Tensor) -> Any:
         kinds = (token_ids == self.model.config.image_token_id).int()
         inputs = dict(self.inputs)
-        if inputs and self.name.startswith("qwen"):
+        if inputs and self.name in _QWEN:
             inputs["mm_token_type_ids"] = kinds
         if self.name.startswith("gemma3"):
             inputs["token_type_ids"] = kinds

@@ -53,6 +53,7 @@ _SIGLIP = {
     "patch_size": PATCH,
     "vision_use_head": False,
 }
+_SIGLIP_ANY = {key: value for key, value in _SIGLIP.items() if key != "vision_use_head"} | {"image_size": 20}
 _GEMMA4_VISION = {
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -103,6 +104,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _QWEN
         | {"text_config": _QWEN35_TEXT | _EXPERTS | {"shared_expert_intermediate_size": 24}}
         | {"vision_config": _PLAIN_QWEN3},
+    ),
+    "paddleocr_vl": (
+        "PaddleOCRVL",
+        _QWEN
+        | {"text_config": _TEXT | {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_section": [2, 1, 1]}}}
+        | {"vision_config": _SIGLIP_ANY},
     ),
     "gemma3": (
         "Gemma3",

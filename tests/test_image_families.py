@@ -93,10 +93,11 @@ def own_inputs(name: str, pictures: list[Image.Image]) -> dict[str, Any]:
     """What transformers' processor on Pillow makes of the pictures of one prompt."""
     if not pictures:
         return {}
-    if name.startswith("qwen"):
+    if name in QWEN:
         sizes = PREPROCESSORS[name]
         size = {"shortest_edge": sizes["min_pixels"], "longest_edge": sizes["max_pixels"]}
-        found = pil("qwen2_vl", "Qwen2VL", patch_size=PATCH, size=size)(pictures)
+        kind = ("paddleocr_vl", "PaddleOCRVL") if name == "paddleocr_vl" else ("qwen2_vl", "Qwen2VL")
+        found = pil(*kind, patch_size=PATCH, size=size)(pictures)
     elif name.startswith("gemma4"):
         found = pil("gemma4", "Gemma4", patch_size=PATCH, pooling_kernel_size=2, **PREPROCESSORS[name])(pictures)
     elif name == "gemma3":
@@ -130,7 +131,7 @@ def _llava_onevision(pictures: list[Image.Image]) -> dict[str, Any]:
     }
 
 
-QWEN = "qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"
+QWEN = "qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "paddleocr_vl"
 
 
 @pytest.mark.parametrize("name", [*QWEN, "gemma3", "gemma4", "llava_onevision", "idefics3", "smolvlm"])

@@ -70,7 +70,7 @@ formats of checkpoints (docs/quantization.md) are those of every family, GGUF fi
 _REFUSED = """Refused, with the reason, are models
 with recurrent layers that are not above (xLSTM, Zaya, RecurrentGemma, RWKV), and models whose
 attention does not go through transformers' interface (BLOOM, GPT-J). `python -m tools.recipes` says which of the 95
-recipes for text that vLLM's collection gained since February 2026 are served: 83.
+recipes for text that vLLM's collection gained since February 2026 are served: 85.
 """
 
 

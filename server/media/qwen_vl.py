@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images keep their shape; a number of pixels limits them."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and PaddleOCR-VL: images keep their shape; a number of pixels limits them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class QwenVLProcessor:
     placeholder: ClassVar[str] = "<|image_pad|>"
     image_token = "<|image_pad|>"
     options: ClassVar[frozenset[str]] = frozenset({"min_pixels", "max_pixels", "size", "detail"})
+    defaults: ClassVar[dict[str, int]] = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
         vision = config["vision_config"]
@@ -29,16 +30,19 @@ class QwenVLProcessor:
         self.patch = preprocessor.get("patch_size") or vision.get("patch_size", 14)
         self.merge = preprocessor.get("merge_size") or vision.get("spatial_merge_size", 2)
         size = preprocessor.get("size") or {}
-        defaults = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
         self.limits = {
-            name: preprocessor.get(name) or size.get(edge) or size.get(name) or defaults[name]
+            name: preprocessor.get(name) or size.get(edge) or size.get(name) or self.defaults[name]
             for name, edge in _EDGES.items()
         }
 
     def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:
         limits, unit = self._limits(options), self.patch * self.merge
-        found = [smart_size(height, width, unit, *limits) for width, height in sizes]
+        found = [self.size(height, width, unit, *limits) for width, height in sizes]
         return [height * width // unit**2 for height, width in found]
+
+    def size(self, height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+        """The sides of the resized image; see `smart_size`."""
+        return smart_size(height, width, unit, least, most)
 
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
         limits = self._limits(options)
@@ -61,7 +65,7 @@ class QwenVLProcessor:
         return least, most
 
     def _process(self, image: Image.Image, least: int, most: int) -> ProcessedImage:
-        height, width = smart_size(image.height, image.width, self.patch * self.merge, least, most)
+        height, width = self.size(image.height, image.width, self.patch * self.merge, least, most)
         pixels = self.reader.numbers([self.reader.resize(image, height, width)])
         grid = 1, height // self.patch, width // self.patch
         features = {"pixel_values": self._patches(pixels), "grid": np.asarray(grid)}
@@ -74,6 +78,21 @@ class QwenVLProcessor:
         rows, columns = pixels.shape[2] // (patch * merge), pixels.shape[3] // (patch * merge)
         squares = pixels.reshape(3, rows, merge, patch, columns, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
         return np.ascontiguousarray(squares).reshape(-1, 3, 1, patch * patch)
+
+
+class PaddleOCRVLProcessor(QwenVLProcessor):
+    """PaddleOCR-VL: the same, and an image that is thinner than a token is first enlarged."""
+
+    placeholder: ClassVar[str] = "<|IMAGE_PLACEHOLDER|>"
+    image_token = "<|IMAGE_PLACEHOLDER|>"
+    defaults: ClassVar[dict[str, int]] = {"min_pixels": 384 * 384, "max_pixels": 1536 * 1536}
+
+    def size(self, height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+        if height < unit:
+            height, width = unit, round(width * unit / height)
+        if width < unit:
+            height, width = round(height * unit / width), unit
+        return smart_size(height, width, unit, least, most)
 
 
 def smart_size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:

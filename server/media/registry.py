@@ -27,6 +27,7 @@ PROCESSORS: dict[str, str] = {
     "LlavaForConditionalGeneration": "llava:llava_processor",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",
     "Mistral3ForConditionalGeneration": "pixtral:PixtralProcessor",
+    "PaddleOCRVLForConditionalGeneration": "qwen_vl:PaddleOCRVLProcessor",
     "Qwen2VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen3VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",

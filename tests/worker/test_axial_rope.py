@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.paddleocr_vl.modeling_paddleocr_vl import PaddleOCRRotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
@@ -19,6 +20,7 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, 
 @pytest.mark.parametrize(
     ("family", "reference", "architecture"),
     [
+        ("paddleocr_vl", PaddleOCRRotaryEmbedding, "PaddleOCRVLForConditionalGeneration"),
         ("qwen2_vl", Qwen2VLRotaryEmbedding, "Qwen2_5_VLForConditionalGeneration"),
         ("qwen3_vl", Qwen3VLTextRotaryEmbedding, "Qwen3VLForConditionalGeneration"),
     ],

@@ -9,9 +9,11 @@ import torch
 
 from quire.worker.models.vision.gemma3 import Gemma3Tower
 from quire.worker.models.vision.gemma4 import Gemma4Tower
+from quire.worker.models.vision.paddleocr_vl import PaddleOCRVLTower
 from quire.worker.models.vision.qwen2_5_vl import Qwen2_5VLTower, windows_of
 from quire.worker.models.vision.qwen2_vl import Qwen2VLTower
 from quire.worker.models.vision.qwen3_vl import Qwen3VLTower
+from quire.worker.models.vision.qwen_vl import in_groups
 from tests.qwen_gemma_models import GEMMA3_SIDE, PATCH, build_model
 from tests.worker.towers import close, load_tower
 
@@ -19,6 +21,7 @@ TOWERS = {
     "qwen2_vl": Qwen2VLTower,
     "qwen2_5_vl": Qwen2_5VLTower,
     "qwen3_vl": Qwen3VLTower,
+    "paddleocr_vl": PaddleOCRVLTower,
     "gemma3": Gemma3Tower,
     "gemma4": Gemma4Tower,
     "gemma4-large": Gemma4Tower,
@@ -55,6 +58,22 @@ def test_qwen(built):
     images = [{"pixel_values": part, "grid": grid} for part, grid in zip(parts, grids)]
     close(tower.encode(images), expected)
     close(tower.encode(images[1:2]), expected[1:2])
+
+
+@pytest.mark.parametrize("built", ["paddleocr_vl"], indirect=True)
+def test_paddleocr(built):
+    """Grids that are smaller, larger and longer than the square of learned positions."""
+    model, tower = built
+    grids = torch.tensor([[1, 6, 8], [1, 10, 4], [1, 2, 2]])
+    lengths = grids.prod(1).tolist()
+    pixels = random(sum(lengths), 3, PATCH, PATCH)
+    expected = model.get_image_features(pixels, grids).pooler_output
+    images = []
+    for part, grid in zip(pixels.split(lengths), grids):
+        _, rows, columns = grid.tolist()
+        order = in_groups(torch.arange(rows * columns).view(rows, columns, 1), 2).flatten()
+        images.append({"pixel_values": part[order].view(-1, 3, 1, PATCH**2), "grid": grid})
+    close(tower.encode(images), expected)
 
 
 @pytest.mark.parametrize("built", ["qwen2_vl"], indirect=True)

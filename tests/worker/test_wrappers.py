@@ -13,6 +13,7 @@ from quire.server.startup.plan_table import plan_table
 from quire.worker import memory
 from quire.worker.messages import MediaInfo
 from quire.worker.models.registry import build_model, parse_model_spec, read_model_spec, weight_bytes
+from quire.worker.models.vision.paddleocr_vl import PaddleOCRVLTower
 from quire.worker.parallel import Group, use_groups
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.weights.loader import load_weights
@@ -132,3 +133,25 @@ def test_memory_of_images(folder):
     spec, text = read_model_spec(folder), read_model_spec(folder, images=False)
     alone, split = (memory.estimate_weights(spec, torch.float32, ranks) for ranks in (1, 2))
     assert alone - split == weight_bytes(text, torch.float32) - weight_bytes(text, torch.float32) // 2
+
+
+def test_text_settings_at_the_root():
+    """As PaddleOCR-VL's published config.json has them, whose encoder names two frames for weights of one."""
+    raw = {
+        "architectures": ["PaddleOCRVLForConditionalGeneration"],
+        "model_type": "paddleocr_vl",
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "num_hidden_layers": 2,
+        "image_token_id": 100295,
+        "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+        "vision_config": {"num_hidden_layers": 1, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    }
+    spec = parse_model_spec(raw)
+    assert spec.ropes["default"].axes == (0,) * 16 + (1,) * 24 + (2,) * 24
+    assert (spec.num_hidden_layers, spec.vision.mrope, spec.vision.image_token_id) == (2, True, 100295)
+    with torch.device("meta"):
+        tower = PaddleOCRVLTower(raw)
+    assert tower.patches.in_features == 3 * 14 * 14 and tower.merger.linear_2.out_features == 1024

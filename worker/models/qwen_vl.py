@@ -1,4 +1,4 @@
-"""The language models of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 with images: Qwen 2 to 3.5 whose rotary embedding
+"""The language models of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 with images and PaddleOCR-VL, whose rotary embedding
 has three axes, so that tokens of images turn by time, row and column (https://arxiv.org/abs/2409.12191, section 2.1).
 """
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from quire.worker.models.ernie4_5 import Ernie4_5
 from quire.worker.models.qwen2 import Qwen2
 from quire.worker.models.qwen3 import Qwen3
 from quire.worker.models.qwen3_next import Qwen35, Qwen35Moe
@@ -95,3 +96,9 @@ class Qwen35VL(AxialRope, Qwen35):
 
 class Qwen35MoeVL(AxialRope, Qwen35Moe):
     default_section, interleaved_axes = (11, 11, 10), True
+
+
+class PaddleOCRVL(AxialRope, Ernie4_5):
+    default_section, interleaved_axes = (16, 24, 24), False
+    config_defaults = Ernie4_5.config_defaults | {"model_type": "paddleocr_vl_text"}
+    facts = Ernie4_5.facts | {"rope_interleaved": False}

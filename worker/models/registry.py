@@ -126,6 +126,7 @@ ENCODERS = {
 WRAPPED = {
     "Glm4vForCausalLM": "glm:Glm4v",
     "Glm4vMoeForCausalLM": "glm4_moe:Glm4vMoe",
+    "PaddleOCRVLForCausalLM": "qwen_vl:PaddleOCRVL",
     "Qwen2VLForCausalLM": "qwen_vl:Qwen2VL",
     "Qwen3VLForCausalLM": "qwen_vl:Qwen3VL",
     "Qwen3VLMoeForCausalLM": "qwen_vl:Qwen3VLMoe",

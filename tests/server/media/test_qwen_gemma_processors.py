@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quire.server.media.gemma import Gemma3Processor, Gemma4Processor
-from quire.server.media.qwen_vl import MAX_RATIO, QwenVLProcessor, smart_size
+from quire.server.media.qwen_vl import MAX_RATIO, PaddleOCRVLProcessor, QwenVLProcessor, smart_size
 from quire.server.media.registry import load_processor
 from tests.server.media.test_llava_processors import IMAGES, expanded, noise, same_pixels, transformers_class
 
@@ -42,6 +42,31 @@ def test_qwen(images, least, more):
         assert found.features["grid"].tolist() == grids[i].tolist()
         assert found.grid == (1, grids[i][1] // 2, grids[i][2] // 2)
         assert expanded(found, processor.image_token) == replaced(own, expected, i)
+
+
+@SOME
+@given(images=st.lists(IMAGES, min_size=1, max_size=3), least=st.integers(1, 9000), more=st.integers(0, 40_000))
+def test_paddleocr(images, least, more):
+    assume(all(max(image.size) <= MAX_RATIO * min(image.size) for image in images))
+    size = {"shortest_edge": least, "longest_edge": least + more}
+    expected = pil_class("paddleocr_vl", "PaddleOCRVL")(patch_size=PATCH, size=size)(images)
+    processor = PaddleOCRVLProcessor({"vision_config": VISION}, {"patch_size": PATCH})
+    grids = expected["image_grid_thw"]
+    patches = np.split(expected["pixel_values"], np.cumsum(grids.prod(1))[:-1])
+    for i, found in enumerate(processor(images, {"size": size})):
+        _, rows, columns = grids[i].tolist()
+        by_token = np.arange(rows * columns).reshape(rows // 2, 2, columns // 2, 2).swapaxes(1, 2).reshape(-1)
+        same_pixels(found.features["pixel_values"].reshape(patches[i].shape), patches[i][by_token])
+        assert found.features["grid"].tolist() == grids[i].tolist()
+        assert sum(found.counts) == processor.num_tokens([images[i].size], {"size": size})[0] == rows * columns // 4
+
+
+@given(width=st.integers(1, 9000), height=st.integers(1, 9000), least=st.integers(1, 200_000))
+def test_sizes_of_paddleocr(width, height, least):
+    assume(max(width, height) <= MAX_RATIO * min(width, height))
+    theirs = transformers_class("paddleocr_vl", "image_processing_pil", "smart_resize")
+    processor = PaddleOCRVLProcessor({"vision_config": VISION}, {})
+    assert processor.size(height, width, 28, least, 2 * least) == theirs(height, width, 28, least, 2 * least)
 
 
 @given(
@@ -174,6 +199,7 @@ def test_refused_settings():
     [
         ("Gemma3ForConditionalGeneration", Gemma3Processor),
         ("Gemma4ForConditionalGeneration", Gemma4Processor),
+        ("PaddleOCRVLForConditionalGeneration", PaddleOCRVLProcessor),
         ("Qwen2VLForConditionalGeneration", QwenVLProcessor),
         ("Qwen2_5_VLForConditionalGeneration", QwenVLProcessor),
         ("Qwen3VLForConditionalGeneration", QwenVLProcessor),

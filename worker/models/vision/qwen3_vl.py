@@ -9,12 +9,11 @@ from math import isqrt
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import LayerNorm
-from quire.worker.models.vision.qwen_vl import Grid, Merger, QwenVLTower, frame_lengths, in_groups
+from quire.worker.models.vision.qwen_vl import Grid, Merger, QwenVLTower, frame_lengths, stretched
 from quire.worker.transformer.vision_layers import EncoderSpec, LayerNames, named, table
 from quire.worker.transformer.vision_spec import VisionSpec
 
@@ -74,20 +73,14 @@ class Qwen3VLTower(QwenVLTower):
         return Merger(norm, self.merge**2, self.out_size, names, self.vision["hidden_size"], weights)
 
     def embed(self, x: torch.Tensor, cos_sin: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
-        x = x + torch.cat([self._positions(grid) for grid in grids])
+        positions = [stretched(self.positions, self.side, grid, self.merge, align_corners=True) for grid in grids]
+        x = x + torch.cat(positions)
         lengths, deep = frame_lengths(grids), []
         for i, layer in enumerate(self.encoder.layers):
             x = layer(x, lengths, cos_sin)
             if i in self.deep:
                 deep.append(self.deep_mergers[self.deep[i]](x))
         return torch.cat((self.merger(x), *deep), -1)
-
-    def _positions(self, grid: Grid) -> torch.Tensor:
-        """The embeddings of the positions of a grid `[T, C]`: those of the square that was learned, stretched."""
-        frames, rows, columns = grid
-        learned = self.positions.float().view(1, self.side, self.side, -1).permute(0, 3, 1, 2)
-        stretched = F.interpolate(learned, (rows, columns), mode="bilinear", align_corners=True)
-        return in_groups(stretched[0].permute(1, 2, 0), self.merge).to(self.positions.dtype).repeat(frames, 1)
 
 
 class Qwen35Tower(Qwen3VLTower):

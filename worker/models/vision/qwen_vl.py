@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from quire.worker.layers.linear import PLAIN, PLAIN_WEIGHTS, ColumnParallelLinear, Part, Shard, WeightFormat
@@ -25,8 +26,10 @@ class PatchEmbedding(ColumnParallelLinear):
     With F = 1 the frame stands for all of them.
     """
 
+    name: ClassVar[str] = "visual.patch_embed.proj"
+
     def __init__(self, size: int, patch: int, frames: int, bias: bool):
-        self.patch, self.frames, self.name = patch, frames, "visual.patch_embed.proj"
+        self.patch, self.frames = patch, frames
         self.dtype = torch.get_default_dtype()
         super().__init__(3 * frames * patch * patch, [Shard(self.name, size, 0, size)], bias, PLAIN)
 
@@ -65,6 +68,8 @@ class QwenVLTower(VisionTower):
 
     prefixes = ("visual.",)
     defaults: ClassVar[dict[str, Any]]  # of vision_config
+    blocks: ClassVar[str] = "visual.blocks"  # where the checkpoint has the layers
+    patch_embedding: ClassVar[type[PatchEmbedding]] = PatchEmbedding
     patch_bias: ClassVar[bool] = False
 
     @classmethod
@@ -78,8 +83,8 @@ class QwenVLTower(VisionTower):
         self.merge, self.head_dim = vision["spatial_merge_size"], spec.hidden_size // spec.num_heads
         self.patches_per_embed = self.merge**2
         shape = vision["patch_size"], vision["temporal_patch_size"]
-        self.patches = PatchEmbedding(spec.hidden_size, *shape, self.patch_bias)
-        self.encoder = Encoder(spec, "visual.blocks", weights)
+        self.patches = self.patch_embedding(spec.hidden_size, *shape, self.patch_bias)
+        self.encoder = Encoder(spec, self.blocks, weights)
         self.merger = self.make_merger(spec, weights)
 
     @classmethod
@@ -121,6 +126,14 @@ class QwenVLTower(VisionTower):
 def frame_lengths(grids: list[Grid]) -> list[int]:
     """The number of patches of each frame."""
     return [rows * columns for frames, rows, columns in grids for _ in range(frames)]
+
+
+def stretched(learned: torch.Tensor, side: int, grid: Grid, merge: int, *, align_corners: bool) -> torch.Tensor:
+    """The embeddings of the positions of a grid `[T, C]`: those that were learned of a square `[side * side, C]`."""
+    frames, rows, columns = grid
+    square = learned.float().view(1, side, side, -1).permute(0, 3, 1, 2)
+    found = F.interpolate(square, (rows, columns), mode="bilinear", align_corners=align_corners)
+    return in_groups(found[0].permute(1, 2, 0), merge).to(learned.dtype).repeat(frames, 1)
 
 
 def in_groups(x: torch.Tensor, merge: int) -> torch.Tensor:
