@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from quire.configs.config import Config
+from quire.worker.batch import mixed_graphs
 from quire.worker.batch.graphs import padded_sizes
 from quire.worker.layers.lora import StepLora
 from quire.worker.layers.mla import EXPANDED_BYTES
@@ -94,8 +95,9 @@ def estimate_graphs(config: Config, spec: ModelSpec, limits: Limits, tp: int) ->
     activations (they share a pool, which fragments), workspaces, and the driver's memory per graph.
     """
     sizes = padded_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
+    sizes += [size for size in mixed_graphs.SIZES if size <= limits.max_num_batched_tokens]  # in pieces
     results = sum(sizes) * spec.hidden_size * limits.dtype.itemsize + len(sizes) * (12 << 20)
-    layer = 2 * sizes[-1] * _layer_bytes(spec, limits, tp)
+    layer = 2 * max(sizes) * _layer_bytes(spec, limits, tp)
     return results * (2 if config.lora.enabled else 1) + layer + (128 << 20)
 
 

@@ -16,9 +16,10 @@ import torch
 from quire.configs.speculation import MAX_DRAFT
 from quire.worker.attention.base import AttentionBackend, GroupedMetadata
 from quire.worker.attention.output_window import limit_outputs
-from quire.worker.batch.graphs import CudaGraphs, Replay
+from quire.worker.batch.graphs import CudaGraphs, CudaRecorder, Replay
 from quire.worker.batch.group_metadata import adapt
 from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
+from quire.worker.batch.mixed_graphs import MixedGraphs, RecordPieces
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.spare_states import SpareStates
 from quire.worker.batch.split_step import STATE_LOST, Failed, Output, Part, SplitOutput, halves, runs, without_drafts
@@ -411,14 +412,32 @@ class ModelRunner:
             return None
         return batch.sampling.logits_indices if batch.step.samples else self.buffers.arange[:1]
 
-    def use_graphs(self, max_model_len: int, record: Callable[[Callable[[], None]], Replay] | None = None) -> None:
-        """From now on replay recorded forward passes in steps where every request has one token.
+    def use_graphs(
+        self,
+        max_model_len: int,
+        record: Callable[[Callable[[], None]], Replay] | None = None,
+        record_pieces: RecordPieces | None = None,
+    ) -> None:
+        """From now on replay recorded forward passes in steps where every request has one token, and in those of few
+        tokens.
 
-        `record` replaces the CUDA recorder in tests without a GPU.
+        `record` and `record_pieces` replace the CUDA recorder in tests without a GPU, which record no pieces without.
         """
-        self.forward = CudaGraphs(
-            self.model, self.run_eagerly, self.buffers, self.backend, max_model_len, record, self._adapt, self.adapters
-        )
+        if record is None:
+            record = CudaRecorder()
+            record_pieces = record.pieces
+        mixed = None
+        if record_pieces is not None and self._records_pieces:
+            mixed = MixedGraphs(self.model, self.buffers, self.backend, max_model_len, record_pieces)
+        shared = self.buffers, self.backend, max_model_len, record, self._adapt, self.adapters
+        self.forward = CudaGraphs(self.model, self.run_eagerly, *shared, mixed)
+
+    @property
+    def _records_pieces(self) -> bool:
+        """Whether what lies between the attentions of a step can be recorded."""
+        latent = any(layer.latent is not None for layer in self.model.spec.layers)
+        keeps_streams = bool(self.model.model.captures)
+        return self.alone and not latent and not keeps_streams and MixedGraphs.applies(self.table.groups)
 
     def _adapt(self, attn: GroupedMetadata) -> GroupedMetadata:
         return adapt(attn, self.table.groups, self.table.block_size, self.platform.to_device)

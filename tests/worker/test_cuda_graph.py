@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.engine.messages import SamplingParams
-from quire.worker.batch.graphs import _CudaRecorder, padded_sizes
+from quire.worker.batch.graphs import CudaRecorder, padded_sizes
 from tests.families import FAMILIES, build_family
 from tests.in_process import InProcessEngine
 from tests.lora import ATTENTION, make_adapter, make_expert_adapter, use
@@ -251,7 +251,7 @@ class FakeStream:
 
 def test_recording_warms_up_where_it_captures_and_shares_the_pool(monkeypatch):
     cuda = FakeCuda(monkeypatch)
-    record = _CudaRecorder()
+    record = CudaRecorder()
     replay = record(lambda: cuda.events.append(f"runs on {cuda.current}"))
     replay()
     assert cuda.events == [
@@ -270,5 +270,5 @@ def test_recording_warms_up_where_it_captures_and_shares_the_pool(monkeypatch):
 def test_a_failed_capture_leaves_the_stream_as_it_was(monkeypatch):
     cuda = FakeCuda(monkeypatch, fails=True)
     with pytest.raises(RuntimeError, match="not permitted"):
-        _CudaRecorder()(lambda: None)
+        CudaRecorder()(lambda: None)
     assert cuda.current == "main"

@@ -22,6 +22,7 @@ import torch
 
 from quire.worker.attention.base import AttentionBackend, GroupedMetadata
 from quire.worker.batch.input_batch import InputBatch, InputBuffers
+from quire.worker.batch.mixed_graphs import MixedGraphs
 from quire.worker.batch.step_tensors import StepTensors
 from quire.worker.messages import StepInput
 from quire.worker.parallel import tp
@@ -73,13 +74,14 @@ class CudaGraphs:
         record: Callable[[Callable[[], None]], Replay] | None = None,
         adapt: Callable[[GroupedMetadata], GroupedMetadata] | None = None,
         adapters: RecordedAdapters | None = None,
+        mixed: MixedGraphs | None = None,
     ) -> None:
         self.adapt = adapt or (lambda attn: attn)  # what each step computes on the device from the buffers' metadata
         self.forward, self.eager, self.buffers, self.backend = forward, eager, buffers, backend
         self.max_model_len = max_model_len
         self.sizes = padded_sizes(min(buffers.seq_lens.shape[0], buffers.max_num_tokens))
-        self.record = record or _CudaRecorder()
-        self.adapters = adapters
+        self.record = record or CudaRecorder()
+        self.adapters, self.mixed = adapters, mixed
         if adapters is not None:
             adapters.use_slots(self.sizes[-1])
         # steps without an adapter keep a recording without the kernels for them
@@ -98,6 +100,10 @@ class CudaGraphs:
         num_reqs = len(batch.step.rows)
         special = batch.needed_rows is not None or batch.images is not None
         special = special or (adapted and not self.adapters.fit_slots)
+        if batch.max_query_len > 1 and self.mixed is not None and not adapted:
+            hidden = self.mixed(batch)
+            if hidden is not None:
+                return hidden
         if batch.max_query_len > 1 or num_reqs > self.sizes[-1] or special:
             return self.eager(batch, adapted)
         size = self.sizes[bisect_left(self.sizes, num_reqs)], adapted
@@ -116,7 +122,9 @@ class CudaGraphs:
     def padded_size(self, step: StepInput) -> int:
         """The number of requests to which the buffers must be padded for `step`; 0 if no graph applies."""
         num_reqs = len(step.rows)
-        if num_reqs > self.sizes[-1] or max(step.num_scheduled) > 1:
+        if max(step.num_scheduled) > 1:
+            return self.mixed.padded_size(step) if self.mixed is not None else 0
+        if num_reqs > self.sizes[-1]:
             return 0
         return self.sizes[bisect_left(self.sizes, num_reqs)]
 
@@ -129,7 +137,8 @@ class CudaGraphs:
         if missing:
             of_kind = [size for size in missing if size[1] == missing[0][1]]
             self._record_padding(of_kind[-1])
-        return len(missing) > 1
+            return len(missing) > 1 or self.mixed is not None
+        return self.mixed is not None and self.mixed.record_next()
 
     def _record_padding(self, size: Size) -> None:
         """Record `size` over padding alone: the run before the capture computes for no request, whose caches and states
@@ -185,7 +194,7 @@ class CudaGraphs:
         return replay, outputs[-1]
 
 
-class _CudaRecorder:
+class CudaRecorder:
     """Captures with torch, on its own stream, after one run there that lets kernels compile and libraries allocate
     their workspaces.
 
@@ -198,20 +207,35 @@ class _CudaRecorder:
         self._pool, self._stream = None, torch.cuda.Stream()
 
     def __call__(self, function: Callable[[], None]) -> Replay:
+        (replay,) = self.pieces(lambda cut: function())
+        return replay
+
+    def pieces(self, function: Callable[[Callable[[], None]], None]) -> list[Replay]:
+        """Record a function in pieces: where it calls its argument, one ends and the next begins."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
+        graphs: list[torch.cuda.CUDAGraph] = []
         try:
             with torch.cuda.stream(self._stream):
-                function()
+                function(lambda: None)
             current.wait_stream(self._stream)
             with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                self._begin(graphs)
                 try:
-                    function()
+                    function(lambda: self._cut(graphs))
                 finally:
-                    graph.capture_end()
+                    graphs[-1].capture_end()
         finally:
             torch.cuda.set_stream(current)  # a failed capture leaves its own stream current
-        self._pool = self._pool or graph.pool()
-        return graph.replay
+        self._pool = self._pool or graphs[-1].pool()
+        return [graph.replay for graph in graphs]
+
+    def _begin(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graphs.append(graph)
+
+    def _cut(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
+        graphs[-1].capture_end()
+        self._pool = self._pool or graphs[-1].pool()
+        self._begin(graphs)
