@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from quire.worker.cpu import build
 from tests.checkpoints import build_checkpoint
@@ -30,7 +30,11 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # on a busy machine, drawing may be slow
-settings.register_profile("quire", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.register_profile("shrink", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+# shrinking takes up to five minutes, as long as a test may take: a failure would be reported as a timeout
+settings.register_profile(
+    "quire", settings.get_profile("shrink"), phases=set(Phase) - {Phase.shrink, Phase.explain}, print_blob=True
+)
 settings.load_profile("quire")
 
 
