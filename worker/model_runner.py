@@ -185,7 +185,8 @@ class ModelRunner:
             elif draft is not None:
                 drafting = DraftModel(draft, *needs, model)
             most = num_spares if table.has_states else MAX_DRAFT * table.max_num_reqs
-            self.speculator = Speculator(speculation, self.sampler.grammars, most, drafting)
+            num_slots = None if self.stage.first else table.num_slots
+            self.speculator = Speculator(speculation, self.sampler.grammars, most, drafting, num_slots)
             table.register(self.speculator)
             if self.alone and speculation.adapts and table.has_states == (self.spare_states is not None):
                 most = min(table.max_num_reqs, max_num_tokens)
@@ -217,6 +218,7 @@ class ModelRunner:
         self._last = self._execute(step, None)
         if not self.stage.first:
             self._last.result()
+            self.speculator.make_drafts(step)
             self.stage.send_drafts(self.speculator.proposed(step))
         return self._last
 

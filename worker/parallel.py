@@ -197,7 +197,7 @@ def shutdown_distributed() -> None:
 
 @contextmanager
 def use_groups(tp: Group | None = None, pp: Group | None = None, ep: Group | None = None) -> Iterator[None]:
-    """Build layers for the given groups. Tests use it to simulate several ranks in one process."""
+    """Build layers for the given groups: a draft model in one stage, and in tests several ranks in one process."""
     global _tp, _pp, _ep
     saved = _tp, _pp, _ep
     _tp, _pp, _ep = tp or _tp, pp or _pp, ep or _ep

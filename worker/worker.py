@@ -29,7 +29,7 @@ from quire.worker.measuring import make_runner, measure_activations
 from quire.worker.messages import StepInput, WorkerReady
 from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec
-from quire.worker.parallel import init_distributed, pp, shutdown_distributed, tp
+from quire.worker.parallel import Group, init_distributed, pp, shutdown_distributed, tp, use_groups
 from quire.worker.pipeline import pipeline_stage
 from quire.worker.platforms.base import Platform, is_out_of_memory
 from quire.worker.platforms.platform import get_platform
@@ -299,12 +299,13 @@ class Worker:
         platform: Platform,
         progress: ReportProgress,
     ) -> CausalLM | None:
-        """Build and load the draft model, or the EAGLE-3 head, if there is one."""
+        """Build and load the draft model, or the EAGLE-3 head, if there is one: whole, on the last pipeline stage."""
         draft, options = limits.draft, self.config.model
-        if draft is None:
+        if draft is None or not target.model.last:
             return None
         quantization = draft_quantization(self.config, draft)
-        model = build_model(draft, limits.dtype, platform.device, limits.max_model_len, quantization, platform.ops)
+        with use_groups(pp=Group()):
+            model = build_model(draft, limits.dtype, platform.device, limits.max_model_len, quantization, platform.ops)
         if limits.speculation.eagle:
             _attach(model, target)
         load_weights(

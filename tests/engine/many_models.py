@@ -27,6 +27,20 @@ class ManyModels:
         self.worker = Worker(msgspec.convert(config, Config), self.rank, self.world_size, init_method)
         return msgspec.to_builtins(self.worker.initialize(lambda phase, fraction: None))
 
+    def record_drafts(self) -> None:
+        """From now on keep the drafts of the drafting model, which the last rank may have: (tokens before, drafts)."""
+        if self.worker.runner.speculator is not None:
+            self.seen, self.drafter = [], self.worker.runner.speculator.model
+            self.make, self.drafter.draft = self.drafter.draft, self._draft
+
+    def _draft(self, step, counts):
+        drafts, table = self.make(step, counts), self.drafter.table.token_table
+        self.seen += [(table[step.rows[i], : step.num_computed[i] + 1].tolist(), draft) for i, draft in drafts.items()]
+        return drafts
+
+    def recorded(self) -> list[tuple[list[int], list[int]]]:
+        return getattr(self, "seen", [])
+
     def drift(self) -> None:
         """Make rank 1 sample other tokens than rank 0 from now on."""
         if self.rank == 1:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from quire.worker.messages import SamplingParams
 from tests.checkpoints import build_checkpoint
+from tests.engine.test_parallel import ParallelEngine
 from tests.families import FAMILIES, build_family, redraw
 from tests.worker.test_speculation import engine_of
 
@@ -108,6 +109,25 @@ def test_drafts_are_those_of_the_twin_and_change_no_token(name, tmp_path):
     for tokens, draft in seen[::4]:
         assert draft == twin.drafts(tokens, len(draft))
     assert [one.token_ids for one in engine.generate(prompts, random)] == [one.token_ids for one in plain[1]]
+
+
+@pytest.mark.slow
+def test_the_last_of_two_stages_drafts(tmp_path):
+    folder = Path(build_checkpoint("qwen2", tmp_path, num_hidden_layers=5))
+    twin = Twin(folder, "qwen2")
+    engine = ParallelEngine(str(folder), pipeline_parallel_size=2, speculative_config=K)
+    try:
+        prompts = [[3, 9, 7, 4] * 9, [(7 * i) % 120 + 4 for i in range(23)], [5, 6]]
+        sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        plain = engine.generate(prompts, msgspec.structs.replace(sampling, speculation=False))
+        engine.executor.call("record_drafts")
+        assert [one.token_ids for one in engine.generate(prompts, sampling)] == [one.token_ids for one in plain]
+        seen = engine.executor.call("recorded")
+    finally:
+        engine.close()
+    assert len(seen) > 30 and {len(draft) for _, draft in seen} == {1, 2, 3}  # a block has 16 slots
+    for tokens, draft in seen[::4]:
+        assert draft == twin.drafts(tokens, len(draft))
 
 
 def test_a_model_without_a_head_is_refused(checkpoint, tmp_path):

@@ -83,6 +83,11 @@ class RequestTable:
         """The number of a page for states by its id, 0 for the null block's."""
         return max(block_id - self.first_state, 0)
 
+    def num_slots(self, row: int) -> int:
+        """How many tokens of a row fit into its KV blocks and into the table."""
+        numbers = (one[row] for group, one in zip(self.groups, self._num_blocks) if group.kind != "state")
+        return min(min(numbers) * self.block_size, self.max_model_len)
+
     def apply(self, step: StepInput) -> TableUpdates:
         """Process the changes of a step. The device tensors change when the result is passed to `write`."""
         updates = TableUpdates()

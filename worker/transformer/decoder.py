@@ -41,7 +41,9 @@ _DRAFTING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 
 
 class Decoder(nn.Module):
-    """The layers of this pipeline stage. The first stage also has the embedding, the last stage the final norm."""
+    """The layers of this pipeline stage. The first stage also has the embedding, the last stage the final norm, and the
+    embedding if it has a head that drafts tokens.
+    """
 
     # modules outside the layers that only the first or only the last stage has
     of_first_stage: ClassVar[tuple[str, ...]] = ("model.embed_tokens", "model.embed_positions")
@@ -52,7 +54,7 @@ class Decoder(nn.Module):
         stage = pp()
         self.spec = spec
         self.first, self.last = stage.rank == 0, stage.rank == stage.size - 1
-        if self.first:
+        if self.first or (self.last and spec.has_head):
             self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, "model.embed_tokens", weights)
             if spec.learned_positions is not None:
                 size = spec.max_position_embeddings + spec.learned_positions
@@ -201,7 +203,7 @@ class CausalLM(ConfigReader, nn.Module):
             self.score = self.make_classifier(spec)
         if self.model.last and spec.has_lm_head:
             name = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
-            tied_to = self.model.embed_tokens if spec.tie_word_embeddings and self.model.first else None
+            tied_to = getattr(self.model, "embed_tokens", None) if spec.tie_word_embeddings else None
             if spec.has_head:
                 self.mtp = PredictionHead(spec, weights)
             self.lm_head = ParallelLMHead(spec.vocab_size, spec.hidden_size, name, tied_to, weights.head(name))

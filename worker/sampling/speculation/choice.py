@@ -11,7 +11,6 @@ from quire.worker.transformer.config import ModelSpec, has_tensor
 
 STEP_DRAFTS = 32  # drafts of all requests that a step may verify when their number adapts
 ADAPTIVE_MAX = 16  # drafts of a request in a step without num_speculative_tokens
-_IN_ONE_STAGE = ("draft_model", "eagle3", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,6 @@ def resolve_speculation(
 
 def _has_head(config: Config, spec: ModelSpec) -> bool:
     """Whether the checkpoint has a prediction head that can be used."""
-    if config.parallel.pipeline_parallel_size > 1:
-        return False
     try:
         check_head(config, spec)
     except ValueError:
@@ -120,8 +117,8 @@ def _obstacle(config: Config, spec: ModelSpec, platform: Platform, method: str) 
         return "the model generates no text"
     if parallel.pipeline_parallel_size > 1 and spec.has_states:
         return "not supported yet for models with recurrent states and several pipeline stages"
-    if parallel.pipeline_parallel_size > 1 and method in _IN_ONE_STAGE:
-        return f"method {method} is not supported yet with several pipeline stages"
+    if parallel.pipeline_parallel_size > 1 and method == "eagle3":
+        return "method eagle3 is not supported with several pipeline stages: its head reads layers of all of them"
     if platform.device.type != "cpu":
         return "not supported yet on GPUs, whose steps overlap"
     return None

@@ -12,6 +12,7 @@ from torch import nn
 from quire.worker.attention.base import AttentionBackend
 from quire.worker.batch.input_batch import InputBatch
 from quire.worker.messages import NewRequest, StepInput
+from quire.worker.parallel import pp
 from quire.worker.platforms.ops import Ops
 
 
@@ -62,8 +63,10 @@ class Drafter(Protocol):
 
 
 def relative_size(parts: Sequence[nn.Module], model: nn.Module) -> float:
-    """Bytes of the weights of `parts` in relation to those of `model`, as the times of their steps are."""
-    return sum(map(_weight_bytes, parts)) / max(_weight_bytes(model), 1)
+    """Bytes of the weights of `parts` in relation to those of `model`, of which this rank has a pipeline stage, as the
+    times of their steps are.
+    """
+    return sum(map(_weight_bytes, parts)) / max(_weight_bytes(model) * pp().size, 1)
 
 
 def _weight_bytes(module: nn.Module) -> int:
@@ -71,7 +74,9 @@ def _weight_bytes(module: nn.Module) -> int:
 
 
 class ModelDrafter(Protocol):
-    """A source of drafts that computes them on the device, when the step that verifies them begins."""
+    """A source of drafts that computes them on the device: when the step that verifies them begins or, with several
+    pipeline stages, of which the last one drafts and the first one embeds, right after the step before.
+    """
 
     needs_hidden: bool  # whether `follow` reads hidden states
     cost: float  # of a draft, in steps of the model of one token

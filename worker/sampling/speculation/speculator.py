@@ -8,6 +8,7 @@ before them are the text itself, and one more token comes free (`accepted`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,10 +77,17 @@ class Speculator:
     """A `RowState`. One step at a time: `after_step` sees a step's tokens before the next step begins."""
 
     def __init__(
-        self, speculation: Speculation, grammars: GrammarRows, most: int, model: ModelDrafter | None = None
+        self,
+        speculation: Speculation,
+        grammars: GrammarRows,
+        most: int,
+        model: ModelDrafter | None = None,
+        num_slots: Callable[[int], int] | None = None,
     ) -> None:
-        """A step may verify `most` drafts."""
-        self.grammars, self.most, self.model = grammars, most, model
+        """A step may verify `most` drafts. `num_slots`, of a row's tokens, is given if `make_drafts` will be called:
+        then drafts of `model` must fit into the blocks that a row has.
+        """
+        self.grammars, self.most, self.model, self.num_slots = grammars, most, model, num_slots
         self.costs = StepCosts()
         self.earlier = EarlierTexts()
         self.rows: dict[int, _Row] = {}
@@ -129,10 +137,33 @@ class Speculator:
     def drafts(self, step: StepInput) -> dict[int, list[int]]:
         """Batch position -> the drafts that `step`, whose tables are up to date, verifies."""
         rows = {i: self.rows[step.rows[i]] for i in step.num_draft}
-        if counts := {i: step.num_draft[i] for i, row in rows.items() if row.by_model}:
+        if counts := {i: step.num_draft[i] for i, row in rows.items() if row.draft[0] == _NOT_YET}:
             for i, draft in self.model.draft(step, counts).items():
                 rows[i].draft = draft
         return {i: row.draft[: step.num_draft[i]] for i, row in rows.items()}
+
+    def make_drafts(self, step: StepInput) -> None:
+        """Let the drafting model make the drafts for the next step of each sampling row of `step`, after its
+        `after_step`.
+        """
+        made = [step.rows[i] for i in step.samples if step.rows[i] in self.rows]
+        made = [row for row in made if self.rows[row].draft[:1] == [_NOT_YET]]
+        if not made:
+            return
+        known = [len(self.rows[row].history.tokens) for row in made]
+        counts = {i: len(self.rows[row].draft) for i, row in enumerate(made)}
+        ahead = StepInput(
+            step.step,
+            [],
+            made,
+            [count - 1 for count in known],
+            [1 + count for count in counts.values()],
+            [[] for _ in made],
+            list(counts),
+            num_draft=counts,
+        )
+        for i, draft in self.model.draft(ahead, counts).items():
+            self.rows[made[i]].draft = draft
 
     @property
     def needs_hidden(self) -> bool:
@@ -194,7 +225,11 @@ class Speculator:
                 row.is_prediction, row.by_model = isinstance(drafter, PredictionDrafter), False
                 return draft
         row.is_prediction, row.by_model = False, self.model is not None
-        return self._paying(row, self.model, [_NOT_YET] * limit, plan) if self.model is not None else []
+        if self.model is None:
+            return []
+        if self.num_slots is not None:
+            limit = min(limit, max(self.num_slots(number) - len(row.history.tokens), 0))
+        return self._paying(row, self.model, [_NOT_YET] * limit, plan)
 
     @staticmethod
     def _paying(row: _Row, source: object, draft: list[int], plan: Plan | None) -> list[int]:
