@@ -6,7 +6,12 @@ import random
 
 import pytest
 
+from quire.configs.config import Config
 from quire.engine.messages import SamplingParams
+from quire.worker import memory
+from quire.worker.models.registry import parse_model_spec
+from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.transformer.config import kv_bytes_per_token
 from tests.families import VOCAB, build_family
 from tests.in_process import InProcessEngine
 from tests.worker.test_split_step import limit_tokens
@@ -46,6 +51,37 @@ def test_each_turn_of_a_conversation_computes_its_new_text(name, depth, turns, t
         history = history + words(turn + 1, 3 + turn)
     engine.close()
     uncached.close()
+
+
+@pytest.mark.parametrize("length", [65, 127, 200, 260])
+def test_a_hit_ends_less_than_64_tokens_before_the_common_text(folder, length):
+    """At the default size of blocks, which the states do not enlarge."""
+    engine, prompt = InProcessEngine(folder, max_num_seqs=4, max_model_len="2048"), words(0, length)
+    attending = [group for group in engine.ready.groups if group.kind != "state"]
+    assert engine.ready.block_size <= 64 and len(attending) == 1
+    engine.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0))
+    (result,) = engine.generate([prompt + words(1, 9)], GREEDY)
+    engine.close()
+    assert length - 64 < result.num_cached_tokens <= length
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 24, "hidden_size": 1024, "head_dim": 256},
+        {"architectures": ["Lfm2ForCausalLM"], "hidden_size": 1024, "layer_types": ["conv", "full_attention"] * 8},
+    ],
+    ids=lambda raw: raw["architectures"][0],
+)
+def test_states_do_not_enlarge_the_blocks_of_attention(raw):
+    """Blocks of real shapes hold the keys and values of their tokens, and nothing else."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "dtype": "bfloat16", "num_hidden_layers": 16} | raw
+    spec = parse_model_spec(heads)
+    config = Config.from_flat(model="unused", device="cpu", max_model_len="4096", dtype="bfloat16")
+    limits = memory.resolve_limits(config, spec, CpuPlatform())
+    assert limits.attention.block_size <= 64 and memory.bytes_per_state(config, spec, limits) > 0
+    per_token = kv_bytes_per_token(spec, 2)
+    assert memory.bytes_per_block(config, spec, limits) == limits.attention.block_size * per_token
 
 
 def test_an_edited_last_turn_resumes_before_the_edit(folder):

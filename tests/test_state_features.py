@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -59,6 +60,32 @@ def test_the_memory_plan_counts_states(folder):
     assert "two per request and the rest for cached prefixes" in reason
     with pytest.raises(ValueError, match="--max-num-seqs 64: the recurrent states of 64 requests need"):
         memory.preview(Config.from_flat(**sizes, max_num_seqs=64))
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_states_take_a_tenth_of_the_pool_unless_there_is_room(folder, requests):
+    """Of a pool that is too small for the blocks of all requests; one with room for these has ten states for each."""
+    sizes = {"model": folder, "device": "cpu", "max_model_len": "2048", "max_num_seqs": requests}
+    sizes |= {"speculative_config": json.dumps({"method": "none"}), "max_num_batched_tokens": 64}
+    roomy = memory.preview(Config.from_flat(**sizes, kv_cache_memory_bytes=1 << 28))
+    assert roomy.num_states == 10 * requests
+    state = roomy.plan.states // roomy.num_states
+    blocks = requests * (2048 // roomy.block_size) * roomy.plan.bytes_per_block
+    for share in (0.3, 0.6, 0.9):
+        pool = int(blocks * share)
+        tight = memory.preview(Config.from_flat(**sizes | {"max_model_len": "auto"}, kv_cache_memory_bytes=pool))
+        assert tight.plan.states + tight.plan.kv_cache <= pool
+        assert tight.num_states == max(2 * requests, int(pool * 0.1) // state) < 10 * requests
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_drafts_leave_pages_for_checkpoints(folder, requests):
+    """Drafts, on by default, have no more pages than checkpoints of prefixes, and no more than a step needs."""
+    sizes = {"model": folder, "device": "cpu", "max_model_len": "2048", "max_num_seqs": requests}
+    ready = memory.preview(Config.from_flat(**sizes, kv_cache_memory_bytes=1 << 28))
+    choices = {name: int(value) for name, value, _ in ready.choices if "states" in name}
+    assert choices["spare states"] <= 32 and ready.num_states == choices["recurrent states"] - choices["spare states"]
+    assert ready.num_states - 2 * requests >= choices["spare states"] > 0
 
 
 def test_embeddings(tmp_path):

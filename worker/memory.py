@@ -147,7 +147,7 @@ def _num_states(config: Config, limits: Limits, state: int, kv_bytes: int, block
         )
     running = min(fitting, wanted)
     room = max(int(kv_bytes * _CHECKPOINTS), kv_bytes - blocks)
-    num_states = max(_STATES_PER_REQUEST * running, min(_MOST_PER_REQUEST * wanted, room // state))
+    num_states = max(_STATES_PER_REQUEST * running, min(_most_states(limits), room // state))
     reason = f"{_size(state)} each, two per request and the rest for cached prefixes"
     choices = [("recurrent states", str(num_states), reason)]
     if running < wanted:
@@ -155,15 +155,24 @@ def _num_states(config: Config, limits: Limits, state: int, kv_bytes: int, block
     return num_states, choices
 
 
-def spare_states(limits: Limits, num_states: int) -> int:
-    """How many of the pages for states are for drafts: as many as a step verifies, out of those that running requests
-    do not need.
-    """
+def _most_states(limits: Limits) -> int:
+    """The number of pages for states that a model has if there is room."""
+    return _MOST_PER_REQUEST * limits.max_num_seqs + _step_drafts(limits)
+
+
+def _step_drafts(limits: Limits) -> int:
+    """The most drafts that a step verifies."""
     if not limits.speculation.is_on:
         return 0
     asked = limits.speculation.num_draft
-    most = STEP_DRAFTS if asked is None else min(asked * limits.max_num_seqs, MAX_DRAFT)
-    return max(min(most, num_states - _STATES_PER_REQUEST * limits.max_num_seqs), 0)
+    return STEP_DRAFTS if asked is None else min(asked * limits.max_num_seqs, MAX_DRAFT)
+
+
+def spare_states(limits: Limits, num_states: int) -> int:
+    """How many of the pages for states are for drafts: as many as a step verifies, out of half of those that running
+    requests do not need. The other half is for checkpoints of prefixes.
+    """
+    return max(min(_step_drafts(limits), (num_states - _STATES_PER_REQUEST * limits.max_num_seqs) // 2), 0)
 
 
 def fit_model_len(
@@ -294,7 +303,7 @@ def _kv_cache_bytes(
     `free` is the memory that the utilization leaves to the cache, `left` the device's memory minus weights and
     activations.
     """
-    requested, states = config.cache.kv_cache_memory_bytes, _MOST_PER_REQUEST * limits.max_num_seqs * state
+    requested, states = config.cache.kv_cache_memory_bytes, _most_states(limits) * state
     if requested is not None:
         if requested > left:
             raise ValueError(

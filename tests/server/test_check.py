@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -35,6 +36,30 @@ def test_it_plans_what_the_worker_then_does(folder, capsys):
     for line in lines:
         assert line.startswith(measured) or line in planned.splitlines()
     assert "chat template: yes" in planned and "default sampling parameters: OpenAI's" in planned
+
+
+def test_it_counts_states_and_checkpoints(tmp_path, capsys):
+    """Two states for each request, and with more memory the rest for checkpoints; too little memory is refused."""
+    folder = write_light_model(
+        tmp_path,
+        architectures=["Lfm2ForCausalLM"],
+        model_type="lfm2",
+        layer_types=["conv", "full_attention", "conv"],
+        conv_L_cache=3,
+    )
+    found = {}
+    for memory in ("64M", "240K", "120K"):
+        code = check(folder, "--load-format", "dummy", "--max-num-seqs", "8", "--kv-cache-memory-bytes", memory)
+        printed = capsys.readouterr()
+        assert code == 0, printed.err
+        choices = re.findall(r"^  (recurrent states|spare states) += (\d+)", printed.out, re.MULTILINE)
+        found[memory] = {name: int(value) for name, value in choices}
+        assert "each, two per request and the rest for cached prefixes)" in printed.out
+    assert found["64M"] == {"recurrent states": 8 * 10 + 32, "spare states": 32}
+    assert found["240K"] == {"recurrent states": 24, "spare states": 4}
+    assert found["120K"] == {"recurrent states": 16}
+    assert check(folder, "--load-format", "dummy", "--max-num-seqs", "64", "--kv-cache-memory-bytes", "120K") == 1
+    assert "--max-num-seqs 64: the recurrent states of 64 requests need 0.1 MiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
