@@ -113,7 +113,7 @@ class RunningServer:
         return self.exit_code
 
 
-def poll(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
+def poll(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
     """The first true value of `condition`. Fails after `timeout` seconds."""
     end = time.monotonic() + timeout
     while not (value := condition()):

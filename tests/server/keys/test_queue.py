@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import openai
 import pytest
@@ -26,63 +29,81 @@ def server(model_folder, tmp_path_factory):
     """Two requests at a time, of 0.4 s each: 5 end in a second."""
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     path.write_text(yaml.safe_dump({"keys": KEYS}))
-    settings = {"api_key_file": str(path), "max_num_seqs": 2, "max_num_queued_reqs": 20, "queue_timeout": 3.0}
-    with running_server(model_folder, fake="step_delay=0.01", **settings) as running:
+    settings = {"api_key_file": str(path), "max_num_seqs": 2, "max_num_queued_reqs": 20, "queue_timeout": 4.0}
+    with running_server(model_folder, fake="step_delay=0.01", max_model_len="32768", **settings) as running:
         yield running.wait_ready()
 
 
-def ask_at_once(server, count: int, key: str, **fields) -> list:
-    answers = []
-    threads = [
-        threading.Thread(
-            target=lambda: answers.append(server.http.post(CHAT, json=BODY | fields, headers=bearer(key), timeout=60))
-        )
-        for _ in range(count)
-    ]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    return answers
+@contextmanager
+def both_places_taken(server, key: str) -> Iterator[None]:
+    """Two choices run as long as this is open, so that no request of the same key leaves the queue, however slow the
+    machine is. Another key could take one of the two places.
+    """
+    body = BODY | {"max_tokens": 30_000, "n": 2, "stream": True}
+    with server.http.stream("POST", CHAT, json=body, headers=bearer(key)) as stream:
+        lines, begun = stream.iter_lines(), set()
+        while len(begun) < 2:
+            if (line := next(lines)).startswith("data: {"):
+                choices = json.loads(line[6:])["choices"]
+                begun |= {choice["index"] for choice in choices if choice["delta"].get("content")}
+        yield
+
+
+class Asked:
+    """`count` equal requests at once; `answers` has those that are there."""
+
+    def __init__(self, server, count: int, key: str, **fields):
+        self.answers: list = []
+        ask = lambda: server.http.post(CHAT, json=BODY | fields, headers=bearer(key), timeout=60)  # noqa: E731
+        self._threads = [threading.Thread(target=lambda: self.answers.append(ask())) for _ in range(count)]
+        for one in self._threads:
+            one.start()
+
+    def wait(self) -> list:
+        for one in self._threads:
+            one.join()
+        return self.answers
+
+    def with_status(self, status: int) -> list:
+        return [answer for answer in self.answers if answer.status_code == status]
 
 
 def test_waiting_requests_of_a_key(server):
-    busy = BODY | {"max_tokens": 450, "n": 2, "stream": True}
-    with server.http.stream("POST", CHAT, json=busy, headers=bearer("k-other")) as stream:
-        lines = stream.iter_lines()
-        for index in (0, 1):  # both choices run
-            while not ('"content":"' in (line := next(lines)) and f'"index":{index}' in line):
-                pass
-        answers = ask_at_once(server, 8, "k-many", max_tokens=1)
-        assert ask_at_once(server, 1, "k-other", max_tokens=1, timeout=0.2)[0].status_code == 503  # its own time
-    refused = [answer for answer in answers if answer.status_code == 429]
-    assert len(refused) == 5
+    with both_places_taken(server, "k-many"):
+        assert Asked(server, 1, "k-many", max_tokens=1, timeout=0.2).wait()[0].status_code == 503  # its own time
+        poll(lambda: server.state.num_waiting_of["many"] == 0)
+        many = Asked(server, 3, "k-many", max_tokens=1)
+        poll(lambda: server.state.num_waiting_of["many"] == 3)
+        refused = Asked(server, 5, "k-many", max_tokens=1).wait()
+    many.wait()
+    assert [answer.status_code for answer in refused] == [429] * 5
     assert {answer.json()["error"]["code"] for answer in refused} == {"rate_limit_exceeded"}
     assert all(int(answer.headers["retry-after"]) > 0 and "max_queued_requests" in answer.text for answer in refused)
     poll(lambda: server.state.client.num_open == 0)
     poll(lambda: not any(server.state.num_waiting_of.values()))
     # an idle server has room, however many
-    assert [answer.status_code for answer in ask_at_once(server, 2, "k-many", max_tokens=1)] == [200, 200]
+    assert [answer.status_code for answer in Asked(server, 2, "k-many", max_tokens=1).wait()] == [200, 200]
     poll(lambda: not any(server.state.num_waiting_of.values()))
 
 
 def test_a_full_server_says_how_long_its_queue_takes(server):
-    ask_at_once(server, 6, "k-other")  # what the rate is measured with
-    answers = []
-    waiting = threading.Thread(target=lambda: answers.extend(ask_at_once(server, 22, "k-other")))
+    Asked(server, 6, "k-other").wait()  # the rate is measured with these
+    estimate = lambda: retry_after(server.state.queue_wait.seconds(21))  # noqa: E731
     with server.openai_with("k-other") as client:  # made before, while the queue does not become shorter
-        waiting.start()
-        try:
+        with both_places_taken(server, "k-other"):
+            waiting = Asked(server, 20, "k-other")
             poll(lambda: server.state.client.load == 22)
+            least = estimate()  # it grows while no request ends
             with pytest.raises(openai.InternalServerError) as caught:
                 client.chat.completions.create(model="alias", messages=BODY["messages"])
-        finally:
-            waiting.join()
+            most = estimate()
+            poll(lambda: waiting.with_status(503))  # after its time in the queue
+        waiting.wait()
     assert caught.value.status_code == 503 and "seconds" in str(caught.value)
     # 21 would wait for 4.2 s, on a machine that has time for them
-    assert 3 <= int(caught.value.response.headers["retry-after"]) <= 40
-    late = [answer for answer in answers if answer.status_code == 503]  # after 3 s in the queue
-    assert late and all(answer.json()["error"]["code"] == "queue_timeout" for answer in late)
+    assert 3 <= least <= int(caught.value.response.headers["retry-after"]) <= most
+    late = waiting.with_status(503)
+    assert all(answer.json()["error"]["code"] == "queue_timeout" for answer in late)
     assert all(int(answer.headers["retry-after"]) > 0 for answer in late)
     poll(lambda: server.state.client.num_open == 0)
 
