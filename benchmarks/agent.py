@@ -5,8 +5,10 @@ A conversation of `--tokens` tokens comes back with another last message: at onc
 traffic of three times the KV cache (a pause for tools), after kill -9 of the engine, and after a restart of the server.
 Reports the time to the first token, its ratio to that of a server without prefix caching, how many tokens were cached,
 and whether the greedy text is that server's. The KV cache has room for one and a half conversations; `--kv-offload-gib`
-and `--kv-disk` are on. Prompts are random token ids, so that `--load-format dummy` works, too; with `--dtype float32`
-texts do not depend on the shapes of steps.
+and `--kv-disk` are on. Prompts are random token ids, so that `--load-format dummy` works, too.
+
+A cached prompt is computed in steps of other shapes, which changes the last bits in bfloat16 and so some texts: give
+`--deterministic`, or `--dtype float32` where that is refused.
 """
 
 from __future__ import annotations

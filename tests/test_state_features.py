@@ -60,6 +60,9 @@ def test_the_memory_plan_counts_states(folder):
     assert "two per request and the rest for cached prefixes" in reason
     with pytest.raises(ValueError, match="--max-num-seqs 64: the recurrent states of 64 requests need"):
         memory.preview(Config.from_flat(**sizes, max_num_seqs=64))
+    sizes |= {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 20}
+    choices = {name: value for name, value, _ in memory.preview(Config.from_flat(**sizes, max_num_seqs=4)).choices}
+    assert choices["recurrent states"] == str(10 * 4 + 32)  # blocks that are not there take no room of states
 
 
 @pytest.mark.parametrize("requests", [1, 4])

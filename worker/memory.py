@@ -104,10 +104,11 @@ def plan_memory(
         need = f"{limits.max_num_seqs} requests of {_CPU_TOKENS} tokens, or {_CPU_REQUESTS} of {limits.max_model_len}"
     blocks = (most + 1) * block
     kv_bytes, choices = _kv_cache_bytes(config, limits, block, state, blocks, budget - others, available - others, need)
-    num_states, chosen = _num_states(config, limits, state, kv_bytes, blocks)
+    override = config.cache.num_gpu_blocks_override
+    num_states, chosen = _num_states(config, limits, state, kv_bytes, override * block if override else blocks)
     choices += chosen
-    left_for_blocks = kv_bytes if config.cache.num_gpu_blocks_override else kv_bytes - num_states * state
-    num_blocks = config.cache.num_gpu_blocks_override or (left_for_blocks // block if block else 2)
+    left_for_blocks = kv_bytes if override else kv_bytes - num_states * state
+    num_blocks = override or (left_for_blocks // block if block else 2)
     if num_blocks < 2:
         raise ValueError(
             f"no room for a KV cache: {_size(available)} are available on {device}, of which {utilization:.0%} "
@@ -128,7 +129,7 @@ def plan_memory(
 
 def _num_states(config: Config, limits: Limits, state: int, kv_bytes: int, blocks: int) -> tuple[int, list[Choice]]:
     """Return (number of pages for states of `state` bytes, choices), out of `kv_bytes` for states and blocks, of which
-    `blocks` bytes would do for the blocks of all requests.
+    the blocks get or need at most `blocks` bytes.
 
     Raises ValueError, naming the settings to change, if too few fit.
     """
