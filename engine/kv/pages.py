@@ -175,8 +175,10 @@ class BlockPool:
         self._released[block_id] = 0
 
     def keep(self, block_id: int, level: int) -> None:
-        """Reuse a published block after all of lower levels, up to MAX_LEVEL; level 0: like others again."""
-        if level == self._levels.get(block_id, 0):
+        """Reuse a published block after all of lower levels, up to MAX_LEVEL, and those of its own that are free;
+        level 0: like others again.
+        """
+        if not level and block_id not in self._levels:
             return
         free = self._queue(block_id) if self._ref_counts[block_id] == 0 else None
         if level:

