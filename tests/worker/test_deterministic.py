@@ -7,12 +7,13 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 from quire.configs.config import Config
 from quire.worker import memory
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu import states
-from quire.worker.cpu.fixed_order_linear import FixedRows
+from quire.worker.cpu.fixed_order_linear import FixedRows, fix_order
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
 from quire.worker.messages import SamplingParams
@@ -20,6 +21,7 @@ from quire.worker.models.registry import read_model_spec
 from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.platforms.cuda import CudaPlatform
 from quire.worker.sampling import logprobs
+from quire.worker.transformer.moe import SharedGate, WideRouterLinear
 from quire.worker.worker import Worker
 from tests.families import build_family
 from tests.worker.steps import Script
@@ -238,6 +240,22 @@ def test_rows_of_a_product(native_kernels, kind, gated):
     together = fixed(x)
     for rows in (1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 65, 200):
         assert torch.equal(fixed(x[13 : 13 + rows]), together[13 : 13 + rows])
+
+
+def test_rows_of_small_products(native_kernels):
+    """Routers in float32 and gates of shared experts, whose sizes are not those of vectors."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([WideRouterLinear(2048, 20, "router"), SharedGate(2048, "gate").bfloat16()])
+    for layer in layers:
+        torch.nn.init.normal_(layer.weight, std=0.05)
+    x = torch.randn(290, 2048).bfloat16()
+    expected = [layer(x) for layer in layers]
+    fix_order(layers)
+    for layer, plain in zip(layers, expected):
+        together = layer(x)
+        torch.testing.assert_close(together, plain, atol=1e-2, rtol=1e-2)
+        for rows in (1, 2, 3, 7, 8, 17, 65, 200):
+            assert torch.equal(layer(x[13 : 13 + rows]), together[13 : 13 + rows])
 
 
 def test_log_probabilities_with_several_threads():

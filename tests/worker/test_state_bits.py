@@ -16,7 +16,17 @@ from tests.in_process import InProcessEngine
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=3)
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
-MODELS = {"qwen3_5": SIZES, "lfm2": SIZES, "nemotron_h": SIZES, "minimax": SIZES, "mamba": {}}
+LATENT = {"hidden_size": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 16}
+MODELS = {
+    "qwen3_5": SIZES,
+    "lfm2": SIZES,
+    "nemotron_h": SIZES,
+    "minimax": SIZES,
+    "mamba": {},
+    "qwen3_5_moe": SIZES | {"num_experts": 20},  # the gate of a shared expert
+    "nemotron_h-experts": SIZES,  # a router in float32
+    "bailing_hybrid": LATENT,  # latent attention, and a router in float32 that chooses among groups
+}
 
 
 def words(seed: int, count: int) -> list[int]:

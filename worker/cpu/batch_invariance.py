@@ -13,7 +13,7 @@ from quire.configs.config import Config
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu import states
 from quire.worker.cpu.native import KERNELS
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.transformer.config import LayerSpec, ModelSpec
 
 PROMISE = "a request's tokens do not depend on what runs beside it"
 
@@ -75,11 +75,12 @@ def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str,
         return "works with models that quire computes itself", ": set --model-impl quire"
     if any(layer.state and (reason := states.reason(layer.state.shapes(1))) for layer in spec.layers):
         return f"needs the native kernels for recurrent states: {reason}", ""
-    if any(layer.latent for layer in spec.layers):
-        return "has no order of its own for latent attention (MLA)", ""
-    if any(layer.moe and (layer.moe.routing.float32 or layer.moe.shared_gate) for layer in spec.layers):
-        return "has no router in float32 or gate of a shared expert whose rows are independent", ""
-    for head_dim, v_dim in {(layer.head_dim, layer.v_head_dim) for layer in spec.layers}:
+    for head_dim, v_dim in {_attended_sizes(layer) for layer in spec.layers if layer.attends}:
         if reason := cpu_ops.attention_reason(head_dim, v_dim, dtype):
             return f"needs the native attention: {reason}", ""
     return None
+
+
+def _attended_sizes(layer: LayerSpec) -> tuple[int, int]:
+    """Entries of keys and values; all tokens attend to the latents of MLA."""
+    return (layer.latent.width, layer.latent.rank) if layer.latent else (layer.head_dim, layer.v_head_dim)

@@ -13,9 +13,11 @@ from torch import nn
 from quire.worker.cpu.native import LinearArgs
 from quire.worker.cpu.native_linear import MixedLinear, PackedLinear, QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
-from quire.worker.layers.linear import Linear
+from quire.worker.cpu.states import float_linear
+from quire.worker.layers.linear import Linear, RowProduct
 from quire.worker.layers.quantization.int_groups import Reordered
 from quire.worker.platforms.huge_pages import Workspace
+from quire.worker.transformer.mla import MLAttention
 
 _INTEGERS = 2  # `path` of QuantizedLinear
 _ONE_WAY = 3  # `path` of PackedLinear
@@ -41,10 +43,40 @@ class FixedRows:
         return self.linear.args(self.path)
 
 
+class FixedFloats:
+    """The product with a weight `[N, K]` in float32, whatever its type: for small weights that no kernel packs."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.size = len(weight)
+        columns = -(-self.size // 16) * 16  # for vectors of floats
+        self.weight, self.bias = torch.zeros(weight.shape[1], columns), torch.zeros(columns)
+        self.weight[:, : self.size] = weight.t()
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x `[T, K]`; `weight` is the one that this was made of. Returns float32."""
+        return float_linear(x.float(), self.weight, self.bias)[:, : self.size]
+
+
+class FixedHeads:
+    """See `mla.multiply_heads`."""
+
+    def __init__(self, weights: torch.Tensor):
+        self.heads = [FixedFloats(weight) for weight in weights]
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        parts = [head(part, weight) for head, part, weight in zip(self.heads, x.unbind(1), weights)]
+        return torch.stack(parts, 1).to(x.dtype)
+
+
 def fix_order(model: nn.Module) -> None:
     """Make the rows of each linear layer of `model` independent of each other. Weights must be loaded and packed."""
     for layer in model.modules():
-        if isinstance(layer, Linear) and not layer.method.fixed_order:
+        if isinstance(layer, RowProduct):
+            layer.multiply = FixedFloats(layer.weight)
+        elif isinstance(layer, MLAttention):
+            w_k, w_v = layer.attn.matrices(layer.kv_b_proj.weight)
+            layer.attn.to_latents, layer.attn.to_values = FixedHeads(w_k.transpose(1, 2)), FixedHeads(w_v)
+        elif isinstance(layer, Linear) and not layer.method.fixed_order:
             method = layer.method.method if isinstance(layer.method, Reordered) else layer.method
             assert isinstance(method, (PackedMethod, NativeQuantMethod)), "not packed for the native kernels"
             method.linear = FixedRows(method.linear)

@@ -189,6 +189,8 @@ class PlainLinear(LinearMethod):
 class MatrixLinear(PlainLinear):
     """A weight that stays a matrix, because others than the layer multiply by it."""
 
+    fixed_order = True  # no product of its own
+
     def finalize(self, layer: Linear) -> None:
         pass
 
@@ -274,6 +276,16 @@ class Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class RowProduct(nn.Module):
+    """Base of small products with a weight `[N, K]`, in the model's dtype or in `dtype`, that no format quantizes."""
+
+    def __init__(self, in_features: int, out_features: int, prefix: str, dtype: torch.dtype | None = None):
+        super().__init__()
+        parts = [Part(f"{prefix}.weight", (out_features, in_features))]
+        self.weight = empty_parameter(out_features, in_features, parts=parts, dtype=dtype)
+        self.multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear
 
 
 class ColumnParallelLinear(Linear):

@@ -17,7 +17,7 @@ in turns and, if one is too long, some of its heads at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -47,12 +47,23 @@ class _Part:
     blocks: torch.Tensor | None = None
 
 
+HeadProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def multiply_heads(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """x `[T, H, K]` times the matrix `[N, K]` of each head in `weights` `[H, N, K]`: `[T, H, N]`."""
+    return torch.bmm(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)
+
+
 class LatentAttention(Attention):
     """Causal attention of one layer over its latent cache. `v_cache` is a view of `k_cache`."""
 
     def __init__(self, num_heads: int, sizes: LatentSizes, layer_index: int, scale: float):
         super().__init__(num_heads, 1, sizes.width, layer_index, scale=scale, v_head_dim=sizes.rank)
         self.sizes = sizes
+        # W_k and W_v of absorbed tokens; with products of their own all tokens are absorbed
+        self.to_latents: HeadProduct = multiply_heads
+        self.to_values: HeadProduct = multiply_heads
 
     def cache_spec(self, itemsize: int, scale_bytes: int = 0) -> Latent:
         return Latent(self.sizes.width, self.sizes.rope_dim, itemsize, scale_bytes)
@@ -72,9 +83,7 @@ class LatentAttention(Attention):
         """Attend with q_nope `[T, H, N]` and q_pe `[T, H, P]` to latents that are already in the cache. kv_b `[H * N +
         H * V, R]` is W_k of all heads, then W_v. Returns `[T, H * V]`.
         """
-        num_keys = self.num_heads * self.sizes.nope_dim
-        w_k = kv_b[:num_keys].unflatten(0, (self.num_heads, self.sizes.nope_dim))
-        w_v = kv_b[num_keys:].unflatten(0, (self.num_heads, self.sizes.v_dim))
+        w_k, w_v = self.matrices(kv_b)
         out = q_nope.new_empty(len(q_nope), self.num_heads, self.sizes.v_dim)
         for part in self._parts(attn, q_nope.element_size()):
             q = q_nope[part.tokens], q_pe[part.tokens]
@@ -84,9 +93,15 @@ class LatentAttention(Attention):
                 out[part.tokens] = self._expanded(*q, w_k, w_v, part)
         return out.flatten(1)
 
+    def matrices(self, kv_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """W_k `[H, N, R]` and W_v `[H, V, R]` in kv_b."""
+        num_keys = self.num_heads * self.sizes.nope_dim
+        w_k = kv_b[:num_keys].unflatten(0, (self.num_heads, self.sizes.nope_dim))
+        return w_k, kv_b[num_keys:].unflatten(0, (self.num_heads, self.sizes.v_dim))
+
     def _parts(self, attn: AttentionMetadata, itemsize: int) -> list[_Part]:
         """The requests by the way they attend, for all layers. `itemsize` is that of the activations."""
-        if attn.max_query_len == 1:
+        if attn.max_query_len == 1 or self.to_latents is not multiply_heads:
             return [_Part(slice(None), attn)]
         if attn.latent_parts is None:
             attn.latent_parts = list(_split(attn, self.sizes, self.num_heads, self.k_cache.shape[1], itemsize))
@@ -95,9 +110,9 @@ class LatentAttention(Attention):
     def _absorbed(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_k: torch.Tensor, w_v: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
-        q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1), q_pe), -1)
+        q = torch.cat((self.to_latents(q_nope, w_k.transpose(1, 2)), q_pe), -1)
         attended = meta.backend.forward(q, self.k_cache, self.v_cache, meta, self.scale)
-        return torch.bmm(attended.transpose(0, 1), w_v.transpose(1, 2)).transpose(0, 1)
+        return self.to_values(attended, w_v)
 
     def _expanded(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_k: torch.Tensor, w_v: torch.Tensor, part: _Part

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quire.worker.layers.rowwise import sigmoid
+
 if TYPE_CHECKING:
     from quire.worker.transformer.moe_spec import RoutingSpec
 
@@ -26,7 +28,9 @@ def route(
 
 
 def _scores(spec: RoutingSpec, logits: torch.Tensor) -> torch.Tensor:
-    return {"softmax": lambda: logits.softmax(-1), "sigmoid": logits.sigmoid, "logits": lambda: logits}[spec.scores]()
+    if spec.scores == "sigmoid":
+        return sigmoid(logits)
+    return logits.softmax(-1) if spec.scores == "softmax" else logits
 
 
 def _in_best_groups(spec: RoutingSpec, choice: torch.Tensor) -> torch.Tensor:
@@ -40,4 +44,6 @@ def _in_best_groups(spec: RoutingSpec, choice: torch.Tensor) -> torch.Tensor:
 def _weights(spec: RoutingSpec, chosen: torch.Tensor) -> torch.Tensor:
     if spec.weights == "normalized":
         return chosen / (chosen.sum(-1, keepdim=True) + spec.epsilon)
-    return {"scores": lambda: chosen, "softmax": lambda: chosen.softmax(-1), "sigmoid": chosen.sigmoid}[spec.weights]()
+    if spec.weights == "sigmoid":
+        return sigmoid(chosen)
+    return chosen.softmax(-1) if spec.weights == "softmax" else chosen

@@ -357,7 +357,7 @@ def gate_projection(
 
 def gated(attended: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """attended `[T, heads * D]` times the sigmoid of logits `[T, heads]` or `[T, heads * D]`."""
-    gate = logits.float().sigmoid().to(attended.dtype)
+    gate = sigmoid(logits.float()).to(attended.dtype)
     if gate.shape == attended.shape:
         return attended * gate
     return (attended.unflatten(-1, (gate.shape[1], -1)) * gate[..., None]).flatten(1)

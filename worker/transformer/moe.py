@@ -6,7 +6,6 @@ import re
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from quire.worker.layers.activation import ACTIVATIONS
@@ -19,12 +18,14 @@ from quire.worker.layers.linear import (
     MergedColumnParallelLinear,
     Part,
     RowParallelLinear,
+    RowProduct,
     Shard,
     WeightFormat,
     empty_parameter,
 )
 from quire.worker.layers.moe import give_other_parts, make_experts
 from quire.worker.layers.routing import route
+from quire.worker.layers.rowwise import sigmoid
 from quire.worker.parallel import Exchange, tp
 from quire.worker.platforms.ops import Ops
 from quire.worker.transformer.config import ModelSpec
@@ -49,16 +50,24 @@ class RouterLinear(Linear):
         return (self.method.apply if self.method is PLAIN else self.method.apply_float32)(self, x)
 
 
-class WideRouterLinear(nn.Module):
+class WideRouterLinear(RowProduct):
     """`RouterLinear` in float32, whatever the model's dtype."""
 
     def __init__(self, hidden_size: int, num_experts: int, prefix: str):
-        super().__init__()
-        parts = [Part(f"{prefix}.weight", (num_experts, hidden_size))]
-        self.weight = empty_parameter(num_experts, hidden_size, parts=parts, dtype=torch.float32)
+        super().__init__(hidden_size, num_experts, prefix, torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.float(), self.weight)
+        return self.multiply(x.float(), self.weight)
+
+
+class SharedGate(RowProduct):
+    """The factor of a shared expert's output, `[T, H] -> [T, 1]`."""
+
+    def __init__(self, hidden_size: int, prefix: str):
+        super().__init__(hidden_size, 1, prefix)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sigmoid(self.multiply(x, self.weight).float()).to(x.dtype)
 
 
 class Router(nn.Module):
@@ -156,10 +165,7 @@ class MoE(nn.Module):
             make = SharedExpert if moe.gated else UngatedSharedExpert
             self.shared_expert = make(spec, moe, f"{prefix}.shared_expert", weights)
         if moe.shared_gate:
-            self.shared_expert_gate = nn.Module()
-            self.shared_expert_gate.weight = empty_parameter(
-                1, hidden, parts=[Part(f"{prefix}.shared_expert_gate.weight", (1, hidden))]
-            )
+            self.shared_expert_gate = SharedGate(hidden, f"{prefix}.shared_expert_gate")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = self.gate(x)
@@ -170,7 +176,7 @@ class MoE(nn.Module):
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_expert_gate is not None:
-                shared = shared * torch.sigmoid(F.linear(x, self.shared_expert_gate.weight))
+                shared = shared * self.shared_expert_gate(x)
             out = out + shared
         return self.group.all_reduce(out)
 
