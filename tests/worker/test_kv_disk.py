@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -88,10 +89,94 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     tier.stop()
 
 
+def held(tier: DiskTier, method: str) -> tuple[threading.Event, threading.Event]:
+    """Stop the writer before its next call of a method: (it is there, it may go on)."""
+    there, go, call = threading.Event(), threading.Event(), getattr(tier, method)
+
+    def wait(*args):
+        there.set()
+        assert go.wait(5.0)
+        return call(*args)
+
+    setattr(tier, method, wait)
+    return there, go
+
+
+def left(folder: Path) -> set[bytes]:
+    """The blocks that an engine that starts now finds."""
+    tier = DiskTier(folder, 1 << 20, ONE)
+    tier.stop()
+    return {f"a {i}".encode() for i in range(9) if tier.read(f"a {i}".encode()) is not None}
+
+
+@pytest.mark.parametrize("method", ["_shrink", "_remove", "_write"])
+def test_a_block_that_is_removed_while_the_writer_erases_another_is_erased(tmp_path, method):
+    tier = DiskTier(tmp_path, 1 << 20, ONE)
+    for i in range(3):
+        tier.offer(f"a {i}".encode(), bytes(100))
+    assert tier.flush(5.0)
+    there, go = held(tier, method)
+    tier.remove([b"a 0"])
+    assert there.wait(5.0)
+    tier.remove([b"a 1"])
+    assert b"a 1" not in tier and not tier.offer(b"a 1", bytes(100))
+    go.set()
+    assert tier.flush(5.0)
+    assert left(tmp_path) == {b"a 2"} and tier.read(b"a 2") == bytes(100)
+    assert tier.offer(b"a 1", bytes(100)) and tier.flush(5.0)  # computed and found again
+    assert left(tmp_path) == {b"a 1", b"a 2"}
+    tier.stop()
+
+
+def test_a_removed_block_is_erased_from_other_engines_files_and_before_the_end(tmp_path):
+    first, second = DiskTier(tmp_path, 1 << 20, ONE), DiskTier(tmp_path, 1 << 20, ONE)
+    fill(first, "a", 2)
+    fill(second, "a", 3)
+    first.remove([b"a 0"])
+    first.stop()
+    second.stop()
+    assert left(tmp_path) == {b"a 1", b"a 2"}
+
+
+def test_what_was_cleared_while_a_file_is_rewritten_stays_away(tmp_path):
+    tier = DiskTier(tmp_path, 1 << 20, ONE)
+    fill(tier, "a", 3)
+    there, go = held(tier, "_write")
+    tier.remove([b"a 1"])
+    assert there.wait(5.0)
+    tier.clear()
+    go.set()
+    assert tier.flush(5.0)
+    assert not left(tmp_path) and not sizes(tier.folder)
+    tier.stop()
+
+
+def test_an_erasure_that_fails_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("quire.worker.cache.tiers.disk.PAUSE", 0.1)
+    tier = DiskTier(tmp_path, 1 << 20, ONE)
+    fill(tier, "a", 2)
+    shrink, failed = tier._shrink, threading.Event()
+
+    def fail_once(name):
+        if not failed.is_set():
+            failed.set()
+            raise OSError(5, "Input/output error")
+        shrink(name)
+
+    tier._shrink = fail_once
+    tier.remove([b"a 0"])
+    assert failed.wait(5.0)
+    assert b"a 0" not in tier
+    while tier._doomed:
+        time.sleep(0.02)
+    assert left(tmp_path) == {b"a 1"}
+    tier.stop()
+
+
 def test_a_full_disk_pauses_writing(tmp_path, caplog, monkeypatch):
     tier = DiskTier(tmp_path, 1 << 20, ONE)
 
-    def full(batch):
+    def full(batch, num_cleared):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tier, "_write", full)

@@ -52,8 +52,8 @@ class DiskTier:
         self._queue: dict[bytes, bytes] = {}  # blocks that wait for the writer
         self._queued_bytes = self._writing = 0
         self._batch: set[bytes] = set()  # blocks of the file that is being written
-        self._doomed: set[bytes] = set()  # those of them that were removed meanwhile
-        self._shrinking: set[str] = set()  # files from which blocks were removed
+        self._doomed: set[bytes] = set()  # blocks that were removed and that a file may still have
+        self._num_cleared = 0  # times that all blocks were removed
         self._paused_until = self._refreshed = self._warned = 0.0
         self._stopped = False
         self._changed = threading.Condition()
@@ -91,7 +91,7 @@ class DiskTier:
 
     def touch(self, keys: list[bytes]) -> None:
         """Note a use of these blocks, which are in the order of a prefix: its beginning counts as used last."""
-        paths = dict.fromkeys(self._index[key].path for key in reversed(keys) if key in self._index)
+        paths = dict.fromkeys(place.path for key in reversed(keys) if (place := self._index.get(key)) is not None)
         for path in paths if self.writable else ():
             with contextlib.suppress(OSError):  # gone, or not ours to change: then its time stays
                 os.utime(path)
@@ -104,6 +104,8 @@ class DiskTier:
         """
         if key in self:
             return True
+        if key in self._doomed:  # until the writer removed it from its file
+            return False
         if not self.writable or time.monotonic() < self._paused_until or self._queued_bytes >= self.queue_bytes:
             return False
         content = content() if callable(content) else content
@@ -120,27 +122,26 @@ class DiskTier:
         return self.writable and time.monotonic() >= self._paused_until and self._queued_bytes < self.queue_bytes
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all offered blocks are written, at most `timeout` seconds."""
+        """Wait until all offered blocks are written and removed ones erased, at most `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: not self._queue and not self._writing and not self._shrinking, timeout
+                lambda: not self._queue and not self._writing and not self._must_erase(), timeout
             )
 
     def remove(self, keys: list[bytes]) -> None:
-        """Forget these blocks at once; the writer removes them from their files."""
+        """Forget these blocks at once; the writer erases them from all files, of other engines, too."""
         with self._changed:
+            self._doomed.update(keys)
             for key in keys:
-                if key in self._batch:
-                    self._doomed.add(key)
-                elif (content := self._queue.pop(key, None)) is not None:
+                if key not in self._batch and (content := self._queue.pop(key, None)) is not None:
                     self._queued_bytes -= len(content)
-                if (place := self._leave(key)) is not None and self.writable:
-                    self._shrinking.add(place.path.name)
+                self._leave(key)
             self._changed.notify_all()
 
     def clear(self) -> None:
         """Remove all blocks of this engine's model and format."""
         with self._changed:
+            self._num_cleared += 1
             self._queue.clear()
             self._queued_bytes = 0
             self._changed.notify_all()
@@ -150,10 +151,9 @@ class DiskTier:
                 self._remove(path)
         self._index.clear()
         self._known.clear()
-        self._queue.clear()
 
     def stop(self) -> None:
-        """End the writer after the file that it writes."""
+        """End the writer after the file that it writes, and after it erased what was removed."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -269,32 +269,34 @@ class DiskTier:
 
     def _add(self, name: str, places: dict[bytes, Place]) -> None:
         self._known[name] = list(places)
-        self._index.update(places)
+        found = {key: place for key, place in places.items() if key not in self._doomed}
+        self._index.update(found)
         if self.changes is not None:
-            self.changes.extend((key, True) for key in places)
+            self.changes.extend((key, True) for key in found)
 
     # ---- the writer's thread
 
     def _write_queued(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._shrinking or self._stopped)
-                if not self._shrinking and not self._stopped:  # blocks come in groups: fewer, larger files
+                # an erasure that failed is tried again after the pause
+                self._changed.wait_for(lambda: self._queue or self._must_erase() or self._stopped, PAUSE)
+                if not self._must_erase() and not self._stopped:  # blocks come in groups: fewer, larger files
                     self._changed.wait_for(lambda: self._stopped or self._queued_bytes >= self.segment_bytes, GATHER)
-                if self._stopped:
+                doomed = set(self._doomed) if self._must_erase() else set()
+                if self._stopped and not doomed:
                     return
-                shrinking, self._shrinking = self._shrinking, set()
-                batch = self._next_batch() if not shrinking else []
-                self._writing = len(batch) + len(shrinking)
+                batch, num_cleared = self._next_batch() if not doomed else [], self._num_cleared
+                self._writing = len(batch) + len(doomed)
                 self._batch = {key for key, _ in batch}
             start = time.monotonic()
             try:
-                for name in shrinking:
-                    self._shrink(name)
+                self._erase(doomed)
                 if batch:
-                    self._write(batch)
+                    self._write(batch, num_cleared)
                 self.seconds_writing += time.monotonic() - start
             except OSError as error:
+                doomed = set()
                 self._paused_until = time.monotonic() + PAUSE
                 self._drop_queue()
                 logger.warning(
@@ -304,24 +306,30 @@ class DiskTier:
                 for key, content in batch:
                     if self._queue.pop(key, None) is not None:
                         self._queued_bytes -= len(content)
-                for key in self._doomed:
-                    if (place := self._leave(key)) is not None:
-                        self._shrinking.add(place.path.name)
-                self._writing = 0
-                self._batch, self._doomed = set(), set()
+                self._doomed -= doomed
+                self._writing, self._batch = 0, set()
                 self._changed.notify_all()
 
+    def _must_erase(self) -> bool:
+        return bool(self._doomed) and self.writable and time.monotonic() >= self._paused_until
+
+    def _erase(self, keys: set[bytes]) -> None:
+        """Remove these blocks from all files."""
+        if keys:
+            self._refresh()
+            for name, known in list(self._known.items()):
+                if not keys.isdisjoint(known):
+                    self._shrink(name)
+
     def _shrink(self, name: str) -> None:
-        """Remove a file from which blocks were removed; the others' are written again."""
+        """Remove a file. Its blocks that were not removed, and that no other file has, are written to another one."""
+        num_cleared = self._num_cleared
         places = [(key, place) for key in self._known.get(name, ()) if (place := self._index.get(key)) is not None]
         contents = [(key, self.read(key)) for key, place in places if place.path.name == name]
         with self._locked():
             self._remove(self.folder / name)
-        with self._changed:
-            for key, content in contents:
-                if content is not None and key not in self._queue:
-                    self._queue[key] = content
-                    self._queued_bytes += len(content)
+        if rest := [(key, content) for key, content in contents if content is not None]:
+            self._write(rest, num_cleared)
 
     def _next_batch(self) -> list[tuple[bytes, bytes]]:
         """The blocks of the next file, which stay in the queue until it is written."""
@@ -338,7 +346,8 @@ class DiskTier:
             self._queue.clear()
             self._queued_bytes = 0
 
-    def _write(self, batch: list[tuple[bytes, bytes]]) -> None:
+    def _write(self, batch: list[tuple[bytes, bytes]], num_cleared: int) -> None:
+        """Write a file, unless all blocks were removed since they had been `num_cleared` times."""
         parts = encode(self.fingerprint, batch)
         size = -(-sum(map(len, parts)) // _PAGE) * _PAGE
         if size > self.limit:
@@ -349,9 +358,8 @@ class DiskTier:
                 self.folder.mkdir(mode=0o700, parents=True)
             if not self._make_room(size):
                 return
-            with self._changed:
-                if any(key not in self._queue for key, _ in batch):  # cleared meanwhile
-                    return
+            if self._num_cleared != num_cleared:
+                return
             path, final = self.folder / f"{name}.tmp", self.folder / f"{name}.kv"
             try:
                 with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
