@@ -417,6 +417,8 @@ def test_draft_models_that_cannot_draft_are_refused_at_start(checkpoint, tmp_pat
     assert "vocab_size is 640, but that of the model is" in refused(target, checkpoint("qwen3", vocab_size=640))
     assert "no recurrent states" in refused(checkpoint("qwen3", vocab_size=128), build_family("lfm2", tmp_path / "s"))
     assert "config.json" in refused(target, str(tmp_path))
+    with pytest.raises(ValueError, match="--speculative-config: no layer of the model attends to all tokens"):
+        drafting_engine(checkpoint("mistral"), target)
     other = tmp_path / "other"
     shutil.copytree(checkpoint("qwen3"), other)
     content = json.loads((other / "tokenizer.json").read_text())

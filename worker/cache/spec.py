@@ -219,7 +219,9 @@ def add_drafting(plan: CachePlan, specs: Sequence[CacheSpec | None]) -> CachePla
     for g, group in enumerate(plan.groups):
         if group.kind == "full" and not group.window:
             return replace(plan, drafting=tuple(specs), draft_group=g)
-    raise ValueError("no layer of the model attends to all tokens: a draft model's keys would have no blocks")
+    raise ValueError(
+        "--speculative-config: no layer of the model attends to all tokens: a draft model's keys would have no blocks"
+    )
 
 
 def _group_size(counts: list[int]) -> int:
