@@ -1,8 +1,8 @@
 """Measurements on a GPU, in parts that benchmarks/gpu.sh calls one after another; each adds its results to one JSON
 file.
 
-python benchmarks/gpu.py [--device cuda] [--results FILE] PART [MODEL]      parts: ceilings, steps, offline, http,
-files, products, note, table
+python benchmarks/gpu.py [--device cuda] [--results FILE] PART [MODEL]      parts: ceilings, steps, mixed, offline,
+http, files, products, attention, note, table
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
-from benchmarks import gpu_products, gpu_report
+from benchmarks import gpu_attention, gpu_products, gpu_report
 from benchmarks.gpu_models import MODELS, write_model
 from quire.configs.config import Config
 from quire.worker.models.registry import read_model_spec
 
 BATCHES, CONTEXT, PREFILLS = (1, 8, 64, 256), 1024, (1024, 8192, 32768)
+MIXED = (16, 128, 512, 1024)  # prompts of steps that are replayed in pieces
 # that of nano-vllm and mini-sglang: input and output lengths uniform, seed 0
 WORKLOAD = {"requests": 256, "lengths": (100, 1024)}
 PROFILED = (1, 64, 256)  # batches of which ten steps are profiled
@@ -92,7 +93,8 @@ def main() -> int:
         metavar="DIR",
         help="parent folder of the model folders",
     )
-    parser.add_argument("part", choices=("ceilings", "steps", "offline", "http", "files", "products", "note", "table"))
+    parts = ("ceilings", "steps", "mixed", "offline", "http", "files", "products", "attention", "note", "table")
+    parser.add_argument("part", choices=parts)
     parser.add_argument("rest", nargs="*", help="a model's name; for note: name, exit status and seconds of a part")
     arguments = parser.parse_args()
     signal.signal(
@@ -107,6 +109,8 @@ def main() -> int:
         print(gpu_report.table(json.loads(arguments.results.read_text(encoding="utf-8"))))
     elif arguments.part == "ceilings":
         gpu_report.update(arguments.results, device=ceilings(arguments.device))
+    elif arguments.part == "attention":
+        gpu_report.update(arguments.results, attention=gpu_attention.decoding(_seconds))
     elif arguments.part == "products":
         gpu_report.update(arguments.results, products=gpu_products.products(arguments.device, _seconds))
     else:
@@ -249,7 +253,8 @@ class Measurement:
             print(f"{self.name} is not measured: {error}")
             self.note(skipped=str(error))
             return
-        {"steps": self.steps, "offline": self.offline, "http": self.http, "files": self.files}[part]()
+        parts = {"steps": self.steps, "mixed": self.mixed, "offline": self.offline, "http": self.http}
+        (parts | {"files": self.files})[part]()
 
     def note(self, **found: Any) -> None:
         gpu_report.update(self.results, models={self.name: found})
@@ -317,6 +322,26 @@ class Measurement:
                     self.note(**found)
         if self.gpu:
             self.note(peak_memory=torch.cuda.max_memory_reserved())
+        engine.executor.shutdown()
+
+    def mixed(self) -> None:
+        """Steps of a prompt, alone: eager, then with what lies between the attentions recorded. Twice in turn."""
+        import torch
+
+        engine = Engine(Config.from_flat(model=str(self.folder), enable_prefix_caching=False, **self.settings()))
+        forward, found = engine.executor._worker.runner.forward, []
+        self.note(mixed=found)
+        recorded = getattr(forward, "mixed", None)
+        if recorded is None:
+            print(f"{self.name}: no step is recorded in pieces")
+            return
+        self.copy_rate, self.matmul_rate = self.rates()
+        with torch.inference_mode():
+            engine.work_idle()
+            for way, mixed in (("eager", None), ("pieces", recorded)) * 2:
+                forward.mixed = mixed
+                found += [{"way": way, **self.prefill(engine, length)} for length in MIXED]
+        self.note(mixed=found)
         engine.executor.shutdown()
 
     def ramp(self, engine: Engine) -> dict[str, Any]:

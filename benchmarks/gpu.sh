@@ -39,6 +39,8 @@ if [ "$set" = first ]; then  # in order of worth; the limits add up to less than
   [ -n "${SKIP_TESTS:-}" ] || part "tests that take all memory" 30 "$python" "${pytest[@]/%tests\/worker/tests/worker/test_gpu.py}" -k takes_all_memory
 else
   measure files "$largest" 90
+  part attention 45 "$python" benchmarks/gpu.py --device "$device" --results "$results" attention
+  for model in $models; do measure mixed "$model" 30; done
   for model in $others; do measure offline "$model" 60; measure http "$model" 80; done
 fi
 

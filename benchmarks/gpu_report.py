@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_attention
 from benchmarks.gpu_products import rows_of_table
 from quire.worker.models.registry import num_parameters
 from quire.worker.transformer.config import ModelSpec, kv_bytes_per_token
@@ -113,6 +114,8 @@ def table(report: dict[str, Any]) -> str:
         lines += ["", f"## {name}", *_model_lines(model)]
     if "products" in report:
         lines += ["", *rows_of_table(report["products"])]
+    if report.get("attention"):
+        lines += ["", *gpu_attention.rows_of_table(report["attention"])]
     lines += ["", "| part | seconds | ended |", "|---|---|---|"]
     lines += [
         f"| {name} | {part['seconds']} | {_ENDINGS.get(part['status'], 'with status ' + str(part['status']))} |"
@@ -156,6 +159,9 @@ def _model_lines(model: dict[str, Any]) -> list[str]:
             for row in model.get("sampled", [])
         ]
         lines.append("")
+    if model.get("mixed"):
+        runs = (f"{row['way']} {row['length']}: {row['ms']:.1f} ms" for row in model["mixed"])
+        lines.append(f"a prompt alone by its tokens: {', '.join(runs)}")
     if "ramp" in model:
         lines.append(
             f"requests arriving before anything is recorded: a step takes {model['ramp']['median_ms']:.1f} ms, "

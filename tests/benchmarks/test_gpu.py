@@ -197,7 +197,7 @@ def test_everything_runs_on_a_cpu(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert {name: part["status"] for name, part in report["parts"].items()} == dict.fromkeys(
-        ["ceilings", "steps tiny", "http tiny", "products", "offline tiny", "files tiny"], 0
+        ["ceilings", "steps tiny", "http tiny", "products", "offline tiny", "files tiny", "attention", "mixed tiny"], 0
     )
     tiny = report["models"]["tiny"]
     assert [row["batch"] for row in tiny["decode"]] == [1, 4] and all(

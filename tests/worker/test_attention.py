@@ -359,7 +359,7 @@ def test_flash_attention_3_calls_its_operators(library):
 
 def test_steps_of_one_token_per_request_are_left_to_triton(library, monkeypatch):
     called = []
-    monkeypatch.setattr(flash_attn, "triton_decodes", lambda device: True)
+    monkeypatch.setattr(flash_attn, "triton_decodes", lambda q, num_kv_heads: num_kv_heads == 2)
     monkeypatch.setattr(flash_attn.triton_paged, "attend", lambda call: called.append(call) or call.q)
     backend, q, cache = flash_attn.FlashAttention3(), torch.randn(2, 4, 16), torch.zeros(6, 16, 2, 16)
     for meta, by_triton in ((_meta([1, 1], [9, 5]), 1), (_meta([1, 3], [9, 5]), 0)):

@@ -17,7 +17,7 @@ import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionCall, AttentionMetadata, AttentionSpec, try_once
 from quire.worker.cache.scaled import FP8, ScaledCache, scale_of, to_8_bits
-from quire.worker.cuda import triton_paged
+from quire.worker.cuda import limits, triton_paged
 from quire.worker.cuda.install import triton_ops
 
 _TILE_Q, _TILE_K, _MAX_SPLITS = 128, 128, 128  # of FA3: rows and keys of a program, parts of the keys
@@ -97,9 +97,16 @@ class _FlashAttention(AttentionBackend):
         self._module: ModuleType = importlib.import_module(self.module_name)
 
 
-def triton_decodes(device: torch.device) -> bool:
-    """Whether Triton works there."""
-    return device.type == "cuda" and triton_ops(device) is not None
+def triton_decodes(q: torch.Tensor, num_kv_heads: int) -> bool:
+    """Whether the Triton kernel works and is faster for a step of one token per request, q `[T, num_heads, head_dim]`.
+
+    On an H200 (`benchmarks/gpu.py attention`) it is where its programs, one per request and KV head, fill the device
+    three times (1.1 x for requests of 1,100 tokens, 1.8 x for 128), and for heads of 64 (1.1 to 3 x). With fewer
+    programs, which split the keys, it takes up to 1.4 x of FlashAttention 3's time.
+    """
+    if q.device.type != "cuda" or triton_ops(q.device) is None:
+        return False
+    return q.shape[2] <= 64 or len(q) * num_kv_heads >= 3 * limits.of(q.device).processors
 
 
 def num_key_splits(group: int, num_kv_heads: int, max_seq_len: int, num_sms: int = 132) -> int:
@@ -132,8 +139,7 @@ class FlashAttention3(_FlashAttention):
     the first layer of a kind computes it for the others. A package that registers no such operators is called through
     its wrapper.
 
-    A step in which every request has one token is left to the Triton kernel, where it works: on an H200 it reads the
-    cache at 3.8 TB/s where FlashAttention 3 reads it at 3.0 to 3.3 (64 and 256 requests of 1,100 tokens).
+    Steps of many requests with one token each are left to the Triton kernel (`triton_decodes`).
 
     An FP8 cache with the scales of a checkpoint is multiplied as it is, by queries that are rounded to FP8 with one
     scale per KV head and step. Scales per token are left to the other backends.
@@ -168,12 +174,16 @@ class FlashAttention3(_FlashAttention):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
         if not isinstance(k_cache, ScaledCache):
-            if call.meta.max_query_len == 1 and triton_decodes(q.device):
+            if call.meta.max_query_len == 1 and triton_decodes(q, k_cache.shape[2]):
                 return triton_paged.attend(call)
-            return self._call(call, {})
+            return self.library(call)
         numbers, descales = in_fp8(q, k_cache, v_cache, len(call.meta.seq_lens))
         call = replace(call, q=numbers, k_cache=k_cache.values, v_cache=v_cache.values)
         return self._call(call, descales).to(q.dtype)
+
+    def library(self, call: AttentionCall) -> torch.Tensor:
+        """FlashAttention 3 itself, over a cache that is not in 8 bits."""
+        return self._call(call, {})
 
     def _call(self, call: AttentionCall, descales: dict[str, torch.Tensor]) -> torch.Tensor:
         meta = call.meta
