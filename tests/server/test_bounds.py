@@ -21,6 +21,9 @@ from tests.server.test_app import CHAT, is_error, occupy
 from tests.server.test_chat import HELLO
 
 LIMIT = 0.010  # seconds of CPU time of one piece of work on the loop; 5 ms on an idle machine
+ATTEMPTS = 5
+# Reading and writing it takes about LIMIT on an idle machine, and longer where others use the same cores and caches.
+REFERENCE = json.dumps({"messages": [{"role": "user", "content": f"word {i}"} for i in range(15_000)]})
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +32,18 @@ def bounded_server(model_folder):
         model_folder, max_model_len="2048", trust_request_chat_template=False, max_num_seqs=128
     ) as server:
         yield server.wait_ready()
+
+
+def limit_now() -> float:
+    """`LIMIT`, or CPU seconds of the reference's work if they are more: the better of two runs, as a garbage collection
+    may fall into one.
+    """
+    seconds = []
+    for _ in range(2):
+        started = time.thread_time()
+        json.dumps(json.loads(REFERENCE))
+        seconds.append(time.thread_time() - started)
+    return max(LIMIT, min(seconds))
 
 
 @pytest.fixture
@@ -54,13 +69,13 @@ def test_no_body_holds_up_the_loop(bounded_server, pieces, row: Row):
     """Every row of the audits' tables, and every parameter at its bound."""
     body = row.make()
     bounded_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1})
-    for _ in range(3):  # a full garbage collection, slow because of the tests' own objects, may run during a callback
+    for _ in range(ATTEMPTS):  # a garbage collection, slow because of the tests' own objects, may fall into a callback
         pieces.clear()
         status = post(bounded_server.url + row.path, body)
         assert status in (0, 200, 400, 413, 503)
         poll(lambda: bounded_server.state.num_in_flight == 0)
         longest = max(pieces)
-        if longest[0] < LIMIT:
+        if longest[0] < limit_now():
             return
     pytest.fail(f"the loop was held for {1000 * longest[0]:.1f} ms of CPU time by {longest[1][:500]}")
 
