@@ -319,6 +319,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_GLM_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "image_size": 28}
+_GLM_VISION |= {"patch_size": 14, "out_hidden_size": 32}
 # the same, of language models that transformers has only beside an encoder
 SEEING: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v": (
@@ -326,8 +328,7 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": _B
             | {"model_type": "glm4v_text", "rope_parameters": {"rope_theta": 1e4, "mrope_section": [1, 2, 1]}},
-            "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "image_size": 28}
-            | {"patch_size": 14, "out_hidden_size": 32},
+            "vision_config": _GLM_VISION,
         },
     ),
     "glm4v_moe": (
@@ -337,8 +338,7 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
             | _EXPERTS
             | {"model_type": "glm4v_moe_text", "n_routed_experts": 4, "num_hidden_layers": 2}
             | {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}},
-            "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "image_size": 28}
-            | {"patch_size": 14, "out_hidden_size": 32},
+            "vision_config": _GLM_VISION,
         },
     ),
     "glm5_next": (

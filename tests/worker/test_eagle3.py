@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from quire.worker.messages import SamplingParams
 from quire.worker.sampling.speculation.draft_spec import captured_layers
+from tests.worker.draft_twins import check_drafts
 from tests.worker.test_speculation import check_equal, engine_of
 
 SIZE, WIDE, HEADS, KV_HEADS, DIM, VOCAB, DRAFT_VOCAB, THETA = 64, 96, 4, 2, 16, 512, 300, 10000.0
@@ -120,26 +120,7 @@ def test_drafts_are_those_of_the_twin_and_change_no_token(checkpoint, tmp_path, 
     tensors = eagle_checkpoint(tmp_path / "head", layer, embedding, **changes)
     twin = Twin(checkpoint("qwen3"), tensors, bool(changes))
     engine = eagle_engine(checkpoint("qwen3"), tmp_path / "head", max_num_batched_tokens=24, dtype="float32")
-    drafter, seen = engine.executor._worker.runner.speculator.model, []
-    make = drafter.draft
-
-    def record(step, counts):
-        drafts = make(step, counts)
-        for i, draft in drafts.items():
-            known = step.num_computed[i] + 1
-            seen.append((drafter.table.token_table[step.rows[i], :known].tolist(), draft))
-        return drafts
-
-    drafter.draft = record
-    prompts = [[3, 9, 7, 4] * 9, [(7 * i) % 480 + 4 for i in range(23)], [5, 6], [3, 9, 7, 4] * 8]
-    greedy, random = (SamplingParams(temperature=t, seed=4, max_tokens=12, ignore_eos=True) for t in (0.0, 0.7))
-    plain = [engine.generate(prompts, msgspec.structs.replace(one, speculation=False)) for one in (greedy, random)]
-    engine.scheduler.contents.reset_prefix_cache()
-    assert [one.token_ids for one in engine.generate(prompts, greedy)] == [one.token_ids for one in plain[0]]
-    assert len(seen) > 20
-    for tokens, draft in seen[::4]:
-        assert draft == twin.drafts(tokens, len(draft))
-    assert [one.token_ids for one in engine.generate(prompts, random)] == [one.token_ids for one in plain[1]]
+    check_drafts(engine, twin, VOCAB)
 
 
 def test_bits_are_those_without(checkpoint, tmp_path, native_kernels):

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from quire.worker.messages import SamplingParams
 from tests.checkpoints import build_checkpoint
 from tests.engine.test_parallel import ParallelEngine
-from tests.families import FAMILIES, build_family, redraw
+from tests.families import FAMILIES, VOCAB, build_family, redraw
+from tests.worker.draft_twins import check_drafts
 from tests.worker.test_speculation import engine_of
 
 _LAYERS = {"layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2}
@@ -89,26 +90,7 @@ def test_drafts_are_those_of_the_twin_and_change_no_token(name, tmp_path):
     folder = Path(build(name, tmp_path, num_hidden_layers=5, **HEADS[name][0]))
     twin = Twin(folder, name)
     engine = engine_of(str(folder), speculative_config=K, max_num_seqs=4, max_num_batched_tokens=24)
-    drafter, seen = engine.executor._worker.runner.speculator.model, []
-    make = drafter.draft
-
-    def record(step, counts):
-        drafts = make(step, counts)
-        for i, draft in drafts.items():
-            known = step.num_computed[i] + 1
-            seen.append((drafter.table.token_table[step.rows[i], :known].tolist(), draft))
-        return drafts
-
-    drafter.draft = record
-    prompts = [[3, 9, 7, 4] * 9, [(7 * i) % 120 + 4 for i in range(23)], [5, 6], [3, 9, 7, 4] * 8]
-    greedy, random = (SamplingParams(temperature=t, seed=4, max_tokens=12, ignore_eos=True) for t in (0.0, 0.7))
-    plain = [engine.generate(prompts, msgspec.structs.replace(one, speculation=False)) for one in (greedy, random)]
-    engine.scheduler.contents.reset_prefix_cache()
-    assert [one.token_ids for one in engine.generate(prompts, greedy)] == [one.token_ids for one in plain[0]]
-    assert len(seen) > 20
-    for tokens, draft in seen[::4]:
-        assert draft == twin.drafts(tokens, len(draft))
-    assert [one.token_ids for one in engine.generate(prompts, random)] == [one.token_ids for one in plain[1]]
+    check_drafts(engine, twin, VOCAB)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 from quire.worker.models.bailing_hybrid import BailingHybrid
 from quire.worker.models.deepseek import DeepseekV3
 from quire.worker.transformer.config import LayerSpec
-from quire.worker.transformer.moe_reader import MoEFamily, routing
+from quire.worker.transformer.moe_reader import MoEFamily, grouped_routing
 from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
 from quire.worker.transformer.reader import STATE
 from quire.worker.transformer.rope import RopeSpec, read_rope
@@ -77,18 +77,8 @@ class BailingLinear(DeepseekV3):
 
     @classmethod
     def routing(cls, values: dict[str, Any]) -> RoutingSpec:
-        return routing(
-            values,
-            scores=values["score_function"],
-            weights="normalized" if values["norm_topk_prob"] else "scores",
-            scale=values["routed_scaling_factor"],
-            epsilon=1e-20,
-            num_groups=values["n_group"],
-            top_groups=values["topk_group"],
-            group_best=2,
-            correction=bool(values["moe_router_enable_expert_bias"]),
-            float32=True,
-        )
+        correction = bool(values["moe_router_enable_expert_bias"])
+        return grouped_routing(values, scores=values["score_function"], correction=correction, float32=True)
 
     @classmethod
     def moe(cls, values: dict[str, Any]) -> MoESpec:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.worker.models.deepseek import DeepseekV3
-from quire.worker.transformer.moe_reader import routing
+from quire.worker.transformer.moe_reader import grouped_routing
 from quire.worker.transformer.moe_spec import RoutingSpec
 from quire.worker.transformer.rope import RopeSpec, read_ropes
 
@@ -52,12 +52,4 @@ class Mistral4(DeepseekV3):
 
     @classmethod
     def routing(cls, values: dict[str, Any]) -> RoutingSpec:
-        return routing(
-            values,
-            weights="normalized" if values["norm_topk_prob"] else "scores",
-            scale=values["routed_scaling_factor"],
-            epsilon=1e-20,
-            num_groups=values["n_group"],
-            top_groups=values["topk_group"],
-            group_best=2,
-        )
+        return grouped_routing(values)

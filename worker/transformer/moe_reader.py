@@ -72,22 +72,25 @@ def routing(values: dict[str, Any], **formula: Any) -> RoutingSpec:
     return RoutingSpec(num, top_k, **formula | {"num_groups": groups, "top_groups": top_groups})
 
 
-def sigmoid_routing(values: dict[str, Any]) -> RoutingSpec:
-    """The routing of DeepSeek V3 (https://arxiv.org/abs/2412.19437), which Kimi K2 and GLM-4.5 share: sigmoid scores,
-    correction biases, and groups whose score is the sum of their two best.
-    """
+def grouped_routing(values: dict[str, Any], **formula: Any) -> RoutingSpec:
+    """`routing` of experts in groups, whose score is the sum of their two best, with scaled weights."""
     return routing(
         values,
-        scores="sigmoid",
         weights="normalized" if values["norm_topk_prob"] else "scores",
         scale=values["routed_scaling_factor"],
         epsilon=1e-20,
         num_groups=values["n_group"],
         top_groups=values["topk_group"],
         group_best=2,
-        correction=True,
-        float32=True,
+        **formula,
     )
+
+
+def sigmoid_routing(values: dict[str, Any]) -> RoutingSpec:
+    """The routing of DeepSeek V3 (https://arxiv.org/abs/2412.19437), which Kimi K2 and GLM-4.5 share: groups, sigmoid
+    scores and correction biases.
+    """
+    return grouped_routing(values, scores="sigmoid", correction=True, float32=True)
 
 
 def softmax_routing(values: dict[str, Any]) -> RoutingSpec:
