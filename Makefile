@@ -28,12 +28,14 @@ $(DEV_STAMP): $(SERVE_STAMP)
 serve: $(SERVE_STAMP)
 	$(VENV)/bin/quire serve $(MODEL) $(ARGS)
 
-# a file at a time in each of $(JOBS) processes
+# a file at a time in each of $(JOBS) processes; after one that died, pytest-xdist waits for ever for the rest of its file
+PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
+
 test: $(DEV_STAMP)
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
 
 quick: $(DEV_STAMP)
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(VENV)/bin/ruff check .
