@@ -24,6 +24,8 @@ from quire.engine.messages import AddRequest, Choice, LoraUse, MediaItem, Sampli
 from quire.engine.scheduler import Scheduler
 from quire.worker.messages import WorkerReady
 
+FORCED_DRAFTS = os.environ.get("FORCED_DRAFTS")
+
 
 @dataclass
 class Result:
@@ -41,11 +43,10 @@ class Result:
 
 def forced_drafts(folder: str) -> dict[str, str]:
     """The setting of all engines that have none of their own."""
-    method = os.environ.get("FORCED_DRAFTS")
-    if not method:
+    if not FORCED_DRAFTS:
         return {}
-    drafter = {"model": folder} if method == "draft_model" else {}
-    return {"speculative_config": json.dumps({"method": method, "num_speculative_tokens": 4, **drafter})}
+    drafter = {"model": folder} if FORCED_DRAFTS == "draft_model" else {}
+    return {"speculative_config": json.dumps({"method": FORCED_DRAFTS, "num_speculative_tokens": 4, **drafter})}
 
 
 class InProcessEngine:
