@@ -13,6 +13,7 @@ if has_gpu():  # what it imports selects the interpreter for all tests of this p
 from benchmarks import step_model
 from quire.worker.cuda import triton_ops
 from quire.worker.messages import SamplingParams
+from tests.checkpoints import config_of
 from tests.worker.launches import Launches, count, per_layer
 
 MIXED = SamplingParams(temperature=0.7, top_p=0.9, seed=1)
@@ -41,6 +42,25 @@ def test_a_decode_step_takes_few_launches(name, batch, sampling, layer):
     assert of_layer.total() == predicted and step.outside.total() <= step_model.OUTSIDE
     # what is not in layers: the embedding, and the last norm
     assert step.inside.total() - 3 * of_layer.total() <= 3, step.inside
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("on_tensor_cores", [False, True])
+def test_blocks_of_fp8_take_as_many_as_plain_weights(batch, on_tensor_cores, monkeypatch):
+    """What feeds a product rounds for it, but for attention."""
+    from quire.worker.cuda import install
+
+    kernels = install.TritonOps()
+    kernels._multiplies_floats8 = on_tensor_cores
+    monkeypatch.setattr("tests.worker.launches.TritonOps", lambda: kernels)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "quantization_config": FP8}
+    monkeypatch.setattr("tests.worker.launches.config_of", lambda name, **more: config_of(name, **sizes, **more))
+    step, of_layer = per_layer("llama3", batch, MIXED)
+    assert step.outside.total() <= OUTSIDE, step.outside
+    assert of_layer.total() <= step_model.DENSE_LAYER + (on_tensor_cores and batch > 1), of_layer
 
 
 def test_logits_are_float32_where_something_computes_with_them():
