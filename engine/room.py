@@ -1,9 +1,9 @@
-"""Whether a request fits: rows, adapters, and blocks of the KV cache."""
+"""Whether a request fits, by rows, adapters, and blocks of the KV cache; and which others it may preempt."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from quire.engine.kv.manager import KVCacheManager, Match
 from quire.engine.request import Request, RequestQueue
@@ -37,7 +37,16 @@ class Room:
         obtainable = sum(self.kv.num_held(other) + self.kv.num_expected(other) for other in without)
         return self.kv.num_missing(request, Match()) + self.reserve() <= self.kv.pool.num_free + obtainable
 
-    def crowding(self, request: Request) -> list[Request]:
+    def victims(self, request: Request, num_tenants: int) -> list[Request]:
+        """The running requests that a waiting one may preempt, the last one first: those of higher rank, or else of a
+        tenant that has more than its part of the engine. Empty if even all of them would not free enough.
+        """
+        found = [other for other in self.running if other.rank > request.rank]
+        if not found and num_tenants > 1:
+            found = self._crowding(request)
+        return found if found and self.could_admit(request, found) else []
+
+    def _crowding(self, request: Request) -> list[Request]:
         """If none of a waiting request's tenant runs: the running ones, but one, of the tenant with most of them."""
         counts = Counter(other.tenant for other in self.running)
         if request.background or counts[request.tenant] or not counts:
@@ -50,6 +59,13 @@ class Room:
         if self._has_slots(first := waiting.first):
             return first
         return next((request for request in waiting if not request.adapters), None)
+
+    def next_admitted(self, waiting: FairQueue, prefills: Sequence[Request]) -> Request | None:
+        """The first waiting request, if it is of a tenant without `prefills` and can be admitted now."""
+        first = waiting.first if waiting else None
+        if first is None or first.background or any(request.tenant == first.tenant for request in prefills):
+            return None
+        return first if self.can_admit(first) else None
 
     def _has_slots(self, request: Request, without: Collection[Request] = ()) -> bool:
         """Whether a step may use the adapters of a request in addition to those of the running ones."""

@@ -26,8 +26,8 @@ from typing import Any
 
 from quire.configs.config import SchedulerConfig
 from quire.configs.speculation import MAX_DRAFT
-from quire.engine.background import Background
-from quire.engine.chunks import Chunks, Pace
+from quire.engine.budget import StepBudget
+from quire.engine.chunks import Chunks
 from quire.engine.dependents import dependents
 from quire.engine.encoder_cache import EncoderCache
 from quire.engine.kv.contents import Contents
@@ -36,7 +36,7 @@ from quire.engine.kv.tiers import Tiers
 from quire.engine.messages import AddRequest, EngineOutput, EngineStats
 from quire.engine.request import Request, RequestQueue, Status
 from quire.engine.room import Room
-from quire.engine.shares import LEAD, FairQueue, Shares, parts_of_prompts
+from quire.engine.shares import FairQueue, Shares
 from quire.engine.stats import Counts, with_adapters
 from quire.engine.step import Step
 from quire.engine.validation import check_media, check_request
@@ -51,6 +51,8 @@ from quire.worker.messages import (
 )
 
 Outputs = dict[bytes, list[EngineOutput]]  # by client
+
+
 class Scheduler:
     """Owns all requests; no other class changes them. `schedule` and `update` are called in turn, with up to `depth`
     steps scheduled before the first is updated.
@@ -72,8 +74,7 @@ class Scheduler:
         self.tiers = tiers  # below the pool; None: there are none
         self._unasked: list[Request] = []  # waiting requests whose prefixes were not looked up there
         self.by_priority = config.scheduling_policy == "priority"
-        self.background = Background()
-        self.whole_prompts = ready.pooling is not None and ready.pooling.whole_prompts
+        whole_prompts = ready.pooling is not None and ready.pooling.whole_prompts
         self.token_budget = ready.max_num_batched_tokens
         # every running request gets at least one token per step
         self.max_running = min(ready.max_num_seqs, ready.max_num_batched_tokens)
@@ -89,12 +90,10 @@ class Scheduler:
         self.pooling, self.max_loras, self.media = ready.pooling, ready.max_loras, ready.media
         media = ready.media
         self.images = EncoderCache(media.cache_size, media.encoder_budget) if media else EncoderCache()
-        threshold = 0 if self.whole_prompts else config.long_prefill_token_threshold
+        threshold = 0 if whole_prompts else config.long_prefill_token_threshold
         self.chunks = Chunks(kv, self.images, threshold, media is not None and media.whole)
-        self.pace = Pace()
-        self._step_budget = self.token_budget  # tokens of the step being scheduled
-        self._parts: dict[str, int] = {}  # of a short step, for prompts of each tenant
         self.shares = Shares()
+        self.budget = StepBudget(self.token_budget, whole_prompts, self.shares)
         self.waiting = FairQueue(self.shares)
         self.running = RequestQueue()
         self.room = Room(kv, self.running, self.max_running, ready.max_loras)
@@ -116,7 +115,7 @@ class Scheduler:
         """
         choices = message.choices
         if not message.background:
-            self.background.note_other()
+            self.budget.background.note_other()
         for choice in choices:
             if (client, choice.request_id) in self.requests:
                 raise ValueError(f"request_id {choice.request_id!r} is already in use")
@@ -139,7 +138,7 @@ class Scheduler:
                 self.requests[client, request.request_id] = request
                 self.shares.enter(request)
                 if not request.background:
-                    self.pace.note_request(request.tenant)
+                    self.budget.pace.note_request(request.tenant)
                 self._wait(request)
         return complete
 
@@ -202,7 +201,7 @@ class Scheduler:
         background requests after the step in flight.
         """
         only_background = all(queue.first.background for queue in (self.running, self.waiting) if queue)
-        if self._in_flight and only_background and self.background.expects_others:
+        if self._in_flight and only_background and self.budget.background.expects_others:
             return None
         step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], [], [], [], {}), [])
         self.kv.start_step()
@@ -210,8 +209,7 @@ class Scheduler:
             self._fetch()
         self.images.start_step()
         self.chunks.start_step()
-        self._parts, limit = {}, self.token_budget if self.whole_prompts else self.pace.limit(self.token_budget)
-        self._step_budget = min(limit + len(self.running), self.token_budget)
+        self.budget.start_step(len(self.running))
         if self.waiting and self.running:
             self._preempt_for_waiting()
         for _ in range(self.num_groups):  # stop at the first group that has work
@@ -239,17 +237,18 @@ class Scheduler:
     def _schedule_running(self, step: Step) -> None:
         """Schedule the running requests, background ones last and with a budget of their own."""
         batch: dict[Request, int] = {}  # number of tokens per request, in batch order
+        of_background = self.budget.background
         new_blocks: dict[Request, list[list[int]]] = {}  # new block ids per request and group
         others = [request for request in self.running if not request.background]
-        self._schedule_some(others, self._step_budget, self.token_budget, batch, new_blocks)
+        self._schedule_some(others, self.budget.tokens, self.token_budget, batch, new_blocks)
         num_tokens = sum(batch.values())
         are_others = bool(others) or (bool(self.waiting) and not self.waiting.first.background)
-        self.background.start_step(are_others, num_tokens, self.token_budget)
+        of_background.start_step(are_others, num_tokens, self.token_budget)
         if len(others) < len(self.running):
             background = [request for request in self.running if request.background]
             room = self.token_budget - num_tokens
-            self._schedule_some(background, self.background.budget, room, batch, new_blocks)
-            self.background.budget -= sum(batch.values()) - num_tokens
+            self._schedule_some(background, of_background.budget, room, batch, new_blocks)
+            of_background.budget -= sum(batch.values()) - num_tokens
         decodes = list(takewhile(lambda request: batch[request] == 1 and request.is_decoding, batch))
         self._add_decodes(step, decodes, new_blocks)
         for request, num_new in islice(batch.items(), len(decodes), None):
@@ -288,10 +287,9 @@ class Scheduler:
                     budget -= 1 + num_draft
                     room -= 1 + num_draft
                     room_for_drafts -= num_draft
-        parts, is_short, lead = {}, self._step_budget < self.token_budget, LEAD * self.token_budget
-        if prefills:
-            parts = parts_of_prompts(prefills, self._next_admitted(prefills), budget, lead, self.shares, is_short)
-        self._parts = self._parts or (parts if is_short else {})
+        if not prefills:
+            return
+        parts = self.budget.divide(prefills, self.room.next_admitted(self.waiting, prefills), budget)
         for request in prefills:
             part = min(budget, parts.get(request.tenant, budget))
             if request.status is Status.RUNNING and part > 0:
@@ -303,13 +301,6 @@ class Scheduler:
                     room -= num_new
                     if request.tenant in parts:
                         parts[request.tenant] -= num_new
-
-    def _next_admitted(self, prefills: list[Request]) -> Request | None:
-        """The first waiting request, if it is of a tenant without `prefills` and can be admitted now."""
-        first = self.waiting.first if self.waiting else None
-        if first is None or first.background or any(request.tenant == first.tenant for request in prefills):
-            return None
-        return first if self.room.can_admit(first) else None
 
     def _allocate(
         self, request: Request, num_tokens: int, batch: dict[Request, int], new_blocks: dict[Request, list[list[int]]]
@@ -341,22 +332,13 @@ class Scheduler:
         if not self.waiting:
             return
         reserve = self.room.reserve()
-        while self.waiting and step.num_tokens < self._step_budget and len(self.running) < self.max_running:
+        while self.waiting and step.num_tokens < self.budget.tokens and len(self.running) < self.max_running:
             request = self.room.next_waiting(self.waiting)
             if request is None:
                 return
-            budget = self._step_budget - step.num_tokens
-            budget = min(budget, self._parts.get(request.tenant, budget))
-            if budget <= 0:
+            budget = self.budget.of_waiting(request, step.num_tokens)
+            if not budget:
                 return
-            if request.background:
-                budget = min(budget, self.background.budget)
-                if budget <= 0:
-                    return
-            if self.whole_prompts:  # of a background request, too, which would starve otherwise
-                budget = self.token_budget - step.num_tokens
-                if request.num_tokens > budget:
-                    return
             # rule (c); every request needs at least one block
             if request.num_in_flight or reserve >= self.kv.pool.num_free:
                 return
@@ -375,10 +357,7 @@ class Scheduler:
             if not num_new:  # its first image must wait
                 return
             self._admit(step, request, matched, num_new, plan)
-            if request.background:
-                self.background.budget -= step.num_tokens - num_tokens
-            if request.tenant in self._parts:
-                self._parts[request.tenant] -= step.num_tokens - num_tokens
+            self.budget.charge(request, step.num_tokens - num_tokens)
             reserve += self.kv.num_expected(request)
 
     def _admit(self, step: Step, request: Request, matched: Match, num_new: int, plan: Plan | None) -> None:
@@ -430,15 +409,9 @@ class Scheduler:
     # ---- memory pressure
 
     def _preempt_for_waiting(self) -> None:
-        """Preempt running requests of higher rank, or else of a tenant that has more than its part of the engine, last
-        ones first, until the first waiting request fits. Preempt none if even all of them would not free enough.
-        """
+        """Preempt running requests until the first waiting one fits, if it may take their place."""
         request = self.waiting.first
-        victims = [other for other in self.running if other.rank > request.rank]
-        if not victims and self.shares.num_tenants > 1:
-            victims = self.room.crowding(request)
-        if not victims or not self.room.could_admit(request, victims):
-            return
+        victims = self.room.victims(request, self.shares.num_tenants)
         while victims and not self.room.can_admit(request):
             self._preempt(victims.pop())
 
@@ -487,7 +460,7 @@ class Scheduler:
         self._in_flight.popleft()
         if self.tiers is not None:
             self.tiers.note_step(step.num_tokens, time.monotonic() - step.scheduled)
-        self.pace.note_end(step)
+        self.budget.pace.note_end(step)
         prompt_logprobs = step.new_prompt_logprobs(output)
         drafted, drafts, predicted = step.input.num_draft, output.num_draft or {}, output.predicted or ()
         for i, request, token_ids, logprobs in step.sampled(output):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fairness import until_first_token
-from quire.engine.chunks import Pace
+from quire.engine.budget import Pace
 from quire.engine.shares import fair_parts
 from tests.engine.harness import CLIENT, Engine, fake_config
 
