@@ -321,7 +321,8 @@ class KVCacheManager:
         """Give the matched blocks to a request that holds no blocks."""
         assert not any(request.block_ids)
         self.pool.share(match.held)
-        self.pool.note_hits(match.held, request.group)
+        for ids in match.block_ids:
+            self.pool.note_hits([block_id for block_id in ids if block_id != NULL_BLOCK], request.group)
         request.block_ids = [list(ids) for ids in match.block_ids] or [[] for _ in self.groups]
         request.num_given_back = [
             ids.count(NULL_BLOCK) if group.releases else 0 for group, ids in zip(self.groups, request.block_ids)

@@ -15,6 +15,7 @@ the time of the last use.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -40,7 +41,8 @@ class BlockPool:
         self._publishers: dict[int, int] = {}  # the group of choices that published a block
         # published blocks that another request than their own found, in the order of their first hit
         self.hot: OrderedDict[int, None] = OrderedDict()
-        self.unsaved: OrderedDict[int, None] = OrderedDict()  # those of which no lower tier was given a copy
+        # those of which no lower tier was given a copy; their time of use in ns, for the end of a prefix an earlier one
+        self.unsaved: OrderedDict[int, int] = OrderedDict()
         # hot blocks that were taken for others since a caller looked, and their hashes; None: no caller looks
         self.evicted: list[tuple[int, bytes]] | None = None
         self.events: KVEventLog | None = None  # told which published blocks leave
@@ -133,11 +135,15 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def note_hits(self, block_ids: list[int], group: int) -> None:
-        """A request of this group of choices found these blocks. They are hot if another one published them."""
+        """A request of this group of choices found these blocks, which are in the order of a prefix. They are hot if
+        another one published them.
+        """
         self._sparse.difference_update(block_ids)
-        for block_id in block_ids:
+        now = time.time_ns()
+        for i, block_id in enumerate(block_ids):
             if block_id not in self.hot and self._publishers.get(block_id) != group:
-                self.hot[block_id] = self.unsaved[block_id] = None
+                self.hot[block_id] = None
+                self.unsaved[block_id] = now - i * 1000
 
     def hash_of(self, block_id: int) -> bytes | None:
         """The hash under which a block is published."""

@@ -249,13 +249,13 @@ class Tiers:
         if not self.has_disk or not pool.unsaved:
             return 0
         chosen = []
-        for block_id in pool.unsaved:
+        for block_id, used in pool.unsaved.items():
             if block_id not in unsettled and not (only_free and pool.is_held(block_id)):
-                chosen.append((block_id, pool.hash_of(block_id)))
+                chosen.append((block_id, pool.hash_of(block_id), used))
                 if len(chosen) >= most:
                     break
         done = self.call("save", chosen) if chosen else 0
-        for block_id, _ in chosen[:done]:
+        for block_id, *_ in chosen[:done]:
             del pool.unsaved[block_id]
         return done
 

@@ -70,6 +70,22 @@ def test_a_block_seen_once_goes_nowhere_and_a_hot_one_survives_a_restart(tmp_pat
     again.assert_at_rest()
 
 
+@pytest.mark.parametrize("lowered", [True, False])
+def test_the_end_of_a_prefix_leaves_the_disk_before_its_beginning(tmp_path, monkeypatch, lowered):
+    """Half of a conversation fits into the limit, from the start or when it is lowered."""
+    monkeypatch.setattr("quire.worker.cache.tiers.disk.SEGMENT_BYTES", 1)
+    folder, prompt = tmp_path / "kv", list(range(1, 130))
+    engine = engine_of(folder, limit=1 << 20 if lowered else 16 * 4096)
+    ask(engine, "a", prompt)
+    ask(engine, "b", prompt)
+    engine.core.save_hot()
+    assert len(files_of(folder)) == (32 if lowered else 16)
+    engine.core.executor.shutdown()
+    half = engine_of(folder, limit=16 * 4096)
+    assert len(files_of(folder)) == 16
+    assert ask(half, "c", prompt) == 64
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_choices_of_one_request_are_no_hits_of_each_other(tmp_path, n):
     from quire.engine.messages import Choice

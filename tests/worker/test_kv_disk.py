@@ -176,7 +176,7 @@ def test_an_erasure_that_fails_is_tried_again(tmp_path, monkeypatch):
 def test_a_full_disk_pauses_writing(tmp_path, caplog, monkeypatch):
     tier = DiskTier(tmp_path, 1 << 20, ONE)
 
-    def full(batch, num_cleared):
+    def full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tier, "_write", full)

@@ -49,7 +49,7 @@ class DiskTier:
         self.changes: deque[tuple[bytes, bool]] | None = None  # (block, whether it is here now); None: nobody asks
         self._index: dict[bytes, Place] = {}
         self._known: dict[str, list[bytes]] = {}  # keys by file name, also of files that are not ours
-        self._queue: dict[bytes, bytes] = {}  # blocks that wait for the writer
+        self._queue: dict[bytes, tuple[bytes, int]] = {}  # blocks that wait for the writer, their time of use in ns
         self._queued_bytes = self._writing = 0
         self._batch: set[bytes] = set()  # blocks of the file that is being written
         self._doomed: set[bytes] = set()  # blocks that were removed and that a file may still have
@@ -79,8 +79,8 @@ class DiskTier:
         """The content of a block, or None."""
         if key in self._doomed:
             return None
-        if (content := self._queue.get(key)) is not None:
-            return content
+        if (queued := self._queue.get(key)) is not None:
+            return queued[0]
         if (place := self._index.get(key)) is None:
             return None
         try:
@@ -98,9 +98,9 @@ class DiskTier:
 
     # ---- writes
 
-    def offer(self, key: bytes, content: bytes | Callable[[], bytes]) -> bool:
-        """Queue a block for the writer. Returns False if it cannot take it now. A function is called for the content if
-        the block is wanted.
+    def offer(self, key: bytes, content: bytes | Callable[[], bytes], used: int = 0) -> bool:
+        """Queue a block for the writer, which was last used at `used` ns, 0: now. Returns False if it cannot take it
+        now. A function is called for the content if the block is wanted.
         """
         if key in self:
             return True
@@ -111,7 +111,7 @@ class DiskTier:
         content = content() if callable(content) else content
         with self._changed:
             if key not in self._queue:
-                self._queue[key] = content
+                self._queue[key] = content, used or time.time_ns()
                 self._queued_bytes += len(content)
             self._changed.notify_all()
         return True
@@ -133,8 +133,8 @@ class DiskTier:
         with self._changed:
             self._doomed.update(keys)
             for key in keys:
-                if key not in self._batch and (content := self._queue.pop(key, None)) is not None:
-                    self._queued_bytes -= len(content)
+                if key not in self._batch and (queued := self._queue.pop(key, None)) is not None:
+                    self._queued_bytes -= len(queued[0])
                 self._leave(key)
             self._changed.notify_all()
 
@@ -201,9 +201,9 @@ class DiskTier:
                     status = entry.stat(follow_symlinks=False)
                     yield Path(entry.path), -(-status.st_size // _PAGE) * _PAGE, status.st_mtime_ns
 
-    def _make_room(self, size: int) -> bool:
-        """Remove least recently used files until `size` more bytes are within the limit. The lock is held, so that an
-        unfinished file is that of an engine that died.
+    def _make_room(self, size: int, before: float = float("inf")) -> bool:
+        """Remove least recently used files, of those last used up to `before` ns, until `size` more bytes are within
+        the limit. Returns whether they are. The lock is held: an unfinished file is that of an engine that died.
         """
         files = []
         for folder in self.root.glob("v*-*"):
@@ -213,8 +213,8 @@ class DiskTier:
                 else:
                     files.append((used, count, path))
         total = sum(count for _, count, _ in files)
-        for _, count, path in sorted(files):
-            if total + size <= self.limit:
+        for used, count, path in sorted(files):
+            if total + size <= self.limit or used > before:
                 break
             self._remove(path)
             self.num_evicted += 1
@@ -286,14 +286,15 @@ class DiskTier:
                 doomed = set(self._doomed) if self._must_erase() else set()
                 if self._stopped and not doomed:
                     return
-                batch, num_cleared = self._next_batch() if not doomed else [], self._num_cleared
+                batch, used = self._next_batch() if not doomed else ([], 0)
+                num_cleared = self._num_cleared
                 self._writing = len(batch) + len(doomed)
                 self._batch = {key for key, _ in batch}
             start = time.monotonic()
             try:
                 self._erase(doomed)
                 if batch:
-                    self._write(batch, num_cleared)
+                    self._write(batch, used, num_cleared)
                 self.seconds_writing += time.monotonic() - start
             except OSError as error:
                 doomed = set()
@@ -327,27 +328,31 @@ class DiskTier:
         places = [(key, place) for key in self._known.get(name, ()) if (place := self._index.get(key)) is not None]
         contents = [(key, self.read(key)) for key, place in places if place.path.name == name]
         with self._locked():
+            used = next((used for path, _, used in self._files(self.folder) if path.name == name), 0)
             self._remove(self.folder / name)
         if rest := [(key, content) for key, content in contents if content is not None]:
-            self._write(rest, num_cleared)
+            self._write(rest, used, num_cleared)
 
-    def _next_batch(self) -> list[tuple[bytes, bytes]]:
-        """The blocks of the next file, which stay in the queue until it is written."""
-        batch, size = [], 0
-        for key, content in self._queue.items():
+    def _next_batch(self) -> tuple[list[tuple[bytes, bytes]], int]:
+        """The blocks of the next file, which stay in the queue until it is written, and their time of last use."""
+        batch, size, last = [], 0, 0
+        for key, (content, used) in self._queue.items():
             if batch and size + len(content) > self.segment_bytes:
                 break
             batch.append((key, content))
             size += len(content)
-        return batch
+            last = max(last, used)
+        return batch, last
 
     def _drop_queue(self) -> None:
         with self._changed:
             self._queue.clear()
             self._queued_bytes = 0
 
-    def _write(self, batch: list[tuple[bytes, bytes]], num_cleared: int) -> None:
-        """Write a file, unless all blocks were removed since they had been `num_cleared` times."""
+    def _write(self, batch: list[tuple[bytes, bytes]], used: int, num_cleared: int) -> None:
+        """Write a file that was last used at `used` ns, unless all blocks were removed since they had been
+        `num_cleared` times.
+        """
         parts = encode(self.fingerprint, batch)
         size = -(-sum(map(len, parts)) // _PAGE) * _PAGE
         if size > self.limit:
@@ -356,7 +361,7 @@ class DiskTier:
         with self._locked():
             if not self.folder.exists():  # someone cleared the folder
                 self.folder.mkdir(mode=0o700, parents=True)
-            if not self._make_room(size):
+            if not self._make_room(size, used):
                 return
             if self._num_cleared != num_cleared:
                 return
@@ -364,6 +369,7 @@ class DiskTier:
             try:
                 with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
                     file.writelines(parts)
+                os.utime(path, ns=(used, used))
                 path.rename(final)
             except OSError:
                 path.unlink(missing_ok=True)

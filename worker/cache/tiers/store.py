@@ -94,14 +94,14 @@ class TierStore:
                 self._offer(key, lambda block_id=block_id: self._gather(block_id))
         self._note_store(before)
 
-    def save(self, blocks: Sequence[tuple[int, bytes]]) -> int:
-        """Write blocks to disk that stay in the pool. Returns for how many of the first ones that was begun, on every
-        rank; 0 without a disk tier that takes any.
+    def save(self, blocks: Sequence[tuple[int, bytes, int]]) -> int:
+        """Write blocks (id, key, time of last use in ns) to disk that stay in the pool. Returns for how many of the
+        first ones that was begun, on every rank; 0 without a disk tier that takes any.
         """
         done, before = 0, self.counts.store_bytes
         if self.disk is not None:
-            for block_id, key in blocks:
-                if not self.disk.offer(key, lambda block_id=block_id: self._gather(block_id)):
+            for block_id, key, used in blocks:
+                if not self.disk.offer(key, lambda block_id=block_id: self._gather(block_id), used):
                     break
                 done += 1
         self._note_store(before)
