@@ -34,7 +34,7 @@ def images_of_prompt(prompt: Mapping[str, Any]) -> list[ImageInput]:
     ]
 
 
-def _as_list(value: Json) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]

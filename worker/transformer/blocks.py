@@ -189,6 +189,7 @@ class NormedResidualLayer(DecoderLayer):
     """
 
     feeds: ClassVar = ()
+
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, layer, prefix, weights)
         self.scales = spec.layers[layer].mixer_scales

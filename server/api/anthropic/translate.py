@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from quire.server.api.anthropic.protocol import (
     Base64Source,
     ImageBlock,
@@ -166,7 +168,7 @@ def _assistant(message: InputMessage, path: str) -> list[dict[str, Any]]:
     return [out]
 
 
-def _misplaced(block: Json, role: str, path: str) -> BadRequest:
+def _misplaced(block: msgspec.Struct, role: str, path: str) -> BadRequest:
     kind = type(block).__struct_config__.tag
     return BadRequest(f"{path}: a message of role {role} has no {kind} block.", param=path)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -11,13 +11,14 @@ from quire.server.errors import BadRequest
 from quire.server.generate.limits import Text
 from quire.server.generate.tools import Tool, ToolChoice, custom_arguments, require_object
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
-from quire.server.values import Json
 
 MAX_TOOLS = 1024
 MAX_CALLS = 1024  # per message
 MAX_SCHEMA_FIELDS = 4096  # per object of a schema
 MAX_DESCRIPTION = 2**17
 MAX_GRAMMAR = 2**17
+
+T = TypeVar("T")
 
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:/-]+$(?![\s\S])")]
 CallId = Annotated[str, Meta(max_length=256)]
@@ -177,7 +178,7 @@ def _tool(tool: ToolDefinition, path: str) -> Tool:
     return Tool(custom.name, custom.description, custom=True, grammar=grammar)
 
 
-def function_tool(function: Json, path: str) -> Tool:
+def function_tool(function: FunctionTool, path: str) -> Tool:
     """Raises BadRequest for parameters that are nested too deeply."""
     if deeper_than(function.parameters, MAX_NESTING):
         raise BadRequest(
@@ -187,7 +188,7 @@ def function_tool(function: Json, path: str) -> Tool:
     return Tool(function.name, function.description, function.parameters, bool(function.strict))
 
 
-def required(value: Json, path: str) -> Any:
+def required(value: T | None, path: str) -> T:
     """`value`. Raises BadRequest if it is None."""
     if value is None:
         raise BadRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
