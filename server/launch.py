@@ -31,6 +31,7 @@ from quire.server.startup import address_file
 from quire.server.startup.engine_group import EngineGroup
 from quire.server.startup.hints import curl_line
 from quire.server.startup.model_names import served_names
+from quire.server.startup.progress import StartProgress
 
 if TYPE_CHECKING:
     from quire.server.metrics.stats_log import StatsLog
@@ -172,6 +173,7 @@ class Launcher:
         self.engines = EngineGroup(config)
         self.stats_logs: list[StatsLog] = []  # one per engine, once clients are served
         self.announced = False
+        self.shown = StartProgress()
         self.stop = asyncio.Event()
         self.engines.start_if_local()
         self.frontend = self._make_frontend()
@@ -215,9 +217,6 @@ class Launcher:
 
     async def _run_engines(self) -> None:
         """Ends only by raising: ValueError, EngineFailed."""
-        from quire.server.startup.progress import StartProgress
-
-        self.shown = StartProgress()
         try:
             await self.engines.run(self.frontend, self._on_ready, self._on_stats, self._progress)
         finally:
@@ -295,6 +294,7 @@ class Launcher:
         self.frontend.refuse()
         self.stop.set()
         if not self.announced:
+            self.shown.close()  # or the line would follow the bar
             logger.info("%s: stopping before the model is loaded", name)
             return
         logger.info(

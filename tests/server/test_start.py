@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import pty
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -65,3 +68,32 @@ def test_ctrl_c_before_the_server_listens_to_signals(model_folder, moment, tmp_p
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
     assert ("shutdown complete" in ended.stderr) == (moment != "imports")
     assert not list(tmp_path.iterdir())
+
+
+LOADING = """
+import asyncio, os, signal, sys
+from quire.__main__ import main
+from quire.server.startup.engine_group import EngineGroup
+
+async def run(self, user, on_ready, on_stats, progress):
+    progress("loading weights", 0.5)
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.sleep(60)
+
+EngineGroup.run = run
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_while_a_bar_shows_the_loading(model_folder):
+    """The line of the log does not follow the bar on its line."""
+    terminal, stderr = pty.openpty()
+    termios.tcsetwinsize(stderr, (24, 80))
+    command = [sys.executable, "-c", LOADING, "serve", model_folder, "--device", "cpu", "--port", "0"]
+    ended = subprocess.run(command, stderr=stderr, timeout=60, check=False)
+    os.close(stderr)
+    lines = os.read(terminal, 1 << 16).decode().replace("\r", "\n").splitlines()
+    os.close(terminal)
+    assert ended.returncode == 0 and any("loading weights:  50%" in line for line in lines), lines
+    (said,) = (line for line in lines if "stopping before the model is loaded" in line)
+    assert said.startswith("20")  # the year
