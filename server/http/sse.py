@@ -79,7 +79,7 @@ async def to_the_end(
 
 class EventStream(Response):
     """Sends each of `frames` (bytes of whole events) as it comes. A comment is sent after `keep_alive` seconds of
-    silence; 0 disables it. Comments of `progress` are sent at once, and before the frames that follow it.
+    silence; 0 disables it. Frames of `progress` are sent at once, and before those of `frames` that follow.
 
     `send` waits while the client's buffers are full; no frames are requested then, so that pending outputs are
     merged into fewer of them.
@@ -124,12 +124,12 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _tell(self, send: Send) -> None:
-        """Send the comments of `progress`, if there is one."""
+        """Send the frames of `progress`, if there is one."""
         while self.progress is not None:
             await self.progress.wait()
-            if comment := self.progress.take():
+            if frame := self.progress.take():
                 self.last_sent = asyncio.get_running_loop().time()
-                await send({"type": "http.response.body", "body": comment, "more_body": True})
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
 
     async def _watch(self, receive: Receive, send: Send) -> None:
         """Send the comments; return after the client disconnects."""
