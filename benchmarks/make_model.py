@@ -2,7 +2,7 @@
 has `--load-format dummy`).
 
     python benchmarks/make_model.py {qwen3-0.6b,llama-1b,qwen3-4b,gemma3-1b,phi4-mini,qwen3-30b-a3b,gpt-oss-20b,
-    bert-base,modernbert-base,tiny} OUT_DIR [--layers N]
+    qwen3.5-0.8b,lfm2.5-350m,bert-base,modernbert-base,tiny} OUT_DIR [--layers N]
 
 The text that such a model writes means nothing; its speed is that of the real one. `tiny` has one layer of next to no
 work: what is measured with it is everything but the model. Experts of gpt-oss are in MXFP4, as in its checkpoints.
@@ -24,12 +24,14 @@ from transformers import (
     BertConfig,
     Gemma3TextConfig,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     ModernBertConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -113,6 +115,29 @@ SHAPES: dict[str, PreTrainedConfig] = {
         intermediate_size=2880,
         num_attention_heads=64,
         sliding_window=128,
+    ),
+    "qwen3.5-0.8b": Qwen3_5TextConfig(
+        **_COMMON | {"head_dim": 256, "num_key_value_heads": 2},
+        vocab_size=248320,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+    ),
+    "lfm2.5-350m": Lfm2Config(
+        **{key: value for key, value in _COMMON.items() if key != "head_dim"},
+        pad_token_id=0,
+        vocab_size=65536,
+        hidden_size=1024,
+        intermediate_size=6656,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        max_position_embeddings=32768,
+        layer_types=["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
     ),
     "bert-base": BertConfig(),
     "modernbert-base": ModernBertConfig(),

@@ -100,8 +100,11 @@ class Requests:
         admitted = []
         for row in range(num_requests if new else 0):
             token_ids = [100 + (row * 37 + i) % 1000 for i in range(context + count)]
-            groups = range(len(self.worker.runner.table.groups))
-            block_ids = [[1 + (row * len(groups) + g) * blocks + i for i in range(blocks)] for g in groups]
+            table, first = self.worker.runner.table, 1 + row * len(self.worker.runner.table.groups) * blocks
+            block_ids = [[first + g * blocks + i for i in range(blocks)] for g in range(len(table.groups))]
+            for g, group in enumerate(table.groups):
+                if group.kind == "state":  # a page that is read and written
+                    block_ids[g] = [table.first_state + 1 + row] * 2
             admitted.append(NewRequest(row, token_ids, context + count, block_ids, sampling))
         self.steps += 1
         return StepInput(

@@ -124,6 +124,20 @@ def ops(request, monkeypatch):
     return NativeOps
 
 
+@pytest.mark.parametrize("activated", [False, True])
+def test_wide_convolutions(activated, ops):
+    """Of more channels than a piece of work has, and of no whole vector: one request, and the same bits in two."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(70, 1101), torch.randn(4, 1101), torch.randn(1101)
+    pages = torch.zeros(4, 3, 1101)
+    alone = ops.causal_conv(x, weight, bias, pages, state_step([0], [1], [0], [70]), activated)
+    want = Ops.causal_conv(x, weight, bias, pages.clone(), state_step([0], [1], [0], [70]), activated)
+    torch.testing.assert_close(alone, want, atol=1e-5, rtol=1e-5)
+    assert torch.equal(pages[1], x[-3:])
+    both = ops.causal_conv(x.repeat(2, 1), weight, bias, pages, state_step([0, 0], [2, 3], [0, 0], [70, 70]), activated)
+    torch.testing.assert_close(both, alone.repeat(2, 1), atol=0 if ops is not Ops else 1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64, LENGTH])
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_chunks_of_any_size_equal_the_formula(name, chunk, ops):

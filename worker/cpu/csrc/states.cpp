@@ -13,7 +13,8 @@
 namespace {
 
 constexpr long kMost = 1024;  // entries of a key or value
-constexpr long kChannels = 64;  // channels of a convolution that are one piece of work
+constexpr long kChannels = 64;  // channels that are one piece of work
+constexpr long kConvolved = 512;  // the same, of the convolution of a prompt: rows of a page are read in order
 constexpr long kWidest = 16;
 
 // The requests of a step: request i has tokens starts[i] : starts[i + 1], reads page read[i] unless it is fresh, and
@@ -124,26 +125,34 @@ void quire_causal_conv(const float* x, long ld, const float* weight, const float
                        const long* write, const bool* fresh, const int* starts, long num_requests, long channels,
                        long width, bool activated, float* out) {
   const Step step{read, write, fresh, starts};
-  const long pieces = (channels + kChannels - 1) / kChannels, page_size = (width - 1) * channels;
+  const long wide = num_requests > 1 ? kChannels : kConvolved;
+  const long pieces = (channels + wide - 1) / wide, page_size = (width - 1) * channels;
   parallel_for(num_requests * pieces, 1, [&](long piece) {
-    const long i = piece / pieces, first = piece % pieces * kChannels, count = std::min(kChannels, channels - first);
+    const long i = piece / pieces, first = piece % pieces * wide, count = std::min(wide, channels - first);
     const long start = step.starts[i], n = step.starts[i + 1] - start;
-    float before[kWidest][kChannels] = {};
-    if (!step.fresh[i])
-      for (long j = 0; j < width - 1; j++)
-        memcpy(before[j], pages + step.read[i] * page_size + j * channels + first, count * sizeof(float));
+    float before[kWidest][kConvolved];
+    for (long j = 0; j < width - 1; j++) {
+      if (step.fresh[i]) std::fill(before[j], before[j] + count, 0.f);
+      else memcpy(before[j], pages + step.read[i] * page_size + j * channels + first, count * sizeof(float));
+    }
     const auto input = [&](long t) { return t < 0 ? before[width - 1 + t] : x + (start + t) * ld + first; };
-    float y[kChannels] = {};
+    const long whole = count / 16 * 16;
     for (long t = 0; t < n; t++) {
-      if (bias) memcpy(y, bias + first, count * sizeof(float));
-      else std::fill(y, y + count, 0.f);
-      for (long k = 0; k < width; k++) {
-        const float *in = input(t - (width - 1) + k), *w = weight + k * channels + first;
-        for (long c = 0; c < count; c++) y[c] += in[c] * w[c];
+      const float* in[kWidest];
+      for (long k = 0; k < width; k++) in[k] = input(t - (width - 1) + k);
+      float* y = out + (start + t) * channels + first;
+      for (long c = 0; c < whole; c += 16) {
+        vf sum = bias ? load(bias + first + c) : zero();
+        for (long k = 0; k < width; k++) sum = fma(load(in[k] + c), load(weight + k * channels + first + c), sum);
+        store(y + c, activated ? exact_silu(sum) : sum);
       }
-      if (activated)
-        for (long c = 0; c < count; c += 16) store(y + c, exact_silu(load(y + c)));
-      memcpy(out + (start + t) * channels + first, y, count * sizeof(float));
+      float last[16] = {};
+      for (long c = whole; c < count; c++) {
+        last[c - whole] = bias ? bias[first + c] : 0.f;
+        for (long k = 0; k < width; k++) last[c - whole] += in[k][c] * weight[k * channels + first + c];
+      }
+      if (activated && whole < count) store(last, exact_silu(load(last)));
+      std::copy(last, last + (count - whole), y + whole);
     }
     for (long j = 0; j < width - 1; j++)
       memcpy(pages + step.write[i] * page_size + j * channels + first, input(n - (width - 1) + j),
