@@ -1,5 +1,5 @@
-// Types shared by the implementations of paged attention (attention_rows.h, attention_tiles.h, attention_decode.h): the
-// description of a step, tasks and partial results.
+// Types shared by the implementations of paged attention (attention_rows.h, attention_token.h, attention_tiles.h,
+// attention_decode.h): the description of a step, tasks and partial results.
 #pragma once
 
 #include <algorithm>

@@ -5,12 +5,14 @@
 
 namespace {
 
-// Rows of queries as integers of 16 bits, split into two signed bytes: 256 * high + low. Products with keys in bytes
-// are then exact sums of products of bytes, of which one instruction computes four.
+constexpr int kMostBytes = 512;  // elements of a query whose products with bytes have a sum of 32 bits
+
+// Rows of queries as integers of 16 bits, whose products with keys in bytes are exact. With AVX-512 they are split into
+// two signed bytes, 256 * high + low: one instruction computes four products of bytes.
 struct QueryBytes {
   float units[4];            // of each row
   int high[4], low[4];       // what sums begin with: keys are offset by 128, so that they are unsigned
-  const int* at;             // [d / 4][rows] dwords of high bytes, then as many of low bytes
+  const int* at;             // [d / 4][rows] dwords of high bytes, then as many of low bytes; AVX2: words [rows][d]
 
   // row(r) points to row r of `rows` rows; memory has room for rows * d floats.
   template <typename F>
@@ -25,6 +27,10 @@ struct QueryBytes {
       units[r] = largest / 32512;
       const vf inverse = set1(largest > kLeast ? 32512 / largest : 0.f);
       int sum_high = 0, sum_low = 0;
+      if (kLanes == 8) {
+        for (long c = 0; c < d; c += 16) store_words((int16_t*)memory + r * d + c, load(from + c) * inverse);
+        continue;
+      }
       for (long c = 0; c < d; c += 16) {
         alignas(64) float x[16];
         store(x, nearest(load(from + c) * inverse));
@@ -44,9 +50,8 @@ struct QueryBytes {
 constexpr bool kByteProducts = true;
 
 // Like score_few below, for keys in bytes.
-template <int ROWS>
-void score_bytes(const QueryBytes& queries, const float*, const int8_t* const* k, long d, float* x,
-                 KeyBlock<int8_t>& ahead) {
+template <int ROWS, typename Ahead>
+void score_bytes(const QueryBytes& queries, const int8_t* const* k, long d, float* x, Ahead& ahead) {
   const int *highs = queries.at, *lows = highs + ROWS * d / 4;
   const __m512i offset = _mm512_set1_epi8(-128);
   for (int j = 0; j < 32; j += 16) {
@@ -73,8 +78,10 @@ void score_bytes(const QueryBytes& queries, const float*, const int8_t* const* k
           low[r] = _mm512_dpbusd_epi32(low[r], keys[p], set1_ints(at_low[p * ROWS + r]));
         });
       };
-      unrolled<16>([&](auto p) __attribute__((always_inline)) { if (p * 4 < count) step(p); });
-      ahead.fetch(int(count / 4), int(d));
+      unrolled<16>([&](auto p) __attribute__((always_inline)) {
+        if (p * 4 < count) step(p);
+        if (p % 2 && p * 4 < count) ahead.fetch(1, int(d));
+      });
     }
     unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
       store_floats(x + r * kKeys + j,
@@ -82,10 +89,40 @@ void score_bytes(const QueryBytes& queries, const float*, const int8_t* const* k
     });
   }
 }
+#elif !defined(__AVX512F__)
+constexpr bool kByteProducts = true;
+
+// Like score_few below, for keys in bytes and d up to kMostBytes: products of words, four keys and two rows at a time.
+template <int ROWS, typename Ahead>
+void score_bytes(const QueryBytes& queries, const int8_t* const* k, long d, float* x, Ahead& ahead) {
+  const int16_t* words = (const int16_t*)queries.at;
+  for (int j = 0; j < 32; j += 4)
+    unrolled<(ROWS + 1) / 2>([&](auto pair) __attribute__((always_inline)) {
+      constexpr int FIRST = pair * 2, COUNT = std::min(2, ROWS - FIRST);
+      Ints sums[4][COUNT];
+      unrolled<4 * COUNT>([&](auto i) __attribute__((always_inline)) { sums[i / COUNT][i % COUNT] = Ints(); });
+      for (long c = 0; c < d; c += 16) {
+        unrolled<4>([&](auto i) __attribute__((always_inline)) {
+          const Ints key = words_of_bytes(k[j + i] + c);
+          unrolled<COUNT>([&](auto r) __attribute__((always_inline)) {
+            sums[i][r] = add_products(sums[i][r], key, load_ints(words + (FIRST + r) * d + c));
+          });
+        });
+        if (FIRST == 0 && c % 64 == 0) ahead.fetch(1, int(d));
+      }
+      unrolled<COUNT>([&](auto r) __attribute__((always_inline)) {
+        const Ints four = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0][r], sums[1][r]),
+                                            _mm256_hadd_epi32(sums[2][r], sums[3][r]));
+        const __m128i total = _mm_add_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+        _mm_storeu_ps(x + (FIRST + r) * kKeys + j,
+                      _mm_mul_ps(_mm_cvtepi32_ps(total), _mm_set1_ps(queries.units[FIRST + r])));
+      });
+    });
+}
 #else
 constexpr bool kByteProducts = false;
-template <int ROWS>
-void score_bytes(const QueryBytes&, const float*, const int8_t* const*, long, float*, KeyBlock<int8_t>&) {}
+template <int ROWS, typename Ahead>
+void score_bytes(const QueryBytes&, const int8_t* const*, long, float*, Ahead&) {}
 #endif
 
 #if defined(__AVX512BF16__)
@@ -103,8 +140,8 @@ inline __m512i add_across(__m512i a, __m512i b, __m512i c, __m512i d) {
 
 // Like score_few below, for keys and queries in bf16, q [ROWS][d], and d a multiple of 32: products of keys as they are
 // stored, whose sums are then added across registers.
-template <int ROWS>
-void score_pairs(const bf16* q, const bf16* const* k, long d, float* x, KeyBlock<bf16>& ahead) {
+template <int ROWS, typename Ahead>
+void score_pairs(const bf16* q, const bf16* const* k, long d, float* x, Ahead& ahead) {
   constexpr int SETS = ROWS <= 2 ? 2 : 1;  // sets of four keys at a time: enough independent sums
   const auto add = [](__m512i low, __m512i high) {
     return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(low), _mm512_castsi512_ps(high)));
@@ -124,9 +161,9 @@ void score_pairs(const bf16* q, const bf16* const* k, long d, float* x, KeyBlock
           unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
             sums[i][r] = _mm512_dpbf16_ps(sums[i][r], (__m512bh)key, (__m512bh)queries[r]);
           });
+          if (i % 2) ahead.fetch(1, int(d * sizeof(bf16)));
         });
       }
-      ahead.fetch(int(SETS * d / 16), int(d * sizeof(bf16)));
       unrolled<SETS * ROWS>([&](auto i) __attribute__((always_inline)) {
         constexpr int SET = i / ROWS, R = i % ROWS;
         const auto ints = [&](int n) { return _mm512_castps_si512(sums[SET * 4 + n][R]); };
@@ -143,14 +180,15 @@ void score_pairs(const bf16* q, const bf16* const* k, long d, float* x, KeyBlock
 }
 #else
 constexpr bool kPairProducts = false;
-template <int ROWS>
-void score_pairs(const bf16*, const bf16* const*, long, float*, KeyBlock<bf16>&) {}
+template <int ROWS, typename Ahead>
+void score_pairs(const bf16*, const bf16* const*, long, float*, Ahead&) {}
 #endif
 
-// For a few rows, which read keys and values without packing: computes x[r][32] = the products of ROWS queries, stored
+// For a few rows, which read keys and values without packing. `ahead` prefetches (fetch(lines, bytes of a key)), here
+// and below. Computes x[r][32] = the products of ROWS queries, stored
 // k by k, with 32 keys. CHAINS: partial sums per product; 2: one of even k and one of odd k; 1: a single sum in order.
-template <int ROWS, int CHAINS, typename T>
-void score_few(const float* q, const T* const* k, long d, float* x, KeyBlock<T>& ahead) {
+template <int ROWS, int CHAINS, typename T, typename Ahead>
+void score_few(const float* q, const T* const* k, long d, float* x, Ahead& ahead) {
   // Registers of keys at a time: enough independent sums to hide the latency of fma.
   constexpr int TILES = std::min(32 / kLanes, std::max(1, 8 / ROWS / CHAINS));
   for (int j = 0; j < 32; j += TILES * kLanes) {
@@ -163,8 +201,8 @@ void score_few(const float* q, const T* const* k, long d, float* x, KeyBlock<T>&
             sum = fma(keys, set1_floats(q[(c + i) * ROWS + r]), sum);
           });
         });
+        ahead.fetch(int(step * kLanes * sizeof(T) / 128), int(d * sizeof(T)));
       });
-      ahead.fetch(int(step * TILES * kLanes * sizeof(T) / 128), int(d * sizeof(T)));
     }
     unrolled<TILES * ROWS>([&](auto i) __attribute__((always_inline)) {
       store_floats(x + i % ROWS * kKeys + j + i / ROWS * kLanes,
@@ -174,8 +212,12 @@ void score_few(const float* q, const T* const* k, long d, float* x, KeyBlock<T>&
 }
 
 // Computes acc[r][ld] += the sum over 32 keys j of x[r][j] * v[j], for elements c .. c + 16 * WIDTH - 1.
-template <int ROWS, int WIDTH, typename T>
-__attribute__((always_inline)) inline void add_columns(const float* x, const T* const* v, long c, float* acc, long ld) {
+template <int ROWS, int WIDTH, typename T, typename Ahead>
+__attribute__((always_inline)) inline void add_columns(const float* x, const T* const* v, long c, long d, float* acc,
+                                                       long ld, Ahead& ahead) {
+  // Scores by products of bytes take much less time than this: then three lines of four are fetched here.
+  constexpr bool MOST = kByteProducts && std::is_same_v<T, int8_t>;
+  constexpr int BYTES = 16 * WIDTH * sizeof(T) * (MOST ? 3 : 2) / 2, EVERY = std::max(1, 128 / BYTES);  // keys a fetch
   vf sums[ROWS * WIDTH];
   unrolled<ROWS * WIDTH>(
       [&](auto i) __attribute__((always_inline)) { sums[i] = load(acc + i / WIDTH * ld + c + i % WIDTH * 16); });
@@ -188,19 +230,20 @@ __attribute__((always_inline)) inline void add_columns(const float* x, const T* 
         sums[r * WIDTH + i] = fma(values, weights[r], sums[r * WIDTH + i]);
       });
     });
+    if (j % EVERY == 0) ahead.fetch((BYTES * EVERY + 64) / 128, int(d * sizeof(T)));
   }
   unrolled<ROWS * WIDTH>(
       [&](auto i) __attribute__((always_inline)) { store(acc + i / WIDTH * ld + c + i % WIDTH * 16, sums[i]); });
 }
 
-template <int ROWS, typename T>
-void add_few(const float* x, const T* const* v, long d, float* acc, long ld, KeyBlock<T>& ahead) {
+template <int ROWS, typename T, typename Ahead>
+void add_few(const float* x, const T* const* v, long d, float* acc, long ld, Ahead& ahead) {
   constexpr int WIDTH = kLanes == 16 ? (ROWS <= 2 ? 8 : 4) : ROWS == 1 ? 4 : ROWS <= 3 ? 2 : 1;
   long c = 0;
   for (; c + 16 * WIDTH <= d; c += 16 * WIDTH)
-    add_columns<ROWS, WIDTH>(x, v, c, acc, ld), ahead.fetch(16 * WIDTH * 32 * sizeof(T) / 128, int(d * sizeof(T)));
+    add_columns<ROWS, WIDTH>(x, v, c, d, acc, ld, ahead);
   for (; c < d; c += 16)
-    add_columns<ROWS, 1>(x, v, c, acc, ld), ahead.fetch(16 * 32 * sizeof(T) / 128, int(d * sizeof(T)));
+    add_columns<ROWS, 1>(x, v, c, d, acc, ld, ahead);
 }
 
 }  // namespace

@@ -51,7 +51,7 @@ class FloatTiles {
 
   template <typename F>
   void queries(F&& row) {
-    if (kBytes && rows_ <= kFewRows && !two_scales_) {
+    if (by_bytes()) {
       of_rows(rows_, [&](auto n) {
         if constexpr (n <= kFewRows) bytes_.fill(q_, n, d_, row);
       });
@@ -91,13 +91,7 @@ class FloatTiles {
         }
         if constexpr (n <= kFewRows)
           if (!two_scales_) {
-            if constexpr (kPairs)
-              if (by_pairs()) {
-                score_pairs<n>((const bf16*)q_, keys_->k + b * 32, d_, x, *ahead_);
-                continue;
-              }
-            if constexpr (kBytes) score_bytes<n>(bytes_, q, keys_->k + b * 32, d_, x, *ahead_);
-            else score_few<n, ONE_ORDER ? 1 : 2>(q, keys_->k + b * 32, d_, x, *ahead_);
+            score_in_place<n>(keys_->k + b * 32, x, *ahead_);
             continue;
           }
         for (long c = 0; c < d_; c += 32)
@@ -119,10 +113,34 @@ class FloatTiles {
     });
   }
 
- private:
+  // The same for 32 keys k, and for values v of 32 keys, and up to kFewRows rows, which need no tiles.
   static constexpr int kFewRows = 4;
+  static FloatTiles without_tiles(float* queries, int rows, long d, long dv) {
+    FloatTiles tiles(nullptr, rows, d, dv, false);
+    tiles.q_ = queries;
+    return tiles;
+  }
+  template <typename Ahead>
+  void score_few_rows(const T* const* k, float* x, Ahead& ahead) {
+    of_rows(rows_, [&](auto n) { if constexpr (n <= kFewRows) score_in_place<n>(k, x, ahead); });
+  }
+  template <typename Ahead>
+  void add_few_rows(const T* const* v, const float* x, float* acc, Ahead& ahead) {
+    of_rows(rows_, [&](auto n) { if constexpr (n <= kFewRows) add_few<n>(x, v, dv_, acc, padded(dv_), ahead); });
+  }
+
+ private:
+  template <int ROWS, typename Ahead>
+  void score_in_place(const T* const* k, float* x, Ahead& ahead) {
+    if constexpr (kPairs)
+      if (by_pairs()) return score_pairs<ROWS>((const bf16*)q_, k, d_, x, ahead);
+    if constexpr (kBytes)
+      if (by_bytes()) return score_bytes<ROWS>(bytes_, k, d_, x, ahead);
+    score_few<ROWS, ONE_ORDER ? 1 : 2>(q_, k, d_, x, ahead);
+  }
   // Products of bytes: queries of 16 bits keep their precision.
   static constexpr bool kBytes = kByteProducts && std::is_same_v<T, int8_t> && !std::is_same_v<Q, float> && !ONE_ORDER;
+  bool by_bytes() const { return kBytes && rows_ <= kFewRows && !two_scales_ && d_ <= kMostBytes; }
   static constexpr bool kPairs = kPairProducts && std::is_same_v<T, bf16> && std::is_same_v<Q, bf16> && !ONE_ORDER;
   bool by_pairs() const { return kPairs && rows_ <= kFewRows && !two_scales_ && d_ % 32 == 0; }
   // Cache lines of K, and as many of V, to prefetch per tile. The 4 * d / 32 tiles of each cover all of 128 keys.

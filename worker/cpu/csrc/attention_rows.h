@@ -54,6 +54,12 @@ inline float weigh(const Layer& l, float* x, long lo, long hi, float& m, float& 
   return correction;
 }
 
+inline float weigh_steps(const Layer& l, int steps, float* x, long lo, long hi, float& m, float& sum) {
+  static constexpr float (*kWeigh[])(const Layer&, float*, long, long, float&, float&) = {weigh<2>, weigh<4>, weigh<6>,
+                                                                                          weigh<8>};
+  return kWeigh[steps - 1](l, x, lo, hi, m, sum);
+}
+
 constexpr size_t state_bytes(long rows, long d) { return (rows * (padded(d) + 2) + 15) / 16 * 16 * sizeof(float); }
 
 // Multiplies the first 32 * steps columns of x [rows][kKeys] by `by`.
@@ -118,10 +124,9 @@ void attend_rows(const Step& s, const Task& t, const Task* following, const Part
           if (!two.first) multiply_columns(x, size, steps, k_scales);
         for (int r = 0; r < size; r++) {
           const long position = s.position[token(row0 + r)];
-          static constexpr float (*kWeigh[])(const Layer&, float*, long, long, float&, float&) = {weigh<2>, weigh<4>,
-                                                                                                  weigh<6>, weigh<8>};
-          const float correction = kWeigh[steps - 1](l, x + r * kKeys, std::max(t.begin, s.first_key(position)) - key,
-                                                     std::min(t.end, position + 1) - key, m[row0 + r], sum[row0 + r]);
+          const float correction =
+              weigh_steps(l, steps, x + r * kKeys, std::max(t.begin, s.first_key(position)) - key,
+                          std::min(t.end, position + 1) - key, m[row0 + r], sum[row0 + r]);
           if (correction == 1.f) continue;
           float* values = acc + (row0 + r) * ld;
           for (long c = 0; c < dv; c += 16) store(values + c, load(values + c) * set1(correction));

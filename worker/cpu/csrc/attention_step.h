@@ -2,8 +2,8 @@
 // and values directly from the cache.
 //
 // bf16 uses AMX tiles for prefill (attention_tiles.h) and for decode with up to 16 query heads per KV head
-// (attention_decode.h). Everything else uses vectors (attention_rows.h). Keys that several requests share are read once
-// for all of them (attention_share.h).
+// (attention_decode.h). Everything else uses vectors (attention_rows.h, for one token attention_token.h). Keys that
+// several requests share are read once for all of them (attention_share.h).
 //
 // Key ranges start at absolute multiples of kSplit and partial results merge in order, so neither the batch nor the
 // number of threads changes a token's result as long as the token takes the same path. kOneOrder guarantees that path:
@@ -20,6 +20,7 @@
 #include "attention_rows.h"
 #include "attention_share.h"
 #include "attention_tiles.h"
+#include "attention_token.h"
 #include "parallel.h"
 
 namespace {
@@ -206,7 +207,8 @@ template <typename T> using Fixable = std::conditional_t<kFixable<T>, T, bf16>;
 template <typename T, typename C>
 size_t vector_bytes(const Step& s, int rows) {
   const long d = s.layer.head_dim, dv = s.layer.v_dim;
-  return state_bytes(rows, dv) +
+  const size_t of_token = s.group() <= FloatTiles<T, C, false>::kFewRows ? token_bytes(s.layer.num_heads, d, dv) : 0;
+  return of_token + state_bytes(rows, dv) +
          std::max(FloatTiles<T, C, true>::bytes(rows, d, dv), FixedTiles<Fixable<C>>::bytes(rows, d, dv));
 }
 
@@ -266,10 +268,18 @@ void run(const Step& s, int path) {
   auto run_vector = [&](const std::vector<Task>& tasks, Queue& queue) {
     char* own = (char*)memory.get(vector_bytes<T, C>(s, plan.rows));
     long i, next;
+    ReadAhead<C> ahead;
     for (bool more = queue.take(i); more; i = next) {
       // Near the end of the queue, a task is not taken early: another thread may be free sooner.
       const bool known = queue.end - i > 4 * Pool::get().threads() && queue.take(next);
-      attend_vector<T, C>(s, tasks[i], known ? &tasks[next] : nullptr, partials, plan, path & kOneOrder, own);
+      const Task& t = tasks[i];
+      const Task* following = known ? &tasks[next] : nullptr;
+      if (!(path & kOneOrder) && is_of_token<T, C>(s, t)) {
+        ahead.enter(s.layer, t, following && is_of_token<T, C>(s, *following) ? following : nullptr);
+        attend_token<T, C>(s, t, partials, ahead, own);
+      } else {
+        attend_vector<T, C>(s, t, following, partials, plan, path & kOneOrder, own);
+      }
       more = known || queue.take(next);
     }
   };
