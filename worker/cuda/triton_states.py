@@ -88,7 +88,8 @@ def _by_heads(
         _token_kernel[grid](*args, *numbers, **sizes, DK=rows, DV=columns, num_warps=warps)
     if step.spans:
         columns = min(max(triton.next_power_of_2(dv), 16), 64)
-        grid, piece = (len(step.read), heads, triton.cdiv(dv, columns)), min(rows, _PIECE)
+        piece = min(rows, _PIECE // 2 if sizes["PER_CHANNEL"] else _PIECE)  # their decays take registers, too
+        grid = len(step.read), heads, triton.cdiv(dv, columns)
         _chunk_kernel[grid](*args, *numbers, **sizes, PIECE=piece, DV=columns, CHUNK=chunk, num_warps=4)
     return out
 
