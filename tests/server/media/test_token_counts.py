@@ -15,7 +15,7 @@ from quire.server.media.lfm2_vl import Lfm2VLProcessor
 from quire.server.media.llava import LlavaProcessor
 from quire.server.media.llava_onevision import LlavaOnevisionProcessor
 from quire.server.media.pixtral import PixtralProcessor
-from quire.server.media.qwen_vl import QwenVLProcessor
+from quire.server.media.qwen_vl import PaddleOCRVLProcessor, QwenVLProcessor
 from quire.server.media.registry import PROCESSORS
 
 VISION = {"image_size": 28, "patch_size": 7, "pooling_kernel_size": 2}
@@ -24,6 +24,10 @@ PINPOINTS = {"image_grid_pinpoints": [[28 * rows, 28 * columns] for rows in rang
 SQUARE = {"size": {"height": 28, "width": 28}}
 FAMILIES = {
     "qwen": (QwenVLProcessor(CONFIG, {}), [{}, {"max_pixels": 5000}, {"min_pixels": 90_000}, {"detail": "low"}]),
+    "paddleocr": (
+        PaddleOCRVLProcessor(CONFIG, {"patch_size": 7}),
+        [{}, {"min_pixels": 90_000}, {"detail": "low"}],
+    ),
     "gemma3": (
         Gemma3Processor(CONFIG, {}),
         [{}, {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 5}],
