@@ -46,6 +46,7 @@ def small_engine(folder: str, **settings: Any) -> InProcessEngine:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_and_logprobs_equal_transformers(name, prompts, tmp_path):
     folder = build_family(name, tmp_path)

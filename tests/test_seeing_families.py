@@ -15,6 +15,7 @@ from tests.worker.test_family_ranks import Pipeline, over_ranks
 from tests.worker.test_tensor_parallel import build, logits_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEEING)
 def test_tokens_and_logprobs_equal_transformers(name, prompts, tmp_path):  # noqa: F811
     test_families.test_tokens_and_logprobs_equal_transformers(name, prompts, tmp_path)

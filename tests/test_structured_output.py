@@ -156,6 +156,7 @@ def test_a_resubmitted_request_continues_in_the_middle_of_an_object(engine):
         assert whole.token_ids[:count] + rest.token_ids == whole.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 7, 200])
 def test_a_resubmitted_request_continues_in_the_middle_of_thoughts(engine, size):
     """The budget counts the tokens from before, and the marker is forced once."""

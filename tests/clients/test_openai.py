@@ -31,6 +31,7 @@ def client(url):
     return openai.OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60)
 
 
+@pytest.mark.slow
 def test_parse_a_schema(client):
     answer = client.chat.completions.parse(model=NAME, messages=DESCRIBE, response_format=Person, temperature=0)
     assert answer.choices[0].message.parsed == Person(name="Anna", age=31)

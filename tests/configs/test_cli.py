@@ -427,6 +427,7 @@ def test_collect_env_reports_this_machine():
     assert collect_env.run(["no-such-program-here"]) == "no-such-program-here not found"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("command", ["serve --print-config", "serve --help-all"])
 def test_a_reader_that_has_seen_enough_is_no_error(command, unbuffered):

@@ -130,6 +130,7 @@ def test_ranks_meet_where_nobody_else_can_go(monkeypatch, tmp_path, own_folder):
     assert not Path(path).exists() and folder.exists() == own_folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, words",
     [

@@ -198,6 +198,7 @@ def start(config, groups: str = "full", **options) -> tuple[Engine, FaultyDevice
     return engine, device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @settings(max_examples=200, deadline=None)
 @given(engine_settings, group_mixes, crowds(), st.integers(0, 2**32), st.sampled_from([0.05, 0.15, 0.3]))

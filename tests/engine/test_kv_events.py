@@ -170,6 +170,7 @@ def test_the_wire_form(subscribe, event_format):
     assert isinstance(raw[0], list if event_format == "array" else dict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("groups", "ram"), [("full", 0), ("full", 1500), ("full+window:24", 1500), ("full+state", 1 << 20)]
 )

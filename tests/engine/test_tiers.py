@@ -304,6 +304,7 @@ def test_damage_is_a_miss_and_a_log_line(tmp_path, caplog, how, when):
     assert cached == 40 or "a miss" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", ["full", "full+window:24", "full+chunk:16", "full+state", "window:24+state"])
 @pytest.mark.parametrize("seed", range(3))
 def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):

@@ -418,6 +418,7 @@ def test_equal_request_ids_do_not_meet(slow_server):
 # ---- loading and shutdown
 
 
+@pytest.mark.slow
 def test_while_loading(model_folder):
     with running_server(model_folder, fake="load_delay=1.5") as server:
         http = server.http

@@ -88,6 +88,7 @@ def test_images_are_sent(server, capsys):
     assert "random-mm" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, message",
     [

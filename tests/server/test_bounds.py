@@ -64,6 +64,7 @@ def pieces(bounded_server, monkeypatch) -> Iterator[list[tuple[float, str]]]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", AUDIT + BOUNDS + KINDS, ids=lambda row: row.name)
 def test_no_body_holds_up_the_loop(bounded_server, pieces, row: Row):
     """Every row of the audits' tables, and every parameter at its bound."""

@@ -147,6 +147,7 @@ def check_equal(pair, source, messages, **options):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 class TestEveryTemplate:
+    @pytest.mark.slow
     @pytest.mark.parametrize("conversation", CONVERSATIONS)
     def test_conversations(self, pair, name, conversation):
         if name == "PARTS_ONLY":
@@ -167,6 +168,7 @@ class TestEveryTemplate:
                 pair, TEMPLATES[name], CONVERSATIONS[conversation], **{"add_generation_prompt": False, **options}
             )
 
+    @pytest.mark.slow
     @settings(max_examples=25, deadline=None)
     @given(
         messages=conversations,
@@ -286,6 +288,7 @@ class TestErrors:
                 == "x!"
             )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "source",
         [
@@ -313,6 +316,7 @@ class TestErrors:
         assert time.thread_time() - started < 5 * MAX_SECONDS
         assert sys.gettrace() is None or "coverage" in sys.modules
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "source",
         [

@@ -101,6 +101,7 @@ for model in sys.argv[1:]:
     return subprocess.run(command, capture_output=True, text=True, env=found, check=True).stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_files_are_downloaded_by_name(repositories, tmp_path):
     """Whatever the case of the name; only the files of the one model; and found in the cache without a Hub."""
     named = ["org/shards-GGUF:q5_0", "org/shards-GGUF/Q5_0/m-Q5_0-00001-of-00002.gguf"]
@@ -134,6 +135,7 @@ def test_what_serving_would_refuse_is_refused_before_the_download(repositories, 
 REFUSED = {"org/gated": (403, "GatedRepo"), "org/private": (401, "RepoNotFound"), "org/bare": (401, "")}
 
 
+@pytest.mark.slow
 def test_why_a_model_cannot_be_had(repositories, tmp_path):
     pickled = tmp_path / "pickled"
     pickled.mkdir()

@@ -102,6 +102,7 @@ def test_a_client_that_goes_away_frees_its_request(slow_server, body):
     assert state.stats.kv_cache_usage == 0
 
 
+@pytest.mark.slow
 def test_five_hundred_clients_vanish_at_random_moments(slow_server):
     import random
 

@@ -34,6 +34,7 @@ def own_server(model_folder) -> Iterator[RunningServer]:
         yield running.wait_ready()
 
 
+@pytest.mark.slow
 def test_idle_connections_outlive_those_of_balancers(own_server, model_folder):
     """Balancers keep theirs for 60 to 600 s; one that is reused while the server closes it is a reset."""
     assert own_server.config.server.timeout_keep_alive > 600
@@ -212,6 +213,7 @@ def test_a_body_that_makes_no_progress(own_server):
     assert own_server.launcher.frontend.connections.body_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_slow_body_that_progresses_is_accepted(own_server):
     body = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "user": "x" * 20_000}).encode()
     with limits(own_server, **QUICK), connect(port_of(own_server)) as connection:
@@ -222,6 +224,7 @@ def test_a_slow_body_that_progresses_is_accepted(own_server):
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.slow
 def test_a_long_answer_has_no_deadline(own_server):
     with limits(own_server, **QUICK):
         body = {"messages": HELLO, "max_tokens": 150, "ignore_eos": True}

@@ -60,6 +60,7 @@ def test_the_queue_in_a_stream(server, busy):
     assert json.loads(events[0])["error"]["code"] == "queue_timeout" and events[-1] == "[DONE]"
 
 
+@pytest.mark.slow
 def test_the_first_token(server):
     prompt = {"prompt": "word " * 300, "max_tokens": 5}
     answer = server.http.post("/v1/completions", json=prompt)  # more steps than one second has
@@ -70,6 +71,7 @@ def test_the_first_token(server):
     assert server.state.stats.kv_cache_usage == 0
 
 
+@pytest.mark.slow
 def test_the_whole_answer(server):
     choice = server.http.post(CHAT, json=LONG).json()["choices"][0]  # the server's time
     assert choice["finish_reason"] == "timeout" and choice["message"]["content"]
@@ -82,6 +84,7 @@ def test_the_whole_answer(server):
     poll(lambda: server.state.client.num_open == 0)
 
 
+@pytest.mark.slow
 def test_other_dialects(server):
     with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as client:
         message = client.messages.create(
@@ -113,6 +116,7 @@ BODIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 def test_the_field_in_every_dialect(server, path):
     answer = server.http.post(path.strip(), json=BODIES[path] | {"timeout": 0.3})

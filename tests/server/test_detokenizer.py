@@ -70,6 +70,7 @@ def test_pushes_add_up_to_the_full_decode(tokenizers, kind, data):
     assert detokenizer.num_released == detokenizer.num_tokens == len(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EXACT)
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
@@ -298,6 +299,7 @@ class _Parts:
 LETTERS = st.text(alphabet="ab", max_size=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=1500, deadline=None)
 @given(
     parts=st.lists(LETTERS, max_size=12),

@@ -322,6 +322,7 @@ class TestRestart:
             await client.close("given up")
         assert [o.error async for o in waited] == ["given up"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("poison", [0, 3, 8])
     @pytest.mark.parametrize("tokens_at_death", [0, 20])
     @asynchronous
@@ -354,6 +355,7 @@ class TestRestart:
         assert num_deaths == (3 if tokens_at_death else 2) and client.num_explained_deaths == num_deaths
         await client.close()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("tokens_at_death", [1, 5, 12, 25])
     @pytest.mark.parametrize("poisons", [("3",), ("0", "8")], ids=str)
     @asynchronous

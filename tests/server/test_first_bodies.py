@@ -7,6 +7,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys, threading
 from quire.server.http.parse_body import parse
@@ -33,6 +35,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.slow
 def test_first_bodies_in_several_threads():
     for _ in range(3):
         subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)

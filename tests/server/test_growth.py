@@ -48,6 +48,7 @@ def held() -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_leave_no_objects_behind(small, kind):
     def send(first: int, count: int) -> None:

@@ -345,6 +345,7 @@ def test_close_ends_the_engine(folder):
         llm.generate("x")
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard(checkpoint, tmp_path):
     """Greedy tokens equal those of transformers; the engine ends with the script."""
     folder = checkpoint("qwen3")

@@ -88,6 +88,7 @@ def body_of(field: str, others: dict, text: str) -> dict:
     return others | {field: [{"role": "user", "content": text}] if field == "messages" else text}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "field", "others"), OTHERS)
 def test_every_dialect_reports(server, path, field, others):
     body = body_of(field, others, f"{zlib.crc32(repr((path, field, others)).encode())} {LONG}") | {

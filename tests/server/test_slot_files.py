@@ -40,6 +40,7 @@ def test_save_erase_restore(saving):
     assert restored["timings"]["restore_ms"] >= 0 and cached(saving, prompt) > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["save", "restore"])
 @pytest.mark.parametrize(
     "name",

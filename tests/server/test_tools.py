@@ -469,6 +469,7 @@ def test_server_info_says_what_was_chosen(pair, plain):
     assert generic["name"] == "json" and "--no-generic-tool-prompt" in generic["reason"]
 
 
+@pytest.mark.slow
 def test_settings(tmp_path):
     folder = write_folder(tmp_path, QWEN3_TOOLS)
     settings = {"reasoning_field": "reasoning", "exclude_tools_when_tool_choice_none": True, "tool_call_parser": "none"}

@@ -99,6 +99,7 @@ def test_packages_without_their_dependencies(venv, capsys):
     assert "installing instructor>=1.17 without dependencies" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_silent_pip_does_not_look_dead(venv, capsys, monkeypatch):
     monkeypatch.setattr(install, "QUIET_SECONDS", 0.5)
     folder = venv("echo 'Collecting torch'; sleep 3")
@@ -179,6 +180,7 @@ done
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(build.cpu_level() is None, reason="no native kernels here")
 def test_the_kernels_are_compiled_while_pip_installs(venv, tmp_path, monkeypatch, capsys):
     (tmp_path / "c++").write_text(COMPILER)

@@ -36,6 +36,7 @@ def _largest(screen: Int8ArgmaxPrefilter, x: torch.Tensor) -> torch.Tensor | Non
     return screen.largest(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [1, 2, 7, 15, 16, 17, 31, 32])
 @pytest.mark.parametrize("n,k", [(1, 64), (31, 128), (32, 64), (1003, 192), (20000, 256), (9000, 2048)])
 @pytest.mark.parametrize("compact", [True, False])
@@ -55,6 +56,7 @@ def byte_products(screened, native_kernels):
         pytest.skip("no vectors multiply bytes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [3, 4, 5, 12, 13, 32])
 @pytest.mark.parametrize("n,k", [(31, 128), (1003, 192), (20000, 256), (9000, 2880)])
 @pytest.mark.parametrize("group", [32, 64, 256, -1])

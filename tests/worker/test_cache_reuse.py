@@ -148,6 +148,7 @@ ANSWERS = [  # a route, its body, and where the answer says what was reused
 ]
 
 
+@pytest.mark.slow
 def test_usage_says_how_many_tokens_were_reused():
     from quire.configs.sources import EMBEDDED_MODEL
     from tests.server.conftest import running_server

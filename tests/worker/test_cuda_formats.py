@@ -185,6 +185,7 @@ def reference(experts: ListedExperts, x, weights, ids) -> torch.Tensor:
     return run_experts(x, weights, ids, {int(i): expert for i, expert in experts.experts.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_experts(sources, tmp_path, name):
     """Every format's experts are one call, in the planned memory."""

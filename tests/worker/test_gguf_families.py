@@ -457,6 +457,7 @@ def reference(source: str) -> torch.Tensor:
         return load_family(source)(torch.tensor([IDS])).logits[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers(tmp_path, name):
     folder, source = pair(name, tmp_path)

@@ -82,6 +82,7 @@ def test_growth_while_masks_are_filled_is_bounded_by_the_heap(monkeypatch):
     assert len(cache) < 20
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_many_grammars():
     cache = GrammarCache(compile)
 

@@ -65,6 +65,7 @@ def test_of_several_places_the_best_is_taken(conflicts, taken):
     assert len(places) == len(set(places)) == (5 if taken == 2 else taken + 1)
 
 
+@pytest.mark.slow
 def test_memory_is_taken_when_it_is_written_and_given_back():
     gc.collect()  # memory of other tests must not be released in between
     before = _resident()
@@ -122,6 +123,7 @@ def _cache(num_blocks: int, num_layers: int, heads: int, dim: int) -> tuple[list
     return [SimpleNamespace(k_cache=k, v_cache=v) for k, v in zip(parts[::2], parts[1::2])], memory
 
 
+@pytest.mark.slow
 def test_blocks_of_a_cache_become_resident_ahead_of_use():
     layers, memory = _cache(64, 2, 8, 2048)  # of 128 MiB, 2 MiB a block
     warmer = Warmer(layers, idle_bytes=32 * MIB, busy_bytes=8 * MIB)

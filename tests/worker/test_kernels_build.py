@@ -76,6 +76,7 @@ def _wait(kernels: Kernels) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_the_first_start_goes_on_and_the_kernels_arrive_later(fake_compiler):
     fake_compiler(delay=0.5)
     kernels = Kernels()
@@ -88,6 +89,7 @@ def test_the_first_start_goes_on_and_the_kernels_arrive_later(fake_compiler):
     assert again.load() and "native kernels" in again.status  # found in the cache
 
 
+@pytest.mark.slow
 def test_a_builder_that_need_not_wait_ends_at_once(fake_compiler):
     links = fake_compiler(delay=1)
     command = [sys.executable, build.__file__, "--level", build.cpu_level(), "--into", str(build.cache_folder())]
@@ -99,6 +101,7 @@ def test_a_builder_that_need_not_wait_ends_at_once(fake_compiler):
     assert first.wait(30) == 0 and links() == 1 and not build.is_being_built(target)
 
 
+@pytest.mark.slow
 def test_a_start_starts_no_builder_beside_another_and_takes_over_if_it_dies(fake_compiler):
     links = fake_compiler(delay=0.3)
     command = [sys.executable, build.__file__, "--level", build.cpu_level(), "--into", str(build.cache_folder())]
@@ -114,6 +117,7 @@ def test_a_start_starts_no_builder_beside_another_and_takes_over_if_it_dies(fake
     assert _wait(kernels) and kernels.loaded_at is not None and links() == 1
 
 
+@pytest.mark.slow
 def test_the_progress_is_shown(fake_compiler, caplog, monkeypatch):
     caplog.set_level("INFO")
     monkeypatch.setattr(background_build, "REPORT_INTERVAL", 0.2)
@@ -127,6 +131,7 @@ def test_the_progress_is_shown(fake_compiler, caplog, monkeypatch):
     assert len(shown) > 2 and any(f"{status}; plain torch serves meanwhile" in caplog.text for status in shown)
 
 
+@pytest.mark.slow
 def test_check_builds_nothing(fake_compiler, tmp_path):
     fake_compiler(delay=60)
     command = [sys.executable, "-m", "quire", "check", "--device", "cpu"]
@@ -135,6 +140,7 @@ def test_check_builds_nothing(fake_compiler, tmp_path):
     assert not build.cache_folder().exists()
 
 
+@pytest.mark.slow
 def test_without_a_compiler_check_warns_of_the_factor_and_the_remedy(fake_compiler, monkeypatch):
     fake_compiler()
     monkeypatch.setenv("CXX", "there-is-no-such-compiler")
@@ -155,6 +161,7 @@ def test_libraries_need_no_newer_system_than_wheels_may(library):
     assert build.newer_symbols(Path(sys.executable).resolve()) != []  # the system's own programs want its own C library
 
 
+@pytest.mark.slow
 def test_two_builders_build_once(fake_compiler):
     links = fake_compiler(delay=0.3)
     command = [sys.executable, build.__file__, "--level", build.cpu_level(), "--into", str(build.cache_folder())]

@@ -142,6 +142,7 @@ WITHOUT_BIAS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [name for name in WITH_DEFAULTS if name not in INDEXED + SEEING])
 def test_parameters_of_the_default_models(architecture):
     import torch

@@ -145,6 +145,7 @@ def test_correction_biases_keep_their_float32_in_a_bfloat16_model(checkpoint, tm
     assert torch.equal(model.model.layers["1"].mlp.gate.correction, bias) and bias.dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOE_CHECKPOINTS)
 def test_bfloat16_is_as_close_as_transformers(checkpoint, name, kernels):  # noqa: F811
     """Rounding may change which experts a token passes, so the median over tokens is compared."""

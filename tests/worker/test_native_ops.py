@@ -167,6 +167,7 @@ def test_sample(kernels, size):
     assert others <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 15, 100, 1003, 8192, 33000])
 def test_logprobs(kernels, size, monkeypatch):
     """Values, order and ranks equal the twin's; the order of equal logits is unspecified."""

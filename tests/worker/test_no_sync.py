@@ -236,6 +236,7 @@ def family_steps(num_groups: int) -> list[StepInput]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*FAMILIES, *CHECKPOINTS, *MOE_CHECKPOINTS}))
 def test_no_family_waits(name, monkeypatch, tmp_path):
     monkeypatch.setattr(

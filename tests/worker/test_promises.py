@@ -46,6 +46,7 @@ def other(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_what_others_plan_for_and_do_not_occupy_yet(other, tmp_path):
     ours = Promises(tmp_path / "plans")
     assert ours.unfilled() == 0

@@ -88,6 +88,7 @@ def test_the_package_and_transformers_read_the_same_weights(tmp_path, form, meth
     assert torch.allclose(logits_of(ours, ids.tolist()), logits, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mixtral", "qwen3-moe", "qwen2-moe", "granite-moe", "glm4-moe", "deepseek-v3", "hunyuan-moe", "minimax-m2"]
 )

@@ -114,6 +114,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", CASES, ids=lambda s: f"T{s.temperature}-k{s.top_k}-p{s.top_p}-m{s.min_p}")
 # the second is long enough for the search by blocks
 @pytest.mark.parametrize("vocab_size, live", [(40, 40), (8192, 30)])

@@ -164,6 +164,7 @@ def test_write_latents(kernels, rng, dtype, kind):
     assert torch.equal(*values) and torch.equal(*scales.nan_to_num(7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_over_shared_keys(kernels, rng, dtype, kind):

@@ -42,6 +42,7 @@ def engine_for(folder: str, **settings) -> InProcessEngine:
     return InProcessEngine(folder, **sizes | {"dtype": "bfloat16", "deterministic": True} | settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_same_bits_however_a_prompt_is_computed(name, native_kernels, tmp_path):
     folder = build_family(name, tmp_path, dtype="bfloat16", **MODELS[name])

@@ -71,6 +71,7 @@ PARALLEL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARALLEL)
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_ranks(sources, tmp_path, name, expert_parallel):

@@ -180,6 +180,7 @@ def phi3(tmp_path_factory):
     return build_family("phi3", tmp_path_factory.mktemp("phi3"), **SIZES, num_attention_heads=8, rope_parameters=rope)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_projections_that_are_fused_in_the_file(phi3, tmp_path, name):
     """qkv_proj and gate_up_proj have one set of scales; two ranks have rows of each of their parts."""
@@ -196,6 +197,7 @@ def test_projections_that_are_fused_in_the_file(phi3, tmp_path, name):
         assert torch.allclose(logits, expected, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_ranks_load_their_share(sources, tmp_path, name):
     """160 columns of down_proj per rank, and fused rows: blocks and words that straddle the ranks' borders."""

@@ -97,6 +97,7 @@ raise SystemExit(compile_kernels.main(["--capability", "90"]))
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_that_takes_too_much_is_a_fault(tmp_path):
     """A tile of 64 x 64 fits, one of 128 x 128 in two warps does not."""
     file = tmp_path / "launches.py"

@@ -248,6 +248,7 @@ def test_a_fused_layer_of_gguf_blocks():
 STACKS = ["e4m3", "int4", "int8", "act-order", "some zeros", *CODES, "Q4_K", "IQ4_NL", "MXFP4", "plain"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", STACKS)
 def test_experts_of_a_kind_are_one_call(kind, bias):

@@ -20,6 +20,7 @@ def device():
     torch.set_default_device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_chunks_of_any_size_equal_the_formula(name):
     torch.manual_seed(0)

@@ -172,6 +172,7 @@ def test_a_row_that_cannot_be_written_leaves_no_file(tmp_path, monkeypatch):
     store.close()
 
 
+@pytest.mark.slow
 def test_outputs_are_written_when_there_is_space_again(server, monkeypatch):
     """The results are not lost, and no part of a file stays."""
     close, failed = Part.close, []

@@ -207,6 +207,7 @@ def read_rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_file_is_read_again(server, folder):
     path = folder / "keys.yaml"
     before = path.read_text()

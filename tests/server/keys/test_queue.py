@@ -86,6 +86,7 @@ def test_waiting_requests_of_a_key(server):
     poll(lambda: not any(server.state.num_waiting_of.values()))
 
 
+@pytest.mark.slow
 def test_a_full_server_says_how_long_its_queue_takes(server):
     Asked(server, 6, "k-other").wait()  # the rate is measured with these
     estimate = lambda: retry_after(server.state.queue_wait.seconds(21))  # noqa: E731

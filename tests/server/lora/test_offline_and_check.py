@@ -56,6 +56,7 @@ for path in ("org/sql", "org/none"):
 """
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_hub(checkpoint, tmp_path):
     folder = checkpoint("llama-tied")
     adapter = make_adapter(tmp_path / "a", folder, 6, targets=("q_proj",))

@@ -144,6 +144,7 @@ def test_second_version_equals_transformers(width, height, base, tile, cuts):
     check_second_version(noise(width, height), 16 * base, 16 * tile, cuts)
 
 
+@pytest.mark.slow
 def test_tokens_of_the_second_version():
     image = noise(800, 1000)
     assert check_second_version(image, 1024, 768, True).counts == [256 + 144 * 6 + 1]

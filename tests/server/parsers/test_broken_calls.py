@@ -74,6 +74,7 @@ def check(answer, markers: set[str]) -> None:
         assert marker not in answer.content, marker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tools", "thoughts"), PAIRS)
 @settings(max_examples=20)
 @given(data=st.data())

@@ -112,6 +112,7 @@ def is_part(part, whole) -> bool:
     return part == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", TOOL_NAMES)
 def test_the_cost_is_linear(tools):
     """A text of 100,000 characters, in small pieces, for beginnings that could make a parser read again."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -124,6 +125,7 @@ def texts(instance: Any) -> Iterator[str]:
         yield json.dumps(instance, ensure_ascii=False)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(SCHEMAS, st.lists(INSTANCES, min_size=8, max_size=8), st.integers(0, 2**32))
 def test_exactly_the_valid_instances_are_accepted(schema, instances, seed):

@@ -84,6 +84,7 @@ def schemas(draw: st.DrawFn) -> dict:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": {"tree": tree}, **root}
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schemas(), st.integers(0, 2**32), st.booleans())
 def test_every_answer_that_ends_by_itself_is_valid(schema, seed, compact):

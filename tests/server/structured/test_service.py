@@ -248,6 +248,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_hostile_structures_end_in_time_and_stop_nobody():
     """Each is compiled or refused within the limits, while the event loop runs on; the service works afterwards."""
 
