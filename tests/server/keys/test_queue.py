@@ -29,7 +29,7 @@ def server(model_folder, tmp_path_factory):
     """Two requests at a time, of 0.4 s each: 5 end in a second."""
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     path.write_text(yaml.safe_dump({"keys": KEYS}))
-    settings = {"api_key_file": str(path), "max_num_seqs": 2, "max_num_queued_reqs": 20, "queue_timeout": 4.0}
+    settings = {"api_key_file": str(path), "max_num_seqs": 2, "max_num_queued_reqs": 20, "queue_timeout": 10.0}
     with running_server(model_folder, fake="step_delay=0.01", max_model_len="32768", **settings) as running:
         yield running.wait_ready()
 
