@@ -322,7 +322,6 @@ class TestRestart:
             await client.close("given up")
         assert [o.error async for o in waited] == ["given up"]
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("poison", [0, 3, 8])
     @pytest.mark.parametrize("tokens_at_death", [0, 20])
     @asynchronous

@@ -101,8 +101,8 @@ def test_a_full_server_says_how_long_its_queue_takes(server):
             poll(lambda: waiting.with_status(503))  # after its time in the queue
         waiting.wait()
     assert caught.value.status_code == 503 and "seconds" in str(caught.value)
-    # 21 would wait for 4.2 s, on a machine that has time for them
-    assert 3 <= least <= int(caught.value.response.headers["retry-after"]) <= most
+    # 21 would wait for 4.2 s; six requests on a busy machine measure a rate that is up to twice that
+    assert 1 < least <= int(caught.value.response.headers["retry-after"]) <= most
     late = waiting.with_status(503)
     assert all(answer.json()["error"]["code"] == "queue_timeout" for answer in late)
     assert all(int(answer.headers["retry-after"]) > 0 for answer in late)
