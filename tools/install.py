@@ -7,6 +7,7 @@ example). This script runs before any package is installed: it needs the standar
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import os
@@ -230,20 +231,27 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Create a virtual environment and install quire into it.")
+    parser.add_argument("venv", metavar="VENV", type=os.path.abspath)
+    parser.add_argument("extra", metavar="EXTRA", nargs="?", help="extras of pyproject.toml, separated by commas")
+    return parser.parse_args(argv)
+
+
 def main(argv: list[str]) -> int:
     """Install; returns 1 if that fails."""
+    arguments = parse(argv)
     if sys.version_info < OLDEST_PYTHON:
         say(
             f"quire needs Python {'.'.join(map(str, OLDEST_PYTHON))} or later, but this is {sys.version.split()[0]}: "
             "make PYTHON=/path/to/python3 ..."
         )
         return 1
-    extra = argv[1] if len(argv) > 1 else None
     kernels = KernelBuild()
     try:
-        if extra is None:
+        if arguments.extra is None:
             kernels.start()
-        Installer(Path(os.path.abspath(argv[0])), extra).run()
+        Installer(Path(arguments.venv), arguments.extra).run()
         kernels.finish()
     except InstallError as error:
         print(error, file=sys.stderr)

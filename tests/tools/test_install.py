@@ -68,6 +68,14 @@ def test_serving_installs_nothing_of_the_developers(tmp_path):
     assert not [name for name in ("ray", "triton", "hypothesis", "pytest", "matplotlib", "openai") if name in names]
 
 
+@pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), ([], 2), (["--into", "x"], 2), (["x", "dev", "y"], 2)])
+def test_a_flag_is_no_folder(argv, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        install.main(argv)
+    assert caught.value.code == code and not list(tmp_path.iterdir())
+
+
 def test_a_line_for_each_phase_and_no_noise(venv, capsys):
     folder = venv(GOOD)
     assert install.main([str(folder)]) == 0
