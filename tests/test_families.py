@@ -74,6 +74,7 @@ _PROJECTOR = {"projector_output_dim": 16}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bare", [False, True], ids=["wrapper", "bare"])
 @pytest.mark.parametrize(
     ("model_type", "text", "vision"),

@@ -98,6 +98,7 @@ class TestInstructor:
         *_, last = client(mode).create_partial(response_model=Person, **ask)
         assert person.model_dump() == last.model_dump() == ANNA.model_dump()  # of a subclass
 
+    @pytest.mark.slow
     def test_a_list_of_objects(self, client, ask):
         assert ANNA in list(client("JSON_SCHEMA").create_iterable(response_model=Person, **ask))
 

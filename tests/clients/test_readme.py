@@ -22,6 +22,7 @@ def execute(example: str, url: str) -> None:
     exec(compile(example.replace("http://127.0.0.1:8000/v1", url), "example", "exec"), {"__name__": "example"})
 
 
+@pytest.mark.slow
 def test_the_first_request_has_the_answer_that_is_printed_below_it(url):
     (request,) = [block for block in blocks("sh", README) if block.startswith("curl")]
     (printed,) = map(json.loads, blocks("json", README))

@@ -419,6 +419,7 @@ def test_importing_the_command_line_is_light():
     }
 
 
+@pytest.mark.slow
 def test_collect_env_reports_this_machine():
     lines = dict(collect_env.report())
     assert lines["Python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}")

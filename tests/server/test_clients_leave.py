@@ -129,6 +129,7 @@ def test_five_hundred_clients_vanish_at_random_moments(slow_server):
     assert slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 3}).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_fewer_larger_chunks(server):
     """The buffer of a slow client is bounded: pending outputs are merged, and the text is complete."""
     fields = {

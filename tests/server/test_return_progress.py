@@ -40,6 +40,7 @@ def told(found: list[str]) -> tuple[list[tuple[int, int]], dict]:
     return [(int(match[1]), int(match[2])) for match in reports], json.loads(found[-2][6:])["usage"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_reports_rise_to_the_whole_prompt(server, path, n):

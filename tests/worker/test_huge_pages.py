@@ -173,6 +173,7 @@ def test_a_cache_gives_its_memory_back():
     assert not memory[3].any()
 
 
+@pytest.mark.slow
 def test_a_cache_in_use_gives_the_memory_of_some_blocks_back():
     layers, memory = _cache(64, 2, 8, 2048)  # blocks of 2 MiB
     warmer = Warmer(layers, idle_bytes=32 * MIB, busy_bytes=8 * MIB)

@@ -9,6 +9,7 @@ from tests.lora import make_adapter, use
 from tests.worker.test_speculation import FORCED, Adversary, engine_of, requests
 
 
+@pytest.mark.slow
 def test_drafts_of_rows_with_adapters(checkpoint, tmp_path):
     """Several adapters, scaled ones, rows with two and with none in steps that verify right and wrong drafts."""
     folder = checkpoint("llama3")

@@ -41,6 +41,7 @@ def embedder(request, tmp_path_factory):
     return build_embedder("qwen3", folder, mode=request.param, normalize=request.param in ("lasttoken", "mean"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [2048, 7])
 def test_equals_sentence_transformers(embedder, chunk):
     engine = InProcessEngine(embedder, dtype="float32", max_num_batched_tokens=chunk, max_num_seqs=4)

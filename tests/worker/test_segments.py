@@ -75,6 +75,7 @@ def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, na
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [None, lambda count: 1], ids=["all", "last"])
 @pytest.mark.parametrize("backend", [DenseAttention, CpuFixedAttention])
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3", "smollm3"])

@@ -145,6 +145,7 @@ def keeps(judge: jsonschema.Draft202012Validator, text: str) -> None:
         assert re.fullmatch(r"( |\n[ \t]{0,20}){1,2}", space), text  # between two braces there are two places
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.one_of(st.sampled_from([*STRINGS, *NUMBERS]), described(st.sampled_from([*STRINGS, *NUMBERS]))),

@@ -108,6 +108,7 @@ def test_what_cannot_be_enforced_is_named(definition, named):
         matcher(arguments(f"start: {definition}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [candidate.name for candidate in TOOL_FORMATS])
 def test_calls_in_every_format(name):
     """A model that knows nothing, held by the grammar, writes calls that parse to texts of the tool's grammar."""
