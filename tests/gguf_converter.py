@@ -34,6 +34,14 @@ _WIDE = ("position", "token_types", "altup", "laurel", "conv", "ssm_a", "ssm_d",
 # names of parameters that are no module's weight or bias
 _BARE = (".layer_scalar", ".correct_output_scale", ".experts.gate_up_proj", ".experts.down_proj")
 
+# parts of a layer that drafts tokens
+_DRAFTING = {
+    **dict.fromkeys(("fc", "eh_proj"), "eh_proj"),
+    **dict.fromkeys(("pre_fc_norm_embedding", "enorm"), "enorm"),
+    **dict.fromkeys(("pre_fc_norm_hidden", "hnorm"), "hnorm"),
+    **dict.fromkeys(("norm", "shared_head.norm"), "shared_head_norm"),
+}
+
 
 class Converter:
     """Writes `source` to `path`; `kinds` has types of weights by the last part of their GGUF name, and a default. With
@@ -45,7 +53,8 @@ class Converter:
         self.source, self.arch, self.kinds, self.options = source, arch, kinds, options
         self.config = json.loads(Path(source, "config.json").read_text())
         self.writer = gguf.GGUFWriter(path, arch)
-        layers = num_layers(self.config)
+        self.num_layers = num_layers(self.config)
+        layers = self.num_layers + num_drafting(self.config)
         self.names = gguf.get_tensor_name_map(ARCHES[_NAMED_LIKE.get(arch, arch)], layers)
         self.plain: dict[str, torch.Tensor] = {}
         self._halves: list[tuple[Array, dict[int, str]]] = []
@@ -96,6 +105,12 @@ class Converter:
             name = re.sub(r"^classifier\.(weight|bias)$", r"classifier.out_proj.\1", name)
         elif name.startswith(("layers.", "embed_tokens.", "norm.")):  # of a model without an output head
             name = f"model.{name}"
+        drafting = f"model.layers.{self.num_layers}."  # the layer that drafts tokens comes after the others
+        if name.startswith("mtp.layers.0."):
+            name = name.replace("mtp.layers.0.", drafting)
+        part = _DRAFTING.get(name.removeprefix("mtp.").removeprefix(drafting).removesuffix(".weight"))
+        if part and name.startswith(("mtp.", drafting)):
+            return f"blk.{self.num_layers}.nextn.{part}.weight"
         if name.endswith(_BARE):
             name += ".weight"
         if name.endswith(".dt_bias"):
@@ -337,6 +352,10 @@ def num_layers(c: dict[str, Any]) -> int:
     return c.get("num_hidden_layers") or c.get("n_layer") or len(c["layers_block_type"])
 
 
+def num_drafting(c: dict[str, Any]) -> int:
+    return c.get("mtp_num_hidden_layers") or c.get("num_nextn_predict_layers") or 0
+
+
 def common(c: dict[str, Any]) -> dict[str, Any]:
     """The keys of all architectures, from a config.json."""
     if c.get("model_type") in ("mamba", "falcon_mamba", "mamba2"):
@@ -349,7 +368,7 @@ def common(c: dict[str, Any]) -> dict[str, Any]:
     rope = rope.get("full_attention", rope)
     dim = c.get("head_dim") or hidden // heads
     found = {
-        "block_count": num_layers(c),
+        "block_count": num_layers(c) + num_drafting(c),
         "context_length": c.get("max_position_embeddings") or c.get("model_max_length") or c["n_positions"],
         "embedding_length": hidden,
         "feed_forward_length": c.get("intermediate_size") or 4 * hidden,
@@ -360,6 +379,8 @@ def common(c: dict[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": int(dim * rope.get("partial_rotary_factor", 1.0)),
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
     }
+    if count := num_drafting(c):
+        found["nextn_predict_layers"] = count
     for key in ("layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon"):
         if key in c:
             found["attention.layer_norm_epsilon"] = c[key]

@@ -30,7 +30,7 @@ logger = logging.getLogger("quire")
 _QUANTIZATION = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w.-]+)")
 _FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
-_VERSION = 4  # of the folder's contents
+_VERSION = 5  # of the folder's contents
 CONVERTING = "reading the GGUF file"  # a phase of the start
 Progress = Callable[[str, float], None]
 

@@ -27,13 +27,21 @@ class Key(NamedTuple):
     neutral: tuple = (0,)
 
 
+class Flags(NamedTuple):
+    """For each layer whether something holds."""
+
+    def fits(self, value: Any) -> bool:
+        return isinstance(value, list) and len(value) <= MAX_LAYERS and all(entry in (0, 1) for entry in value)
+
+    def __str__(self) -> str:
+        return "a list of flags"
+
+
 class Pattern(NamedTuple):
     """A period, or for each layer whether its attention has a window."""
 
     def fits(self, value: Any) -> bool:
-        if isinstance(value, list):
-            return len(value) <= MAX_LAYERS and all(entry in (0, 1) for entry in value)
-        return Whole(0, MAX_LAYERS).fits(value)
+        return Flags().fits(value) or Whole(0, MAX_LAYERS).fits(value)
 
     def __str__(self) -> str:
         return f"a period from 0 to {MAX_LAYERS}, or a list of flags"
@@ -75,7 +83,7 @@ ARCHITECTURE: dict[str, Key] = {
     "interleave_moe_layer_step": Key(_LAYERS, neutral=(0, 1)),
     "swiglu_clamp_exp": Key(_ANY),
     "swiglu_clamp_shexp": Key(_ANY),
-    "nextn_predict_layers": Key(_LAYERS, note="layers that draft tokens are left out"),
+    "nextn_predict_layers": Key(_LAYERS, note="the first layer that drafts tokens is used, others are left out"),
     "n_deepstack_layers": Key(_LAYERS, IDLE, "of an encoder of images, which GGUF files are served without"),
     "deepstack_mapping": Key(_ANY, IDLE, "of an encoder of images, which GGUF files are served without"),
     "use_parallel_residual": Key(FLAG),
@@ -136,6 +144,7 @@ ARCHITECTURE: dict[str, Key] = {
     "attention.indexer.top_k": Key(_POSITIONS),
     "attention.shared_kv_layers": Key(_LAYERS),
     "attention.rope_pattern": Key(_ANY),
+    "attention.recurrent_layers": Key(Flags(), note="Qwen3-Next, Qwen3.5; before full_attention_interval"),
     "rope.dimension_count": Key(_HEAD_DIM),
     "rope.dimension_count_swa": Key(_HEAD_DIM, note="must be the head's length"),
     "rope.dimension_sections": Key(_ANY, IDLE, "the parts of a position are the same for text"),
@@ -224,7 +233,8 @@ FIXED: dict[str, dict[str, Any]] = {
 _OF_TENSORS = frozenset(
     ("context_length", "embedding_length", "feed_forward_length", "expert_feed_forward_length", "expert_shared_count",
      "expert_shared_feed_forward_length", "attention.head_count", "attention.head_count_kv", "attention.key_length",
-     "rope.dimension_count")
+     "rope.dimension_count", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size",
+     "ssm.time_step_rank")
 )  # fmt: skip
 _ENCODERS = ("bert", "modern-bert", "nomic-bert", "gemma-embedding")
 _STILL_WITHOUT = ("granite", "granitemoe", "granite_swa")  # files of granitehybrid say so
@@ -287,6 +297,10 @@ def _changes_nothing(suffix: str, value: Any, known: Key, kind: str, config: Map
         return FIXED[suffix].get(kind, value) == value or (suffix == "expert_gating_func" and value == 0)
     if suffix in ("attention.value_length", "attention.value_length_swa", "rope.dimension_count_swa"):
         return bool(config.get("kv_lora_rank")) or value in (_head_dim(config), config.get("global_head_dim"))
+    if suffix == "expert_used_count" and not config.get("num_experts"):
+        return True  # of no experts
+    if suffix == "rope.freq_base_swa":
+        return _is_close(value, config.get("rope_theta", 0.0))
     if suffix == "attention.scale":
         return _is_close(value, (config.get("query_pre_attn_scalar") or _head_dim(config)) ** -0.5)
     values = value if isinstance(value, list) else [value]

@@ -51,7 +51,7 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
     types = {
         part: tensor.type
         for name, tensor in file.tensors.items()
-        for part in row_names(tensor_name(name, found.names), found.fused_qkv)
+        for part in row_names(tensor_name(name, found.names, config["num_hidden_layers"]), found.fused_qkv)
     }
     refuse_unread(file.metadata, file.metadata.asked, config, file.path)
     config["quantization_config"] = {

@@ -66,6 +66,13 @@ _LAYER = {
     "laurel_r": "laurel.linear_right",
     "laurel_post_norm": "laurel.post_laurel_norm",
 }
+# of a layer that drafts tokens, by the decoder's names of its parts (`worker/transformer/mtp.py`)
+_DRAFTING = {
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "pre_fc_norm_embedding",
+    "nextn.hnorm": "pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "norm",
+}
 # names of norms, by where a layer has them (`ModelSpec.form`)
 PRE = {"ffn_norm": "post_attention_layernorm", "post_attention_norm": "post_attention_layernorm"}
 POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -95,9 +102,10 @@ _STACKS = (".experts.", ".altup_projections.", ".altup_unembed_projections.")  #
 _OF_STACK = re.compile(rf"({'|'.join(map(re.escape, _STACKS))})(\d+)\.")
 
 
-def tensor_name(name: str, own: Mapping[str, str]) -> str:
+def tensor_name(name: str, own: Mapping[str, str], num_layers: int | None = None) -> str:
     """The decoder's name of a GGUF tensor; `own` are names of a layer's modules, or of whole tensors, that depend on
-    the architecture. Tensors that it does not know keep the last parts of their name.
+    the architecture. Layers from `num_layers` on draft tokens. Tensors that it does not know keep the last parts of
+    their name.
     """
     if name.endswith(".exp_probs_b"):  # of Hunyuan 3, written without an end
         name += ".bias"
@@ -108,9 +116,13 @@ def tensor_name(name: str, own: Mapping[str, str]) -> str:
         base, _, kind = name.rpartition(".")
         return f"{own.get(base) or _MODEL[base]}.{kind}" if base in _MODEL else name
     layer, base, kind = match.groups()
+    drafts = num_layers is not None and int(layer) >= num_layers
+    if drafts and base in _DRAFTING and int(layer) == num_layers:
+        return f"mtp.{_DRAFTING[base]}.{kind}"
+    prefix = f"mtp.layers.{int(layer) - num_layers}" if drafts else f"model.layers.{layer}"
     if whole := own.get(f"{base}.{kind}") or _WHOLE.get(f"{base}.{kind}"):
-        return f"model.layers.{layer}.{whole}"
-    return f"model.layers.{layer}.{own.get(base) or _LAYER.get(base, base)}.{kind}"
+        return f"{prefix}.{whole}"
+    return f"{prefix}.{own.get(base) or _LAYER.get(base, base)}.{kind}"
 
 
 def is_stack(name: str) -> bool:

@@ -70,7 +70,7 @@ def _attending(m: Metadata, others: str) -> Settings:
     heads = m.get("attention.head_count_kv")
     if not isinstance(heads, list):
         raise ValueError(f"{m.file.path}: {m.kind}.attention.head_count_kv must be a list, one entry per layer")
-    return {"layer_types": [FULL if number else others for number in heads], "num_key_value_heads": max(heads)}
+    return {"layer_types": [FULL if number else others for number in heads], "num_key_value_heads": max(1, *heads)}
 
 
 def lfm2(m: Metadata) -> Settings:
@@ -92,9 +92,10 @@ def lfm2_moe(m: Metadata) -> Settings:
 
 def qwen35(m: Metadata) -> Settings:
     heads, interval = m.get("ssm.time_step_rank"), m.get("full_attention_interval", 4)
-    layers = range(m.get("block_count") - m.get("nextn_predict_layers", 0))
+    count = m.get("block_count") - m.get("nextn_predict_layers", 0)
+    recurrent = m.find("attention.recurrent_layers") or [(i + 1) % interval for i in range(count)]
     return {
-        "layer_types": [STATE if (i + 1) % interval else FULL for i in layers],
+        "layer_types": [STATE if one else FULL for one in recurrent[:count]],
         "linear_num_key_heads": m.get("ssm.group_count"),
         "linear_num_value_heads": heads,
         "linear_key_head_dim": m.get("ssm.state_size"),
@@ -273,6 +274,7 @@ def mamba2(m: Metadata) -> Settings:
             "n_groups": m.get("ssm.group_count"),
             "conv_kernel": m.get("ssm.conv_kernel"),
             "use_conv_bias": m.has("ssm_conv1d.bias"),
+            "use_bias": m.has("ssm_in.bias"),
         }
     )
 
@@ -299,5 +301,6 @@ def granite_hybrid(m: Metadata) -> Settings:
             "mamba_n_groups": m.get("ssm.group_count"),
             "mamba_d_conv": m.get("ssm.conv_kernel"),
             "mamba_conv_bias": _somewhere(m, "ssm_conv1d.bias"),
+            "mamba_proj_bias": _somewhere(m, "ssm_in.bias"),
         }
     )

@@ -12,11 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from quire.checkpoints.gguf.folder import gguf_folder
 from quire.worker.messages import SamplingParams
 from tests.checkpoints import build_checkpoint
 from tests.engine.test_parallel import ParallelEngine
 from tests.families import FAMILIES, VOCAB, build_family, redraw
+from tests.gguf_converter import Converter, common
 from tests.worker.draft_twins import check_drafts
+from tests.worker.test_gguf_families import CASES
 from tests.worker.test_speculation import engine_of
 
 _LAYERS = {"layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2}
@@ -91,6 +94,23 @@ def test_drafts_are_those_of_the_twin_and_change_no_token(name, tmp_path):
     twin = Twin(folder, name)
     engine = engine_of(str(folder), speculative_config=K, max_num_seqs=4, max_num_batched_tokens=24)
     check_drafts(engine, twin, VOCAB)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "glm4-moe"])
+def test_heads_of_gguf_files(name, kind, tmp_path):
+    """In the file the head is a layer after the others. Rounded to Q8_0, the drafts are no longer the twin's, but no
+    token is another.
+    """
+    arch, sizes, keys = CASES[name]
+    build = build_family if name in FAMILIES else build_checkpoint
+    folder = Path(build(name, tmp_path / "source", **(sizes | HEADS[name][0] | {"num_hidden_layers": 5})))
+    twin = Twin(folder, name)
+    converter = Converter(str(folder), tmp_path / "model.gguf", arch, {"default": kind})
+    converter.run(common(converter.config) | keys(converter.config))
+    found = gguf_folder(str(tmp_path / "model.gguf"))
+    engine = engine_of(found, speculative_config=K, max_num_seqs=4, max_num_batched_tokens=24, dtype="float32")
+    check_drafts(engine, twin if kind == "F32" else None, VOCAB)
 
 
 @pytest.mark.slow

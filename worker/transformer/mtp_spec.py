@@ -28,10 +28,15 @@ class WithMTP:
     @classmethod
     def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
         spec, text = super().read_config(architecture, raw), text_part(raw)
-        if not text.get(cls.mtp_key) or text.get("mtp_use_dedicated_embeddings"):
+        stored = text.get("quantization_config") or {}
+        if stored.get("quant_method") == "gguf":  # the reader gives tensors the decoder's names
+            count, names = "mtp.fc.weight" in stored.get("types", ()), {}
+        else:
+            count, names = text.get(cls.mtp_key), cls.mtp_names
+        if not count or text.get("mtp_use_dedicated_embeddings"):
             return spec
         layer = next((one for one in reversed(spec.layers) if one.attends and not one.state), None)
         if layer is None:
             return spec
-        names = ((ours, theirs.format(n=len(spec.layers))) for ours, theirs in cls.mtp_names.items())
-        return replace(spec, mtp=MTPSpec(layer, tuple(names), cls.mtp_hidden_first))
+        placed = ((ours, theirs.format(n=len(spec.layers))) for ours, theirs in names.items())
+        return replace(spec, mtp=MTPSpec(layer, tuple(placed), cls.mtp_hidden_first))

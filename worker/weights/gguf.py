@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,8 @@ from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.names import TensorNames
 from quire.worker.weights.checkpoint import Checkpoint
 from quire.worker.weights.gguf_tensors import Dequantized, LatentFile, TensorFile, map_files, slice_of
+
+_NORM = re.compile(r"norm(_embedding|_hidden)?\.weight$")
 
 
 class GgufCheckpoint(Checkpoint):
@@ -34,7 +37,8 @@ class GgufCheckpoint(Checkpoint):
         for name, tensor in sorted(file.tensors.items(), key=lambda item: (item[1].path, item[1].start)):
             if name in IGNORED or name.startswith(DENSE):
                 continue
-            mapping, name = maps[str(tensor.path)], tensor_name(name, self.architecture.names)
+            mapping = maps[str(tensor.path)]
+            name = tensor_name(name, self.architecture.names, self.config["num_hidden_layers"])
             for part_name, part in self._parts(name, tensor):
                 stored = TensorFile(mapping, part, self._view(part_name))
                 wide = part_name.startswith("score.") or part_name.endswith(".dt_proj.weight")
@@ -82,7 +86,7 @@ class GgufCheckpoint(Checkpoint):
                     return lambda tensor: _unswapped(tensor, self.config[key])
         if name.endswith(".A_log"):
             return _log_of_negative
-        shifted = self.architecture.shifted and name.endswith("norm.weight") and ".linear_attn." not in name
+        shifted = self.architecture.shifted and _NORM.search(name) and ".linear_attn." not in name
         return _less_one if shifted else None
 
     def _join_latents(self) -> None:
