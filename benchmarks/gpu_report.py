@@ -162,6 +162,9 @@ def _model_lines(model: dict[str, Any]) -> list[str]:
     if model.get("mixed"):
         runs = (f"{row['way']} {row['length']}: {row['ms']:.1f} ms" for row in model["mixed"])
         lines.append(f"a prompt alone by its tokens: {', '.join(runs)}")
+    if model.get("drafts"):
+        runs = (f"{row['tokens']}: {row['decode_ms']:.2f} and {row['verify_ms']:.2f}" for row in model["drafts"])
+        lines.append(f"ms of so many tokens, of one request each and of one that verifies drafts: {', '.join(runs)}")
     if "ramp" in model:
         lines.append(
             f"requests arriving before anything is recorded: a step takes {model['ramp']['median_ms']:.1f} ms, "

@@ -8,6 +8,7 @@ import functools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -36,11 +37,12 @@ from quire.worker.sampling.logprobs import Entries, PromptLogprobs, prompt_messa
 from quire.worker.sampling.pooling import Pooled, Pooling
 from quire.worker.sampling.sampler import RowLogprobs, Sampled, Sampler
 from quire.worker.sampling.speculation.choice import Speculation
+from quire.worker.sampling.speculation.costs import UNKNOWN_SLOPE, StepCosts
 from quire.worker.sampling.speculation.draft_model import DraftModel
 from quire.worker.sampling.speculation.drafter import ModelDrafter
 from quire.worker.sampling.speculation.head import HeadDrafter
 from quire.worker.sampling.speculation.measurement import Measurement
-from quire.worker.sampling.speculation.speculator import Speculator, accepted, num_accepted
+from quire.worker.sampling.speculation.speculator import Speculator, accepted
 from quire.worker.transformer.decoder import CausalLM
 
 logger = logging.getLogger(__name__)
@@ -175,7 +177,7 @@ class ModelRunner:
             self.spare_states = SpareStates(model, table, num_pages - num_spares, num_spares)
         self.sampler = sampler or Sampler(table, platform)
         self.measurement: Measurement | None = None  # of the costs of drafts
-        self._last: Output | None = None  # of the step before, if steps verify drafts
+        self._unsettled: deque[Output] = deque()  # steps whose tokens the speculator may not have seen
         self.speculator = None
         if speculation is not None and self.stage.last:
             drafting: ModelDrafter | None = None
@@ -186,12 +188,14 @@ class ModelRunner:
                 drafting = DraftModel(draft, *needs, model)
             most = num_spares if table.has_states else MAX_DRAFT * table.max_num_reqs
             num_slots = None if self.stage.first else table.num_slots
-            self.speculator = Speculator(speculation, self.sampler.grammars, most, drafting, num_slots)
+            costs = StepCosts(UNKNOWN_SLOPE) if platform.overlaps else StepCosts()
+            self.speculator = Speculator(speculation, self.sampler.grammars, most, drafting, num_slots, costs)
             table.register(self.speculator)
             if self.alone and speculation.adapts and table.has_states == (self.spare_states is not None):
                 most = min(table.max_num_reqs, max_num_tokens)
                 page = self.spare_states.pages[0] + table.first_state if self.spare_states else 0
-                self.measurement = Measurement(self._run_alone, self.speculator.costs, table, most, page)
+                measure = functools.partial(Measurement, apart=True) if platform.overlaps else Measurement
+                self.measurement = measure(self._run_alone, costs, table, most, page)
         self.prompt_logprobs = PromptLogprobs(table, platform)
         table.register(self.prompt_logprobs)
         self.pooling = Pooling(table, platform, model)
@@ -213,14 +217,23 @@ class ModelRunner:
         """
         if self.speculator is None:
             return self._execute(step, None)
-        if self._last is not None:
-            self._last.result()  # it makes the drafts; a rank that does not answer may not have been asked for it yet
-        self._last = self._execute(step, None)
+        self._settle(step)
+        output = self._execute(step, None)
+        self._unsettled.append(output)
         if not self.stage.first:
-            self._last.result()
+            output.result()
             self.speculator.make_drafts(step)
             self.stage.send_drafts(self.speculator.proposed(step))
-        return self._last
+        return output
+
+    def _settle(self, step: StepInput) -> None:
+        """Let the speculator see the tokens of earlier steps, which it does when they are waited for; a rank that does
+        not answer may not have been asked for them yet. Those of the last step may follow later if `step` does not
+        depend on them, so that its launch overlaps with that step on a GPU.
+        """
+        may_overlap = self.platform.overlaps and not self.speculator.waits(step)
+        while len(self._unsettled) > may_overlap:
+            self._unsettled.popleft().result()
 
     def _execute(self, step: StepInput, saved: SavedState | None) -> Output:
         """`execute`; `saved` is the state of a part's single request, if the part updates it in place."""
@@ -354,10 +367,11 @@ class ModelRunner:
                 batch.max_seq_len,
             )
             self.stage.send_token_ids(sampled.token_ids)
-        if batch.drafts and self.spare_states is not None:
-            self.spare_states.keep(batch, self._num_accepted(batch, token_ids.tolist()))
+            if batch.drafts and self.spare_states is not None:
+                self.spare_states.keep(batch, sampled.token_ids, self.platform)
         if self.speculator is not None:
-            if self.alone and len(batch.sampling.rows) == len(batch.input_ids):  # ranks must decide alike
+            observes = self.alone and not self.platform.overlaps  # ranks must decide alike, a launch is no step
+            if observes and len(batch.sampling.rows) == len(batch.input_ids):
                 self.speculator.costs.observe(len(batch.input_ids), time.process_time() - begin)
             self.speculator.follow(batch, hidden)
         event = self.platform.event()
@@ -377,16 +391,6 @@ class ModelRunner:
             speculator=self.speculator,
             drafts=batch.drafts,
         )
-
-    @staticmethod
-    def _num_accepted(batch: InputBatch, token_ids: list[int]) -> dict[int, int]:
-        """Batch position -> how many of its drafts were right."""
-        counts, first = {}, 0
-        for i in batch.step.samples:
-            draft = batch.drafts.get(i, [])
-            counts[i] = num_accepted(token_ids[first : first + len(draft) + 1], draft)
-            first += len(draft) + 1
-        return counts
 
     def _sampling_errors(self, batch: InputBatch, sampled: Sampled) -> dict[int, str]:
         """The sampler's errors by batch position; it names the first sampling row of a request."""
@@ -425,6 +429,7 @@ class ModelRunner:
 
         `record` and `record_pieces` replace the CUDA recorder in tests without a GPU, which record no pieces without.
         """
+        self.model.model.keep_captured(self.buffers.max_num_tokens)
         if record is None:
             record = CudaRecorder()
             record_pieces = record.pieces
@@ -438,8 +443,7 @@ class ModelRunner:
     def _records_pieces(self) -> bool:
         """Whether what lies between the attentions of a step can be recorded."""
         latent = any(layer.latent is not None for layer in self.model.spec.layers)
-        keeps_streams = bool(self.model.model.captures)
-        return self.alone and not latent and not keeps_streams and MixedGraphs.applies(self.table.groups)
+        return self.alone and not latent and MixedGraphs.applies(self.table.groups)
 
     def _adapt(self, attn: GroupedMetadata) -> GroupedMetadata:
         return adapt(attn, self.table.groups, self.table.block_size, self.platform.to_device)
@@ -447,9 +451,9 @@ class ModelRunner:
     @torch.inference_mode()
     def work_idle(self) -> bool:
         """Record one graph, or measure the time of one step, while no request runs. Returns whether more are left."""
-        if self.measurement is not None:
-            return self.measurement.go_on()
-        return isinstance(self.forward, CudaGraphs) and self.forward.record_next()
+        if isinstance(self.forward, CudaGraphs) and self.forward.record_next():
+            return True
+        return self.measurement is not None and self.measurement.go_on()
 
     def _run_alone(self, step: StepInput) -> None:
         """Run a step whose results nobody needs."""

@@ -7,12 +7,16 @@ page that the engine meant the step to write.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 
 from quire.worker.batch.input_batch import InputBatch
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache.allocation import state_layers
+from quire.worker.platforms.base import Platform
+
+NO_TOKEN = -2  # sampling gives -1 where no token can follow
 
 
 class SpareStates:
@@ -34,12 +38,30 @@ class SpareStates:
             start += len(draft)
         return {i: list(enumerate(pages, 1)) for i, pages in self._taken.items()}
 
-    def keep(self, batch: InputBatch, num_accepted: dict[int, int]) -> None:
-        """Keep the states after the accepted drafts, of which the request at batch position i has `num_accepted[i]`."""
-        rejecting = {i: pages[num_accepted[i]] for i, pages in self._taken.items() if num_accepted[i] < len(pages)}
-        if rejecting:
-            rows = [batch.step.rows[i] for i in rejecting]
-            kept, written = torch.tensor(list(rejecting.values())), self.table.block_tables[self.group, rows, 1].long()
+    def keep(self, batch: InputBatch, token_ids: torch.Tensor, platform: Platform) -> None:
+        """Keep the states after the accepted drafts, of which `token_ids` `[S]`, the sampled tokens, tell the number:
+        those that equal what was sampled before them.
+        """
+        most, first, packed = max(map(len, batch.drafts.values())), 0, []
+        for i in batch.step.samples:
+            draft = batch.drafts.get(i, [])
+            if draft:
+                rest = most - len(draft)
+                sampled = [*range(first, first + len(draft)), *[first] * rest]
+                pages = [*self._taken[i], *[0] * rest]
+                packed.append([batch.step.rows[i], len(draft), *sampled, *draft, *[NO_TOKEN] * rest, *pages])
+            first += 1 + len(draft)
+        sent = platform.to_device(np.array(packed, dtype=np.int64))
+        rows, numbers = sent[:, 0], sent[:, 1]
+        sampled, drafts, pages = sent[:, 2:].split(most, 1)
+        right = (token_ids[sampled] == drafts).cumprod(1).sum(1)
+        written = self.table.block_tables[self.group, rows, 1].long()
+        rejecting = right < numbers
+        after = pages.gather(1, right.clamp(max=most - 1)[:, None])[:, 0]
+        kept = torch.where(rejecting, after, written)
+        if not kept.is_cuda:  # where that costs no wait, accepted ones are left alone
+            written, kept = written[rejecting], kept[rejecting]
+        if len(kept):
             for layer in state_layers(self.model):
-                for pages in layer.pages:
-                    pages[written] = pages[kept]
+                for states in layer.pages:
+                    states[written] = states[kept]

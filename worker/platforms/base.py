@@ -37,6 +37,7 @@ class Platform(ABC):
     attention_order: tuple[str, ...]  # names of attention backends, best first
     default_depth: int  # steps in flight
     encoder_budget: int | None = None  # embeddings of images that a step computes at most; None: as many as tokens
+    overlaps = True  # a step runs on after `execute` has returned, while the host prepares the next one
     has_graphs = False  # can record a forward pass and replay it
     ops: Ops = TORCH  # plain torch, unless the platform has faster operations
     measures_memory: bool  # whether `memory_in_use` reports the peak

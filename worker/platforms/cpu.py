@@ -30,6 +30,7 @@ class CpuPlatform(Platform):
     dist_backend = "gloo"
     attention_order = ("cpu_native", "cpu_paged")
     default_depth = 1
+    overlaps = False
     encoder_budget = 256  # some tenths of a second to some seconds of encoding, for which other requests wait
     measures_memory = False
 

@@ -72,7 +72,8 @@ class Decoder(nn.Module):
         self.embed_scale = float(torch.tensor(spec.embed_scale, device="cpu"))
         self.step_lora: StepLora | None = None  # set if the server has adapters
         self.captures: tuple[int, ...] = ()  # layers before which the residual streams are kept
-        self.captured: list[torch.Tensor] = []  # of the last pass, `[T, H]` each
+        self.captured: list[torch.Tensor] = []  # of the last pass, `[T, H]` each, perhaps with more rows behind
+        self._kept: list[torch.Tensor] = []
         self._ops: Ops | None = None  # None: layers are called one by one
         self._fused: FusedLayers | None = None  # built on first use: it holds addresses of the KV cache
 
@@ -126,7 +127,7 @@ class Decoder(nn.Module):
         fused = self.fused_layers() if call.positions.dim() == 1 and not deep and not self.captures else None
         if fused is not None and (lora is None or fused.takes(lora)):
             return fused.run(x, call.positions, call.attn, call.needed_rows, lora)
-        self.captured = []
+        self.captured = list(self._kept)
         for i, (layer, layer_call) in enumerate(self.layer_calls(call)):
             self.capture(i, x, residual)
             x, residual = layer(x, residual, layer_call)
@@ -136,8 +137,19 @@ class Decoder(nn.Module):
 
     def capture(self, layer: int, x: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Keep the residual stream before a layer if it is one of `captures`. Kernels may overwrite their inputs."""
-        if layer in self.captures:
-            self.captured.append(x.clone() if residual is None else x + residual)
+        if layer not in self.captures:
+            return
+        stream = x if residual is None else x + residual
+        if self._kept:
+            self._kept[self.captures.index(layer)][: len(x)] = stream
+        else:
+            self.captured.append(stream.clone() if residual is None else stream)
+
+    def keep_captured(self, max_num_tokens: int) -> None:
+        """From now on keep the streams of `captures` at addresses that recorded passes write to."""
+        weight = self.norm.weight
+        self._kept = [weight.new_zeros(max_num_tokens, self.spec.hidden_size) for _ in self.captures]
+        self.captured = list(self._kept)
 
 
 class RotaryEmbeddings(nn.Module):

@@ -119,6 +119,4 @@ def _obstacle(config: Config, spec: ModelSpec, platform: Platform, method: str) 
         return "not supported yet for models with recurrent states and several pipeline stages"
     if parallel.pipeline_parallel_size > 1 and method == "eagle3":
         return "method eagle3 is not supported with several pipeline stages: its head reads layers of all of them"
-    if platform.device.type != "cpu":
-        return "not supported yet on GPUs, whose steps overlap"
     return None

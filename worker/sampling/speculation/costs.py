@@ -13,6 +13,7 @@ import numpy as np
 
 KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512])  # numbers of tokens in the table
 _SLOPE = 1 / 24  # of the table before anything is measured
+UNKNOWN_SLOPE = 1.0  # with which no draft pays
 _RATE, _SPEED_RATE = 0.05, 0.1  # weights of a step in the table, and in how fast the machine is now
 _MOST = 3.0  # times what was expected: what something else delayed counts no more
 _HOPE = 2.0  # tokens that count as right before any was tried
@@ -22,18 +23,27 @@ _GAIN = 1.02  # of tokens per second, from which drafts are worth it
 class StepCosts:
     """Times of steps of decoding requests, relative to a step of one token."""
 
-    def __init__(self) -> None:
-        self.table = 1 + (KNOTS - 1) * _SLOPE
+    def __init__(self, slope: float = _SLOPE) -> None:
+        self.table = self.plain = 1 + (KNOTS - 1) * slope
         self._unit = 0.0  # seconds of a step of one token, lately
 
-    def measured(self, seconds: dict[int, float]) -> None:
-        """Take times of steps by number of tokens, measured one after another."""
+    def measured(self, seconds: dict[int, float], plain: dict[int, float] | None = None) -> None:
+        """Take times of steps by number of tokens, measured one after another. `plain`: of those that verify no drafts,
+        where these run otherwise (CUDA graphs of one token per request).
+        """
+        plain = plain or seconds
+        self._unit = float(plain[min(plain)])
+        self.table = self._extended(seconds) / self._unit
+        self.plain = self._extended(plain) / self._unit
+
+    @staticmethod
+    def _extended(seconds: dict[int, float]) -> np.ndarray:
+        """The times at `KNOTS`, along a line behind the largest size."""
         sizes = sorted(seconds)
         times = np.maximum.accumulate([seconds[size] for size in sizes])
         slope = (times[-1] - times[0]) / max(sizes[-1] - sizes[0], 1)
         beyond = times[-1] + slope * np.maximum(KNOTS - sizes[-1], 0)
-        self.table = np.where(sizes[-1] >= KNOTS, np.interp(KNOTS, sizes, times), beyond) / times[0]
-        self._unit = float(times[0])
+        return np.where(sizes[-1] >= KNOTS, np.interp(KNOTS, sizes, times), beyond)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of `num_tokens` tokens, drafts included, took so long."""
@@ -44,10 +54,15 @@ class StepCosts:
         weights = np.maximum(1 - np.abs(np.interp(num_tokens, KNOTS, np.arange(len(KNOTS))) - np.arange(len(KNOTS))), 0)
         self.table = np.maximum.accumulate(self.table * ratio ** (_RATE * weights))
         self.table /= self.table[0]
+        self.plain = self.table
 
     def of(self, num_tokens: int) -> float:
-        """The time of a step, relative to one of one token."""
+        """The time of a step that verifies drafts, relative to one of one token."""
         return float(np.interp(num_tokens, KNOTS, self.table))
+
+    def without_drafts(self, num_rows: int) -> float:
+        """The same of a step with one token per request."""
+        return float(np.interp(num_rows, KNOTS, self.plain))
 
 
 class Plan:
@@ -56,7 +71,7 @@ class Plan:
     def __init__(self, costs: StepCosts, num_rows: int) -> None:
         self.costs, self.tokens, self.expected = costs, num_rows, float(num_rows)
         self.num_drafts = 0
-        self.rate = num_rows / costs.of(num_rows)
+        self.rate = num_rows / costs.without_drafts(num_rows)
 
     def take(self, probability: float, limit: int, cost: float = 0.0) -> int:
         """How many drafts, at most `limit`, a request adds to the step. The first is right with `probability`, each

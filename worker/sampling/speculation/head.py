@@ -81,7 +81,7 @@ class HeadDrafter:
             if place:
                 kept = [k for k, i in enumerate(mine) if counts[i] > place]
                 mine = [mine[k] for k in kept]
-                ids, hidden = torch.tensor([drafts[i][-1] for i in mine]), hidden[kept]
+                ids, hidden = self.platform.to_device(np.array([drafts[i][-1] for i in mine])), hidden[kept]
                 hidden = self._next(step, mine, [known[i] - 2 + place for i in mine], ids, hidden)
             rows, positions = [step.rows[i] for i in mine], [known[i] + place for i in mine]
             token_ids = self._choose(hidden, rows, positions)
@@ -116,7 +116,10 @@ class HeadDrafter:
         following = np.concatenate([np.arange(s, s + n) for s, n in zip(step.num_computed, step.num_scheduled)]) + 1
         sent = self.platform.to_device(np.stack([rows, np.minimum(following, self.table.max_model_len - 1)]))
         if self.eagle is not None:
-            hidden = self.eagle.combined(self.model.model.captured)
+            hidden = self.eagle.combined([kept[: len(batch.input_ids)] for kept in self.model.model.captured])
+        for meta in batch.attn:
+            if meta.extra is None:  # the step replayed a recording, which has its own
+                meta.backend.build(meta)
         results = self.head.predict(self.table.token_table[sent[0], sent[1]], hidden, batch.positions, batch.attn)
         for i in step.samples:
             count, end = 1 + step.num_draft.get(i, 0), batch.query_start_loc[i + 1]

@@ -1,6 +1,8 @@
 """Measures the times of steps by their number of tokens, one step at a time while no request runs.
 
-They are CPU time of all threads: what else the machine does would make a single step several times as long.
+On a CPU they are CPU time of all threads: what else the machine does would make a single step several times as long.
+There, a step of m requests takes as long as one that verifies m - 1 drafts of one request. On a GPU the first replays
+one CUDA graph and the other does not, so that both are measured, by the clock.
 """
 
 from __future__ import annotations
@@ -18,18 +20,24 @@ _FAST = 0.1  # seconds of a step below which the better of two counts
 
 
 class Measurement:
-    """Steps of m requests with one token each, in rows that the next requests overwrite. Their keys and values go to
-    the null block, their states to `page`.
+    """Steps in rows that the next requests overwrite. Their keys and values go to the null block, their states to
+    `page`.
     """
 
     def __init__(
-        self, execute: Callable[[StepInput], None], costs: StepCosts, table: RequestTable, most: int, page: int = 0
+        self,
+        execute: Callable[[StepInput], None],
+        costs: StepCosts,
+        table: RequestTable,
+        most: int,
+        page: int = 0,
+        apart: bool = False,
     ) -> None:
-        """A step has at most `most` tokens."""
-        self.execute, self.costs, self.table = execute, costs, table
-        self.blocks = [[0, page] if group.kind == "state" else [0] for group in table.groups]
+        """A step has at most `most` tokens. `apart`: measure steps of one request, too, by the clock."""
+        self.execute, self.costs, self.table, self.page, self.apart = execute, costs, table, page, apart
         self.sizes = [size for size in _SIZES if size <= most]
-        self.seconds: dict[int, float] = {}
+        self.seconds: dict[int, float] = {}  # by tokens, of one request each
+        self.of_one: dict[int, float] = {}  # by tokens of one request
         self.spent = 0.0
 
     def go_on(self) -> bool:
@@ -37,21 +45,30 @@ class Measurement:
         if not self.sizes:
             return False
         if not self.seconds:
-            self._time(1)  # the first step touches all weights
+            self._time(1, 1)  # the first step touches all weights
         size = self.sizes.pop(0)
-        seconds = self._time(size)
-        self.seconds[size] = min(seconds, self._time(size)) if seconds < _FAST else seconds
-        self.spent += seconds
+        self.seconds[size] = self._better(size, 1)
+        self.of_one[size] = self._better(1, size) if self.apart else self.seconds[size]
+        self.spent += self.seconds[size]
         if self.spent > _ENOUGH and size >= _NEEDED:
             self.sizes = []
         if not self.sizes:
-            self.costs.measured(self.seconds)
+            self.costs.measured(self.of_one, self.seconds)
         return bool(self.sizes)
 
-    def _time(self, size: int) -> float:
-        sampling, rows = SamplingParams(speculation=False, ignore_eos=True), list(range(size))
-        new = [NewRequest(row, [0], 1, [list(ids) for ids in self.blocks], sampling) for row in rows]
-        step = StepInput(0, new, rows, [0] * size, [1] * size, [[] for _ in rows], rows)
-        begin = time.process_time()
+    def _better(self, num_reqs: int, num_tokens: int) -> float:
+        seconds = self._time(num_reqs, num_tokens)
+        return min(seconds, self._time(num_reqs, num_tokens)) if seconds < _FAST else seconds
+
+    def _time(self, num_reqs: int, num_tokens: int) -> float:
+        """Of a step of requests with so many tokens each."""
+        sampling, rows = SamplingParams(speculation=False, ignore_eos=True), list(range(num_reqs))
+        blocks = [0] * -(-num_tokens // self.table.block_size)
+        by_group = [[0, self.page] if group.kind == "state" else blocks for group in self.table.groups]
+        ids = [0] * num_tokens
+        new = [NewRequest(row, ids, num_tokens, [list(one) for one in by_group], sampling) for row in rows]
+        step = StepInput(0, new, rows, [0] * num_reqs, [num_tokens] * num_reqs, [[] for _ in rows], rows)
+        clock = time.perf_counter if self.apart else time.process_time
+        begin = clock()
         self.execute(step)
-        return time.process_time() - begin
+        return clock() - begin

@@ -74,7 +74,9 @@ class _Row:
 
 
 class Speculator:
-    """A `RowState`. One step at a time: `after_step` sees a step's tokens before the next step begins."""
+    """A `RowState`. `after_step` sees the tokens of steps in their order, and those before a step that `waits` for them
+    before that one begins.
+    """
 
     def __init__(
         self,
@@ -83,12 +85,13 @@ class Speculator:
         most: int,
         model: ModelDrafter | None = None,
         num_slots: Callable[[int], int] | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
         """A step may verify `most` drafts. `num_slots`, of a row's tokens, is given if `make_drafts` will be called:
         then drafts of `model` must fit into the blocks that a row has.
         """
         self.grammars, self.most, self.model, self.num_slots = grammars, most, model, num_slots
-        self.costs = StepCosts()
+        self.costs = costs or StepCosts()
         self.earlier = EarlierTexts()
         self.rows: dict[int, _Row] = {}
         self.use(speculation)
@@ -133,6 +136,13 @@ class Speculator:
         for row in self.rows.values():
             if row.history.conversation.partition("\0")[0] == key:
                 row.history.conversation = ""
+
+    def waits(self, step: StepInput) -> bool:
+        """Whether `step` must not begin before all tokens are known: it verifies drafts, gives rows to other requests,
+        or advances grammars, which limit the drafts.
+        """
+        rows = (self.rows.get(row) for row in step.rows)
+        return bool(step.new or step.num_draft) or any(row.history.has_grammar for row in rows if row is not None)
 
     def drafts(self, step: StepInput) -> dict[int, list[int]]:
         """Batch position -> the drafts that `step`, whose tables are up to date, verifies."""
