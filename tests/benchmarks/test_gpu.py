@@ -196,9 +196,10 @@ def test_everything_runs_on_a_cpu(tmp_path):
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "gpu.json").read_text())
-    assert {name: part["status"] for name, part in report["parts"].items()} == dict.fromkeys(
-        ["ceilings", "steps tiny", "http tiny", "products", "offline tiny", "files tiny", "attention", "mixed tiny"], 0
-    )
+    parts = ["ceilings", "steps tiny", "http tiny", "products", "offline tiny", "files tiny", "attention", "mixed tiny"]
+    parts.append("drafts tiny")
+    assert {name: part["status"] for name, part in report["parts"].items()} == dict.fromkeys(parts, 0)
+    assert [row["tokens"] for row in report["models"]["tiny"]["drafts"]][:3] == [1, 2, 3]
     tiny = report["models"]["tiny"]
     assert [row["batch"] for row in tiny["decode"]] == [1, 4] and all(
         row["fraction"] > 0 for row in tiny["decode"] + tiny["prefill"]
