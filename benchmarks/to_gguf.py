@@ -18,6 +18,7 @@ def main(llama_cpp: str, model: str, output: str) -> None:
     import convert_hf_to_gguf
     from conversion import base, phi
 
+    base.ModelBase.no_mtp = True  # no model of make_model.py has layers that draft tokens
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     phi.Phi3MiniModel.set_vocab = base.TextModel.set_vocab  # instead of sentencepiece's
     sys.argv = ["convert_hf_to_gguf.py", model, "--outfile", output, "--outtype", "bf16"]
