@@ -27,6 +27,13 @@ SHIFTED = ("gemma", "gemma-embedding", "gemma2", "gemma3", "nemotron", "qwen35",
 ENCODERS = ("bert", "modern-bert", "nomic-bert")
 # architectures that the `gguf` package does not know yet: one that has their names
 _NAMED_LIKE = {"granite_swa": "granite", "hy_v3": "exaone-moe", "deepseek32": "glm-dsa", "deepseek2-ocr": "deepseek"}
+_NAMED_LIKE |= {"bailingmoe3": "kimi-linear"}
+_LING = {
+    ".attention.dense.": ".self_attn.o_proj.",
+    ".attention.": ".self_attn.",
+    "word_embeddings": "embed_tokens",
+    "mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias",
+}
 _STACKED = re.compile(r"(.*\.(?:experts|altup\w*_projections))\.(\d+)\.((?:\w+\.)?(?:weight|bias))")
 _ROUTER = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}  # of Gemma 4
 # parts of the names of tensors that are stored in float32
@@ -105,6 +112,12 @@ class Converter:
             name = re.sub(r"^classifier\.(weight|bias)$", r"classifier.out_proj.\1", name)
         elif name.startswith(("layers.", "embed_tokens.", "norm.")):  # of a model without an output head
             name = f"model.{name}"
+        if self.arch == "bailingmoe3":
+            if match := re.fullmatch(r"model\.layers\.(\d+)\.attention\.([fg])_proj\.weight", name):
+                full = self.config["layer_types"][int(match[1])] == "full_attention"
+                return f"blk.{match[1]}.{'attn_gate' if full else f'ssm_{match[2]}_a'}.weight"
+            for theirs, ours in _LING.items():
+                name = name.replace(theirs, ours)
         drafting = f"model.layers.{self.num_layers}."  # the layer that drafts tokens comes after the others
         if name.startswith("mtp.layers.0."):
             name = name.replace("mtp.layers.0.", drafting)
@@ -169,6 +182,8 @@ class Converter:
             return lambda value: value * scale, lambda value: value / scale
         if name.endswith("ssm_a") and self.arch in ("mamba", "jamba"):  # [channels, entries]
             return lambda value: -np.exp(value), lambda value: np.log(-value)
+        if name.endswith("ssm_a") and self.arch == "bailingmoe3":
+            return lambda value: np.exp(value).reshape(-1, 1), lambda value: np.log(value).reshape(-1)
         if name.endswith("ssm_a") and self.arch == "kimi-linear":
             return lambda value: -np.exp(value).reshape(-1, 1), lambda value: np.log(-value).reshape(1, 1, -1, 1)
         if name.endswith("ssm_d") and self.arch in ("mamba", "jamba"):

@@ -35,6 +35,9 @@ _FUSED_UP = {"ffn_up": "mlp.gate_up_proj"}
 # general.architecture of GGUF files
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "arcee": GgufArchitecture("ArceeForCausalLM", "arcee", swapped=True),
+    "bailingmoe3": GgufArchitecture(
+        "BailingHybridForCausalLM", "bailing_hybrid", recurrent.bailing3, recurrent.LING
+    ),
     "bert": GgufArchitecture("BertModel", "bert", encoder.bert, AFTER),
     "chatglm": GgufArchitecture("GlmForCausalLM", "glm", dense.attention_bias, PRE | _FUSED_UP),
     "cohere2": GgufArchitecture("Cohere2ForCausalLM", "cohere2", lambda m: dense.cohere(m) | m.listed_windows()),

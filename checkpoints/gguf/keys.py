@@ -110,7 +110,9 @@ ARCHITECTURE: dict[str, Key] = {
     "ssm.time_step_rank": Key(_SIZE),
     "ssm.inner_size": Key(_SIZE),
     "ssm.dt_b_c_rms": Key(FLAG),
-    "kda.head_dim": Key(_HEAD_DIM, note="Kimi-Linear"),
+    "kda.head_dim": Key(_HEAD_DIM, note="Kimi-Linear, Ling 3"),
+    "kda.safe_gate": Key(FLAG, note="Ling 3"),
+    "kda.gate_lower_bound": Key(_FACTOR, note="Ling 3"),
     "activation_sparsity_scale": Key(_NUMBERS, note="Gemma 3n"),
     "altup.num_inputs": Key(Whole(1, 64), note="Gemma 3n"),
     "altup.active_idx": Key(Whole(0, 63), note="Gemma 3n"),
@@ -223,7 +225,7 @@ FIXED: dict[str, dict[str, Any]] = {
          "hunyuan-moe", "ernie4_5-moe"), _SOFTMAX)
     | dict.fromkeys(("glm4moe", "exaone-moe", "minimax-m2", "llama4", "glm-dsa", "deepseek32", "hy_v3"), _SIGMOID)
     | {"qwen35moe": _SOFTMAX, "qwen3next": _SOFTMAX, "jamba": _SOFTMAX, "nemotron_h_moe": _SIGMOID}
-    | {"kimi-linear": _SIGMOID, "granitehybrid": _CHOSEN_SOFTMAX}
+    | {"kimi-linear": _SIGMOID, "bailingmoe3": _SIGMOID, "granitehybrid": _CHOSEN_SOFTMAX}
     | {"gpt-oss": _CHOSEN_SOFTMAX},
     "expert_weights_norm": dict.fromkeys(
         ("llama", "qwen3moe", "qwen3vlmoe", "hunyuan-moe", "ernie4_5-moe", "minimax-m2", "hy_v3", "qwen3next"), True)

@@ -65,6 +65,9 @@ KIMI = PRE | {
 }
 
 
+LING = KIMI | {"ssm_f_a": "self_attn.f_proj", "ssm_g_a": "self_attn.g_proj", "attn_gate": "self_attn.g_proj"}
+
+
 def _attending(m: Metadata, others: str) -> Settings:
     """The kinds of layers: those without KV heads do not attend."""
     heads = m.get("attention.head_count_kv")
@@ -234,6 +237,13 @@ def falcon_h1(m: Metadata) -> Settings:
         "mlp_bias": m.has("ffn_up.bias"),
         "mamba_rms_norm": m.has("ssm_norm.weight"),
         "mamba_norm_before_gate": False,
+    }
+
+
+def bailing3(m: Metadata) -> Settings:
+    return kimi_linear(m) | {
+        "kda_safe_gate": m.get("kda.safe_gate", True),
+        "kda_lower_bound": m.get("kda.gate_lower_bound"),
     }
 
 

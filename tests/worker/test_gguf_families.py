@@ -405,6 +405,11 @@ CASES |= {
         SIZES | {"mamba_n_heads": 8, "mamba_d_ssm": 128, "mamba_proj_bias": False} | FALCON_SCALES,
         _falcon_h1,
     ),
+    "bailing_hybrid": (
+        "bailingmoe3",
+        WIDE | LATENT | {"linear_head_dim": 32},
+        lambda c: _kimi_linear(c) | _groups(c | {"n_group": c["num_expert_group"]}) | {"kda.gate_lower_bound": -5.0},
+    ),
     "kimi_linear": ("kimi-linear", WIDE | LATENT | {"q_lora_rank": None, "linear_head_dim": 32}, _kimi_linear),
     "mamba2": (
         "mamba2",
@@ -412,7 +417,7 @@ CASES |= {
         _mamba2,
     ),
 }
-SPLIT_LATENTS = ("kimi_linear", "deepseek-v3", "deepseek-v32", "glm-5", "mistral4")
+SPLIT_LATENTS = ("bailing_hybrid", "kimi_linear", "deepseek-v3", "deepseek-v32", "glm-5", "mistral4")
 SAME_SCALE = {"deepseek-v3": {"mscale": 0.8}}  # files have one number for mscale and mscale_all_dim
 
 

@@ -85,7 +85,7 @@ class GgufCheckpoint(Checkpoint):
                 if f".{projection}." in name:
                     return lambda tensor: _unswapped(tensor, self.config[key])
         if name.endswith(".A_log"):
-            return _log_of_negative
+            return _log_of_decay
         shifted = self.architecture.shifted and _NORM.search(name) and ".linear_attn." not in name
         return _less_one if shifted else None
 
@@ -103,9 +103,9 @@ def _unswapped(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _log_of_negative(tensor: torch.Tensor) -> torch.Tensor:
-    """Files have -exp(A_log)."""
-    return (-tensor.float()).log()
+def _log_of_decay(tensor: torch.Tensor) -> torch.Tensor:
+    """Files have -exp(A_log), those of Ling 3 exp(A_log)."""
+    return tensor.float().abs().log()
 
 
 def _less_one(tensor: torch.Tensor) -> torch.Tensor:
