@@ -41,6 +41,11 @@ class Limits:
     draft: ModelSpec | None  # of a draft model or an EAGLE-3 head
     choices: list[Choice]
 
+    def with_drafts(self, spec: ModelSpec) -> ModelSpec:
+        """The model with what it has for the sake of drafts."""
+        captures = tuple(self.draft.raw["captured"]) if self.speculation.eagle else ()
+        return replace(spec, has_head=self.speculation.head, captures=captures)
+
 
 def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limits:
     """Resolve dtype, attention backend and the sizes of a step.
@@ -61,7 +66,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     choices.append(choice)
     deterministic, reason = platform.batch_invariance(config, spec, dtype)
     choices.append(("deterministic", "on" if deterministic else "off", reason))
-    speculation, choice = resolve_speculation(config, spec, platform, deterministic)
+    speculation, choice = resolve_speculation(config, spec, deterministic)
     choices.append(choice)
     read_draft = read_eagle_spec if speculation.eagle else read_draft_spec
     draft = read_draft(config, spec, speculation.model) if speculation.model else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 
@@ -224,7 +223,7 @@ def preview(config: Config) -> WorkerReady:
     if warning := platform.ops_warning():
         logger.warning("%s", warning)
     limits = resolve_limits(config, spec, platform)
-    spec = replace(spec, has_head=limits.speculation.head)
+    spec = limits.with_drafts(spec)
     total, available = platform.memory(num_ranks)
     offload = 0 if spec.is_encoder else offload_bytes(config, platform)
     plan, num_blocks, num_states, choices = plan_memory(

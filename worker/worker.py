@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -119,7 +118,7 @@ class Worker:
         (offload,) = self._least([offload], platform)
         pooling = read_pooling(config.model.model, spec, config.model.pooling, config.model.matryoshka)
         limits = resolve_limits(config, spec, platform)
-        spec = replace(spec, has_head=limits.speculation.head)
+        spec = limits.with_drafts(spec)
         model = self._load_model(spec, limits, platform, progress)
         one_call = pack_experts(model)
         model.round_for_products()
@@ -301,13 +300,15 @@ class Worker:
     ) -> CausalLM | None:
         """Build and load the draft model, or the EAGLE-3 head, if there is one: whole, on the last pipeline stage."""
         draft, options = limits.draft, self.config.model
+        if limits.speculation.eagle:
+            _check_streams(target)
         if draft is None or not target.model.last:
             return None
         quantization = draft_quantization(self.config, draft)
         with use_groups(pp=Group()):
             model = build_model(draft, limits.dtype, platform.device, limits.max_model_len, quantization, platform.ops)
         if limits.speculation.eagle:
-            _attach(model, target)
+            model.share(target.model)
         load_weights(
             model,
             draft,
@@ -476,15 +477,13 @@ class Worker:
         return self._least([num_blocks], platform)[0]
 
 
-def _attach(head: CausalLM, target: CausalLM) -> None:
-    """Let an EAGLE-3 head read what it needs of the model. Raises ValueError if that has no such hidden states."""
+def _check_streams(target: CausalLM) -> None:
+    """Raise ValueError if the model has no hidden states that an EAGLE-3 head could read."""
     if type(target.model).forward is not Decoder.forward:
         raise ValueError(
             f"--speculative-config: method eagle3 is not supported for {target.spec.architecture}: its layers have no "
             "single residual stream"
         )
-    target.model.captures = head.spec.raw["captured"]
-    head.share(target.model)
 
 
 def _weight_bytes(model: CausalLM | None) -> int:

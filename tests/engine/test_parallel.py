@@ -15,7 +15,7 @@ from quire.worker.messages import WorkerReady
 from tests.checkpoints import CHECKPOINTS
 from tests.families import build_family
 from tests.in_process import InProcessEngine, Result
-from tests.worker.test_eagle3 import eagle_checkpoint
+from tests.worker.test_eagle3 import Twin, eagle_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -179,6 +179,25 @@ def test_drafts_over_several_ranks(checkpoint, tmp_path, settings, methods):
             assert num_accepted >= 0.7 * stats.num_draft_tokens > 30
         else:
             assert (5 if method == "suffix" else 0) <= num_accepted < stats.num_draft_tokens
+
+
+def test_an_eagle_head_reads_streams_of_two_stages(checkpoint, tmp_path):
+    target, head = checkpoint("qwen3"), tmp_path / "head"
+    twin = Twin(target, eagle_checkpoint(head), False)
+    config = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 3})
+    engine = ParallelEngine(target, pipeline_parallel_size=2, speculative_config=config, dtype="float32")
+    try:
+        prompts = [[3, 9, 7, 4] * 9, [(7 * i) % 500 + 4 for i in range(23)], [5, 6]]
+        sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        plain = engine.generate(prompts, msgspec.structs.replace(sampling, speculation=False))
+        engine.executor.call("record_drafts")
+        assert [one.token_ids for one in engine.generate(prompts, sampling)] == [one.token_ids for one in plain]
+        seen = engine.executor.call("recorded")
+    finally:
+        engine.close()
+    assert len(seen) > 30
+    for tokens, draft in seen[::3]:
+        assert draft == twin.drafts(tokens, len(draft))
 
 
 def check_drafts(folder: str, settings: dict) -> EngineStats:

@@ -111,6 +111,7 @@ class ModelSpec:
     vision: VisionSpec | None = None  # None: images are not served
     mtp: MTPSpec | None = None  # a head that drafts tokens, if config.json has one
     has_head: bool = False  # whether it is part of the model
+    captures: tuple[int, ...] = ()  # layers before which the streams are kept, for an EAGLE-3 head
     tower_prefixes: tuple[str, ...] = ()  # beginnings of the names of a wrapper's tensors outside the language model
 
     @property

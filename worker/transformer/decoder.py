@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         stage = pp()
         self.spec = spec
         self.first, self.last = stage.rank == 0, stage.rank == stage.size - 1
-        if self.first or (self.last and spec.has_head):
+        if self.first or (self.last and (spec.has_head or spec.captures)):
             self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, "model.embed_tokens", weights)
             if spec.learned_positions is not None:
                 size = spec.max_position_embeddings + spec.learned_positions
@@ -71,7 +71,7 @@ class Decoder(nn.Module):
         # rounded to the weights' dtype, as Gemma's is
         self.embed_scale = float(torch.tensor(spec.embed_scale, device="cpu"))
         self.step_lora: StepLora | None = None  # set if the server has adapters
-        self.captures: tuple[int, ...] = ()  # layers before which the residual streams are kept
+        self.captures = spec.captures
         self.captured: list[torch.Tensor] = []  # of the last pass, `[T, H]` each, perhaps with more rows behind
         self._kept: list[torch.Tensor] = []
         self._ops: Ops | None = None  # None: layers are called one by one
@@ -85,7 +85,11 @@ class Decoder(nn.Module):
     @property
     def received_width(self) -> int:
         """Number of entries per token that this stage receives from the one before it."""
-        return self.spec.hidden_size
+        return (1 + sum(layer < self._first_layer for layer in self.captures)) * self.spec.hidden_size
+
+    @property
+    def _first_layer(self) -> int:
+        return int(next(iter(self.layers)))
 
     def use(self, ops: Ops) -> None:
         """Switch to a platform's operations."""
@@ -120,20 +124,23 @@ class Decoder(nn.Module):
             yield layer, LayerCall(rotations.get(layer.rope), call.attn, needed, own)
 
     def forward(self, call: StageCall) -> torch.Tensor:
-        x, residual = self.embed(call) if self.first else call.hidden, None
+        x, *before = [self.embed(call)] if self.first else call.hidden.split(self.spec.hidden_size, 1)
+        x, residual = x.contiguous(), None
         images = call.images
         deep = images is not None and images.num_deep(self.spec.hidden_size) > 0
         lora = self.step_lora if self.step_lora is not None and self.step_lora.applies else None
         fused = self.fused_layers() if call.positions.dim() == 1 and not deep and not self.captures else None
         if fused is not None and (lora is None or fused.takes(lora)):
             return fused.run(x, call.positions, call.attn, call.needed_rows, lora)
-        self.captured = list(self._kept)
+        self.captured = list(self._kept) or before
         for i, (layer, layer_call) in enumerate(self.layer_calls(call)):
-            self.capture(i, x, residual)
+            self.capture(self._first_layer + i, x, residual)
             x, residual = layer(x, residual, layer_call)
             if deep and not (self.last and i == len(self.layers) - 1):
                 images.add_deep(x, i)
-        return self.norm.add(x, residual)[0] if self.last else x + residual
+        if self.last:
+            return self.norm.add(x, residual)[0]
+        return torch.cat([x + residual, *self.captured], 1) if self.captures else x + residual
 
     def capture(self, layer: int, x: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Keep the residual stream before a layer if it is one of `captures`. Kernels may overwrite their inputs."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from quire.configs.config import Config
 from quire.configs.speculation import SpeculationSettings, read_speculation
-from quire.worker.platforms.base import Platform
 from quire.worker.transformer.config import ModelSpec, has_tensor
 
 STEP_DRAFTS = 32  # drafts of all requests that a step may verify when their number adapts
@@ -45,7 +44,7 @@ class Speculation:
 
 
 def resolve_speculation(
-    config: Config, spec: ModelSpec, platform: Platform, deterministic: bool
+    config: Config, spec: ModelSpec, deterministic: bool
 ) -> tuple[Speculation, tuple[str, str, str]]:
     """The drafts of this server, and the entry (setting, value, reason) for the table of choices."""
     text = config.scheduler.speculative_config
@@ -54,7 +53,7 @@ def resolve_speculation(
         return Speculation(), ("speculation", "none", "as asked")
     if settings.method == "mtp":
         check_head(config, spec)
-    if reason := _obstacle(config, spec, platform, settings.method):
+    if reason := _obstacle(config, spec):
         return Speculation(), ("speculation", "none", reason)
     if text is None and not deterministic:
         reason = (
@@ -110,13 +109,11 @@ def check_head(config: Config, spec: ModelSpec) -> None:
         raise ValueError(f"{without}: its files have no tensor {fc}.weight")
 
 
-def _obstacle(config: Config, spec: ModelSpec, platform: Platform, method: str) -> str | None:
+def _obstacle(config: Config, spec: ModelSpec) -> str | None:
     """Why steps cannot verify drafts, or None."""
     parallel = config.parallel
     if spec.is_encoder or not spec.has_lm_head:
         return "the model generates no text"
     if parallel.pipeline_parallel_size > 1 and spec.has_states:
         return "not supported yet for models with recurrent states and several pipeline stages"
-    if parallel.pipeline_parallel_size > 1 and method == "eagle3":
-        return "method eagle3 is not supported with several pipeline stages: its head reads layers of all of them"
     return None
