@@ -25,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from quire.checkpoints.gguf.folder import gguf_folder
 from quire.configs.config import Config
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from quire.worker.cache.allocation import attention_layers
@@ -163,7 +164,7 @@ def main() -> int:
         parser.error(KERNELS.status)
     KERNELS.lib = timed = Timed(KERNELS.lib, clock)
     flags = {
-        "model": args.model,
+        "model": gguf_folder(args.model) if args.model.endswith(".gguf") else args.model,
         "device": "cpu",
         "max_num_seqs": 64,
         "num_threads": args.threads,
