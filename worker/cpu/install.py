@@ -48,6 +48,8 @@ class NativeOps(Ops):
     qk_norm_rope_write = staticmethod(ops.qk_norm_rope_write)
     causal_conv = staticmethod(states.causal_conv)
     gated_delta_rule = staticmethod(states.gated_delta_rule)
+    delta_inputs = staticmethod(states.delta_inputs)
+    gated_norm = staticmethod(states.gated_norm)
     linear_attention = staticmethod(states.scan)
     selective_scan = staticmethod(states.selective_scan)
     float_linear = staticmethod(states.float_linear)

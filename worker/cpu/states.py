@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from quire.worker.cpu.native import KERNELS
+from quire.worker.cpu.ops import DTYPES
 from quire.worker.layers import delta_rule, linear_attention, short_conv
+from quire.worker.layers.delta_rule import DeltaHeads
 from quire.worker.layers.state import StateStep, by_stages
 
 _WIDEST, _MOST = 16, 1024  # of convolutions; entries of keys and values
@@ -76,6 +78,53 @@ def gated_delta_rule(
         v.shape[2],
         g.shape[2],
         out.data_ptr(),
+    )
+    return out
+
+
+def delta_inputs(
+    x: torch.Tensor, gates: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, heads: DeltaHeads
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `delta_rule.delta_inputs`."""
+    x, gates, times = _rows(x), gates.contiguous(), heads.num_v // heads.num_k if heads.tiled else 1
+    q, k = torch.empty(2, len(x), times * heads.num_k, heads.k_dim)
+    g, beta = torch.empty(2, len(x), heads.num_v)
+    KERNELS.lib.quire_delta_inputs(
+        x.data_ptr(),
+        x.stride(0),
+        gates.data_ptr(),
+        A_log.data_ptr(),
+        dt_bias.data_ptr(),
+        len(x),
+        heads.num_k,
+        heads.k_dim,
+        heads.num_v,
+        times,
+        heads.k_dim**-0.5,
+        heads.strength,
+        q.data_ptr(),
+        k.data_ptr(),
+        g.data_ptr(),
+        beta.data_ptr(),
+    )
+    return q, k, g[..., None], beta
+
+
+def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `delta_rule.gated_norm`."""
+    if z.dtype not in DTYPES:
+        return delta_rule.gated_norm(x, z, weight, eps)
+    x, z = x.contiguous(), z if z.stride(1) == 1 else z.contiguous()
+    out = torch.empty(len(x), x.shape[1] * x.shape[2], dtype=z.dtype)
+    KERNELS.lib.quire_gated_norm(
+        x.data_ptr(),
+        z.data_ptr(),
+        z.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        *x.shape,
+        eps,
+        DTYPES[z.dtype],
     )
     return out
 

@@ -6,12 +6,52 @@ Shapes, of one layer: H value heads, Dk and Dv entries of keys and values. A sta
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from quire.worker.layers.norm import rms_norm
+from quire.worker.layers.rowwise import l2_norm, sigmoid, silu, softplus
 from quire.worker.layers.state import StateStep, by_stages
 
 CHUNK = 64  # tokens whose update of the state is one matrix product
 CHUNK_PER_CHANNEL = 16  # the same if each channel of a key has its decay: takes memory for each pair of tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """The heads of a gated delta net. `tiled`: key heads are repeated one after another as a whole, else key head i
+    belongs to consecutive value heads. `strength` is the largest beta.
+    """
+
+    num_k: int
+    k_dim: int
+    num_v: int
+    tiled: bool
+    strength: float
+
+
+def delta_inputs(
+    x: torch.Tensor, gates: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, heads: DeltaHeads
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, g and beta of `gated_delta_rule`: of x `[T, ..]`, which begins with q and k, and gates `[T, 2 H]`, those of
+    beta and of the decay; all float32.
+    """
+    keys = heads.num_k * heads.k_dim
+    q, k = (l2_norm(part.unflatten(-1, (heads.num_k, heads.k_dim))) for part in x[:, : 2 * keys].split(keys, -1))
+    beta, a = gates.chunk(2, -1)
+    g = -A_log.exp() * softplus(a + dt_bias)
+    if heads.tiled:
+        q, k = (part.repeat(1, heads.num_v // heads.num_k, 1) for part in (q, k))
+    return q * heads.k_dim**-0.5, k, g[..., None], sigmoid(beta) * heads.strength
+
+
+def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Heads of x `[T, H, D]` float32, scaled to root mean square 1, times weight `[D]` and silu(z), z `[T, H D]`.
+    Returns `[T, H D]` in the dtype of z.
+    """
+    normed = rms_norm(x, weight, eps) * silu(z.float()).view_as(x)
+    return normed.flatten(1).to(z.dtype)
 
 
 def delta_one(

@@ -14,7 +14,7 @@ import torch
 
 from quire.worker.cache.scaled import KVCache, store
 from quire.worker.layers.activation import silu_and_mul
-from quire.worker.layers.delta_rule import gated_delta_rule
+from quire.worker.layers.delta_rule import delta_inputs, gated_delta_rule, gated_norm
 from quire.worker.layers.linear_attention import linear_attention
 from quire.worker.layers.lora import StepLora, add_lora
 from quire.worker.layers.lora_slots import add_lora_slots
@@ -117,6 +117,8 @@ class Ops:
 
     causal_conv = staticmethod(causal_conv)
     gated_delta_rule = staticmethod(gated_delta_rule)
+    delta_inputs = staticmethod(delta_inputs)
+    gated_norm = staticmethod(gated_norm)
     linear_attention = staticmethod(linear_attention)
     selective_scan = staticmethod(selective_scan)
     float_linear = staticmethod(float_linear)

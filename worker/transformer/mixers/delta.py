@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.worker.layers.delta_rule import DeltaHeads
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, Shard, WeightFormat
-from quire.worker.layers.norm import rms_norm
-from quire.worker.layers.rowwise import l2_norm, sigmoid, silu, softplus
 from quire.worker.layers.views import RowOrder
 from quire.worker.parallel import tp
 from quire.worker.transformer.calls import LayerCall
@@ -38,6 +37,8 @@ class GatedDeltaNet(StateMixer):
         super().__init__(spec.hidden_size, layer, kind.shapes(group.size))
         self.spec, self.eps = kind, spec.norm_eps
         self.num_k_heads, self.num_v_heads = kind.num_k_heads // group.size, kind.num_v_heads // group.size
+        strength = 2.0 if kind.neg_eigval else 1.0
+        self.heads = DeltaHeads(self.num_k_heads, kind.k_dim, self.num_v_heads, kind.tiled, strength)
         keys, values = kind.num_k_heads * kind.k_dim, kind.num_v_heads * kind.v_dim
         rows = split([keys, keys, values], group.rank, group.size)
         self.in_proj = ColumnParallelLinear(
@@ -65,18 +66,11 @@ class GatedDeltaNet(StateMixer):
         conv, states = self.state.pages
         keys, values = self.num_k_heads * kind.k_dim, self.num_v_heads * kind.v_dim
         qkv, z = self.in_proj(x).split([2 * keys + values, values], -1)
-        beta, a = self.gates_proj(x).float().chunk(2, -1)
-        q, k, v = self.conv1d(qkv, conv, step).split([keys, keys, values], -1)
-        q, k = (l2_norm(heads.unflatten(-1, (self.num_k_heads, kind.k_dim))) for heads in (q, k))
-        g = -self.A_log.exp() * softplus(a + self.dt_bias)
-        beta = sigmoid(beta) * (2.0 if kind.neg_eigval else 1.0)
-        v = v.unflatten(-1, (self.num_v_heads, kind.v_dim))
-        if kind.tiled:
-            q, k = (heads.repeat(1, self.num_v_heads // self.num_k_heads, 1) for heads in (q, k))
-        o = self.ops.gated_delta_rule(q * kind.k_dim**-0.5, k, v, g[..., None], beta, states, step)
-        o, z = call.needed(o), call.needed(z)
-        o = rms_norm(o, self.norm, self.eps) * silu(z.float()).view_as(o)
-        return self.out_proj(o.flatten(1).to(x.dtype))
+        mixed = self.conv1d(qkv, conv, step)
+        q, k, g, beta = self.ops.delta_inputs(mixed, self.gates_proj(x).float(), self.A_log, self.dt_bias, self.heads)
+        v = mixed[:, 2 * keys :].unflatten(-1, (self.num_v_heads, kind.v_dim))
+        o = self.ops.gated_delta_rule(q, k, v, g, beta, states, step)
+        return self.out_proj(self.ops.gated_norm(call.needed(o), call.needed(z), self.norm, self.eps))
 
 
 def _in_name(kind: DeltaSpec) -> str:
