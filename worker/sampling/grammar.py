@@ -188,13 +188,14 @@ class GrammarRows:
             j += 1 + len(batch.drafts.get(j, ()))
         return found
 
-    def forced(self, row: int, limit: int, guess: bool = False) -> list[int]:
-        """The next tokens of `row`, at most `limit`, as long as its grammar allows only one or, with `guess`, as long
-        as it forces the next bytes: then the longest token of these bytes. Waits for the outputs that no matcher has
-        seen.
+    def forced(self, limits: dict[int, int], guess: bool = False) -> dict[int, list[int]]:
+        """The next tokens of rows, at most `limits[row]`, as long as a row's grammar allows only one or, with `guess`,
+        as long as it forces the next bytes: then the longest token of these bytes. Waits for the outputs that no
+        matcher has seen.
         """
         arriving, self._arriving = self._arriving, []
-        return self._filling.submit(self._forced, self.rows[row], limit, guess, arriving).result()
+        matchers = [(self.rows[row], limit) for row, limit in limits.items()]
+        return dict(zip(limits, self._filling.submit(self._all_forced, matchers, guess, arriving).result()))
 
     def allowed(self, row: int, token_ids: list[int]) -> int:
         """How many of `token_ids` the grammar of `row` allows as its next tokens."""
@@ -259,8 +260,13 @@ class GrammarRows:
         masks.bits = np.concatenate(bits) if bits else None
         masks.eos_token_id = tokens.eos_token_id
 
-    def _forced(self, matcher: _Matcher, limit: int, guess: bool, arriving: Sequence[_Arrival]) -> list[int]:
+    def _all_forced(
+        self, matchers: Sequence[tuple[_Matcher, int]], guess: bool, arriving: Sequence[_Arrival]
+    ) -> list[list[int]]:
         _receive(arriving)
+        return [self._forced(matcher, limit, guess) for matcher, limit in matchers]
+
+    def _forced(self, matcher: _Matcher, limit: int, guess: bool) -> list[int]:
         matcher.ready.result()
         forced: list[int] = []
         if matcher.error is not None or not matcher.is_active:

@@ -12,6 +12,13 @@ class GrammarDrafter:
     def __init__(self, grammars: GrammarRows, guess: bool) -> None:
         """With `guess` drafts need not be certain."""
         self.grammars, self.guess = grammars, guess
+        self._found: dict[int, list[int]] = {}
+
+    def prepare(self, limits: dict[int, int]) -> None:
+        """Find what `propose` will say for rows with a grammar, at most `limits[row]` tokens: at once, because each
+        call waits for the thread of the grammars.
+        """
+        self._found = self.grammars.forced(limits, self.guess) if limits else {}
 
     def propose(self, row: int, history: History, limit: int) -> list[int]:
-        return self.grammars.forced(row, limit, self.guess) if history.has_grammar else []
+        return self._found.pop(row, [])[:limit]

@@ -202,6 +202,7 @@ class Speculator:
         num_draft: dict[int, int] = {}
         predicted: list[int] = []
         plan = Plan(self.costs, len(step.samples)) if self.speculation.num_draft is None else None
+        mine: dict[int, _Row] = {}
         for i, ids in zip(step.samples, token_ids):
             row = self.rows.get(step.rows[i])
             if row is None or not ids:
@@ -209,12 +210,27 @@ class Speculator:
             if i in verified:
                 row.learn(len(verified[i]), len(ids) - 1)
             row.history.add(ids)
+            mine[i] = row
+        self._prepare({step.rows[i]: row for i, row in mine.items() if row.history.has_grammar})
+        for i, row in mine.items():
             row.draft = self._propose(step.rows[i], row, plan, self.most - sum(num_draft.values()))
             if row.draft:
                 num_draft[i] = len(row.draft)
                 if row.is_prediction:
                     predicted.append(i)
         return num_draft, predicted
+
+    def _prepare(self, rows: dict[int, _Row]) -> None:
+        """Let the grammars of rows say what they force."""
+        num = self.speculation.num_draft
+        limits = {
+            number: min(num or min(row.length, STEP_DRAFTS), MAX_DRAFT)
+            for number, row in rows.items()
+            if num is not None or not row.pause
+        }
+        for drafter in self.drafters:
+            if isinstance(drafter, GrammarDrafter):
+                drafter.prepare(limits)
 
     def _propose(self, number: int, row: _Row, plan: Plan | None, room: int) -> list[int]:
         """Drafts of the first source that has any that pay; without a plan all do."""
