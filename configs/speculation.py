@@ -9,16 +9,17 @@ from dataclasses import dataclass
 MAX_DRAFT = 64  # draft tokens of one request that a step may verify
 METHODS = ("auto", "ngram", "suffix", "grammar", "mtp", "eagle3", "draft_model", "none")
 WITH_MODEL = ("draft_model", "eagle3")
-# flags of llama.cpp -> keys, and its types of drafts -> methods
+# flags of llama.cpp, of today and before, -> keys, and its types of drafts -> methods
 LLAMACPP_FLAGS = {
     "--spec-type": "method",
-    "--model-draft": "model",
-    "-md": "model",
-    "--draft-max": "num_speculative_tokens",
-    "--draft": "num_speculative_tokens",
-    "--draft-n": "num_speculative_tokens",
-    "--draft-min": "draft_min",
-}
+    **dict.fromkeys(("--spec-draft-model", "--model-draft", "-md"), "model"),
+    **dict.fromkeys(
+        ("--spec-draft-n-max", "--draft-max", "--draft", "--draft-n", "--spec-ngram-mod-n-max",
+         "--spec-ngram-simple-size-m", "--spec-ngram-map-k-size-m", "--spec-ngram-map-k4v-size-m"),
+        "num_speculative_tokens",
+    ),
+    **dict.fromkeys(("--spec-draft-n-min", "--draft-min"), "draft_min"),
+}  # fmt: skip
 _LLAMACPP_TYPES = {
     "none": "none",
     "draft": "draft_model",
@@ -83,9 +84,7 @@ def from_llamacpp(given: Mapping[str, str]) -> str:
     for flag, text in given.items():
         key, value = LLAMACPP_FLAGS[flag], text
         if key == "method":
-            if text not in (*_LLAMACPP_TYPES, *METHODS):
-                raise ValueError(f"{flag}: {text!r} is not one of {', '.join(_LLAMACPP_TYPES)}")
-            value = _LLAMACPP_TYPES.get(text, text)
+            value = _method(flag, text)
         elif key != "model":
             if not text.isdecimal():
                 raise ValueError(f"{flag}: expected a whole number, got {text!r}")
@@ -101,6 +100,21 @@ def from_llamacpp(given: Mapping[str, str]) -> str:
     except ValueError as error:
         raise ValueError(f"{', '.join(given)}: {error}") from None
     return config
+
+
+def _method(flag: str, text: str) -> str:
+    """The method of llama.cpp's types, which may be several, separated by commas."""
+    types = [name.strip() for name in text.split(",")]
+    for name in types:
+        if name not in (*_LLAMACPP_TYPES, *METHODS):
+            raise ValueError(f"{flag}: {name!r} is not one of {', '.join(_LLAMACPP_TYPES)}")
+    methods = {_LLAMACPP_TYPES.get(name, name) for name in types}
+    methods = methods - {"none"} or methods
+    if len(methods) == 1:
+        return methods.pop()
+    if not methods <= {"ngram", "suffix", "mtp"}:
+        raise ValueError(f"{flag}: {text!r}: only lookups and draft-mtp can be combined")
+    return "auto" if "mtp" in methods else "suffix"
 
 
 def _whole(values: dict[str, object], key: str, maximum: int) -> int | None:

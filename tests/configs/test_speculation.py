@@ -58,6 +58,14 @@ def test_wrong_settings_are_refused_at_start(refused, text, message):  # noqa: F
         (["--spec-type", "draft-simple", "--model-draft", "s"], {"method": "draft_model", "model": "s"}),
         (["--draft", "5", "--draft-min", "1"], {"num_speculative_tokens": 5}),
         (["--draft_n", "5", "--draft-max", "5"], {"num_speculative_tokens": 5}),
+        (["--spec-draft-model", "s", "--spec-draft-n-max", "8"], {"model": "s", "num_speculative_tokens": 8}),
+        (
+            ["--spec-type", "ngram-map-k", "--spec-ngram-map-k-size-m", "9"],
+            {"method": "suffix", "num_speculative_tokens": 9},
+        ),
+        (["--spec-type", "draft-mtp,ngram-mod", "--spec-draft-n-min", "0"], {"method": "auto"}),
+        (["--spec-type", "none,ngram-simple"], {"method": "ngram"}),
+        (["--spec-type", "ngram-simple,ngram-map-k"], {"method": "suffix"}),
     ],
 )
 def test_flags_of_llamacpp(served, flags, values):  # noqa: F811
@@ -68,6 +76,8 @@ def test_flags_of_llamacpp(served, flags, values):  # noqa: F811
     ("flags", "message"),
     [
         (["--spec-type", "magic"], "--spec-type: 'magic' is not one of none, draft"),
+        (["--spec-type", "ngram-simple,magic"], "--spec-type: 'magic' is not one of none, draft"),
+        (["--spec-type", "draft-mtp,draft-eagle3"], "only lookups and draft-mtp can be combined"),
         (["--draft-max", "65"], "--draft-max: num_speculative_tokens is 65"),
         (["--draft-max", "many"], "--draft-max: expected a whole number"),
         (["--draft-max", "3", "--draft", "4"], "num_speculative_tokens is set twice"),
