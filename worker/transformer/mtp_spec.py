@@ -29,7 +29,8 @@ class WithMTP:
     def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
         spec, text = super().read_config(architecture, raw), text_part(raw)
         stored = text.get("quantization_config")
-        if isinstance(stored, dict) and stored.get("quant_method") == "gguf":  # the reader gives tensors the decoder's names
+        if isinstance(stored, dict) and stored.get("quant_method") == "gguf":
+            # the reader gives tensors the decoder's names
             count, names = "mtp.fc.weight" in stored.get("types", ()), {}
         else:
             count, names = text.get(cls.mtp_key), cls.mtp_names
