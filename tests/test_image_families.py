@@ -134,6 +134,7 @@ def _llava_onevision(pictures: list[Image.Image]) -> dict[str, Any]:
 QWEN = "qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "paddleocr_vl"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*QWEN, "gemma3", "gemma4", "llava_onevision", "idefics3", "smolvlm"])
 def test_from_the_picture_to_the_tokens(name, tmp_path):
     model = build(name, tmp_path)

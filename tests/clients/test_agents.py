@@ -39,6 +39,7 @@ class TestLangChain:
         langchain_openai = pytest.importorskip("langchain_openai")
         return langchain_openai.ChatOpenAI(model=NAME, base_url=url, api_key="unused", temperature=0, max_tokens=200)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
     def test_with_structured_output(self, model, method):
         assert model.with_structured_output(Person, method=method).invoke(DESCRIBE) == ANNA

@@ -185,6 +185,7 @@ class TestStopStrings:
             before = text
         return text, None, len(ids)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["byte_level", "llama2", "word_piece"])
     @settings(max_examples=120, deadline=None)
     @given(data=st.data())

@@ -96,6 +96,7 @@ def test_drafts_are_those_of_the_twin_and_change_no_token(name, tmp_path):
     check_drafts(engine, twin, VOCAB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "glm4-moe"])
 def test_heads_of_gguf_files(name, kind, tmp_path):

@@ -162,6 +162,7 @@ def weight_of(layer: Linear) -> torch.Tensor:
     return weight if order is None else weight[:, order.argsort()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_exact(sources, tmp_path, name):
     folder = Path(make.write(sources("qwen3"), tmp_path, *FORMATS[name]))

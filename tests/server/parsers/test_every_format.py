@@ -41,6 +41,7 @@ def pieces_of_text(tools: str, reasoning: str) -> st.SearchStrategy[str]:
     return st.lists(st.sampled_from(own * 3 + common + words), max_size=40).map("".join)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tools", "reasoning"), PAIRS)
 @settings(max_examples=40)
 @given(data=st.data())
