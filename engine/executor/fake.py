@@ -50,14 +50,19 @@ def extend(state: int, token_id: int) -> int:
 def next_token(state: int, sampling: SamplingParams, num_outputs: int, vocab_size: int, eos_chance: float) -> int:
     """Return the token that follows a context.
 
-    With probability `eos_chance` it is an end-of-sequence token, except below `min_tokens`.
+    With probability `eos_chance` it is an end-of-sequence token, except below `min_tokens`; otherwise it is none, so
+    that with a chance of 0 only the limits of a request end it, whatever its seed.
     """
     # mix all bits, because the low bits are dropped below
     mixed = (state ^ (state >> 29)) * 0xBF58476D1CE4E5B9 + sampling.seed * 0x9E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 32)) & _MASK
     if sampling.eos_token_ids and num_outputs >= sampling.min_tokens and mixed % 9973 < eos_chance * 9973:
         return sampling.eos_token_ids[mixed % len(sampling.eos_token_ids)]
-    return (mixed >> 14) % vocab_size
+    token_id = (mixed >> 14) % vocab_size
+    for _ in () if sampling.ignore_eos else sampling.eos_token_ids:
+        if token_id in sampling.eos_token_ids:
+            token_id = (token_id + 1) % vocab_size
+    return token_id
 
 
 def with_images(token_ids: list[int], media: Sequence[MediaItem]) -> list[int]:

@@ -90,6 +90,12 @@ def test_eos_chance_and_min_tokens():
     assert min(lengths) > 20 and 27 < sum(lengths) / len(lengths) < 34
 
 
+def test_with_a_chance_of_0_no_seed_ends_a_request():
+    for seed in range(100):
+        sampling = SamplingParams(max_tokens=50, eos_token_ids=[1, 2, VOCAB - 1, 0], seed=seed)
+        assert len(expected_tokens([seed], sampling, 5000, VOCAB)) == 50
+
+
 def test_steps_queue_up_on_the_pretended_device():
     fake, start = executor(step_delay=0.05), time.monotonic()
     step = StepInput(1, [NewRequest(0, [5], 1, [[1]], SAMPLING)], [0], [0], [1], [[]], [0])
