@@ -65,20 +65,37 @@ def measure_activations(
     model: CausalLM, spec: ModelSpec, platform: Platform, limits: Limits, cache: CachePlan, stage: SingleStage
 ) -> int:
     """Bytes of device memory that the largest step needs in addition to weights and KV cache, measured by running it
-    over a cache of a few blocks.
+    over a cache of a few blocks: with as many requests as possible and, if layers have states, with as few as possible,
+    because kernels of states keep something per chunk of a long prompt.
+    """
+    most = limits.max_num_batched_tokens
+    counts = [min(limits.max_num_seqs, most)]
+    if any(group.kind == "state" for group in cache.groups):
+        counts.append(min(-(-most // limits.max_model_len), counts[0]))
+    return max(_measure(model, spec, platform, limits, cache, stage, _lengths(limits, count)) for count in counts)
+
+
+def _lengths(limits: Limits, num_reqs: int) -> list[int]:
+    most, rest = divmod(limits.max_num_batched_tokens, num_reqs)
+    return [min(most + (i < rest), limits.max_model_len) for i in range(num_reqs)]
+
+
+def _measure(
+    model: CausalLM,
+    spec: ModelSpec,
+    platform: Platform,
+    limits: Limits,
+    cache: CachePlan,
+    stage: SingleStage,
+    lengths: list[int],
+) -> int:
+    """The bytes of a step with prompts of `lengths` tokens.
 
     All requests share the same blocks, so the results are meaningless. Every row samples in the way that takes the most
     memory: at random, with penalties, and with raw log-probabilities, which need a copy of the logits. One request
     scores its prompt, so that the hidden states of all tokens are kept.
     """
-    num_reqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    lengths = [
-        min(
-            limits.max_num_batched_tokens // num_reqs + (i < limits.max_num_batched_tokens % num_reqs),
-            limits.max_model_len,
-        )
-        for i in range(num_reqs)
-    ]
+    num_reqs = len(lengths)
     blocks = list(range(1, -(-max(lengths) // limits.attention.block_size) + 1))
     num_logprobs = min(_MEASURED_LOGPROBS, spec.vocab_size)
     sampling = SamplingParams(

@@ -275,6 +275,7 @@ class Worker:
         """Build this rank's share of the model and load its weights."""
         options = self.config.model
         progress("loading weights", 0.0)
+        platform.ops.use_packages(limits.dtype)
         model = build_model(
             spec, limits.dtype, platform.device, limits.max_model_len, options.quantization, platform.ops
         )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quire.configs.config import Config
+from quire.worker import measuring
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.messages import SamplingParams
 from quire.worker.platforms.cpu import CpuPlatform
@@ -17,6 +18,7 @@ from quire.worker.sampling import logprobs, sampler
 from quire.worker.sampling.processors import Penalties
 from quire.worker.worker import Worker
 from tests.checkpoints import TOKENIZER_SIZE, greedy, load_reference
+from tests.families import build_family
 from tests.worker.steps import Script
 
 PROMPT = torch.randint(4, TOKENIZER_SIZE, (20,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -204,3 +206,21 @@ def test_the_step_that_is_measured_takes_what_sampling_can_take(checkpoint, monk
     plan = worker.initialize(lambda phase, fraction: None).plan
     assert seen == {"_apply": 4, "entries": 7} and 10**8 * 0.9 < plan.activations <= 10**8
     worker.shutdown()
+
+
+def test_models_with_states_are_also_measured_with_long_prompts(checkpoint, monkeypatch, tmp_path):
+    """Kernels of states keep something per chunk of a prompt, those of attention do not."""
+
+    class Measured(CpuPlatform):
+        measures_memory = True
+        memory_in_use = staticmethod(lambda: (0, 10**8))
+
+    seen, measure = [], measuring._measure
+    monkeypatch.setattr(measuring, "_measure", lambda *args: seen.append(args[-1]) or measure(*args))
+    monkeypatch.setattr("quire.worker.worker.get_platform", lambda *args: Measured())
+    for folder, want in ((checkpoint("qwen3"), [[8] * 4]), (build_family("lfm2", tmp_path), [[8] * 4, [32]])):
+        worker = _worker(folder, max_num_batched_tokens=32)
+        worker.initialize(lambda phase, fraction: None)
+        worker.shutdown()
+        assert seen == want
+        seen.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from quire.worker.layers.quantization.blocks import Rows
 from quire.worker.layers.quantization.int_at_load import quantize
 from quire.worker.layers.quantization.int_groups import E4M3, GROUP_SIZE, TABLE, Groups
 from quire.worker.layers.quantization.mxfp4_experts import mxfp4_groups
+from quire.worker.layers.state import by_stages
 from quire.worker.platforms.ops import Ops
 
 if TYPE_CHECKING:
@@ -71,6 +73,14 @@ class TritonOps(Ops):
         self.linear_attention = triton_states.linear_attention
         self._multiplies_floats8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
         self.silu_and_mul, self.qk_norm_rope_write = kernels.silu_and_mul, kernels.qk_norm_rope_write
+
+    def use_packages(self, dtype: torch.dtype) -> None:
+        from quire.worker.cuda import fla, triton_states
+
+        rule = triton_states.gated_delta_rule
+        if dtype != torch.float32 and find_spec("fla") is not None:
+            rule = by_stages(0, 1, 2, 3, 4)(fla.DeltaRule(rule, dtype))
+        self.gated_delta_rule = rule
 
     def quantize_weight(self, layer: Linear, bits: int, group: int) -> LinearMethod:
         from quire.worker.cuda.quantized import TritonGroups

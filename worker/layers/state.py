@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,16 +68,17 @@ class StateStep:
     # (indices of tokens, how they pass), one after another, of a step in which requests leave states between their
     # tokens: before each draft, which may be rejected, and at the checkpoints of prompts.
     stages: list[tuple[torch.Tensor, StateStep]] = field(default_factory=list)
+    prepared: dict[str, Any] = field(default_factory=dict)  # what kernels keep of this step for the other layers
 
     def advance(self, pages: torch.Tensor, one: OneToken, many: ManyTokens, *inputs: torch.Tensor) -> torch.Tensor:
         """Pass the step's tokens, whose `inputs` are `[T, ..]`, through the states in `pages`. Returns `[T, ..]`."""
         if self.ones is None:
-            out, states = one(self._load(pages, self.read, self.fresh), *inputs)
+            out, states = one(self.load(pages, self.read, self.fresh), *inputs)
             pages[self.write] = states
             return out
         out, (requests, tokens) = None, self.ones
         if len(requests):
-            states = self._load(pages, self.read[requests], self.fresh[requests])
+            states = self.load(pages, self.read[requests], self.fresh[requests])
             results, states = one(states, *(x[tokens] for x in inputs))
             pages[self.write[requests]] = states
             out = results.new_empty(len(inputs[0]), *results.shape[1:])
@@ -91,7 +93,7 @@ class StateStep:
         return out
 
     @staticmethod
-    def _load(pages: torch.Tensor, read: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    def load(pages: torch.Tensor, read: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
         states = pages[read]
         return states.masked_fill_(fresh.view(-1, *[1] * (states.dim() - 1)), 0.0)
 

@@ -77,6 +77,9 @@ class Ops:
 
     name = "torch"
 
+    def use_packages(self, dtype: torch.dtype) -> None:
+        """Take operations of a model in `dtype` from installed packages where they are faster."""
+
     # ---- layer operations between matrix products
 
     rms_norm = staticmethod(rms_norm)
