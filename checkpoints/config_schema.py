@@ -11,13 +11,21 @@ from typing import Any
 
 from quire.checkpoints.rules import FLAG, MAX_LAYERS, OBJECT, TEXT, TEXTS, Kind, Number, Rule, Whole, shown
 
-_TEXT_PARTS = ("text_config", "language_config", "llm_config")
+_PARTS = ("text_config", "language_config", "llm_config", "linear_attn_config")
 _DEEPEST = 64  # nested objects and lists
 
 
 _SIZE, _COUNT, _POSITIONS = Whole(1, 1 << 20), Whole(0, 1 << 16), Whole(1, (1 << 31) - 1)
 _TOKENS = Kind("a token id or a list of them", (int, list), (int,))
 _EPSILON, _FACTOR = Number(0, 1), Number(-1e9, 1e9)
+
+# of layers with recurrent states
+_STATE_SIZES = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim", "linear_num_heads", "linear_head_dim", "conv_L_cache", "n_groups", "state_size",
+    "conv_kernel", "ssm_state_size", "mamba_num_heads", "mamba_head_dim", "mamba_n_heads", "mamba_n_groups",
+    "mamba_d_state", "mamba_d_conv", "mamba_ngroups", "num_heads", "short_conv_kernel_size",
+)  # fmt: skip
 
 KEYS: dict[str, Rule] = {
     "architectures": TEXTS,
@@ -32,6 +40,9 @@ KEYS: dict[str, Rule] = {
     "num_attention_heads": Whole(1, 1 << 14, per_layer=True),
     "num_key_value_heads": Whole(1, 1 << 14, per_layer=True),
     "head_dim": Whole(0, 1 << 14),
+    **dict.fromkeys(_STATE_SIZES, _SIZE),
+    **dict.fromkeys(("time_step_rank", "mamba_dt_rank", "mamba_d_head"), Whole(1, 1 << 20, auto=True)),
+    **dict.fromkeys(("expand", "mamba_expand"), Number(1e-3, 1 << 10)),
     "max_position_embeddings": _POSITIONS,
     "original_max_position_embeddings": _POSITIONS,
     "sliding_window": Whole(0, (1 << 31) - 1),
@@ -87,7 +98,7 @@ KEYS: dict[str, Rule] = {
 def check_config(raw: Mapping[str, Any], path: Path) -> None:
     """Raise ValueError naming the file, the key and what it must be, for the first key of another kind or size."""
     _check_depth(raw, path)
-    for part, values in (("", raw), *((f"{name}.", raw.get(name)) for name in _TEXT_PARTS)):
+    for part, values in (("", raw), *((f"{name}.", raw.get(name)) for name in _PARTS)):
         if not isinstance(values, Mapping):
             if values is None:
                 continue

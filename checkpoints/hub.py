@@ -20,7 +20,7 @@ from quire.checkpoints.gguf.header import is_gguf
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.jsonl"]
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "*.gguf"]  # of LoRA
 MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
 # other precisions and formats of the same weights; folders like 1_Pooling are sentence-transformers' steps

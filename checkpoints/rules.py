@@ -9,13 +9,16 @@ MAX_LAYERS = 1024
 
 
 class Whole(NamedTuple):
-    """A whole number, or a list of them, one per layer, if `per_layer`."""
+    """A whole number, or a list of them, one per layer, if `per_layer`, or "auto" if `auto`."""
 
     low: int
     high: int
     per_layer: bool = False
+    auto: bool = False
 
     def fits(self, value: Any) -> bool:
+        if self.auto and value == "auto":
+            return True
         if self.per_layer and isinstance(value, list):
             return len(value) <= MAX_LAYERS and all(entry is None or self._fits(entry) for entry in value)
         return self._fits(value)
@@ -25,7 +28,8 @@ class Whole(NamedTuple):
         return whole and self.low <= value <= self.high
 
     def __str__(self) -> str:
-        return f"a whole number from {self.low} to {self.high}" + (" or a list of them" if self.per_layer else "")
+        others = (" or a list of them" if self.per_layer else "") + (' or "auto"' if self.auto else "")
+        return f"a whole number from {self.low} to {self.high}{others}"
 
 
 class Number(NamedTuple):

@@ -18,7 +18,8 @@ from quire.checkpoints.gguf.names import AFTER, MIXED, POST, PRE, SANDWICH
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
     """`settings` are keys of config.json; `swapped`: rows of q and k are in the order of interleaved rotary pairs;
-    `shifted`: norms are stored as 1 + w where safetensors have w; `fused_qkv`: the decoder has one weight for q, k
+    `shifted`: norms are stored as 1 + w where safetensors have w, those whose names end with a key of `offsets` as
+    that number + w; `fused_qkv`: the decoder has one weight for q, k
     and v.
     """
 
@@ -28,6 +29,7 @@ class GgufArchitecture:
     names: Mapping[str, str] = field(default_factory=lambda: PRE)
     swapped: bool = False
     shifted: bool = False
+    offsets: Mapping[str, float] = field(default_factory=dict)
     fused_qkv: bool = False
 
 
@@ -97,6 +99,24 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", "olmo2", dense.olmo2, POST),
     "olmoe": GgufArchitecture("OlmoeForCausalLM", "olmoe", mixture.olmoe),
     "phi3": GgufArchitecture("Phi3ForCausalLM", "phi3", dense.phi3, PRE | _FUSED_UP, fused_qkv=True),
+    "plamo2": GgufArchitecture(
+        "Plamo2ForCausalLM",
+        "plamo2",
+        recurrent.plamo2,
+        recurrent.PLAMO2,
+        shifted=True,
+        offsets=recurrent.PLAMO_OFFSETS | {"q_norm": 0.0, "k_norm": 0.0},
+        fused_qkv=True,
+    ),
+    "plamo3": GgufArchitecture(
+        "Plamo3ForCausalLM",
+        "plamo3",
+        recurrent.plamo3,
+        recurrent.PLAMO,
+        shifted=True,
+        offsets=recurrent.PLAMO_OFFSETS,
+        fused_qkv=True,
+    ),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2"),
     "qwen2moe": GgufArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", mixture.qwen2_moe),
     # positions of text are the same in all of its parts

@@ -153,17 +153,17 @@ def cache_folder() -> Path:
 
 def write_folder(file: GgufFile, folder: Path, progress: Progress = lambda phase, fraction: None) -> None:
     """Write the model's folder: config.json, the tokenizer, and generation_config.json."""
-    from quire.checkpoints.gguf.tokenizer import gguf_tokenizer
+    from quire.checkpoints.gguf.tokenizer import tokenizer_files
 
     with reading(file.path, file.metadata):
         config = model_config(file, _rope_factors(file))
         drop_wrong_ids(file.metadata, file.path)
-        tokenizer, tokenizer_config = gguf_tokenizer(file.metadata)
+        tokenizer = tokenizer_files(file.metadata)
     progress(CONVERTING, 0.8)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as draft:
-        Path(draft, "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
-        _write_json(draft, "tokenizer_config.json", tokenizer_config)
+        for name, text in tokenizer.items():
+            Path(draft, name).write_text(text, encoding="utf-8")
         _write_json(draft, "config.json", config)
         _write_json(draft, "generation_config.json", generation_config(file))
         write_modules(file, Path(draft))

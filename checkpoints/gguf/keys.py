@@ -106,7 +106,7 @@ ARCHITECTURE: dict[str, Key] = {
     "shortconv.l_cache": Key(Whole(2, 64), note="LFM2"),
     "ssm.conv_kernel": Key(Whole(2, 64)),
     "ssm.state_size": Key(_SIZE),
-    "ssm.group_count": Key(Whole(1, 1 << 16)),
+    "ssm.group_count": Key(Whole(0, 1 << 16)),  # 0 in files of PLaMo 2
     "ssm.time_step_rank": Key(_SIZE),
     "ssm.inner_size": Key(_SIZE),
     "ssm.dt_b_c_rms": Key(FLAG),

@@ -109,7 +109,7 @@ def tensor_name(name: str, own: Mapping[str, str], num_layers: int | None = None
     """
     if name.endswith(".exp_probs_b"):  # of Hunyuan 3, written without an end
         name += ".bias"
-    if name.endswith((".ssm_a", ".ssm_d", ".ffn_norm")):  # the last one of Falcon-H1
+    if re.fullmatch(r"blk\.\d+\.\w+", name):  # ssm_a and ssm_d, norms of Falcon-H1 and PLaMo
         name += ".weight"
     match = re.fullmatch(r"blk\.(\d+)\.(.+)\.(\w+)", name)
     if match is None:

@@ -3,18 +3,22 @@
 - llama: SentencePiece BPE: the pair with the best score is merged first, and what no piece has is bytes.
 - gemma4: BPE with merges, without words.
 - t5: SentencePiece unigram: the pieces with the best sum of scores.
+- plamo2: pieces with the best sum of scores, by rules of their own (`server/text/plamo.py`).
 - bert: WordPiece: the longest piece first. Pieces that begin a word have a U+2581 in front, which "##" replaces here.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+PLAMO = "plamo2"
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+_BYTE = 6
 _NORMAL = 1
 _SPACE = "\u2581"
 
@@ -39,6 +43,14 @@ def gemma_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
+
+
+def plamo_lines(metadata: Mapping[str, Any], tokens: list[str]) -> str:
+    """The lines of tokenizer.jsonl."""
+    names = {UNKNOWN: "UNKNOWN", CONTROL: "CONTROL", _BYTE: "BYTE"}
+    kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    entries = zip(tokens, metadata["tokenizer.ggml.scores"], (names.get(kind, "NORMAL") for kind in kinds))
+    return "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
 
 
 def unigram(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.checkpoints.gguf.experts import experts, groups
 from quire.checkpoints.gguf.metadata import FULL, Metadata, Settings
-from quire.checkpoints.gguf.names import PRE
+from quire.checkpoints.gguf.names import PRE, SANDWICH
 from quire.checkpoints.gguf.settings import granite, latent
 
 STATE = "linear_attention"
@@ -63,6 +63,25 @@ KIMI = PRE | {
     "ssm_a.weight": "self_attn.A_log",
     "ssm_norm": "self_attn.o_norm",
 }
+
+
+PLAMO = SANDWICH | {"ffn_up": "mlp.gate_up_proj"}
+PLAMO2 = PLAMO | {
+    "ssm_in": "self_attn.in_proj",
+    "ssm_conv1d": "self_attn.conv1d",
+    "ssm_x": "self_attn.bcdt_proj",
+    "ssm_dt.weight": "self_attn.dt_proj.weight",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_dt_norm.weight": "self_attn.dt_norm_weight",
+    "ssm_b_norm.weight": "self_attn.B_norm_weight",
+    "ssm_c_norm.weight": "self_attn.C_norm_weight",
+    "ssm_a.weight": "self_attn.A_log",
+    "ssm_d.weight": "self_attn.D",
+    "ssm_out": "self_attn.out_proj",
+}
+# norms that files of PLaMo store as offset + w where safetensors have w, by the ends of their names
+AFTER_MIXER, AFTER_MLP = "post_attention_layernorm", "post_feedforward_layernorm"
+PLAMO_OFFSETS = {AFTER_MIXER: 1 / 5, AFTER_MLP: 1 / 5**1.5}
 
 
 LING = KIMI | {"ssm_f_a": "self_attn.f_proj", "ssm_g_a": "self_attn.g_proj", "attn_gate": "self_attn.g_proj"}
@@ -314,3 +333,35 @@ def granite_hybrid(m: Metadata) -> Settings:
             "mamba_proj_bias": _somewhere(m, "ssm_in.bias"),
         }
     )
+
+
+def plamo2(m: Metadata) -> Settings:
+    """Files do not have the window of attention, which is that of the published models."""
+    attends = [kind == FULL for kind in _attending(m, STATE)["layer_types"]]
+    count = len(attends)
+    steps = [step for step in range(2, 2 * count + 2) if plamo2_attends(count, step) == attends]
+    if not steps:
+        raise ValueError(f"{m.file.path}: {m.kind}.attention.head_count_kv does not follow one period")
+    return {
+        "hidden_size_per_head": m.get("attention.key_length"),
+        "num_key_value_heads": m.one("attention.head_count_kv"),
+        "mamba_step": steps[0],
+        "mamba_d_state": m.get("ssm.state_size"),
+        "mamba_d_conv": m.get("ssm.conv_kernel"),
+        "mamba_num_heads": m.get("ssm.time_step_rank"),
+    }
+
+
+def plamo2_attends(num_layers: int, step: int) -> list[bool]:
+    """Which layers of a PLaMo 2 attend: one in `step`, or the last."""
+    if num_layers <= step // 2:
+        return [i == num_layers - 1 for i in range(num_layers)]
+    return [i % step == step // 2 for i in range(num_layers)]
+
+
+def plamo3(m: Metadata) -> Settings:
+    return {
+        "window_size": m.get("attention.sliding_window"),
+        "sliding_window_pattern": m.get("attention.sliding_window_pattern", 8),
+        "rope_local_theta": m.get("rope.freq_base_swa", 10000.0),
+    }

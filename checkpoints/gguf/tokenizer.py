@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata as tokenizer.json and tokenizer_config.json.
+"""The tokenizer in a GGUF file's metadata as tokenizer.json (PLaMo: tokenizer.jsonl) and tokenizer_config.json.
 
 `tokenizer.ggml.model` gpt2 is byte-level BPE with merges, split by the patterns that `tokenizer.ggml.pre` names
 (`splits.py`); the others are in `pieces.py`.
@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +14,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from quire.checkpoints.gguf.pieces import (
     CONTROL,
+    PLAMO,
     UNKNOWN,
     USER_DEFINED,
     gemma_bpe,
     merges_by_score,
+    plamo_lines,
     read_merges,
     sentencepiece_bpe,
     unigram,
@@ -28,18 +31,34 @@ _IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_tok
 _MORE_IDS = {"sep_token": "seperator", "mask_token": "mask", "cls_token": "cls"}  # llama.cpp's spelling
 
 
-def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer and its tokenizer_config.json.
+def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The files of the tokenizer, by name.
 
     Raises:
         ValueError: the kind of tokenizer is not supported.
     """
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
+    if kind == PLAMO and tokens:
+        config = _config(metadata, tokens) | {"tokenizer_class": "Plamo2Tokenizer"}
+        config |= {name: metadata.get(f"tokenizer.ggml.{name}", False) for name in ("add_bos_token", "add_eos_token")}
+        return {"tokenizer.jsonl": plamo_lines(metadata, tokens), "tokenizer_config.json": _json(config)}
+    tokenizer, config = gguf_tokenizer(metadata)
+    return {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": _json(config)}
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer, of another kind than PLaMo's, and its tokenizer_config.json. Raises as `tokenizer_files` does."""
+    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
     if kind not in _MODELS or not tokens:
-        raise ValueError(f"tokenizer.ggml.model {kind!r} is not supported; supported: {', '.join(_MODELS)}")
+        raise ValueError(f"tokenizer.ggml.model {kind!r} is not supported; supported: {', '.join((*_MODELS, PLAMO))}")
     tokenizer = _MODELS[kind](metadata, tokens)
-    added = _add_tokens(tokenizer, metadata, tokens)
-    config: dict[str, Any] = {"clean_up_tokenization_spaces": False, "added_tokens_decoder": added}
+    config = {"added_tokens_decoder": _add_tokens(tokenizer, metadata, tokens)} | _config(metadata, tokens)
+    _add_ends(tokenizer, metadata, tokens, kind)
+    return tokenizer, config
+
+
+def _config(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    config: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     for name, key in (_IDS | _MORE_IDS).items():
         if (token_id := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None and token_id < len(tokens):
             config[name] = tokens[token_id]
@@ -47,8 +66,11 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, An
         config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     if "tokenizer.chat_template" in metadata:
         config["chat_template"] = metadata["tokenizer.chat_template"]
-    _add_ends(tokenizer, metadata, tokens, kind)
-    return tokenizer, config
+    return config
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, ensure_ascii=False)
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:

@@ -23,6 +23,7 @@ from quire.checkpoints.files import check_readable
 from quire.checkpoints.reading import read_object, reading
 from quire.checkpoints.sentence_settings import transformer_settings
 from quire.checkpoints.templates import model_templates
+from quire.server.text import plamo
 from quire.server.text.chat_template import ChatTemplate, compile_template
 from quire.server.text.incremental_decoding import CleanUpStream, WindowDecoding, clean_up_spaces, decoding_of
 from quire.server.values import Json
@@ -43,7 +44,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer | _PythonTokenizer,
+        backend: tokenizers.Tokenizer | _PythonTokenizer | plamo.PlamoTokenizer,
         special_tokens: Mapping[str, str],
         chat_templates: Mapping[str, str],
         clean_up: bool = False,
@@ -58,11 +59,8 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added_texts = {token_id: token.content for token_id, token in added.items()}
         self._clean_up = clean_up
-        self._decoding = (
-            decoding_of(backend)
-            if isinstance(backend, tokenizers.Tokenizer)
-            else WindowDecoding(backend.decode, backend.id_to_token)
-        )
+        fast = isinstance(backend, tokenizers.Tokenizer)
+        self._decoding = decoding_of(backend) if fast else backend.decoding()
 
     @classmethod
     def load(
@@ -78,6 +76,8 @@ class Tokenizer:
         with reading(folder):
             if (folder / "tokenizer.json").is_file():
                 tokenizer = _load_fast(cls, folder)
+            elif (folder / plamo.FILE).is_file():
+                tokenizer = _load_plamo(cls, folder)
             else:
                 tokenizer = _load_with_transformers(cls, folder, trust_remote_code)
             tokenizer.lower_case_as_declared(folder)
@@ -277,6 +277,15 @@ def _load_fast(cls: type[Tokenizer], folder: Path) -> Tokenizer:
     )
 
 
+def _load_plamo(cls: type[Tokenizer], folder: Path) -> Tokenizer:
+    config = plamo.with_defaults(read_object(folder / "tokenizer_config.json"))
+    config |= {key: _text_of(value) for key, value in config.items() if key in NAMED_TOKENS}
+    backend = plamo.PlamoTokenizer.load(folder / plamo.FILE, config)
+    special = {name: config[name] for name in NAMED_TOKENS if backend.token_to_id(config.get(name) or "") is not None}
+    ends = _eos_token_ids(backend.token_to_id, special, folder)
+    return cls(backend, special, model_templates(folder, config), False, ends)
+
+
 def _text_of(token: Json) -> str | None:
     """The text of a token from a configuration: a string, or a dict with flags."""
     return token["content"] if isinstance(token, Mapping) else token
@@ -453,6 +462,9 @@ class _PythonTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def decoding(self) -> WindowDecoding:
+        return WindowDecoding(self.decode, self.id_to_token)
 
     def id_to_token(self, token_id: int) -> str | None:
         return self._tokenizer.convert_ids_to_tokens(token_id)

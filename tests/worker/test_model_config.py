@@ -12,6 +12,7 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from quire.checkpoints.config_schema import check_config
 from quire.worker.models.registry import (
     DECODERS,
     WRAPPED,
@@ -230,6 +231,24 @@ def test_published_keys_and_those_of_transformers(architecture, published, other
 def test_settings_of_state_models_that_are_refused(architecture, changes, message):
     with pytest.raises(ValueError, match=message):
         parse_model_spec({"architectures": [architecture], **changes})
+
+
+@pytest.mark.parametrize("value", [0, -1, "x", [1], 1.5])
+@pytest.mark.parametrize(
+    "key",
+    ["linear_num_key_heads", "linear_conv_kernel_dim", "conv_L_cache", "n_groups", "state_size", "mamba_n_groups",
+     "mamba_dt_rank", "mamba_d_head", "time_step_rank", "short_conv_kernel_size"],
+)  # fmt: skip
+def test_wrong_sizes_of_states_are_refused_by_name(key, value, tmp_path):
+    path = tmp_path / "config.json"
+    for part in ("", "text_config.", "linear_attn_config."):
+        raw = {part[:-1]: {key: value}} if part else {key: value}
+        with pytest.raises(ValueError, match=f'{re.escape(f"{path}: {part}{key}")} must be a whole number from 1 to'):
+            check_config(raw, path)
+    check_config({key: 4, "mamba_d_head": "auto", "time_step_rank": "auto", "mamba_expand": 1.5}, path)
+    if value != 1.5:
+        with pytest.raises(ValueError, match=r"mamba_expand must be a number from 0\.001 to 1024"):
+            check_config({"mamba_expand": value}, path)
 
 
 @pytest.mark.parametrize(

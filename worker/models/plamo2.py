@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from quire.checkpoints.gguf.states import plamo2_attends
 from quire.worker.layers.linear import WeightFormat
 from quire.worker.models.plamo3 import PlamoDecoder
 from quire.worker.transformer.config import LayerSpec, ModelSpec
@@ -65,7 +66,7 @@ class Plamo2(CausalLM):
         count, step, full = values["num_hidden_layers"], values["mamba_step"], values["full_attention_idx"] or ()
         if not isinstance(step, int) or step < 2:
             raise ValueError(f"mamba_step must be an integer of at least 2, not {step!r}")
-        attends = [i == count - 1 if count <= step // 2 else i % step == step // 2 for i in range(count)]
+        attends = plamo2_attends(count, step)
         return [STATE if not attends[i] else FULL if i in full else SLIDING for i in range(count)]
 
     @classmethod

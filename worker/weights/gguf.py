@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,8 +87,11 @@ class GgufCheckpoint(Checkpoint):
                     return lambda tensor: _unswapped(tensor, self.config[key])
         if name.endswith(".A_log"):
             return _log_of_decay
-        shifted = self.architecture.shifted and _NORM.search(name) and ".linear_attn." not in name
-        return _less_one if shifted else None
+        if not self.architecture.shifted or not _NORM.search(name) or ".linear_attn." in name:
+            return None
+        module = name.removesuffix(".weight")
+        offset = next((one for end, one in self.architecture.offsets.items() if module.endswith(end)), 1.0)
+        return partial(_less, offset) if offset else None
 
     def _join_latents(self) -> None:
         """Newer files have the keys and the values of `kv_b_proj` in tensors of their own."""
@@ -108,7 +112,7 @@ def _log_of_decay(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float().abs().log()
 
 
-def _less_one(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() - 1
+def _less(offset: float, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() - offset
 
 
