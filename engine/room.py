@@ -76,10 +76,13 @@ class Room:
 
     def num_draft(self, request: Request, limit: int) -> int:
         """Number of drafts of a decoding request to verify, at most `limit`: as many as the worker has, as long as the
-        request may get one token more than that, and none if their blocks are scarce.
+        request may get one token more than that, and none if their blocks are scarce. With states, a step ends at
+        the next block boundary at the latest: the state there is a checkpoint for the conversation's next turn.
         """
         num_tokens = len(request.token_ids)
         num_draft = min(request.num_draft, limit, request.max_total_tokens - num_tokens - 1)
+        if self.kv.checkpoints.tags:
+            num_draft = min(num_draft, -num_tokens % self.kv.block_size)
         if num_draft <= 0:
             return 0
         if not self.kv.has_room(request, num_tokens + num_draft):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -35,10 +36,14 @@ def words(seed: int, count: int) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("name", "depth", "turns"), [("qwen3_5", 1, 30), ("qwen3_5", 2, 8), ("mamba2", 1, 8)])
-def test_each_turn_of_a_conversation_computes_its_new_text(name, depth, turns, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "depth", "turns", "drafts"),
+    [("qwen3_5", 1, 30, None), ("qwen3_5", 2, 8, None), ("mamba2", 1, 8, None), ("qwen3_5", 1, 8, "suffix")],
+)
+def test_each_turn_of_a_conversation_computes_its_new_text(name, depth, turns, drafts, tmp_path):
     folder = build_family(name, tmp_path)
-    engine = engine_for(folder, steps_in_flight=depth)
+    asked = {"speculative_config": json.dumps({"method": drafts, "num_speculative_tokens": 4})} if drafts else {}
+    engine = engine_for(folder, steps_in_flight=depth, **asked)
     uncached = engine_for(folder, enable_prefix_caching=False)
     history, computed = words(0, 70), 0
     for turn in range(turns):
@@ -49,6 +54,8 @@ def test_each_turn_of_a_conversation_computes_its_new_text(name, depth, turns, t
         history = history + result.token_ids
         computed = len(history) - 1  # the last token was sampled, not computed
         history = history + words(turn + 1, 3 + turn)
+    if drafts:
+        assert engine.scheduler.counts.num_draft_tokens > 0
     engine.close()
     uncached.close()
 
