@@ -106,13 +106,14 @@ def measure(engines: dict[str, Engine], load: Load, rounds: int) -> dict[str, Sp
 def run_quire(load: Load) -> Speed:
     step = Path(__file__).with_name("step.py")
     loads = [f"1x{load.tokens}", str(load.prompt)]
-    text = _run([sys.executable, str(step), load.model, "--threads", str(load.threads), "--loads", *loads])
+    sizes = ["--threads", str(load.threads), "--rounds", "4"]
+    text = _run([sys.executable, str(step), load.model, *sizes, "--loads", *loads])
     milliseconds = [float(re.search(rf"^{one}: ([\d.]+) ms", text, re.MULTILINE)[1]) for one in loads]
     return Speed(1000 / milliseconds[0], 1000 * load.prompt / milliseconds[1])
 
 
 def run_llama_bench(path: str, load: Load) -> Speed:
-    sizes = ["-t", str(load.threads), "-p", str(load.prompt), "-n", str(load.tokens), "-o", "json"]
+    sizes = ["-t", str(load.threads), "-p", str(load.prompt), "-n", str(load.tokens), "-r", "2", "-o", "json"]
     text = _run([path, "-m", load.model, *sizes])
     tests = json.loads(text[text.index("[") :])
     rates = {test["n_gen"] > 0: test["avg_ts"] for test in tests}

@@ -4,7 +4,7 @@ llama.cpp's converter did to values, which the checkpoint reader undoes. Torch-f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from quire.checkpoints.gguf import encoders as encoder
@@ -12,12 +12,13 @@ from quire.checkpoints.gguf import experts as mixture
 from quire.checkpoints.gguf import settings as dense
 from quire.checkpoints.gguf import states as recurrent
 from quire.checkpoints.gguf.metadata import Metadata, Settings
-from quire.checkpoints.gguf.names import AFTER, MIXED, POST, PRE, SANDWICH
+from quire.checkpoints.gguf.names import AFTER, MIXED, POST, PRE, SANDWICH, tensor_name
 
 
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
-    """`settings` are keys of config.json; `swapped`: rows of q and k are in the order of interleaved rotary pairs;
+    """`settings` are keys of config.json; `of_states`: other names, in layers that have a tensor of the first;
+    `swapped`: rows of q and k are in the order of interleaved rotary pairs;
     `shifted`: norms are stored as 1 + w where safetensors have w, those whose names end with a key of `offsets` as
     that number + w; `fused_qkv`: the decoder has one weight for q, k
     and v.
@@ -27,10 +28,19 @@ class GgufArchitecture:
     model_type: str
     settings: Callable[[Metadata], Settings] = lambda metadata: {}
     names: Mapping[str, str] = field(default_factory=lambda: PRE)
+    of_states: Mapping[str, str] = field(default_factory=dict)
     swapped: bool = False
     shifted: bool = False
     offsets: Mapping[str, float] = field(default_factory=dict)
     fused_qkv: bool = False
+
+    def tensor_names(self, tensors: Collection[str], num_layers: int) -> dict[str, str]:
+        """The decoder's names of the tensors of a file, by their own."""
+        marked = {f"blk.{i}.{next(iter(self.of_states), '')}.weight": f"blk.{i}." for i in range(num_layers)}
+        with_states = tuple(marked[name] for name in tensors if name in marked)
+        both = self.names | self.of_states
+        own = {True: both, False: self.names}
+        return {name: tensor_name(name, own[name.startswith(with_states)], num_layers) for name in tensors}
 
 
 _FUSED_UP = {"ffn_up": "mlp.gate_up_proj"}
@@ -59,6 +69,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gemma3": GgufArchitecture("Gemma3ForCausalLM", "gemma3_text", dense.gemma3, SANDWICH, shifted=True),
     "gemma3n": GgufArchitecture("Gemma3nForCausalLM", "gemma3n_text", dense.gemma3n, SANDWICH),
     "gemma4": GgufArchitecture("Gemma4ForCausalLM", "gemma4_text", mixture.gemma4, MIXED),
+    "glm5-next": GgufArchitecture(
+        "Glm5NextForCausalLM", "glm5_next_text", recurrent.glm5_next, recurrent.GLM5_NEXT
+    ),
     "glm-dsa": GgufArchitecture("GlmMoeDsaForCausalLM", "glm_moe_dsa", mixture.indexed),
     "glm4": GgufArchitecture("Glm4ForCausalLM", "glm4", dense.attention_bias, SANDWICH | _FUSED_UP),
     "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", "glm4_moe", mixture.glm4_moe),
@@ -83,6 +96,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "mamba2": GgufArchitecture("Mamba2ForCausalLM", "mamba2", recurrent.mamba2, recurrent.MAMBA2),
     "minicpm3": GgufArchitecture(
         "MiniCPM3ForCausalLM", "minicpm3", lambda m: dense.latent(m) | dense.original_length(m)
+    ),
+    "minimax-01": GgufArchitecture(
+        "MiniMaxText01ForCausalLM", "minimax", recurrent.minimax, of_states=recurrent.MINIMAX_STATES, fused_qkv=True
     ),
     "minimax-m2": GgufArchitecture(
         "MiniMaxM2ForCausalLM", "minimax_m2", lambda m: mixture.experts(m, "intermediate_size")

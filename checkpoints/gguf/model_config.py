@@ -11,7 +11,7 @@ from quire.checkpoints.gguf.encoders import pooling_method
 from quire.checkpoints.gguf.header import GgufFile
 from quire.checkpoints.gguf.keys import check_types, refuse_unread
 from quire.checkpoints.gguf.metadata import Metadata
-from quire.checkpoints.gguf.names import LONG_FACTORS, ROPE_FACTORS, row_names, tensor_name
+from quire.checkpoints.gguf.names import LONG_FACTORS, ROPE_FACTORS, row_names
 
 # by general.type or general.architecture: what else GGUF files hold
 _OTHER_CONTENTS = {
@@ -48,10 +48,11 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
         raise ValueError(f"{file.path}: experts in GGUF files of the architecture {kind} are not supported")
     if "rope_parameters" not in config:  # a family may have a default, so that none has to be said
         config["rope_scaling"] = _rope_scaling(m, config, factors) or {"rope_type": "default"}
+    names = found.tensor_names(file.tensors, config["num_hidden_layers"])
     types = {
         part: tensor.type
         for name, tensor in file.tensors.items()
-        for part in row_names(tensor_name(name, found.names, config["num_hidden_layers"]), found.fused_qkv)
+        for part in row_names(names[name], found.fused_qkv)
     }
     refuse_unread(file.metadata, file.metadata.asked, config, file.path)
     config["quantization_config"] = {

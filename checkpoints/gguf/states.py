@@ -84,7 +84,16 @@ AFTER_MIXER, AFTER_MLP = "post_attention_layernorm", "post_feedforward_layernorm
 PLAMO_OFFSETS = {AFTER_MIXER: 1 / 5, AFTER_MLP: 1 / 5**1.5}
 
 
+_HYPER = ("fn", "base", "scale")
 LING = KIMI | {"ssm_f_a": "self_attn.f_proj", "ssm_g_a": "self_attn.g_proj", "attn_gate": "self_attn.g_proj"}
+
+
+GLM5_NEXT = KIMI | {f"hc_{half}_{name}.weight": f"hc_{half}_{name}" for half in ("attn", "ffn") for name in _HYPER}
+MINIMAX_STATES = {
+    "attn_norm_2": "self_attn.norm",
+    "attn_gate": "self_attn.output_gate",
+    "attn_output": "self_attn.out_proj",
+}
 
 
 def _attending(m: Metadata, others: str) -> Settings:
@@ -264,6 +273,35 @@ def bailing3(m: Metadata) -> Settings:
         "kda_safe_gate": m.get("kda.safe_gate", True),
         "kda_lower_bound": m.get("kda.gate_lower_bound"),
     }
+
+
+def glm5_next(m: Metadata) -> Settings:
+    limits = {limit for key in ("exp", "shexp") for limit in m.find(f"swiglu_clamp_{key}") or ()}
+    if len(limits) > 1:
+        raise ValueError(f"{m.file.path}: {m.kind}.swiglu_clamp_exp and swiglu_clamp_shexp must be one number")
+    m.check("attention.indexer.kpool_select_tail", True)
+    return kimi_linear(m) | {
+        "index_topk": m.get("attention.indexer.top_k"),
+        "linear_lower_bound": m.get("kda.gate_lower_bound"),
+        "swiglu_limit": limits.pop() if limits else None,
+        "hc_mult": m.get("hyper_connection.count"),
+        "hc_sinkhorn_iters": m.get("hyper_connection.sinkhorn_iterations"),
+        "hc_eps": m.get("hyper_connection.epsilon"),
+    }
+
+
+def minimax(m: Metadata) -> Settings:
+    """Files have one factor of the residual stream, and none of the results."""
+    layers = range(m.get("block_count"))
+    recurrent = [f"blk.{i}.attn_norm_2.weight" in m.file.tensors for i in layers]
+    interval, said = m.find("full_attention_interval"), m.find("attention.recurrent_layers")
+    if interval and not said:
+        said = [(i + 1) % interval != 0 for i in layers]
+    if said and [*map(bool, said)] != recurrent:
+        raise ValueError(f"{m.file.path}: {m.kind}.attention.recurrent_layers or full_attention_interval does not fit")
+    factors = {f"{name}_alpha_factor": m.get("residual_scale") for name in ("full_attn", "linear_attn", "mlp")}
+    rotary = {"rotary_dim": m.get("rope.dimension_count")}
+    return experts(m, "intermediate_size") | factors | rotary | {"attn_type_list": [int(not one) for one in recurrent]}
 
 
 def kimi_linear(m: Metadata) -> Settings:

@@ -30,7 +30,7 @@ def test_table(capsys):
 def test_what_engines_print(tmp_path):
     bench = tmp_path / "llama-bench"
     bench.write_text(
-        f"#!{sys.executable}\nimport sys\nassert sys.argv[1:] == '-m m.gguf -t 1 -p 512 -n 32 -o json'.split()\n"
+        f"#!{sys.executable}\nimport sys\nassert sys.argv[1:] == '-m m.gguf -t 1 -p 512 -n 32 -r 2 -o json'.split()\n"
         'print(\'[{"n_gen": 0, "avg_ts": 300.5}, {"n_gen": 32, "avg_ts": 40.25}]\')\n'
     )
     bench.chmod(0o755)

@@ -47,7 +47,7 @@ class Glm5Next(GlmMoeDsa):
         "index_kpool_always_select_tail": True,
     }
     state_kinds = {STATE: STATE, "indexed_attention": FULL}
-    ignored = (*GlmMoeDsa.ignored, r"\.shared_head\.")
+    ignored = (*GlmMoeDsa.ignored, r"\.shared_head\.", r"\.indexer_compressor_")
 
     @classmethod
     def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:

@@ -13,7 +13,7 @@ import torch
 
 from quire.checkpoints.gguf.architectures import ARCHITECTURES
 from quire.checkpoints.gguf.header import GgufTensor, read_gguf
-from quire.checkpoints.gguf.names import DENSE, IGNORED, is_stack, row_names, stack_names, tensor_name
+from quire.checkpoints.gguf.names import DENSE, IGNORED, is_stack, row_names, stack_names
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.names import TensorNames
 from quire.worker.weights.checkpoint import Checkpoint
@@ -34,13 +34,12 @@ class GgufCheckpoint(Checkpoint):
 
     def __enter__(self) -> GgufCheckpoint:
         file = read_gguf(self.config["quantization_config"]["file"])
-        maps = map_files(file)
+        maps, names = map_files(file), self.architecture.tensor_names(file.tensors, self.config["num_hidden_layers"])
         for name, tensor in sorted(file.tensors.items(), key=lambda item: (item[1].path, item[1].start)):
             if name in IGNORED or name.startswith(DENSE):
                 continue
             mapping = maps[str(tensor.path)]
-            name = tensor_name(name, self.architecture.names, self.config["num_hidden_layers"])
-            for part_name, part in self._parts(name, tensor):
+            for part_name, part in self._parts(names[name], tensor):
                 stored = TensorFile(mapping, part, self._view(part_name))
                 wide = part_name.startswith("score.") or part_name.endswith(".dt_proj.weight")
                 self._add(part_name, Dequantized(stored) if wide else stored)
