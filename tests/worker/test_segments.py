@@ -110,6 +110,23 @@ def test_same_bits_of_experts(checkpoint, native_kernels, monkeypatch, name, cha
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("wanted", [None, lambda count: 1], ids=["all", "last"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("fixed", [False, True], ids=["free", "deterministic"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "lfm2_moe"])
+def test_same_bits_of_mixers_with_states(native_kernels, monkeypatch, tmp_path, family, fixed, quantization, wanted):
+    """Python passes the states between two segments, and attends where heads have gates."""
+    sizes = {"hidden_size": 128, "intermediate_size": 96}
+    model = _model(build_family(family, tmp_path, "bfloat16", **sizes), quantization=quantization)
+    if fixed:
+        fix_order(model)
+    got = _play(model, CpuFixedAttention(), wanted)
+    assert model.model.fused_layers() is not None
+    monkeypatch.setattr(model.model, "fused_layers", lambda: None)
+    for ours, theirs in zip(got, _play(model, CpuFixedAttention(), wanted)):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("backend", [CpuNativeAttention, CpuFixedAttention, CpuPagedAttention])
 @pytest.mark.parametrize("name", ["qwen3", "llama-bias"])

@@ -1,8 +1,9 @@
 """Runs a decoder's layers on the native CPU kernels: in one call if attention is native too, else in one call between
-each attention and the next (a segment).
+each attention, or other mixer, and the next (a segment).
 
 The kernels and their order are the same as in the twin, the layers called one by one. A layer is any module with the
-parts of `DecoderLayer` in `worker/transformer/decoder.py`.
+parts of `DecoderLayer` in `worker/transformer/decoder.py`. Of a mixer that is no plain attention, Python computes what
+is between its projections: `mix` of `StateMixer` in `worker/transformer/mixers/base.py`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from quire.worker.attention.base import GroupedMetadata
 from quire.worker.cache.scaled import LARGEST, values_of
 from quire.worker.cpu.experts import NativeExperts
 from quire.worker.cpu.lora import SegmentsLora
-from quire.worker.cpu.native import KERNELS, CacheGroupArgs, LayerArgs, LinearArgs, MixtureArgs, SegmentArgs
+from quire.worker.cpu.native import KERNELS, CacheGroupArgs, LinearArgs, MixtureArgs, SegmentArgs
 from quire.worker.cpu.ops import layer_args, qkv_args, routing_args
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.lora import StepLora
 from quire.worker.layers.norm import Norm, OffsetRMSNorm, RMSNorm, WideRMSNorm
+from quire.worker.layers.rotary import Rotation
 from quire.worker.platforms import huge_pages
+from quire.worker.transformer.calls import LayerCall
 
 _Groups = tuple[Array | None, int]  # `LoraRowsArgs` and their number
 _NORMS = RMSNorm, WideRMSNorm, OffsetRMSNorm
@@ -42,32 +45,20 @@ class Segments:
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        linears: list[tuple[LinearArgs, LinearArgs]],
+        parts: list[_Attention | _Mixer],
         mlps: list[_Dense | _Mixture],
         final_norm: RMSNorm,
-        tables: Sequence[torch.Tensor | None],
     ):
-        first = layers[0].self_attn
-        self.attentions = [layer.self_attn.attn for layer in layers]
-        self.k_cache = first.attn.k_cache
-        self.num_heads, self.head_dim, self.hidden = (
-            first.attn.num_heads,
-            first.attn.head_dim,
-            final_norm.weight.shape[0],
-        )
-        # of rows of q, k and v; of attention output
-        self.widths = first.qkv_proj.out_features + _PAD, linears[0][1].k + _PAD
-        self.mlps = mlps
+        self.cache, self.hidden, self.parts, self.mlps = _cache(layers[0]), final_norm.weight.shape[0], parts, mlps
+        # of rows of projections, e. g. q, k and v; of what out-projections map
+        self.widths = tuple(max(part.widths[i] for part in parts) + _PAD for i in range(2))
+        attending = [part for part in parts if isinstance(part, _Attention)]
+        self.head_dim = attending[0].attn.head_dim if len(attending) == len(parts) else None  # None: Python mixes some
         self.lora = SegmentsLora([_adapted(layer) for layer in layers])
-        self.sinks = [None if a.sinks is None else a.sinks.float() for a in self.attentions]
-        self.layer_args = [
-            layer_args(a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap, torch.bfloat16, sinks)
-            for a, sinks in zip(self.attentions, self.sinks)
-        ]
         at_once = _AT_ONCE_EXPERTS if any(isinstance(mlp, _Mixture) for mlp in mlps) else _AT_ONCE
-        ends = zip([None, *zip(layers, linears, mlps, self.layer_args)], [*zip(layers, linears, tables), None])
+        ends = zip([None, *zip(layers, parts, mlps)], [*zip(layers, parts), None])
         self.segments = (SegmentArgs * (len(layers) + 1))(
-            *(_segment(before, after, final_norm, at_once) for before, after in ends)
+            *(_segment(before, after, final_norm, at_once, self.widths[0]) for before, after in ends)
         )
         size = KERNELS.lib.quire_segment_workspace(self.hidden, max(mlp.inner for mlp in mlps), at_once)
         conflicts = KERNELS.lib.quire_segment_conflicts
@@ -86,21 +77,20 @@ class Segments:
         """
         if type(final_norm) not in _NORMS or not all(_opted_in(layer, type(final_norm)) for layer in layers):
             return None
-        if len({_shape(layer) for layer in layers}) > 1:
+        if len({_shape(layer) for layer in layers if _attends(layer)}) > 1:
             return None
-        linears = [(_args(layer.self_attn.qkv_proj), _args(layer.self_attn.o_proj)) for layer in layers]
+        parts = [
+            (_Attention if _attends(layer) else _Mixer).of(layer.self_attn, table)
+            for layer, table in zip(layers, tables)
+        ]
         mlps = [(_Mixture if layer.mlp.native_twin == "moe" else _Dense).of(layer.mlp) for layer in layers]
-        if (
-            any(part is None for part in (*itertools.chain(*linears), *mlps))
-            or layers[0].self_attn.o_proj.group.size > 1
-            or values_of(layers[0].self_attn.attn.k_cache).dtype not in (torch.bfloat16, *LARGEST)
-        ):
+        if any(part is None for part in (*parts, *mlps)):
             return None
-        return cls(layers, linears, mlps, final_norm, tables)
+        return cls(layers, parts, mlps, final_norm)
 
     def fits(self, layer: nn.Module) -> bool:
         """Whether the first layer, `layer`, still has the same cache."""
-        return layer.self_attn.attn.k_cache is self.k_cache
+        return _cache(layer) is self.cache
 
     def run(
         self,
@@ -122,7 +112,7 @@ class Segments:
         qkv, attended = self._between(len(x))
         result = torch.empty_like(x if wanted is None else x[: len(wanted)])
         adapters, of_last = self._adapters(lora, wanted is not None)
-        requests = [meta.backend.native_requests(meta, self.head_dim, x.dtype) for meta in attn]
+        requests = [self.head_dim and meta.backend.native_requests(meta, self.head_dim, x.dtype) for meta in attn]
         if all(requests):
             groups = (CacheGroupArgs * len(attn))(
                 *(
@@ -133,7 +123,7 @@ class Segments:
             _, lengths, starts, path = requests[0]  # of all groups
             KERNELS.lib.quire_run_layers(
                 self.segments,
-                len(self.attentions),
+                len(self.parts),
                 x.data_ptr(),
                 qkv.data_ptr(),
                 attended.data_ptr(),
@@ -178,15 +168,11 @@ class Segments:
         adapters: _Groups,
         of_last: _Groups,
     ) -> None:
-        """Run the segments one by one and call attention between them, for backends that are not native. Segment i
-        writes the keys and values of layer i.
+        """Run the segments one by one and call attention, or the other mixers, between them, for backends that are not
+        native. Segment i writes the keys and values of layer i.
         """
-        run, q = (
-            KERNELS.lib.quire_run_segment,
-            qkv[:, : self.num_heads * self.head_dim].view(-1, self.num_heads, self.head_dim),
-        )
-        slots = [attn[attention.cache_group].slot_mapping.data_ptr() for attention in self.attentions]
-        count, workspace = len(x), self.workspace.data_ptr()
+        run, count, workspace = KERNELS.lib.quire_run_segment, len(x), self.workspace.data_ptr()
+        slots = [part.slots(attn) for part in self.parts]
         run(
             byref(self.segments[0]),
             None,
@@ -200,14 +186,15 @@ class Segments:
             0,
             *adapters,
         )
-        for i, attention in enumerate(self.attentions, 1):
-            attended, end = attention.attend(q, attn[attention.cache_group]).contiguous(), i == len(self.attentions)
+        for i, part in enumerate(self.parts, 1):
+            end = i == len(self.parts)
+            mixed = part.run(qkv, positions, attn, wanted if end else None).contiguous()
             if end and wanted is not None:
-                attended, x, count = attended[wanted], x[wanted], len(wanted)
+                x, count = x[wanted], len(wanted)
             run(
                 byref(self.segments[i]),
-                attended.data_ptr(),
-                attended[0].numel(),
+                mixed.data_ptr(),
+                mixed[0].numel(),
                 x.data_ptr(),
                 (result if end else qkv).data_ptr(),
                 positions.data_ptr(),
@@ -224,6 +211,102 @@ class Segments:
         return flat[: num_tokens * self.widths[0]].view(num_tokens, -1), flat[num_tokens * self.widths[0] :].view(
             num_tokens, -1
         )
+
+
+class _Attention:
+    """Attention whose norms, rotary embedding and cache are native."""
+
+    def __init__(self, module: nn.Module, qkv: LinearArgs, out: LinearArgs, table: torch.Tensor | None):
+        self.module, self.attn, self.inputs, self.out, self._table = module, module.attn, qkv, out, table
+        self.widths = module.qkv_proj.out_features, out.k
+        a = self.attn
+        self._sinks = None if a.sinks is None else a.sinks.float()
+        self._args = layer_args(
+            a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap, torch.bfloat16, self._sinks
+        )
+
+    @classmethod
+    def of(cls, module: nn.Module, table: torch.Tensor | None) -> _Attention | None:
+        """None if a weight is not packed, the cache is neither bfloat16 nor in 8 bits, or there are several ranks."""
+        qkv, out = _args(module.qkv_proj), _args(module.o_proj)
+        if qkv is None or out is None or module.o_proj.group.size > 1:
+            return None
+        if values_of(module.attn.k_cache).dtype not in (torch.bfloat16, *LARGEST):
+            return None
+        return cls(module, qkv, out, table)
+
+    def leave(self, segment: SegmentArgs) -> None:
+        segment.o_proj, segment.attention = self.out, addressof(self._args)
+
+    def enter(self, segment: SegmentArgs, row_stride: int) -> None:
+        a = self.attn
+        segment.qkv, segment.group = self.inputs, a.cache_group
+        segment.cache = qkv_args(
+            *self.module.head_norms(),
+            self.module.eps,
+            self._table,
+            a.k_cache,
+            a.v_cache,
+            a.num_heads,
+            row_stride,
+            torch.bfloat16,
+        )
+
+    def slots(self, attn: GroupedMetadata) -> int:
+        return attn[self.attn.cache_group].slot_mapping.data_ptr()
+
+    def run(
+        self, qkv: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        heads, dim = self.attn.num_heads, self.attn.head_dim
+        attended = self.attn.attend(qkv[:, : heads * dim].view(-1, heads, dim), attn[self.attn.cache_group])
+        return attended if wanted is None else attended[wanted]
+
+
+class _Mixer:
+    """A mixer of which Python computes what is between the projections."""
+
+    def __init__(self, module: nn.Module, inputs: list[LinearArgs], out: LinearArgs, table: torch.Tensor | None):
+        self.module, self._inputs, self.out, self._table = module, inputs, out, table
+        self._sizes = [linear.out_features for linear in module.projections()]
+        self.widths = sum(self._sizes), out.k
+
+    @classmethod
+    def of(cls, module: nn.Module, table: torch.Tensor | None) -> _Mixer | None:
+        """None if a weight is not packed, or there are several ranks."""
+        inputs, out = _chain([_args(linear) for linear in module.projections()]), _args(module.out_proj)
+        return None if not inputs or out is None or module.out_proj.group.size > 1 else cls(module, inputs, out, table)
+
+    def leave(self, segment: SegmentArgs) -> None:
+        segment.o_proj = self.out
+
+    def enter(self, segment: SegmentArgs, row_stride: int) -> None:
+        segment.qkv = self._inputs[0]
+        segment.cache.ld_qkv = row_stride
+
+    def slots(self, attn: GroupedMetadata) -> None:
+        return None
+
+    def run(
+        self, qkv: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        rotation = None if self._table is None else Rotation(self._table, positions)
+        projected = qkv[:, : self.widths[0]].split(self._sizes, 1)
+        return self.module.mix(projected, LayerCall(rotation, attn, wanted))
+
+
+def _chain(linears: list[LinearArgs | None]) -> list[LinearArgs]:
+    """The structs of linear layers as those of one, whose columns follow each other; none if one is not packed."""
+    parts: list[LinearArgs] = []
+    for args in linears:
+        if args is None:
+            return []
+        parts.append(LinearArgs.from_buffer_copy(args))
+        while parts[-1].next:
+            parts.append(LinearArgs.from_buffer_copy(LinearArgs.from_address(parts[-1].next)))
+    for part, following in itertools.pairwise(parts):
+        part.next = addressof(following)
+    return parts
 
 
 class _Dense:
@@ -277,9 +360,20 @@ class _Mixture:
 
 def _adapted(layer: nn.Module) -> tuple[Linear | None, ...]:
     """The linear layers that may have adapters."""
-    mlp = layer.mlp if layer.mlp.native_twin == "mlp" else None
+    mlp, mixer = layer.mlp if layer.mlp.native_twin == "mlp" else None, layer.self_attn
     of_mlp = (None, None) if mlp is None else (mlp.gate_up_proj, mlp.down_proj)
-    return layer.self_attn.qkv_proj, layer.self_attn.o_proj, *of_mlp
+    return (mixer.qkv_proj, mixer.o_proj, *of_mlp) if _attends(layer) else (None, None, *of_mlp)
+
+
+def _attends(layer: nn.Module) -> bool:
+    """Whether the layer has an attention that is native as a whole."""
+    return layer.self_attn.native_twin == "attention"
+
+
+def _cache(layer: nn.Module) -> object:
+    """What a layer keeps of earlier tokens, by its identity."""
+    mixer = layer.self_attn
+    return mixer.state.pages if hasattr(mixer, "state") else mixer.attn.k_cache
 
 
 def _opted_in(layer: nn.Module, norm: type[Norm]) -> bool:
@@ -290,16 +384,22 @@ def _opted_in(layer: nn.Module, norm: type[Norm]) -> bool:
     """
     if vars(type(layer)).get("native_twin") not in ("layer", "sandwich"):  # its parts may have other names
         return False
-    parts = {layer.self_attn: ("attention",), layer.mlp: ("mlp", "moe")}
+    parts = {layer.self_attn: ("attention", "mixer"), layer.mlp: ("mlp", "moe")}
     norms = [getattr(layer, name) for name in layer.norm_names]
     return (
         all(vars(type(part)).get("native_twin") in names for part, names in parts.items())
         and all(type(one) is norm for one in norms)
-        and type(layer.self_attn.q_norm) in (norm, type(None))
         and layer.residual_scale == 1.0
-        and layer.self_attn.attn.v_head_dim == layer.self_attn.attn.head_dim
-        and layer.self_attn.attn.chunk is None
-        and layer.self_attn.g_proj is None
+        and (not _attends(layer) or _is_plain(layer.self_attn, norm))
+    )
+
+
+def _is_plain(attention: nn.Module, norm: type[Norm]) -> bool:
+    return (
+        type(attention.q_norm) in (norm, type(None))
+        and attention.attn.v_head_dim == attention.attn.head_dim
+        and attention.attn.chunk is None
+        and attention.g_proj is None
     )
 
 
@@ -318,16 +418,17 @@ def _args(linear: Linear) -> LinearArgs | None:
 
 
 def _segment(
-    before: tuple[nn.Module, tuple[LinearArgs, LinearArgs], _Dense | _Mixture, LayerArgs] | None,
-    after: tuple[nn.Module, tuple[LinearArgs, LinearArgs], torch.Tensor | None] | None,
+    before: tuple[nn.Module, _Attention | _Mixer, _Dense | _Mixture] | None,
+    after: tuple[nn.Module, _Attention | _Mixer] | None,
     final_norm: RMSNorm,
     at_once: int,
+    row_stride: int,
 ) -> SegmentArgs:
     segment = SegmentArgs(at_once=at_once, hidden=final_norm.weight.shape[0], eps=final_norm.eps, wide=final_norm.wide)
     if before:
-        layer, (_, segment.o_proj), mlp, attention = before
+        layer, part, mlp = before
+        part.leave(segment)
         mlp.enter(segment)
-        segment.attention = addressof(attention)
         if layer.native_twin == "sandwich":
             segment.o_proj_norm = layer.post_attention_layernorm.weight.data_ptr()
             segment.mlp_norm = layer.pre_feedforward_layernorm.weight.data_ptr()
@@ -336,17 +437,5 @@ def _segment(
             segment.mlp_norm = layer.post_attention_layernorm.weight.data_ptr()
     segment.norm = (after[0].input_layernorm if after else final_norm).weight.data_ptr()
     if after:
-        layer, (segment.qkv, *_), cos_sin = after
-        attention = layer.self_attn
-        segment.group = attention.attn.cache_group
-        segment.cache = qkv_args(
-            *attention.head_norms(),
-            attention.eps,
-            cos_sin,
-            attention.attn.k_cache,
-            attention.attn.v_cache,
-            attention.attn.num_heads,
-            attention.qkv_proj.out_features + _PAD,
-            torch.bfloat16,
-        )
+        after[1].enter(segment, row_stride)
     return segment

@@ -4,6 +4,7 @@ normalise q and k.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from quire.worker.layers.attention import Attention
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
     ColumnParallelLinear,
+    Linear,
     Part,
     QKVParallelLinear,
     RowParallelLinear,
@@ -271,6 +273,8 @@ class GatedAttention(SelfAttention):
     (Qwen3-Next). Normalises each head of q and k.
     """
 
+    native_twin: ClassVar = "mixer"  # see `StateMixer`
+
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, layer, prefix, weights)
         kind, qkv, group = spec.layers[layer], self.qkv_proj, tp()
@@ -282,12 +286,22 @@ class GatedAttention(SelfAttention):
         self.qkv_proj = ColumnParallelLinear(spec.hidden_size, shards, spec.attention_bias, method)
         self.width = q.length  # of the queries of this rank
 
+    @property
+    def out_proj(self) -> Linear:
+        return self.o_proj
+
+    def projections(self) -> tuple[Linear, ...]:
+        return (self.qkv_proj,)
+
     def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        meta, projected = call.attn[self.attn.cache_group], self.qkv_proj(x)
-        q, gate, kv = projected.tensor_split([self.width, 2 * self.width], -1)
+        return self.o_proj(self.mix((self.qkv_proj(x),), call))
+
+    def mix(self, projected: Sequence[torch.Tensor], call: LayerCall) -> torch.Tensor:
+        meta = call.attn[self.attn.cache_group]
+        q, gate, kv = projected[0].tensor_split([self.width, 2 * self.width], -1)
         attended = self.attn.attend(self.write_cache(torch.cat([q, kv], -1), call.rotation, meta), meta)
         attended, gate = call.needed(attended), call.needed(gate)
-        return self.o_proj(attended * sigmoid(gate.float()).to(gate.dtype))
+        return attended * sigmoid(gate.float()).to(gate.dtype)
 
 
 # by `LayerSpec.qk_norm`

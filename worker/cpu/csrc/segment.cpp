@@ -90,7 +90,7 @@ struct Segment {
   Linear o_proj, gate_up, down, qkv;
   const void *mlp_norm, *norm;        // weights of the norms before the MLP, and before qkv or the end
   const void *o_proj_norm, *down_norm;  // and of those after o_proj and after the MLP; null: none
-  QkvArgs cache;                      // the next layer's
+  QkvArgs cache;                      // the next layer's; head_dim 0: Python goes on with the projections `qkv`
   const void* attention;              // the previous layer's `Layer`, for quire_paged_attention
   long group;                         // the next layer's `CacheGroup`
   const Mixture* mixture;             // replaces gate_up and down; null: none
@@ -115,7 +115,7 @@ void add_norm(const Segment& s, const bf16* x, long ldx, bf16* residual, const v
 // Returns false, with nothing done, if the matmul cannot produce its output head by head.
 bool qkv_to_cache(const Segment& s, const bf16* x, long ldx, bf16* out, const long* positions, const long* slots,
                   long rows) {
-  if (s.cache.head_dim % 32 != 0 || s.cache.dtype != kBf16 || s.qkv.next) return false;
+  if (!s.cache.head_dim || s.cache.head_dim % 32 != 0 || s.cache.dtype != kBf16 || s.qkv.next) return false;
   struct Heads { QkvArgs args; const long *positions, *slots; } heads{s.cache, positions, slots};
   heads.args.qkv = out;
   const Sink sink{s.cache.head_dim, &heads,
@@ -151,7 +151,7 @@ void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual
   }
   if (!s.qkv.k || (!after.applies() && qkv_to_cache(s, x, ldx, out, positions, slots, rows))) return;
   run_adapted(s.qkv, after, x, ldx, out, s.cache.ld_qkv, rows);
-  quire_qkv_to_cache(&s.cache, out, positions, slots, rows);
+  if (s.cache.head_dim) quire_qkv_to_cache(&s.cache, out, positions, slots, rows);
 }
 
 // Moves the rows in `wanted` (ascending) to the front.

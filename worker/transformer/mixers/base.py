@@ -24,6 +24,9 @@ Rows = tuple[int, int]  # start and length of this rank's rows of a tensor
 class StateMixer(nn.Module):
     """Base of the mixers: maps x `[T, H]` to `[T, H]`, or to its rows in `needed_rows`, by a sum over the ranks. All
     tokens pass the state.
+
+    A class with `native_twin` "mixer" is `out_proj(mix(projections of x, call))`: native code may compute the
+    projections with the rest of the layer (`cpu/segments.py`).
     """
 
     def __init__(self, hidden_size: int, layer: int, shapes: tuple[tuple[int, ...], ...]):

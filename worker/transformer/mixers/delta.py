@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from quire.worker.layers.delta_rule import DeltaHeads
-from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, Shard, WeightFormat
+from quire.worker.layers.linear import (
+    PLAIN_WEIGHTS,
+    ColumnParallelLinear,
+    Linear,
+    RowParallelLinear,
+    Shard,
+    WeightFormat,
+)
 from quire.worker.layers.views import RowOrder
 from quire.worker.parallel import tp
 from quire.worker.transformer.calls import LayerCall
@@ -31,6 +40,8 @@ class Ungrouped(RowOrder):
 
 class GatedDeltaNet(StateMixer):
     """q, k and v pass a convolution and the gated delta rule; z gates the normalised result."""
+
+    native_twin: ClassVar = "mixer"
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         kind, group = spec.layers[layer].state, tp()
@@ -61,16 +72,22 @@ class GatedDeltaNet(StateMixer):
             weights.linear(f"{prefix}.out_proj"),
         )
 
+    def projections(self) -> tuple[Linear, ...]:
+        return self.in_proj, self.gates_proj
+
     def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        step, kind = self.state.step(call.attn), self.spec
+        return self.out_proj(self.mix((self.in_proj(x), self.gates_proj(x)), call))
+
+    def mix(self, projected: Sequence[torch.Tensor], call: LayerCall) -> torch.Tensor:
+        (inputs, gates), step, kind = projected, self.state.step(call.attn), self.spec
         conv, states = self.state.pages
         keys, values = self.num_k_heads * kind.k_dim, self.num_v_heads * kind.v_dim
-        qkv, z = self.in_proj(x).split([2 * keys + values, values], -1)
+        qkv, z = inputs.split([2 * keys + values, values], -1)
         mixed = self.conv1d(qkv, conv, step)
-        q, k, g, beta = self.ops.delta_inputs(mixed, self.gates_proj(x).float(), self.A_log, self.dt_bias, self.heads)
+        q, k, g, beta = self.ops.delta_inputs(mixed, gates.float(), self.A_log, self.dt_bias, self.heads)
         v = mixed[:, 2 * keys :].unflatten(-1, (self.num_v_heads, kind.v_dim))
         o = self.ops.gated_delta_rule(q, k, v, g, beta, states, step)
-        return self.out_proj(self.ops.gated_norm(call.needed(o), call.needed(z), self.norm, self.eps))
+        return self.ops.gated_norm(call.needed(o), call.needed(z), self.norm, self.eps)
 
 
 def _in_name(kind: DeltaSpec) -> str:

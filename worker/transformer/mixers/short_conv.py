@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import torch
 
-from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, WeightFormat
+from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Linear, RowParallelLinear, WeightFormat
 from quire.worker.parallel import tp
 from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.config import ModelSpec
@@ -12,6 +15,8 @@ from quire.worker.transformer.mixers.base import Convolution, StateMixer, shards
 
 
 class ShortConv(StateMixer):
+    native_twin: ClassVar = "mixer"
+
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         kind, group = spec.layers[layer].state, tp()
         super().__init__(spec.hidden_size, layer, kind.shapes(group.size))
@@ -33,8 +38,14 @@ class ShortConv(StateMixer):
             weights.linear(f"{prefix}.out_proj"),
         )
 
+    def projections(self) -> tuple[Linear, ...]:
+        return (self.in_proj,)
+
     def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        b, c, x = self.in_proj(x).chunk(3, -1)
+        return self.out_proj(self.mix((self.in_proj(x),), call))
+
+    def mix(self, projected: Sequence[torch.Tensor], call: LayerCall) -> torch.Tensor:
+        b, c, x = projected[0].chunk(3, -1)
         y = self.conv(b * x, self.state.pages[0], self.state.step(call.attn)).to(c.dtype)
         c, y = call.needed(c), call.needed(y)
-        return self.out_proj(c * y)
+        return c * y
