@@ -138,6 +138,21 @@ def test_wide_convolutions(activated, ops):
     torch.testing.assert_close(both, alone.repeat(2, 1), atol=0 if ops is not Ops else 1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("channels", [32, 77, 600])
+def test_convolutions_of_16_bits_have_the_bits_of_32(channels, ops):
+    """Inputs are columns of a wider matrix; requests with fewer tokens than the convolution reads, too."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, channels + 32).bfloat16()[:, 16 : channels + 16], torch.randn(4, channels)
+    steps = [([0, 0, 0], [1, 2, 3], [0, 0, 0], [30, 1, 9]), ([1, 2, 3], [4, 2, 5], [30, 1, 9], [1, 2, 37])]
+    results = []
+    for inputs in (x, x.float()):
+        pages = torch.zeros(6, 3, channels)
+        results.append([ops.causal_conv(inputs, weight, None, pages, state_step(*step), True) for step in steps])
+        results[-1].append(pages)
+    for ours, theirs in zip(*results):
+        assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64, LENGTH])
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_chunks_of_any_size_equal_the_formula(name, chunk, ops):

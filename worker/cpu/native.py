@@ -248,7 +248,10 @@ _SIGNATURES = {
     "quire_exclude_by_bitmask": ([_P, _L, _L, _P, _P, _L, _L], None),
     "quire_append_tokens": ([_P, _L, _P, _P, _P, _L], None),
     "quire_sample": ([_P, _L, _L, _L, _P, _P, _P, _P, _L, _P], None),
-    "quire_causal_conv": ([_P, _L, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, ctypes.c_bool, _P], None),
+    "quire_causal_conv": (
+        [_P, _L, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, ctypes.c_bool, _P, ctypes.c_bool],
+        None,
+    ),
     "quire_delta_inputs": ([_P, _L, _P, _P, _P, _L, _L, _L, _L, _L, _F, _F, _P, _P, _P, _P], None),
     "quire_gated_norm": ([_P, _P, _L, _P, _P, _L, _L, _L, _F, _I], None),
     "quire_delta_rule": (

@@ -34,7 +34,8 @@ def causal_conv(
     """See `short_conv.causal_conv`."""
     if len(weight) > _WIDEST:
         return short_conv.causal_conv(x, weight, bias, pages, step, silu)
-    x = _rows(x.float())
+    narrow = x.dtype == torch.bfloat16
+    x = (x if x.stride(1) == 1 else x.contiguous()) if narrow else _rows(x.float())
     out = torch.empty(x.shape)
     KERNELS.lib.quire_causal_conv(
         x.data_ptr(),
@@ -46,6 +47,7 @@ def causal_conv(
         len(weight),
         silu,
         out.data_ptr(),
+        narrow,
     )
     return out
 

@@ -115,16 +115,36 @@ void exp_all(const float* x, float* y, long n) {
   for (; j < n; j++) y[j] = std::exp(x[j]);
 }
 
-}  // namespace
+// Rows of a convolution's input that its next results read, in float32.
+template <typename T>
+struct Latest;
 
-extern "C" {
+template <>
+struct Latest<float> {
+  void add(long t, const float* row, long) { rows_[t % kWidest] = row; }
+  const float* row(long t) const { return rows_[t % kWidest]; }
 
-// x [T, channels] with row stride ld, weight [width, channels], bias [channels] or null, pages [.., width - 1,
-// channels], out [T, channels]; with `activated` the silu of the result.
-void quire_causal_conv(const float* x, long ld, const float* weight, const float* bias, float* pages, const long* read,
-                       const long* write, const bool* fresh, const int* starts, long num_requests, long channels,
-                       long width, bool activated, float* out) {
-  const Step step{read, write, fresh, starts};
+ private:
+  const float* rows_[kWidest];
+};
+
+template <>
+struct Latest<bf16> {
+  void add(long t, const bf16* row, long count) {
+    float* to = rows_[t % kWidest];
+    long c = 0;
+    for (; c + 16 <= count; c += 16) store(to + c, load(row + c));
+    for (; c < count; c++) to[c] = to_float(row[c]);
+  }
+  const float* row(long t) const { return rows_[t % kWidest]; }
+
+ private:
+  float rows_[kWidest][kConvolved];
+};
+
+template <typename T>
+void convolve(const T* x, long ld, const float* weight, const float* bias, float* pages, const Step& step,
+              long num_requests, long channels, long width, bool activated, float* out) {
   const long wide = num_requests > 1 ? kChannels : kConvolved;
   const long pieces = (channels + wide - 1) / wide, page_size = (width - 1) * channels;
   parallel_for(num_requests * pieces, 1, [&](long piece) {
@@ -135,9 +155,11 @@ void quire_causal_conv(const float* x, long ld, const float* weight, const float
       if (step.fresh[i]) std::fill(before[j], before[j] + count, 0.f);
       else memcpy(before[j], pages + step.read[i] * page_size + j * channels + first, count * sizeof(float));
     }
-    const auto input = [&](long t) { return t < 0 ? before[width - 1 + t] : x + (start + t) * ld + first; };
+    Latest<T> latest;  // the chunk's last rows
+    const auto input = [&](long t) { return t < 0 ? before[width - 1 + t] : latest.row(t); };
     const long whole = count / 16 * 16;
     for (long t = 0; t < n; t++) {
+      latest.add(t, x + (start + t) * ld + first, count);
       const float* in[kWidest];
       for (long k = 0; k < width; k++) in[k] = input(t - (width - 1) + k);
       float* y = out + (start + t) * channels + first;
@@ -158,6 +180,20 @@ void quire_causal_conv(const float* x, long ld, const float* weight, const float
       memcpy(pages + step.write[i] * page_size + j * channels + first, input(n - (width - 1) + j),
              count * sizeof(float));
   });
+}
+
+}  // namespace
+
+extern "C" {
+
+// x [T, channels] with row stride ld, bf16 if `narrow`, weight [width, channels], bias [channels] or null, pages [..,
+// width - 1, channels], out [T, channels]; with `activated` the silu of the result.
+void quire_causal_conv(const void* x, long ld, const float* weight, const float* bias, float* pages, const long* read,
+                       const long* write, const bool* fresh, const int* starts, long num_requests, long channels,
+                       long width, bool activated, float* out, bool narrow) {
+  const Step step{read, write, fresh, starts};
+  if (narrow) convolve((const bf16*)x, ld, weight, bias, pages, step, num_requests, channels, width, activated, out);
+  else convolve((const float*)x, ld, weight, bias, pages, step, num_requests, channels, width, activated, out);
 }
 
 // q, k [T, k_heads, dk], v [T, heads, dv] with row stride ld_v, g [T, heads, decays] with decays 1 or dk, beta [T,
