@@ -69,9 +69,10 @@ def measure_activations(
     because kernels of states keep something per chunk of a long prompt.
     """
     most = limits.max_num_batched_tokens
-    counts = [min(limits.max_num_seqs, most)]
+    largest = min(limits.max_num_seqs, most)
+    counts = {largest}
     if any(group.kind == "state" for group in cache.groups):
-        counts.append(min(-(-most // limits.max_model_len), counts[0]))
+        counts.add(min(-(-most // limits.max_model_len), largest))
     return max(_measure(model, spec, platform, limits, cache, stage, _lengths(limits, count)) for count in counts)
 
 

@@ -18,10 +18,9 @@ from quire.checkpoints.gguf.names import AFTER, MIXED, POST, PRE, SANDWICH, tens
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
     """`settings` are keys of config.json; `of_states`: other names, in layers that have a tensor of the first;
-    `swapped`: rows of q and k are in the order of interleaved rotary pairs;
-    `shifted`: norms are stored as 1 + w where safetensors have w, those whose names end with a key of `offsets` as
-    that number + w; `fused_qkv`: the decoder has one weight for q, k
-    and v.
+    `swapped`: rows of q and k are in the order of interleaved rotary pairs; `shifted`: norms are stored as 1 + w where
+    safetensors have w, those whose names end with a key of `offsets` as that number + w; `fused_qkv`: the decoder has
+    one weight for q, k and v.
     """
 
     architecture: str  # of config.json
@@ -36,11 +35,13 @@ class GgufArchitecture:
 
     def tensor_names(self, tensors: Collection[str], num_layers: int) -> dict[str, str]:
         """The decoder's names of the tensors of a file, by their own."""
-        marked = {f"blk.{i}.{next(iter(self.of_states), '')}.weight": f"blk.{i}." for i in range(num_layers)}
-        with_states = tuple(marked[name] for name in tensors if name in marked)
-        both = self.names | self.of_states
-        own = {True: both, False: self.names}
-        return {name: tensor_name(name, own[name.startswith(with_states)], num_layers) for name in tensors}
+        marker = f".{next(iter(self.of_states))}.weight" if self.of_states else None
+        layers = [name.removesuffix(marker) + "." for name in tensors if name.endswith(marker)] if marker else []
+        with_states, both = tuple(layers), self.names | self.of_states
+        return {
+            name: tensor_name(name, both if name.startswith(with_states) else self.names, num_layers)
+            for name in tensors
+        }
 
 
 _FUSED_UP = {"ffn_up": "mlp.gate_up_proj"}

@@ -101,6 +101,7 @@ def _attending(m: Metadata, others: str) -> Settings:
     heads = m.get("attention.head_count_kv")
     if not isinstance(heads, list):
         raise ValueError(f"{m.file.path}: {m.kind}.attention.head_count_kv must be a list, one entry per layer")
+    heads = heads[: m.get("block_count") - m.get("nextn_predict_layers", 0)]  # without layers that draft tokens
     return {"layer_types": [FULL if number else others for number in heads], "num_key_value_heads": max(1, *heads)}
 
 
@@ -276,13 +277,14 @@ def bailing3(m: Metadata) -> Settings:
 
 
 def glm5_next(m: Metadata) -> Settings:
-    limits = {limit for key in ("exp", "shexp") for limit in m.find(f"swiglu_clamp_{key}") or ()}
+    listed = [m.find(f"swiglu_clamp_{key}") for key in ("exp", "shexp")]  # a number, or one per layer
+    limits = {limit for one in listed if one is not None for limit in (one if isinstance(one, list) else [one])}
     if len(limits) > 1:
         raise ValueError(f"{m.file.path}: {m.kind}.swiglu_clamp_exp and swiglu_clamp_shexp must be one number")
     m.check("attention.indexer.kpool_select_tail", True)
     return kimi_linear(m) | {
         "index_topk": m.get("attention.indexer.top_k"),
-        "linear_lower_bound": m.get("kda.gate_lower_bound"),
+        "linear_lower_bound": m.get("kda.gate_lower_bound", -5.0),
         "swiglu_limit": limits.pop() if limits else None,
         "hc_mult": m.get("hyper_connection.count"),
         "hc_sinkhorn_iters": m.get("hyper_connection.sinkhorn_iterations"),

@@ -42,13 +42,15 @@ class PlamoTokenizer:
         self._texts: list[str] = []
         self._costs: dict[str, int] = {}
         self._bytes: dict[int, int] = {}  # byte -> id
+        self._byte_of: dict[int, bytes] = {}  # by id
         special = {text for key, text in config.items() if key.endswith("_token") and isinstance(text, str)}
         special.update(text for text in config.get("additional_special_tokens") or () if isinstance(text, str))
         self._special: dict[int, str] = {}
         for i, (text, score, kind, *_) in enumerate(entries):
             self._texts.append(text)
             if kind == "BYTE":
-                self._bytes[int(text[3:5], 16)] = i
+                byte = int(text[3:5], 16)
+                self._bytes[byte], self._byte_of[i] = i, bytes([byte])
                 continue
             if text in special or kind in ("CONTROL", "UNKNOWN"):
                 self._special[i] = text
@@ -150,8 +152,8 @@ class PlamoTokenizer:
         return ids
 
     def _text_bytes(self, token_id: int) -> bytes:
-        text = self.id_to_token(token_id) or ""  # a model's vocabulary may be padded
-        return bytes([int(text[3:5], 16)]) if text.startswith("<0x") else text.encode()
+        # the vocabulary of a model may be padded
+        return self._byte_of.get(token_id) or (self.id_to_token(token_id) or "").encode()
 
 
 class _Decoding(ByteDecoding):

@@ -91,6 +91,12 @@ def test_special_tokens_bytes_and_streams(tokenizer):
         tokenizer.encode("a\ud800")
 
 
+def test_a_piece_may_look_like_a_byte():
+    plain = PlamoTokenizer([*entries(), ("<0x", -1.0, "NORMAL")], {})
+    ids = plain.encode_batch_fast(["a<0xb"], True)[0].ids
+    assert ids[1] == 300 and plain.decode(ids, True) == "a<0xb"
+
+
 def test_settings(tokenizer, tmp_path):
     assert tokenizer.eos_token_ids == [2] and tokenizer.vocab_size == 300
     assert tokenizer.special_tokens["bos_token"] == "<|plamo:bos|>" and tokenizer.encode("ab")[0] != 1

@@ -160,6 +160,15 @@ def _slower_below(package, length):
     return read
 
 
+def test_a_package_of_another_name_is_not_used(package, monkeypatch, caplog):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    compare(delta_rule(), example(20), [0], [1], [0], [20])
+    assert "flash-linear-attention is not used" in caplog.text and "fla-core" in caplog.text
+
+
 @pytest.mark.parametrize("fault", ["wrong", "none", "raises"])
 def test_a_package_that_is_wrong_is_not_used(package, fault, caplog):
     good = package.gated

@@ -236,6 +236,7 @@ class _Attention:
         return cls(module, qkv, out, table)
 
     def leave(self, segment: SegmentArgs) -> None:
+        """Let a segment begin with what follows this attention; `enter`: end with what comes before it."""
         segment.o_proj, segment.attention = self.out, addressof(self._args)
 
     def enter(self, segment: SegmentArgs, row_stride: int) -> None:
@@ -253,11 +254,13 @@ class _Attention:
         )
 
     def slots(self, attn: GroupedMetadata) -> int:
+        """The address of where the keys and values of the step's tokens go."""
         return attn[self.attn.cache_group].slot_mapping.data_ptr()
 
     def run(
         self, qkv: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata, wanted: torch.Tensor | None
     ) -> torch.Tensor:
+        """What `out` maps, of all tokens or of those `wanted`, from qkv `[T, _]`, which begins with the queries."""
         heads, dim = self.attn.num_heads, self.attn.head_dim
         attended = self.attn.attend(qkv[:, : heads * dim].view(-1, heads, dim), attn[self.attn.cache_group])
         return attended if wanted is None else attended[wanted]

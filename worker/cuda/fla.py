@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 import torch
 
@@ -62,18 +63,9 @@ class DeltaRule:
         self._own, self._dtype, self._sizes, self._clock = own, dtype, sizes, clock
         self._least: dict[Shape, float] = {}  # tokens per request from which on the package is used
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        pages: torch.Tensor,
-        step: StateStep,
-    ) -> torch.Tensor:
-        inputs = q, k, v, g, beta
-        if not step.spans or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    def __call__(self, *args: Any) -> torch.Tensor:
+        *inputs, pages, step = args
+        if not step.spans or (pages.is_cuda and torch.cuda.is_current_stream_capturing()):
             return self._own(*inputs, pages, step)
         first, last = step.spans[0], step.spans[-1]
         length = (last.stop - first.start) / (last.i + 1 - first.i)
@@ -81,7 +73,7 @@ class DeltaRule:
             return self._own(*inputs, pages, step)
         return self._by_package(inputs, pages, step)
 
-    def _by_package(self, inputs: tuple[torch.Tensor, ...], pages: torch.Tensor, step: StateStep) -> torch.Tensor:
+    def _by_package(self, inputs: Sequence[torch.Tensor], pages: torch.Tensor, step: StateStep) -> torch.Tensor:
         # the same tensors for all layers: the package prepares its tables by their identity
         piece = step.prepared.get("fla") or step.prepared.setdefault("fla", _piece(step))
         old = StateStep.load(pages, step.read[piece.requests], step.fresh[piece.requests])
@@ -99,7 +91,7 @@ class DeltaRule:
 
     # ---- measuring
 
-    def _measured(self, inputs: tuple[torch.Tensor, ...], device: torch.device) -> float:
+    def _measured(self, inputs: Sequence[torch.Tensor], device: torch.device) -> float:
         q, _, v, g, _ = inputs
         shape = Shape(q.shape[1], v.shape[1], q.shape[2], v.shape[2], g.shape[2] > 1)
         if shape not in self._least:
@@ -107,8 +99,9 @@ class DeltaRule:
         return self._least[shape]
 
     def _measure(self, shape: Shape, device: torch.device) -> float:
-        name, least, times = f"flash-linear-attention {metadata.version('fla-core')}", math.inf, (0.0, 0.0)
+        name, least, times = "flash-linear-attention", math.inf, (0.0, 0.0)
         try:
+            name = f"{name} {metadata.version('fla-core')}"
             for size in reversed(self._sizes):
                 times = self._compare(shape, size, device)
                 if times[0] >= times[1]:
