@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from quire.worker.attention.base import AttentionCall, AttentionMetadata, AttentionSpec
-from quire.worker.cuda import triton_paged
 from quire.worker.cuda.flash_attn import FlashAttention3
+from quire.worker.cuda.kernels import triton_paged
 
 HEADS = ((32, 8, 128), (16, 8, 128), (32, 4, 128), (32, 32, 128), (64, 8, 128), (14, 2, 64), (32, 8, 64))
 REQUESTS = ((1, 1154), (1, 16384), (8, 1154), (64, 1154), (256, 128), (256, 1086), (16, 16384))  # (number, tokens)

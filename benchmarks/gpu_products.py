@@ -16,7 +16,7 @@ from quire.worker.layers.moe import ListedExperts
 from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
 from quire.worker.layers.quantization.int_groups import Groups, give_groups
 from quire.worker.layers.quantization.packing import E2M1_TABLE
-from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
+from quire.worker.spec.moe import MoESpec, RoutingSpec
 
 ROWS = (1, 8, 64, 1024)
 # of gpt-oss-20b and Qwen3-30B-A3B: experts, experts per token, hidden size, intermediate size, activation, biases

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import gpu_attention
 from benchmarks.gpu_products import rows_of_table
 from quire.worker.models.registry import num_parameters
-from quire.worker.transformer.config import ModelSpec, kv_bytes_per_token
+from quire.worker.spec.model import ModelSpec, kv_bytes_per_token
 
 GOALS = (
     "goals on one H200, 8B in bf16: batch-1 decode at 0.85 of its limit, batch-256 decode at 0.7, prefill at 0.6 "

@@ -29,7 +29,7 @@ from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cpu import native_linear
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.native import KERNELS
-from quire.worker.platforms import huge_pages
+from quire.worker.host import huge_pages
 from quire.worker.platforms.ops import Ops
 
 SHAPES = {  # model -> (outputs, inputs) of its matrices

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from quire.worker.cpu import native
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.models.registry import build_model, read_model_spec
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.weights.loader import load_weights
 
 GB = 1 << 30

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from quire.worker.layers.linear import Linear
 from quire.worker.models.vision.deepseek_ocr import DeepseekOCRTower
-from quire.worker.platforms.platform import get_platform
+from quire.worker.platform import get_platform
 from quire.worker.weights.checkpoint import Placement
 from quire.worker.weights.random_weights import DummyWeights
 

@@ -22,8 +22,8 @@ from quire.checkpoints.gguf.folder import write_folder
 from quire.checkpoints.gguf.header import read_gguf
 from quire.configs.sources import embedded_model
 from quire.worker.cpu.native import KERNELS
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.models.registry import build_model, num_parameters, read_model_spec
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.quantize.run import Settings, quantize_checkpoint
 from quire.worker.quantize.stages import Texts, cut
 from quire.worker.weights.loader import load_weights

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from quire.checkpoints.gguf.folder import gguf_folder
 from quire.configs.config import Config
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from quire.worker.attention.scaled import ScaledCache, as_bytes
 from quire.worker.cache.allocation import attention_layers
-from quire.worker.cache.scaled import ScaledCache, as_bytes
 from quire.worker.cpu.native import KERNELS
 from quire.worker.memory import preview
 from quire.worker.messages import NewRequest, SamplingParams, StepInput

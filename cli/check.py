@@ -39,8 +39,8 @@ def plan(config: Config, target: str) -> str:
     """The checkpoint, the memory plan and the choices, as `quire serve` shows them. `target` is an empty folder for
     headers of weights. Raises ValueError as `quire serve` would.
     """
-    from quire.server.generate.sampling import read_sampling_defaults
     from quire.server.media.service import Images
+    from quire.server.request.sampling import read_sampling_defaults
     from quire.server.text.tokenizer import Tokenizer
 
     options, has_weights = config.model, False

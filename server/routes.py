@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.anthropic import models as anthropic_models
 from quire.server.api.anthropic import routes as anthropic
 from quire.server.api.llamacpp import adapters, infill, props, slots

@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Any
 from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Ready
 from quire.server.errors import BadRequest, NotFound, Unavailable
-from quire.server.http.threads import Threads
+from quire.server.generate.structures import Structures
 from quire.server.incidents import Incidents
 from quire.server.lora.adapters import Adapters
 from quire.server.lora.shared import SharedAdapters
 from quire.server.media.service import Images
 from quire.server.model_info import ModelInfo
 from quire.server.queue_wait import QueueWait, retry_after
-from quire.server.structured.service import Structures
+from quire.server.turns.threads import Threads
 
 if TYPE_CHECKING:
     from quire.server.api.openai.responses.service import Responses
     from quire.server.batches.runner import Batches
     from quire.server.engines.handle import EngineHandle
-    from quire.server.generate.formats import Formats
     from quire.server.keys.audit import AuditLog
     from quire.server.keys.ring import KeyRing
-    from quire.server.metrics.sink import MetricsSink
+    from quire.server.request.formats import Formats
+    from quire.server.request.sink import MetricsSink
     from quire.server.startup.model_details import LazyDetails
     from quire.server.text.tokenizer import Tokenizer
     from quire.server.traces import Traces

@@ -11,7 +11,7 @@ from starlette.types import Scope
 from quire.engine.messages import RequestTiming
 
 if TYPE_CHECKING:
-    from quire.server.generate.generation_request import GenerationRequest
+    from quire.server.request.generation_request import GenerationRequest
 
 _GIGA = 10**9
 

@@ -22,7 +22,7 @@ from quire.server.state import ServerState
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("checkpoints", "cli", "configs", "engine", "server", "worker")  # each is the package quire.<folder>
 PACKAGES = tuple(f"quire.{folder}" for folder in FOLDERS)
-MAX_LINE, MAX_FILE = 120, 600
+MAX_LINE, MAX_FILE, MAX_MODULES = 120, 600, 20
 SUFFIXES = {".py", ".h", ".cpp", ".cu"}
 # Process-wide by nature: the ambient process groups, and a library that cannot be unloaded.
 SINGLETONS = {
@@ -70,6 +70,7 @@ def imports(module: str, tree: ast.AST, packages: set[str], at_start: bool = Tru
 
 
 MODULES = modules()
+NEEDS = {name for name in MODULES if name.endswith(".needs")}  # protocols: the parts of the server that a folder uses
 TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
 IMPORTS = [found for module, tree in TREES.items() for found in imports(module, tree, set(MODULES))]
 
@@ -133,10 +134,22 @@ def test_nothing_imports_the_command_line():
 
 def test_no_import_circles():
     """Imports within functions and for type checkers count: a circle that starts well is a circle all the same."""
-    graph: dict[str, set[str]] = {module: set() for module in MODULES}
+    assert_no_circle({module: module for module in MODULES})
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "cli", "engine", "server", "worker"])
+def test_no_circles_between_rooms(folder):
+    """A room is a subfolder or a single file of `folder`. Rooms have an order in which each imports earlier ones only."""
+    inside = [module for module in MODULES if within(module, f"quire.{folder}") and module.count(".") > 1]
+    assert_no_circle({module: ".".join(module.split(".")[:3]) for module in inside})
+
+
+def assert_no_circle(room: dict[str, str]) -> None:
+    """Assert that the rooms of the modules in `room` import each other in one direction."""
+    graph: dict[str, set[str]] = {name: set() for name in room.values()}
     for found in IMPORTS:
-        if found.target in MODULES and found.target != found.module:
-            graph[found.module].add(found.target)
+        if found.module in room and found.target in room and room[found.module] != room[found.target]:
+            graph[room[found.module]].add(room[found.target])
     done: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
@@ -163,9 +176,9 @@ def test_generation_knows_no_dialect_and_dialects_not_each_other():
 
 def test_the_server_is_passed_as_the_parts_that_are_used():
     """Only its composition knows `ServerState`; a parameter of another type has each attribute that is used of it."""
-    composition = "quire.server.app", "quire.server.frontends.frontend", "quire.server.offline.runtime"
+    composition = {"quire.server.app", "quire.server.frontends.frontend", "quire.server.offline.runtime"}
     users = {found.module for found in select("quire", of=("quire.server.state",))}
-    assert users <= {*composition, "quire.server.http.route"}, "type it with protocols of server/needs.py"
+    assert users <= composition, "type it with protocols of the folder's needs.py"
     missing = []
     for module, path in ((name, path) for name, path in MODULES.items() if within(name, "quire.server", "quire.cli")):
         tree = TREES[module]
@@ -182,12 +195,12 @@ def _is_attribute_of(node: ast.AST, name: str) -> bool:
 
 
 def _protocol(module: str, annotation: ast.expr | None) -> type | None:
-    """The protocol that types a parameter: of server/needs.py, or of the module itself."""
+    """Return the protocol that types a parameter, if a `needs.py` or the module itself defines it."""
     if isinstance(annotation, ast.Attribute) and ast.unparse(annotation).startswith("needs."):
-        return getattr(importlib.import_module("quire.server.needs"), annotation.attr)
+        return getattr(importlib.import_module(module).needs, annotation.attr)
     found = isinstance(annotation, ast.Name) and getattr(importlib.import_module(module), annotation.id, None)
     bases = found.__mro__[1:] if isinstance(found, type) else ()
-    return found if "quire.server.needs" in {base.__module__ for base in bases} else None
+    return found if {base.__module__ for base in bases} & NEEDS else None
 
 
 def members(cls: type) -> set[str]:
@@ -196,8 +209,9 @@ def members(cls: type) -> set[str]:
 
 
 def test_the_server_has_every_part():
-    needs, has = importlib.import_module("quire.server.needs"), members(ServerState)
-    parts = [one for one in vars(needs).values() if isinstance(one, type) and one.__module__ == needs.__name__]
+    has = members(ServerState)
+    found = [one for name in sorted(NEEDS) for one in vars(importlib.import_module(name)).values()]
+    parts = [one for one in found if isinstance(one, type) and one.__module__ in NEEDS]
     assert parts and not [f"{one.__name__}.{name}" for one in parts for name in members(one) - has if name[0] != "_"]
 
 
@@ -291,10 +305,10 @@ def test_layers_take_the_arguments_of_a_step_in_one_object():
 
 
 def test_devices_are_behind_one_seam():
-    """Only the worker and the platforms select kernels; each device has its own folder."""
+    """Only `worker/platform.py` selects a device; each device has its own folder."""
     for device in ("quire.worker.cpu", "quire.worker.cuda"):
         users = {found.module for found in select("quire", of=(device,)) if not within(found.module, device)}
-        assert all(within(user, "quire.worker.platforms") or user == "quire.worker.worker" for user in users), users
+        assert users <= {"quire.worker.platform", "quire.worker.worker"}, users
 
 
 # ---- state, names and sizes
@@ -342,6 +356,13 @@ def test_lines_of_cpp_have_at_most_120_columns():
         if len(line) > MAX_LINE
     ]
     assert not long
+
+
+def test_folders_have_at_most_20_modules():
+    """Those of `worker/models` are alike: one per family."""
+    names = [path.parent for path in MODULES.values() if path.name != "__init__.py"]
+    wide = {path.relative_to(ROOT).as_posix(): names.count(path) for path in set(names)}
+    assert not {name: num for name, num in wide.items() if num > MAX_MODULES and name != "worker/models"}
 
 
 def test_no_module_is_named_like_a_third_party_package():

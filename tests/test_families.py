@@ -11,10 +11,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from quire.engine.messages import SamplingParams
-from quire.worker.cache.spec import plan_cache
 from quire.worker.messages import most_blocks
 from quire.worker.models.registry import read_model_spec
-from quire.worker.transformer.config import cache_specs
+from quire.worker.spec.cache import plan_cache
+from quire.worker.spec.model import cache_specs
 from tests.families import FAMILIES, VOCAB, WITHOUT_VARIANTS, build_family, judge, load_family, redraw
 from tests.in_process import FORCED_DRAFTS, InProcessEngine
 

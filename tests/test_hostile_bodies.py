@@ -33,7 +33,7 @@ from quire.server.api.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from quire.server.generate.limits import MAX_PROMPTS
+from quire.server.request.limits import MAX_PROMPTS
 from tests.server.conftest import poll
 
 pytestmark = pytest.mark.slow

@@ -11,11 +11,11 @@ import pytest
 
 from quire.engine.messages import AddRequest, SamplingParams
 from quire.worker import estimates
-from quire.worker.cache.spec import plan_cache
 from quire.worker.cpu import build as native_build
 from quire.worker.messages import most_blocks
 from quire.worker.models.registry import read_model_spec
-from quire.worker.transformer.config import cache_specs
+from quire.worker.spec.cache import plan_cache
+from quire.worker.spec.model import cache_specs
 from tests.families import judge
 from tests.image_prompts import Prompt, Reference, Writer, build, picture
 from tests.in_process import InProcessEngine, Result

@@ -10,9 +10,9 @@ import pytest
 from quire.configs.config import Config
 from quire.engine.messages import SamplingParams
 from quire.worker import memory
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.models.registry import parse_model_spec
-from quire.worker.platforms.cpu import CpuPlatform
-from quire.worker.transformer.config import kv_bytes_per_token
+from quire.worker.spec.model import kv_bytes_per_token
 from tests.families import VOCAB, build_family
 from tests.in_process import InProcessEngine
 from tests.worker.test_split_step import limit_tokens

@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from quire.worker.cuda import limits
+from quire.worker.cuda.kernels import limits
 from tools.kernel_launches import PARTS
 
 TYPES = {

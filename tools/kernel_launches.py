@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from quire.worker.attention.scaled import ScaledCache, ScaledLatents
 from quire.worker.batch.input_batch import InputBuffers
-from quire.worker.cache.scaled import ScaledCache, ScaledLatents
-from quire.worker.cuda import (
+from quire.worker.cuda.kernels import (
     limits,
     triton_bitmask,
     triton_dequantize,
@@ -34,7 +34,7 @@ from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
 from quire.worker.layers.quantization.packing import E2M1_TABLE
 from quire.worker.layers.rounding import Rounding
 from quire.worker.layers.state import Span, StateStep
-from quire.worker.transformer.moe_spec import RoutingSpec
+from quire.worker.spec.moe import RoutingSpec
 
 
 def attention() -> None:

@@ -11,7 +11,7 @@ from quire.checkpoints.gguf.architectures import ARCHITECTURES
 from quire.worker.layers.quantization.int_at_load import BITS
 from quire.worker.models.describe import cache_kind, has_stages
 from quire.worker.models.registry import DECODERS, ENCODERS, WRAPPERS, build_model, model_class, parse_model_spec
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
 from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS
 from tests.encoders import ENCODERS as TESTED_ENCODERS
 from tests.families import text_types

@@ -19,8 +19,9 @@ from quire.worker.attention.base import AttentionMetadata
 from quire.worker.models.registry import build_model
 from quire.worker.parallel import Group, use_groups
 from quire.worker.platforms.base import Platform
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.pooling import Pooler, read_pooling
+from quire.worker.weights.gguf_tensors import read_tensor
 from quire.worker.weights.loader import load_weights
 
 MOST_DISTANCE = 1e-3  # 1 - cosine
@@ -91,7 +92,7 @@ def _embeddings(config: Config, spec: ModelSpec, dtype: torch.dtype, platform: P
         model = build_model(spec, dtype, device, spec.max_model_len, ops=platform.ops)
         load_weights(model, spec, folder, config.model.load_format)
         hidden = model(tokens.to(device), positions.to(device), (meta,))
-        pooler = Pooler(read_pooling(folder, spec, config.model.pooling), spec.hidden_size, device)
+        pooler = Pooler(read_pooling(folder, spec, config.model.pooling), spec.hidden_size, device, read_tensor)
         states = [pooler.update(None, hidden[i:j], 0) for i, j in pairwise(starts)]
         return pooler.dense(pooler.finish(states, lengths)).double()
 

@@ -19,8 +19,8 @@ from quire.worker.models.registry import build_model, encoder_bytes_per_embed, w
 from quire.worker.platforms.base import Platform
 from quire.worker.platforms.ops import Ops
 from quire.worker.sampling.speculation.draft_spec import draft_quantization
-from quire.worker.transformer.config import ModelSpec, cache_specs
-from quire.worker.transformer.moe_spec import MoESpec
+from quire.worker.spec.model import ModelSpec, cache_specs
+from quire.worker.spec.moe import MoESpec
 
 _LARGEST_IMAGE = 16384  # embeddings: Qwen2-VL's largest, 12.8 million pixels
 

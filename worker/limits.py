@@ -16,7 +16,7 @@ from quire.worker.parallel import Group, split_size
 from quire.worker.platforms.base import Platform
 from quire.worker.sampling.speculation.choice import Speculation, resolve_speculation
 from quire.worker.sampling.speculation.draft_spec import read_draft_spec, read_eagle_spec
-from quire.worker.transformer.config import LayerSpec, ModelSpec
+from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.transformer.decoder import stage_layers
 
 Choice = tuple[str, str, str]  # setting, value, reason

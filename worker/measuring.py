@@ -6,7 +6,6 @@ import msgspec
 
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
-from quire.worker.cache.spec import CachePlan
 from quire.worker.check_ranks import CheckedSampler
 from quire.worker.limits import Limits
 from quire.worker.lora.adapters import Adapters
@@ -16,7 +15,8 @@ from quire.worker.parallel import tp
 from quire.worker.pipeline import SingleStage
 from quire.worker.platforms.base import Platform
 from quire.worker.sampling.sampler import Sampler
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.cache import CachePlan
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.decoder import CausalLM
 
 _MEASURED_LOGPROBS = 20  # log-probabilities per token when memory is measured: the default of --max-logprobs

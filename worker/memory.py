@@ -12,7 +12,6 @@ import msgspec
 
 from quire.configs.config import Config
 from quire.configs.speculation import MAX_DRAFT
-from quire.worker.cache.spec import CachePlan, add_drafting, plan_cache
 from quire.worker.cache.tiers.sizes import disk_bytes, offload_bytes
 from quire.worker.estimates import (
     estimate_activations,
@@ -29,10 +28,11 @@ from quire.worker.limits import Choice, Limits, resolve_limits
 from quire.worker.messages import CacheGroup, MemoryPlan, WorkerReady, longest_request, most_blocks
 from quire.worker.models import describe
 from quire.worker.models.registry import read_model_spec
+from quire.worker.platform import get_platform
 from quire.worker.platforms.base import Platform
-from quire.worker.platforms.platform import get_platform
 from quire.worker.sampling.speculation.choice import STEP_DRAFTS
-from quire.worker.transformer.config import ModelSpec, cache_spec, cache_specs, state_specs
+from quire.worker.spec.cache import CachePlan, add_drafting, plan_cache
+from quire.worker.spec.model import ModelSpec, cache_spec, cache_specs, state_specs
 from quire.worker.transformer.decoder import stage_layers
 
 logger = logging.getLogger(__name__)

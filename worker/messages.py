@@ -159,7 +159,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """The scheduler's view of a group of layers that share a block table (`worker/cache/spec.py`).
+    """The scheduler's view of a group of layers that share a block table (`worker/spec/cache.py`).
 
     full: the blocks of all tokens are kept; with a `window`, tokens of the output attend to the prompt and to the last
     `window` tokens of the output. window: a token at position p attends to p - window + 1 .. p. chunk: it

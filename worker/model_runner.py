@@ -26,13 +26,13 @@ from quire.worker.batch.spare_states import SpareStates
 from quire.worker.batch.split_step import STATE_LOST, Failed, Output, Part, SplitOutput, halves, runs, without_drafts
 from quire.worker.batch.state_pages import SavedState, StatePages
 from quire.worker.cache.allocation import state_layers
+from quire.worker.host.huge_pages import Workspace
 from quire.worker.images.step_images import StepImages
 from quire.worker.lora.adapters import Adapters
 from quire.worker.messages import NO_TOKEN_ERROR, StepInput, StepOutput, TokenLogprobs
 from quire.worker.parallel import tp
 from quire.worker.pipeline import SingleStage
 from quire.worker.platforms.base import Event, Platform, is_out_of_memory
-from quire.worker.platforms.huge_pages import Workspace
 from quire.worker.sampling.logprobs import Entries, PromptLogprobs, prompt_messages
 from quire.worker.sampling.pooling import Pooled, Pooling
 from quire.worker.sampling.sampler import RowLogprobs, Sampled, Sampler

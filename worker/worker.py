@@ -30,14 +30,15 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.parallel import Group, init_distributed, pp, shutdown_distributed, tp, use_groups
 from quire.worker.pipeline import pipeline_stage
+from quire.worker.platform import get_platform
 from quire.worker.platforms.base import Platform, is_out_of_memory
-from quire.worker.platforms.platform import get_platform
 from quire.worker.profiling import StepProfiler
 from quire.worker.sampling.speculation.draft_model import place_after
 from quire.worker.sampling.speculation.draft_spec import draft_quantization
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.decoder import CausalLM, Decoder
 from quire.worker.transformer.pooling import Pooler, pooling_info, read_pooling
+from quire.worker.weights.gguf_tensors import read_tensor
 from quire.worker.weights.loader import load_weights
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class Worker:
         model.round_for_products()
         self.draft = self._load_draft(model, spec, limits, platform, progress)
         if pooling is not None:
-            model.pooler = Pooler(pooling, spec.hidden_size, platform.device)
+            model.pooler = Pooler(pooling, spec.hidden_size, platform.device, read_tensor)
         adapters = self._adapters(model, spec, limits, platform)
         weights = sum(map(_weight_bytes, (model, self.draft)))
 

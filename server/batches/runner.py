@@ -27,15 +27,15 @@ from quire.server.error_shapes import body_of, internal_body
 from quire.server.errors import BadRequest
 from quire.server.http import in_process
 from quire.server.http.sse import one_line
-from quire.server.http.threads import LARGE, SMALL
-from quire.server.http.turns import tenant_of
+from quire.server.turns.fair_queue import tenant_of
+from quire.server.turns.threads import LARGE, SMALL
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Scope
 
     from quire.configs.config import Config
     from quire.engine.messages import Ready
-    from quire.server.http.threads import Threads
+    from quire.server.turns.threads import Threads
 
 logger = logging.getLogger("quire.batches")
 

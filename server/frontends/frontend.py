@@ -42,9 +42,9 @@ if TYPE_CHECKING:  # imported late, because these imports are slow
     from quire.server.batches.runner import Batches
     from quire.server.engines.client import EngineClient
     from quire.server.engines.pool import EnginePool
-    from quire.server.generate.sampling import SamplingDefaults
     from quire.server.http.connections import Connections
     from quire.server.http.tls import Tls
+    from quire.server.request.sampling import SamplingDefaults
 
 logger = logging.getLogger("quire")
 
@@ -172,7 +172,7 @@ class Frontend:
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
         """Raises ValueError for missing or malformed files."""
-        from quire.server.generate.sampling import read_sampling_defaults
+        from quire.server.request.sampling import read_sampling_defaults
         from quire.server.startup.model_details import LazyDetails
 
         self.state.details = LazyDetails(model_folder)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from quire.engine.messages import TokenLogprobs
 from quire.server.errors import BadRequest, EngineError
 from quire.server.generate.deadlines import NO_DEADLINES, Deadlines, all_wait, within
-from quire.server.generate.delta import Delta
 from quire.server.generate.generation import Generation
 from quire.server.parsers.events import Event
+from quire.server.request.delta import Delta
 
 # Transforms the deltas of one request between generation and dialect, e.g. parses reasoning and tool calls out of the
 # text. It sees all choices (`Delta.index`), and passes on every delta that has an `error` or a `finish_reason`.

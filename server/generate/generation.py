@@ -18,9 +18,9 @@ from quire.engine.messages import (
 from quire.server.engines.client import OutputStream
 from quire.server.engines.handle import EngineHandle
 from quire.server.errors import BadRequest
-from quire.server.generate.delta import Delta
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.metrics.sink import EngineMetrics, MetricsSink
+from quire.server.request.delta import Delta
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.sink import EngineMetrics, MetricsSink
 from quire.server.text.detokenizer import Detokenizer
 from quire.server.text.tokenizer import Tokenizer
 

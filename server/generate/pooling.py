@@ -13,15 +13,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from quire.engine.messages import AddRequest, EngineOutput, PoolingInfo, PoolingParams, SamplingParams
-from quire.server import needs
 from quire.server.engines.client import OutputStream
 from quire.server.errors import BadRequest, ContextLengthExceeded, EngineError
-from quire.server.generate.encode import encode_texts
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.limits import MAX_PROMPTS
-from quire.server.generate.sampling import fit
+from quire.server.generate import needs
 from quire.server.lora.served import Chosen
 from quire.server.model_info import ModelInfo
+from quire.server.prompt.encode import encode_texts
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.limits import MAX_PROMPTS
+from quire.server.request.sampling import fit
 from quire.server.text.tokenizer import Tokenizer
 
 PER_TURN = 128  # prompts of one request that are begun before others get their turn

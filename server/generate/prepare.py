@@ -12,15 +12,15 @@ import time
 import msgspec
 
 from quire.engine.messages import SamplingParams
-from quire.server import needs
 from quire.server.errors import BadRequest
-from quire.server.generate.conversation import Reading
-from quire.server.generate.encode import encode_texts
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.prompts import Prompt, prompts_of
-from quire.server.generate.request import GenerationOptions, GenerationSpec
-from quire.server.generate.sampling import check_max_tokens, fit, to_sampling_params
+from quire.server.generate import needs
 from quire.server.model_info import ModelInfo
+from quire.server.prompt.conversation import Reading
+from quire.server.prompt.encode import encode_texts
+from quire.server.prompt.prompts import Prompt, prompts_of
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.request import GenerationOptions, GenerationSpec
+from quire.server.request.sampling import check_max_tokens, fit, to_sampling_params
 from quire.server.text.detokenizer import StopStrings
 
 _serial = itertools.count()

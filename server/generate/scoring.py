@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from operator import mul
 
 from quire.engine.messages import PoolingInfo, PoolingParams
-from quire.server import needs
 from quire.server.errors import BadRequest
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.limits import MAX_PROMPTS
+from quire.server.generate import needs
 from quire.server.generate.pooling import (
     PoolingSpec,
     Vector,
@@ -21,6 +19,8 @@ from quire.server.generate.pooling import (
     to_request,
     truncated_size,
 )
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.limits import MAX_PROMPTS
 
 _MAX_CUTS = 4  # attempts to fit a rendered pair into its limit
 

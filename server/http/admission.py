@@ -9,20 +9,19 @@ from typing import Any
 
 from starlette.requests import Request
 
-from quire.server import needs
 from quire.server.generate import deltas
-from quire.server.generate.delta import Delta
 from quire.server.generate.generation import Generation
-from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.prepare import check_priority
-from quire.server.http import request_options
+from quire.server.generate.structures import constrain
+from quire.server.http import needs, request_options
 from quire.server.http.cache_hint import engine_key
 from quire.server.http.sse import unless_disconnected
-from quire.server.http.turns import tenant_of
 from quire.server.keys.access import allowed_priority, check_model, require_model
 from quire.server.keys.account import key_of
 from quire.server.lora.fields import LoraScale
-from quire.server.structured.service import constrain
+from quire.server.request.delta import Delta
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.turns.fair_queue import tenant_of
 
 
 def admit(

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from quire.server import needs
 from quire.server.errors import BadRequest
+from quire.server.http import needs
 from quire.server.http.read_body import read_body
 from quire.server.http.route import Handler
 

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server import needs
 from quire.server.error_shapes import body_of, internal_body
 from quire.server.errors import ApiError, EngineError, Forbidden
+from quire.server.http import needs
 from quire.server.incidents import Incidents
 from quire.server.keys.account import close_account
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire.server.errors import BadRequest
-from quire.server.generate.limits import MAX_TEMPLATE_KWARGS_BYTES
 from quire.server.parsers.model_json import without_halves
+from quire.server.request.limits import MAX_TEMPLATE_KWARGS_BYTES
 from quire.server.values import Json
 
 T = TypeVar("T", bound=msgspec.Struct)

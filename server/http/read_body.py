@@ -11,16 +11,15 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from quire.server import needs
 from quire.server.errors import ApiError, PayloadTooLarge, UnsupportedMediaType
-from quire.server.http import sse
+from quire.server.http import needs, sse
 from quire.server.http.cache_hint import read_hint
 from quire.server.http.gzip_body import decompress, largest_result
 from quire.server.http.numbers import bounded_int
 from quire.server.http.parse_body import parse
-from quire.server.http.threads import SMALL, Deferred
 from quire.server.http.time_limit import read_timeout
-from quire.server.http.turns import tenant_of
+from quire.server.turns.fair_queue import tenant_of
+from quire.server.turns.threads import SMALL, Deferred
 
 logger = logging.getLogger("quire.requests")
 

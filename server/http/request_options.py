@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 from starlette.requests import Request
 
-from quire.server import needs
 from quire.server.errors import RequestTimeout
 from quire.server.generate.deadlines import Deadlines
-from quire.server.generate.generation_request import GenerationRequest
+from quire.server.http import needs
 from quire.server.http.numbers import bounded_int
 from quire.server.http.time_limit import seconds_of_header
-from quire.server.http.turns import tenant_of
 from quire.server.keys.access import check_queue
 from quire.server.keys.account import key_of, open_account
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.turns.fair_queue import tenant_of
 
 
 def reserve_room(request: Request, state: needs.Reservation, requests: Sequence[GenerationRequest], param: str) -> None:

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.state import ServerState
-
-Handler = Callable[[Request, ServerState], Awaitable[Response]]
+# (starlette's Request, the parts of the server that the handler names) -> the response
+Handler = Callable[..., Awaitable[Response]]
 Schema = dict[str, Any]
 EVENTS, NDJSON = "text/event-stream", "application/x-ndjson"
 EMPTY = ()

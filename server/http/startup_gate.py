@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.server import needs
 from quire.server.errors import ApiError
+from quire.server.http import needs
 from quire.server.http.middleware import PROBES, send_error, send_json
 
 POLL_SECONDS = 0.02

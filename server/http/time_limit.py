@@ -8,8 +8,8 @@ import msgspec
 from starlette.requests import Request
 
 from quire.server.errors import BadRequest
-from quire.server.generate.limits import Seconds
 from quire.server.http.parse_body import bad_request
+from quire.server.request.limits import Seconds
 
 
 class TimeLimit(msgspec.Struct):

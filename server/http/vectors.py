@@ -11,12 +11,14 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from quire.engine.messages import PoolingParams
-from quire.server import needs
 from quire.server.errors import BadRequest
 from quire.server.generate import pooling
 from quire.server.generate.deadlines import all_wait, within
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.limits import (
+from quire.server.generate.pooling import PoolingSpec, Vector
+from quire.server.http import admission, needs, request_options
+from quire.server.http.sse import unless_disconnected
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.limits import (
     MAX_IDS,
     MAX_PROMPTS,
     AtLeastMinusOne,
@@ -26,9 +28,6 @@ from quire.server.generate.limits import (
     TokenId,
     TokenIds,
 )
-from quire.server.generate.pooling import PoolingSpec, Vector
-from quire.server.http import admission, request_options
-from quire.server.http.sse import unless_disconnected
 
 Prompts = Annotated[
     list[Text | TokenId | TokenIds],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.types import Scope
 
-from quire.server import needs
 from quire.server.errors import BadRequest, Forbidden, TooManyRequests
+from quire.server.keys import needs
 from quire.server.keys.account import key_of
 from quire.server.keys.key import Key
 from quire.server.queue_wait import retry_after

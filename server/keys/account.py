@@ -18,10 +18,10 @@ from quire.server.keys.audit import AuditLog
 from quire.server.keys.key import Key
 
 if TYPE_CHECKING:
-    from quire.server.generate.delta import Delta
-    from quire.server.generate.generation_request import GenerationRequest
     from quire.server.keys.ring import KeyRing
-    from quire.server.metrics.sink import MetricsSink
+    from quire.server.request.delta import Delta
+    from quire.server.request.generation_request import GenerationRequest
+    from quire.server.request.sink import MetricsSink
     from quire.server.traces import Traces
 
 logger = logging.getLogger("quire.keys")

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.configs.config import Config
 from quire.server.errors import BadRequest, ContextLengthExceeded, Unavailable
-from quire.server.http.turns import Turns
 from quire.server.media import sources
 from quire.server.media.inputs import ImageInput, Lease
 from quire.server.media.registry import load_processor, read_config, why_no_images
 from quire.server.media.store import ImageStore
+from quire.server.turns.fair_queue import Turns
 
 if TYPE_CHECKING:
     from quire.engine.messages import MediaInfo

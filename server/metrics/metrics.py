@@ -20,7 +20,7 @@ from quire.engine.messages import EngineStats, RequestTiming
 from quire.server.metrics.tiers import SIZES, TierMetrics
 
 if TYPE_CHECKING:
-    from quire.server.generate.generation_request import GenerationRequest
+    from quire.server.request.generation_request import GenerationRequest
 
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _FIRST_TOKEN = (

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from quire.server import needs
 from quire.server.errors import Unavailable
-from quire.server.generate.images import loading
-from quire.server.generate.request import Conversation, GenerationSpec
+from quire.server.http import needs
 from quire.server.media.inputs import ImageInput
+from quire.server.prompt.images import loading
+from quire.server.request.request import Conversation, GenerationSpec
 from quire.server.values import Json
 
 PICTURE = "image_pil"  # type of a part that holds a PIL.Image.Image

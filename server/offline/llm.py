@@ -24,11 +24,9 @@ from quire.server.api.openai.translate import COMPLETION_MAX_TOKENS
 from quire.server.errors import ApiError, BadRequest
 from quire.server.generate import deltas, pooling
 from quire.server.generate.generation import Generation
-from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.pooling import Vector
 from quire.server.generate.prepare import prepare
-from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
-from quire.server.generate.tools import ToolChoice
+from quire.server.generate.structures import constrain
 from quire.server.offline import pooled
 from quire.server.offline.images import ImageTurns, has_images
 from quire.server.offline.lora import LoRARequest, LoRARequests, chosen
@@ -44,7 +42,9 @@ from quire.server.offline.prompts import (
     template_messages,
 )
 from quire.server.offline.runtime import Runtime
-from quire.server.structured.service import constrain
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.request.tools import ToolChoice
 from quire.server.structured.structure import Structure
 from quire.server.text.tokenizer import Tokenizer
 

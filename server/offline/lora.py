@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from quire.server import needs
 from quire.server.errors import BadRequest
+from quire.server.http import needs
 from quire.server.lora.served import Chosen
 
 

@@ -13,9 +13,9 @@ from quire.server.api.openai.objects import PromptLogprob
 from quire.server.api.openai.protocol import StructuredOutputs
 from quire.server.api.openai.structure import from_options
 from quire.server.errors import BadRequest
-from quire.server.generate.ngrams import NgramArguments, of_vllm
-from quire.server.generate.request import GenerationOptions
 from quire.server.http.parse_body import bad_request
+from quire.server.request.ngrams import NgramArguments, of_vllm
+from quire.server.request.request import GenerationOptions
 from quire.server.structured.structure import Structure
 
 T = TypeVar("T")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.engine.messages import PoolingParams
-from quire.server import needs
-from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.pooling import PoolingSpec, Vector, embed_params, prepare, require_task
 from quire.server.generate.scoring import Scoring, activated, prepare_scoring
+from quire.server.http import needs
+from quire.server.request.generation_request import GenerationRequest
 
 
 @dataclass(slots=True)

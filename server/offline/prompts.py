@@ -9,10 +9,10 @@ from quire.server.api.openai.protocol import ContentPart, Message
 from quire.server.api.openai.tools import Tools, tools_of
 from quire.server.api.openai.translate import template_message
 from quire.server.errors import BadRequest
-from quire.server.generate.limits import ProcessorOptions
-from quire.server.generate.tools import Tool
 from quire.server.offline.images import images_of_prompt, take_pictures
 from quire.server.offline.params import converted
+from quire.server.request.limits import ProcessorOptions
+from quire.server.request.tools import Tool
 
 Prompt = str | Sequence[int] | dict[str, Any]
 

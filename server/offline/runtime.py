@@ -11,7 +11,7 @@ from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Progress
 from quire.server.engines.client import EngineClient
 from quire.server.engines.supervisor import EngineFailed, Supervisor
-from quire.server.generate.sampling import SamplingDefaults, read_sampling_defaults
+from quire.server.request.sampling import SamplingDefaults, read_sampling_defaults
 from quire.server.startup.engine_group import EngineGroup, load_tokenizer, model_info
 from quire.server.startup.model_names import accepted_names, served_names
 from quire.server.startup.plan_table import plan_table

@@ -23,9 +23,9 @@ from quire.server.model_info import ModelInfo, known_token_ids
 
 if TYPE_CHECKING:  # imported late, because these imports are slow
     from quire.server.engines.client import EngineClient
-    from quire.server.generate.formats import Formats
-    from quire.server.generate.sampling import SamplingDefaults
     from quire.server.media.service import Images
+    from quire.server.request.formats import Formats
+    from quire.server.request.sampling import SamplingDefaults
     from quire.server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
@@ -179,7 +179,7 @@ async def load_tokenizer(config: Config, folder: str, images: Images, model_fold
     """
 
     def load() -> tuple[Tokenizer, Formats]:
-        from quire.server.generate.formats import choose_formats
+        from quire.server.request.formats import choose_formats
         from quire.server.text.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.load(

@@ -11,7 +11,7 @@ import pytest
 
 from quire.checkpoints.honoured import FILES, HONOURED, REFUSED, refuse, report_ignored
 from quire.configs.config import Config
-from quire.server.generate.sampling import read_sampling_defaults
+from quire.server.request.sampling import read_sampling_defaults
 from quire.worker.models.registry import read_model_spec
 from quire.worker.transformer.pooling import read_pooling
 from tests.embedders import write_modules

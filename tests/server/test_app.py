@@ -364,7 +364,7 @@ def test_an_unexpected_exception_is_a_500_without_details(server, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_fails_in_the_engine_fails_alone(server, monkeypatch, stream):
     """The engine refuses a request that the server accepted: the error is the answer to that request."""
-    monkeypatch.setattr("quire.server.generate.sampling.fit", None)
+    monkeypatch.setattr("quire.server.request.sampling.fit", None)
     monkeypatch.setattr("quire.server.generate.prepare.fit", lambda sampling, *args: sampling)
     answer = server.http.post("/v1/completions", json={"prompt": [5] * 600, "stream": stream})
     if stream:

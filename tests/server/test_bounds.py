@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.hostile_bodies import AUDIT, BOUNDS, KINDS, Row, post
 from quire.server.http.sse import ClientGone, unless_disconnected
-from quire.server.http.threads import LARGE, PER_TURN, SMALL, Threads
 from quire.server.text.chat_template import ChatTemplate
+from quire.server.turns.threads import LARGE, PER_TURN, SMALL, Threads
 from tests.server.conftest import MODEL, poll, running_server
 from tests.server.test_app import CHAT, is_error, occupy
 from tests.server.test_chat import HELLO

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from quire.server.generate import deltas
-from quire.server.generate.delta import Delta
+from quire.server.request.delta import Delta
 from tests.server.conftest import MODEL
 
 MESSAGES = [{"role": "user", "content": "What is kept?"}]

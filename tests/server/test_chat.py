@@ -164,9 +164,9 @@ def test_template_of_a_chunk_is_the_types_encoding(server):
     """The manually joined bytes of the common chunk equal msgspec's encoding of the Struct."""
     from quire.server.api.openai.chat import ChatAnswer
     from quire.server.api.openai.protocol import ChatCompletionRequest
-    from quire.server.generate.delta import Delta
-    from quire.server.generate.generation_request import GenerationRequest
     from quire.server.http.parse_body import parse
+    from quire.server.request.delta import Delta
+    from quire.server.request.generation_request import GenerationRequest
 
     for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
         body, _ = parse(json.dumps({"messages": HELLO, **options}).encode(), ChatCompletionRequest)

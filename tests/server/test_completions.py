@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from quire.server.http.turns import Turns
+from quire.server.turns.fair_queue import Turns
 from tests.checkpoints import VOCAB_SIZE
 from tests.server.conftest import MODEL
 from tests.server.test_chat import events, reference
@@ -111,8 +111,8 @@ def test_template_of_a_chunk_is_the_types_encoding(server):
     from quire.server.api.openai.completions import CompletionAnswer
     from quire.server.api.openai.objects import CompletionChoice
     from quire.server.api.openai.protocol import CompletionRequest
-    from quire.server.generate.delta import Delta
     from quire.server.http.parse_body import parse
+    from quire.server.request.delta import Delta
 
     for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
         body, _ = parse(json.dumps({"prompt": "x", **options}).encode(), CompletionRequest)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quire.server.generate.custom_input import CustomInput
+from quire.server.request.custom_input import CustomInput
 
 
 def cut(text: str, sizes: list[int]) -> list[str]:

@@ -17,8 +17,8 @@ from quire.server.engines.process import EngineProcess
 from quire.server.errors import BadRequest, EngineError
 from quire.server.generate import deltas
 from quire.server.generate.generation import SLICE, Generation
-from quire.server.generate.generation_request import GenerationRequest
 from quire.server.metrics.metrics import Metrics
+from quire.server.request.generation_request import GenerationRequest
 from quire.server.text.tokenizer import Tokenizer
 from tests.server.tokenizer_kinds import CORPUS, byte_level, llama2
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.soak_memory import KINDS, request_of
-from quire.server.structured import service
+from quire.server.generate import structures as service
 from tests.server.conftest import RunningServer, running_server
 from tests.server.media.conftest import FAKE, write_seeing_model
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.server.generate.prompts import tokens_before_turn
-from quire.server.generate.request import Conversation
+from quire.server.prompt.prompts import tokens_before_turn
+from quire.server.request.request import Conversation
 from quire.server.text.tokenizer import Tokenizer
 from tests.checkpoints import build_tokenizer
 

@@ -8,9 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.messages import EngineStats, RequestTiming, SamplingParams, TierStats
-from quire.server.generate.generation_request import GenerationRequest
 from quire.server.metrics.metrics import Counts, Histogram, Metrics
 from quire.server.metrics.stats_log import StatsLog
+from quire.server.request.generation_request import GenerationRequest
 
 GAUGES = {
     "num_requests_running",

@@ -12,8 +12,8 @@ from quire.server.api.openai.protocol import ChatCompletionRequest, CompletionRe
 from quire.server.api.textgen.protocol import TextRequest
 from quire.server.api.textgen.sglang import spec as sglang_spec
 from quire.server.errors import BadRequest
-from quire.server.generate.sampling import to_sampling_params
 from quire.server.http.parse_body import parse
+from quire.server.request.sampling import to_sampling_params
 from tests.server.test_sampling import MODEL, Words, chat, text
 
 XARGS = {"ngram_size": 30, "window_size": 90, "whitelist_token_ids": [501, 502]}

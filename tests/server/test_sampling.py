@@ -15,16 +15,16 @@ from quire.server.api.ollama import translate as ollama_translate
 from quire.server.api.openai.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.api.openai.translate import chat_spec, completion_spec
 from quire.server.errors import BadRequest, ContextLengthExceeded
-from quire.server.generate.request import GenerationSpec
-from quire.server.generate.sampling import (
+from quire.server.http.parse_body import parse
+from quire.server.model_info import ModelInfo, known_token_ids
+from quire.server.request.request import GenerationSpec
+from quire.server.request.sampling import (
     MAX_BAD_WORD_TOKENS,
     check_max_tokens,
     fit,
     read_sampling_defaults,
     to_sampling_params,
 )
-from quire.server.http.parse_body import parse
-from quire.server.model_info import ModelInfo, known_token_ids
 
 MODEL = ModelInfo(
     max_model_len=100, vocab_size=512, eos_token_ids=[2, 0], sampling_defaults={}, max_logprobs=20, priorities=False

@@ -10,7 +10,7 @@ import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from quire.configs.config import ServerConfig
-from quire.server.generate.formats import choose_formats
+from quire.server.request.formats import choose_formats
 from tests.server.conftest import MODEL
 from tests.server.scripted import scripted_server, write_folder
 from tests.server.templates import CHATML, QWEN3_TOOLS

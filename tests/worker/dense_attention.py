@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
-from quire.worker.cache.scaled import ScaledCache
+from quire.worker.attention.scaled import ScaledCache
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.mla import LatentAttention
 from quire.worker.layers.state import RecurrentState, StateSteps

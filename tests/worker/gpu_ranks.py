@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quire.worker import worker
+from quire.worker.cuda.platform import CudaPlatform
 from quire.worker.platforms.base import Platform
-from quire.worker.platforms.cuda import CudaPlatform
 
 
 class SharedGpu(CudaPlatform):

@@ -24,13 +24,13 @@ from quire.configs.config import Config
 from quire.worker import memory
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.cuda.install import TritonOps
 from quire.worker.cuda.triton_backend import TritonPagedBackend
 from quire.worker.layers import linear, moe
 from quire.worker.messages import SamplingParams, StepInput
 from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.weights.loader import load_weights
 from tests.checkpoints import config_of
 from tests.worker.steps import Script

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from quire.worker.cpu import native_linear
 from quire.worker.cpu.argmax_prefilter import BytesArgmaxPrefilter, Int8ArgmaxPrefilter
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.messages import SamplingParams
 from quire.worker.models.registry import build_model, read_model_spec
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.weights.loader import load_weights
 from tests.worker.steps import GREEDY, Script
 from tests.worker.test_model_runner import BLOCK_SIZE, PLATFORM, make_runner, prompt, run

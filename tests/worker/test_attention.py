@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from quire.worker.attention import torch_paged as cpu_paged
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from quire.worker.attention.registry import BACKENDS, select_backend
-from quire.worker.cache.scaled import FP8, ScaledCache
+from quire.worker.attention.scaled import FP8, ScaledCache
 from quire.worker.cuda import flash_attn, varlen
-from quire.worker.platforms.cuda import CudaPlatform
+from quire.worker.cuda.platform import CudaPlatform
 from tests.worker.attention_cases import dense, make_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -11,12 +11,12 @@ from quire.worker import memory
 from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cache.allocation import allocate
-from quire.worker.cache.spec import Full, Latent, State, Window, plan_cache
 from quire.worker.cache.storage import KVStorage
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.layers.attention import Attention
 from quire.worker.messages import CacheGroup, longest_request, most_blocks
 from quire.worker.models.registry import read_model_spec
-from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.spec.cache import Full, Latent, State, Window, plan_cache
 from tests.families import FAMILIES, build_family
 from tests.in_process import InProcessEngine
 

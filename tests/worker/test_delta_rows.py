@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quire.worker.cpu import states
-from quire.worker.layers import delta_rule
-from quire.worker.layers.delta_rule import DeltaHeads
+from quire.worker.layers.states import delta_rule
+from quire.worker.layers.states.delta_rule import DeltaHeads
 from tests.worker.native_kernels import DTYPES, ROUNDING, assert_near
 
 

@@ -16,10 +16,10 @@ from quire.worker.cpu import states
 from quire.worker.cpu.fixed_order_linear import FixedRows, fix_order
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
+from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cuda.platform import CudaPlatform
 from quire.worker.messages import SamplingParams
 from quire.worker.models.registry import read_model_spec
-from quire.worker.platforms.cpu import CpuPlatform
-from quire.worker.platforms.cuda import CudaPlatform
 from quire.worker.sampling import logprobs
 from quire.worker.transformer.moe import SharedGate, WideRouterLinear
 from quire.worker.worker import Worker

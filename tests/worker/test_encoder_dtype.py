@@ -7,8 +7,8 @@ import torch
 
 from quire.configs.config import Config
 from quire.worker import encoder_dtype, memory
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.models.registry import read_model_spec
-from quire.worker.platforms.cpu import CpuPlatform
 from tests.embedders import TEXTS, reference_embeddings
 from tests.encoders import build_encoder
 from tests.in_process import InProcessEngine

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 from quire.worker.cuda import fla, install
-from quire.worker.layers.delta_rule import delta_many, gated_delta_rule
 from quire.worker.layers.rowwise import l2_norm
 from quire.worker.layers.state import by_stages
+from quire.worker.layers.states.delta_rule import delta_many, gated_delta_rule
 from quire.worker.platforms.base import TORCH
 from tests.worker.test_states import state_step
 

@@ -23,10 +23,10 @@ from quire.checkpoints.hub import local_folder, ready_folder
 from quire.server.text.tokenizer import Tokenizer
 from quire.worker.cpu.blocks import packed_blocks
 from quire.worker.cpu.fixed_order_linear import fix_order
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.layers.quantization.blocks import Rows
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES, dequantize
 from quire.worker.parallel import use_groups
-from quire.worker.platforms.cpu import CpuPlatform
 from tests.checkpoints import TEXT, build_checkpoint
 from tests.gguf_files import blocks_of, write_gguf
 from tests.worker.ranks import run_ranks, thread_groups

@@ -23,8 +23,8 @@ from quire.checkpoints.gguf.header import GgufFile
 from quire.checkpoints.gguf.model_config import model_config
 from quire.checkpoints.reading import KeptReads
 from quire.worker.cpu.experts import NativeExperts
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.parallel import Group, use_groups
-from quire.worker.platforms.cpu import CpuPlatform
 from tests.checkpoints import CHECKPOINTS as DENSE
 from tests.checkpoints import MOE_CHECKPOINTS, build_checkpoint
 from tests.families import FAMILIES, build_family, load_family

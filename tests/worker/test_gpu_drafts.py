@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quire.engine.messages import SamplingParams
-from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.sampling.speculation.costs import UNKNOWN_SLOPE, Plan, StepCosts
 from tests.families import build_family
 from tests.in_process import InProcessEngine

@@ -9,13 +9,13 @@ import torch
 
 from quire.engine.messages import SamplingParams
 from quire.worker.cache import allocation as kv_cache
-from quire.worker.cache.spec import plan_cache
 from quire.worker.cache.storage import KVStorage
-from quire.worker.cuda import triton_ops
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.cuda.install import TritonOps
+from quire.worker.cuda.kernels import triton_ops
 from quire.worker.cuda.triton_backend import TritonPagedBackend
 from quire.worker.layers.attention import Attention
-from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.spec.cache import plan_cache
 from tests.in_process import InProcessEngine
 from tests.worker.interpreter import needs_loops
 from tests.worker.test_cuda_graph import Recorder

@@ -12,7 +12,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quire.worker.models.registry import DECODERS, model_class, parse_model_spec
-from quire.worker.transformer.moe_spec import RoutingSpec
+from quire.worker.spec.moe import RoutingSpec
 from tests.worker.test_model_config import compare, kinds, ropes
 
 CONFIGS = json.loads(Path(__file__).with_name("hub_configs.json").read_text(encoding="utf-8"))

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from quire.worker.cache.allocation import Warmer
+from quire.worker.host import huge_pages
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
-from quire.worker.platforms import huge_pages
 
 MIB = 1 << 20
 

@@ -10,8 +10,8 @@ import torch
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.batch.input_batch import InputBatch, InputBuffers, prepare_inputs
 from quire.worker.batch.request_table import RequestTable
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
-from quire.worker.platforms.cpu import CpuPlatform
 from tests.worker.steps import Script
 
 BLOCK_SIZE, MAX_MODEL_LEN = 2, 12

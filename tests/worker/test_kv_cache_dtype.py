@@ -15,9 +15,9 @@ from quire.configs.config import Config
 from quire.configs.sources import embedded_model
 from quire.engine.messages import SamplingParams
 from quire.worker import memory
-from quire.worker.cache.scaled import FP8
+from quire.worker.attention.scaled import FP8
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.models.registry import read_model_spec
-from quire.worker.platforms.cpu import CpuPlatform
 from tests.families import FAMILIES, build_family
 from tests.in_process import InProcessEngine
 

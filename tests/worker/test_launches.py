@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 if has_gpu():  # what it imports selects the interpreter for all tests of this process
     pytest.skip("counts calls under Triton's interpreter", allow_module_level=True)
 from benchmarks import step_model
-from quire.worker.cuda import triton_ops
+from quire.worker.cuda.kernels import triton_ops
 from quire.worker.messages import SamplingParams
 from tests.checkpoints import config_of
 from tests.worker.launches import Launches, count, per_layer

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.worker.cpu.native import KERNELS
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.layers.linear import PLAIN, Linear, LinearMethod
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.parallel import Group, use_groups
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.weights.loader import load_weights
 
 CPU = torch.device("cpu")

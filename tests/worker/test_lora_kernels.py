@@ -68,7 +68,7 @@ def test_native_products_equal_torchs(native_kernels, num_rows, ranks, k, widths
 def test_triton_products_equal_torchs(num_rows, ranks, k, widths, dtype):
     """Under the interpreter (compiled on a GPU): tiles of several adapters, and rows with two."""
     pytest.importorskip("triton")
-    from quire.worker.cuda import triton_lora
+    from quire.worker.cuda.kernels import triton_lora
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(num_rows)
@@ -123,8 +123,8 @@ def adapt(model, ranks):
     """Give the model random adapters "0", "1" ... of `ranks` for all its linear layers but those of the MLP of layer 0.
     Returns a function that chooses the rows of steps: every other token has one of the adapters, some both.
     """
+    from quire.worker.cpu.platform import CpuPlatform
     from quire.worker.lora.adapters import Adapters, LoraLimits
-    from quire.worker.platforms.cpu import CpuPlatform
 
     adapters = Adapters(model, CpuPlatform(), LoraLimits(64, 8, 8))
     generator = torch.Generator().manual_seed(1)

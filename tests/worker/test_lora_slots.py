@@ -22,7 +22,7 @@ def test_triton_products_of_slots_equal_torchs():
     rows.
     """
     pytest.importorskip("triton")
-    from quire.worker.cuda import triton_lora
+    from quire.worker.cuda.kernels import triton_lora
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(3)

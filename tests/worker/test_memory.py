@@ -14,13 +14,13 @@ import torch
 from quire.configs.config import Config
 from quire.worker import memory
 from quire.worker.attention.base import AttentionSpec
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.cuda.flash_attn import FlashAttention3, num_key_splits
+from quire.worker.cuda.platform import CudaPlatform
+from quire.worker.host import resources as host
 from quire.worker.models.registry import num_parameters, read_model_spec
-from quire.worker.platforms import host
-from quire.worker.platforms.cpu import CpuPlatform
-from quire.worker.platforms.cuda import CudaPlatform
-from quire.worker.platforms.platform import get_platform
-from quire.worker.transformer.config import kv_bytes_per_token
+from quire.worker.platform import get_platform
+from quire.worker.spec.model import kv_bytes_per_token
 from quire.worker.worker import Worker
 
 GIB = 1 << 30

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.worker.attention.base import AttentionMetadata
+from quire.worker.attention.scaled import FP8, ScaledLatents, store
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cache.allocation import allocate
-from quire.worker.cache.scaled import FP8, ScaledLatents, store
-from quire.worker.cache.spec import Latent, plan_cache
 from quire.worker.cache.storage import KVStorage
 from quire.worker.layers import mla
 from quire.worker.layers.mla import LatentAttention, LatentSizes
+from quire.worker.spec.cache import Latent, plan_cache
 
 SIZES = LatentSizes(rank=32, nope_dim=16, rope_dim=8, v_dim=24)
 HEADS, BLOCK_SIZE, SCALE = 3, 4, 0.4

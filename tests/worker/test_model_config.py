@@ -21,7 +21,7 @@ from quire.worker.models.registry import (
     parse_model_spec,
     read_model_spec,
 )
-from quire.worker.transformer.config import kv_bytes_per_token
+from quire.worker.spec.model import kv_bytes_per_token
 from tests.checkpoints import CHECKPOINTS
 from tests.families import causal_lm_class
 
@@ -450,7 +450,7 @@ def test_kv_bytes_per_token():
 
 
 def test_torch_free():
-    module = "quire.worker.transformer.config"
+    module = "quire.worker.spec.model"
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -12,12 +12,12 @@ import torch
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
-from quire.worker.cache.spec import plan_cache
 from quire.worker.cache.storage import KVStorage
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.messages import NewRequest, SamplingParams, StepInput, StepOutput
 from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec
-from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.spec.cache import plan_cache
 from quire.worker.weights.loader import load_weights
 from tests.checkpoints import TOKENIZER_SIZE, greedy, load_reference
 from tests.worker.steps import GREEDY, Script

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from quire.worker.cpu import build, native
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.models.registry import build_model, num_parameters, read_model_spec
 from quire.worker.parallel import Group, use_groups
-from quire.worker.platforms.cpu import CpuPlatform
-from quire.worker.transformer.config import LayerSpec
+from quire.worker.spec.model import LayerSpec
 from quire.worker.transformer.decoder import stage_layers
 from quire.worker.weights.loader import load_weights
 from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS, VOCAB_SIZE, load_reference

@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from quire.configs.config import Config
 from quire.worker.cpu import native
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.layers.linear import PLAIN_WEIGHTS
 from quire.worker.layers.moe import ListedExperts, StackedExperts, run_experts
 from quire.worker.layers.quantization.fp4 import mxfp4_blocks
 from quire.worker.memory import resolve_limits
 from quire.worker.models.registry import build_model, parse_model_spec, read_model_spec
 from quire.worker.parallel import use_groups
-from quire.worker.platforms.cpu import CpuPlatform
-from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
+from quire.worker.spec.moe import MoESpec, RoutingSpec
 from quire.worker.weights.loader import load_weights
 from tests.checkpoints import MOE_CHECKPOINTS
 from tests.worker.dense_attention import PagedRunner

@@ -9,10 +9,10 @@ import torch
 
 from quire.worker.cpu import native
 from quire.worker.cpu import ops as cpu_ops
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.layers.activation import silu_and_mul
 from quire.worker.layers.norm import add_rms_norm, rms_norm
 from quire.worker.layers.rotary import apply_rotary
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.sampling import arithmetic as sampling_math
 from quire.worker.sampling import logprobs
 from tests.worker.native_kernels import DTYPES, ROUNDING, assert_near, nan_cache

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.messages import NoRepeatNgram, SamplingParams
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.sampling import ngrams
 from quire.worker.sampling.ngrams import RepeatedNgrams
 from quire.worker.sampling.processors import LogitsProcessor

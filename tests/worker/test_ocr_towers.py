@@ -10,7 +10,7 @@ import torch
 from quire.worker.layers.linear import Linear
 from quire.worker.models.vision import sam
 from quire.worker.models.vision.deepseek_ocr import DeepseekOCR2Tower, DeepseekOCRTower
-from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.transformer.vision.tower import VisionTower
 from quire.worker.weights.checkpoint import Checkpoint, Placement
 from tests import deepseek_ocr_reading
 from tests.ocr_models import build_model

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from quire.worker import parallel
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.cuda import one_shot
 from quire.worker.cuda.one_shot import OneShot
 from quire.worker.parallel import ProcessGroup
-from quire.worker.platforms.cpu import CpuPlatform
 from tests.worker.ranks import ThreadGroup, run_ranks, thread_groups
 
 CPU = torch.device("cpu")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.worker.platforms import host
-from quire.worker.platforms.cpu import _num_threads
-from quire.worker.platforms.cuda import CudaPlatform
+from quire.worker.cpu.platform import _num_threads
+from quire.worker.cuda.platform import CudaPlatform
+from quire.worker.host import resources as host
 
 
 @pytest.mark.parametrize(

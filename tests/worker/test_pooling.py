@@ -11,6 +11,7 @@ from quire.engine.messages import AddRequest
 from quire.worker.messages import PoolingParams, SamplingParams
 from quire.worker.models.registry import read_model_spec
 from quire.worker.transformer.pooling import Pooler, PoolingSpec, read_pooling
+from quire.worker.weights.gguf_tensors import read_tensor
 from tests.embedders import TEXTS, build_embedder, reference_embeddings
 from tests.in_process import InProcessEngine
 
@@ -117,7 +118,7 @@ def test_modules_are_read_in_both_spellings(tmp_path):
 @pytest.mark.parametrize("method", MODES)
 def test_chunks_do_not_matter(method):
     hidden = torch.randn(23, 8)
-    pooler = Pooler(PoolingSpec((method,)), 8, torch.device("cpu"))
+    pooler = Pooler(PoolingSpec((method,)), 8, torch.device("cpu"), read_tensor)
     whole = pooler.finish([pooler.update(None, hidden, 0)], [23])
     state = None
     for start in range(0, 23, 5):

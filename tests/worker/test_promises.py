@@ -11,9 +11,9 @@ import pytest
 
 from quire.configs.config import Config
 from quire.worker.cache.tiers.sizes import offload_bytes
-from quire.worker.platforms import host
-from quire.worker.platforms.cpu import CpuPlatform
-from quire.worker.platforms.cuda import CudaPlatform
+from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cuda.platform import CudaPlatform
+from quire.worker.host import resources as host
 from quire.worker.platforms.promises import Promises
 
 GIB = 1 << 30

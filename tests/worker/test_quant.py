@@ -16,12 +16,12 @@ from quire.worker import memory
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.native_linear import QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.quantization import int_at_load as quant
 from quire.worker.layers.quantization import int_groups
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.parallel import use_groups
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.weights.loader import load_weights
 from quire.worker.worker import Worker
 from tests.worker.dense_attention import PagedRunner

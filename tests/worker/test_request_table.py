@@ -6,8 +6,8 @@ import torch
 
 from quire.worker.batch.request_table import RequestTable, check_token_ids
 from quire.worker.cpu.native import KERNELS
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
-from quire.worker.platforms.cpu import CpuPlatform
 
 CPU = CpuPlatform()
 

@@ -9,7 +9,7 @@ import torch
 
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.layers.routing import route
-from quire.worker.transformer.moe_spec import RoutingSpec
+from quire.worker.spec.moe import RoutingSpec
 
 E, K, HIDDEN, TOKENS = 8, 3, 32, 200
 SIZES = {"hidden_size": HIDDEN, "num_experts": E, "num_local_experts": E, "n_routed_experts": E, "moe_num_experts": E}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from quire.worker.batch.input_batch import SamplingBatch
 from quire.worker.batch.request_table import RequestTable
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.messages import NewRequest, SamplingParams
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.sampling import arithmetic as sampling_math
 from quire.worker.sampling import sampler as sampler_module
 from quire.worker.sampling.sampler import Sampler

@@ -12,12 +12,12 @@ import torch
 
 from quire.worker.attention.base import AttentionMetadata, AttentionSpec
 from quire.worker.attention.registry import BACKENDS, select_backend
+from quire.worker.attention.scaled import FP8, LARGEST, ScaledCache, ScaledLatents, scale_of, store, to_8_bits, widened
 from quire.worker.cache.allocation import Warmer, allocate
-from quire.worker.cache.scaled import FP8, LARGEST, ScaledCache, ScaledLatents, scale_of, store, to_8_bits, widened
-from quire.worker.cache.spec import Full, Latent, LatentSizes, Window, plan_cache
 from quire.worker.cache.storage import KVStorage
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.mla import LatentAttention
+from quire.worker.spec.cache import Full, Latent, LatentSizes, Window, plan_cache
 from tests.worker.attention_cases import Case, dense, make_case
 
 CPU = torch.device("cpu")

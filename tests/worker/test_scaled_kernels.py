@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from quire.worker.cache.scaled import FP8, ScaledCache, ScaledLatents, scale_of, store, to_8_bits, widened
+from quire.worker.attention.scaled import FP8, ScaledCache, ScaledLatents, scale_of, store, to_8_bits, widened
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.platforms.ops import Ops
 from tests.worker.native_kernels import DTYPES, ROUNDING, assert_near

@@ -13,8 +13,8 @@ from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cpu.attention import CpuNativeAttention
 from quire.worker.cpu.fixed_order_attention import CpuFixedAttention
 from quire.worker.cpu.fixed_order_linear import fix_order
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.models.registry import build_model, read_model_spec
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.transformer.attention import SelfAttention
 from quire.worker.weights.loader import load_weights
 from tests.families import build_family

@@ -15,14 +15,14 @@ from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.split_step import halves
 from quire.worker.cache import allocation as kv_cache
-from quire.worker.cache.spec import plan_cache
 from quire.worker.cache.storage import KVStorage
 from quire.worker.cpu.native import KERNELS
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.messages import StepInput, StepOutput
 from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.parallel import use_groups
-from quire.worker.platforms.cpu import CpuPlatform
+from quire.worker.spec.cache import plan_cache
 from quire.worker.weights.loader import load_weights
 from tests.in_process import InProcessEngine
 from tests.worker.ranks import run_ranks, thread_groups

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from quire.worker.attention.base import AttentionMetadata
 from quire.worker.cpu import build, native
 from quire.worker.cpu.install import NativeOps
-from quire.worker.layers.delta_rule import delta_one
-from quire.worker.layers.linear_attention import linear_one
 from quire.worker.layers.rowwise import l2_norm
-from quire.worker.layers.selective_scan import scan_one
 from quire.worker.layers.state import StateStep, StateSteps
+from quire.worker.layers.states.delta_rule import delta_one
+from quire.worker.layers.states.linear_attention import linear_one
+from quire.worker.layers.states.selective_scan import scan_one
 from quire.worker.platforms.ops import Ops
 
 LENGTH, HEADS, KEYS, VALUES = 150, 4, 8, 12

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.worker.cpu.experts import NativeExperts
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.layers.linear import Linear
 from quire.worker.parallel import Group, use_groups
-from quire.worker.platforms.cpu import CpuPlatform
 from tests.checkpoints import build_checkpoint
 from tests.worker import quantized_checkpoints as make
 from tests.worker.ranks import run_ranks, thread_groups

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers.utils.quantization_config import QuantizationMethod
 
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.quantization.blocks import PlainBlocks
 from quire.worker.layers.quantization.fp4 import mxfp4_blocks
@@ -20,7 +21,6 @@ from quire.worker.layers.quantization.kv_scales import declared, read_scales
 from quire.worker.layers.quantization.packing import E2M1
 from quire.worker.models.registry import build_model, parse_model_spec, read_model_spec, weight_bytes
 from quire.worker.parallel import use_groups
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.weights.loader import load_weights
 from tests.worker import quantized_checkpoints as make
 from tests.worker.dense_attention import PagedRunner

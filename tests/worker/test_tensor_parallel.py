@@ -11,9 +11,9 @@ import torch.multiprocessing as mp
 
 from quire.worker.cpu import build as native_build
 from quire.worker.cpu import native
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.parallel import Group, init_distributed, shutdown_distributed, tp, use_groups
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.weights.loader import load_weights
 from tests.worker.dense_attention import PagedRunner
 from tests.worker.ranks import run_ranks, thread_groups

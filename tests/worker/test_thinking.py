@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.worker.batch.request_table import RequestTable
+from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.messages import NewRequest, SamplingParams, ThinkingBudget
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.sampling.thinking import EndOfThinking
 from tests.worker.test_sampler import make_batch
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of worker/cuda/triton_experts.py under Triton's interpreter (compiled on a GPU) against torch, for
+"""worker/cuda/kernels/triton_experts.py under Triton's interpreter (compiled on a GPU) against torch, for
 any routing.
 """
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
-from quire.worker.cuda import triton_experts
+from quire.worker.cuda.kernels import triton_experts
 from quire.worker.layers.moe import fused_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 pytest.importorskip("triton")
-from quire.worker.cuda import quantized, triton_experts_fp8, triton_fp8, triton_ops
+from quire.worker.cuda import quantized
 from quire.worker.cuda.install import TritonOps
+from quire.worker.cuda.kernels import triton_experts_fp8, triton_fp8, triton_ops
+from quire.worker.cuda.kernels.triton_quantized import StoredGroups
 from quire.worker.cuda.quantized import Float8Blocks, Float8Channels
-from quire.worker.cuda.triton_quantized import StoredGroups
 from quire.worker.layers.activation import silu_and_mul
 from quire.worker.layers.linear import ColumnParallelLinear, GateUpParallelLinear, Shard
 from quire.worker.layers.moe import run_experts

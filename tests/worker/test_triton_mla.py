@@ -5,10 +5,10 @@ dense float32 attention.
 import pytest
 import torch
 
-from quire.worker.cache.scaled import FP8, ScaledLatents, store
+from quire.worker.attention.scaled import FP8, ScaledLatents, store
+from quire.worker.cuda.kernels.triton_mla import latent_attention
+from quire.worker.cuda.kernels.triton_paged import paged_attention
 from quire.worker.cuda.triton_backend import TritonPagedBackend
-from quire.worker.cuda.triton_mla import latent_attention
-from quire.worker.cuda.triton_paged import paged_attention
 from tests.worker.attention_cases import dense, make_case
 from tests.worker.interpreter import needs_loops
 from tests.worker.test_scaled_cache import latents_in_8_bits

@@ -1,4 +1,4 @@
-"""The Triton kernels of worker/cuda/triton_ops.py under Triton's interpreter (compiled on a GPU) against float32
+"""worker/cuda/kernels/triton_ops.py under Triton's interpreter (compiled on a GPU) against float32
 formulas.
 """
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from quire.worker.cuda import triton_ops
+from quire.worker.cuda.kernels import triton_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from quire.worker.cuda import triton_paged
+from quire.worker.cuda.kernels import triton_paged
 from tests.worker.interpreter import needs_loops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from quire.worker.cuda import triton_experts
 from quire.worker.cuda.install import TritonOps
+from quire.worker.cuda.kernels import triton_experts
+from quire.worker.cuda.kernels.triton_quantized import StoredGroups, multiply_blocks, multiply_groups
 from quire.worker.cuda.quantized import Float8Channels, TritonBlocks, TritonGroups
 from quire.worker.cuda.stacks import grouped_experts
-from quire.worker.cuda.triton_quantized import StoredGroups, multiply_blocks, multiply_groups
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Shard
 from quire.worker.layers.moe import ListedExperts, run_experts
 from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
@@ -21,7 +21,7 @@ from quire.worker.layers.quantization.int_groups import Groups, Reordered, give_
 from quire.worker.layers.quantization.int_groups import dequantize as dequantize_groups
 from quire.worker.layers.quantization.mxfp4_experts import mxfp4_groups
 from quire.worker.layers.quantization.packing import E2M1_TABLE
-from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
+from quire.worker.spec.moe import MoESpec, RoutingSpec
 from tests.worker.test_no_sync import NoWaiting
 
 gguf = pytest.importorskip("gguf")

@@ -1,4 +1,4 @@
-"""The Triton kernels of worker/cuda/triton_routing.py under Triton's interpreter (compiled on a GPU) against torch."""
+"""worker/cuda/kernels/triton_routing.py under Triton's interpreter (compiled on a GPU) against torch."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
-from quire.worker.cuda.triton_routing import route, sort_by_expert
+from quire.worker.cuda.kernels.triton_routing import route, sort_by_expert
 from quire.worker.layers import routing
-from quire.worker.transformer.moe_spec import RoutingSpec
+from quire.worker.spec.moe import RoutingSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 from quire.worker.cpu.native import KERNELS
-from quire.worker.cuda import triton_sampler
+from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cuda.kernels import triton_sampler
 from quire.worker.messages import SamplingParams
 from quire.worker.platforms.base import TORCH
-from quire.worker.platforms.cpu import CpuPlatform
 from quire.worker.sampling import arithmetic as sampling_math
 from tests.worker.interpreter import needs_loops
 from tests.worker.test_sampler import make_batch, make_sampler

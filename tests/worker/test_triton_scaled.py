@@ -10,9 +10,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from quire.worker.cache.scaled import FP8, ScaledCache, scale_of, store, to_8_bits, widened
-from quire.worker.cuda import triton_ops, triton_paged
-from quire.worker.cuda.triton_scaled import store_scaled
+from quire.worker.attention.scaled import FP8, ScaledCache, scale_of, store, to_8_bits, widened
+from quire.worker.cuda.kernels import triton_ops, triton_paged
+from quire.worker.cuda.kernels.triton_scaled import store_scaled
 from quire.worker.platforms.ops import Ops
 from tests.worker.interpreter import needs_loops
 from tests.worker.test_triton_paged import dense

@@ -1,4 +1,4 @@
-"""The Triton kernels of worker/cuda/triton_states.py under Triton's interpreter (compiled on a GPU) against the
+"""The Triton kernels of worker/cuda/kernels/triton_states.py under Triton's interpreter (compiled on a GPU) against the
 formula: chunks of any size, two requests, and states that are updated in place.
 """
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from quire.worker.cuda import triton_states
+from quire.worker.cuda.kernels import triton_states
 from tests.worker.interpreter import needs_loops
 from tests.worker.test_states import RECURRENCES, state_step
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of worker/cuda/triton_step.py under Triton's interpreter (compiled on a GPU) against torch."""
+"""worker/cuda/kernels/triton_step.py under Triton's interpreter (compiled on a GPU) against torch."""
 
 from dataclasses import fields
 
@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 from quire.worker.batch.input_batch import InputBuffers
-from quire.worker.cuda import triton_step
+from quire.worker.cuda.kernels import triton_step
 from quire.worker.platforms.ops import Ops
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

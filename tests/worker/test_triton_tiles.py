@@ -6,11 +6,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from quire.worker.cuda import quantized, triton_dequantize, triton_split
+from quire.worker.cuda import quantized
 from quire.worker.cuda.install import TritonOps
+from quire.worker.cuda.kernels import triton_dequantize, triton_split
+from quire.worker.cuda.kernels.triton_quantized import StoredGroups, multiply_blocks, multiply_groups
+from quire.worker.cuda.kernels.triton_tiles import StoredTiles, half_of, in_tiles, multiply_tiles, rows_of
 from quire.worker.cuda.quantized import TritonBlocks, TritonGroups
-from quire.worker.cuda.triton_quantized import StoredGroups, multiply_blocks, multiply_groups
-from quire.worker.cuda.triton_tiles import StoredTiles, half_of, in_tiles, multiply_tiles, rows_of
 from quire.worker.layers.linear import ColumnParallelLinear, Shard
 from quire.worker.layers.quantization.blocks import Rows
 from quire.worker.layers.quantization.gguf_blocks import dequantize

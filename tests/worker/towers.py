@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from quire.worker.layers.linear import Linear
-from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.transformer.vision.tower import VisionTower
 from quire.worker.weights.checkpoint import Checkpoint, Placement
 
 

@@ -6,9 +6,9 @@ head, and `v_cache` is the first columns of `k_cache`. In memory, each slot of a
 CPU, each head of a block holds all slots. Block 0 is the null block: padding rows write to slot 0 and read from it, so
 no kernel needs a `-1` branch. A slot is `block_id * block_size + offset`.
 
-A cache in 8 bits is a `ScaledCache`, values and scales, instead of a tensor (`cache/scaled.py`); of latents `k_cache`
-is `ScaledLatents`, whose values and first scales are also those of `v_cache`. A backend gets one only if `supports`
-accepts an `AttentionSpec` with `kv_scales`.
+A cache in 8 bits is a `ScaledCache`, values and scales, instead of a tensor (`attention/scaled.py`). For latents,
+`k_cache` is `ScaledLatents`, whose values and first scales are also those of `v_cache`. A backend gets one only if
+`supports` accepts an `AttentionSpec` with `kv_scales`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from quire.worker.cache.scaled import KVCache, ScaledCache, ScaledLatents, store, values_of
+from quire.worker.attention.scaled import KVCache, ScaledCache, ScaledLatents, store, values_of
 
 NativeRequests = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]  # block table, lengths, starts, path
 

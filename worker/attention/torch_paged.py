@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.worker.attention.base import AttentionBackend, AttentionCall, AttentionMetadata, AttentionSpec, is_latent
-from quire.worker.cache.scaled import KVCache, ScaledCache, ScaledLatents, as_bytes, widened
+from quire.worker.attention.scaled import KVCache, ScaledCache, ScaledLatents, as_bytes, widened
 
 _DECODE_TOKENS = 8192  # maximum number of keys gathered at once for decoding requests
 _PREFILL_SCORES = 1 << 23  # maximum number of scores per head in one piece of a prefill

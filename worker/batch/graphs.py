@@ -23,9 +23,9 @@ import torch
 from quire.worker.attention.base import AttentionBackend, GroupedMetadata
 from quire.worker.batch.input_batch import InputBatch, InputBuffers
 from quire.worker.batch.mixed_graphs import MixedGraphs
-from quire.worker.batch.step_tensors import StepTensors
 from quire.worker.messages import StepInput
 from quire.worker.parallel import tp
+from quire.worker.platforms.step_tensors import StepTensors
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ import torch
 from quire.worker.attention.base import AttentionBackend, GroupedMetadata
 from quire.worker.batch.group_metadata import adapt
 from quire.worker.batch.request_table import RequestTable
-from quire.worker.batch.step_tensors import StepTensors
 from quire.worker.messages import StepInput
 from quire.worker.platforms.base import Platform
-from quire.worker.transformer.image_embeds import ImageEmbeds
+from quire.worker.platforms.step_tensors import StepTensors
+from quire.worker.transformer.vision.image_embeds import ImageEmbeds
 
 
 class InputBuffers:

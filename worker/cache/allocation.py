@@ -14,13 +14,13 @@ from math import lcm
 import torch
 from torch import nn
 
-from quire.worker.cache.scaled import SCALE, KVCache, ScaledCache, ScaledLatents, tensors_of
-from quire.worker.cache.spec import CachePlan, CacheSpec, Latent
+from quire.worker.attention.scaled import SCALE, KVCache, ScaledCache, ScaledLatents, tensors_of
 from quire.worker.cache.storage import KVStorage
+from quire.worker.host import huge_pages
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.state import RecurrentState
 from quire.worker.messages import StepInput
-from quire.worker.platforms import huge_pages
+from quire.worker.spec.cache import CachePlan, CacheSpec, Latent
 
 IDLE_BYTES = 4 << 30  # bytes after the highest block used so far that are made resident while no step runs
 IDLE_TOKENS = 2048  # maximum tokens in these bytes: a large step of a small model

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from quire.worker.attention.scaled import ScaledCache, ScaledLatents
 from quire.worker.cache.allocation import attention_layers
-from quire.worker.cache.scaled import ScaledCache, ScaledLatents
 from quire.worker.layers.rotary import RotaryEmbedding, apply_rotary
 from quire.worker.messages import CacheGroup, Shift
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
 
 # families whose keys depend on their position by one rotary embedding alone, which comes after all norms
 FAMILIES = (

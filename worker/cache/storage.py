@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from quire.configs.config import Config
-from quire.worker.cache.scaled import FP8, LARGEST, SCALE
+from quire.worker.attention.scaled import FP8, LARGEST, SCALE
 from quire.worker.layers.quantization.kv_scales import Declared, Scales, declared, read_scales
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
 
 _TYPES = {"fp8": FP8, "int8": torch.int8}
 _OWN_SCALES = "_per_token_head"

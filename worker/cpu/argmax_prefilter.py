@@ -9,7 +9,7 @@ import torch
 from quire.worker.cpu.native import KERNELS, ScreenArgs
 from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
 from quire.worker.cpu.ops import has_amx
-from quire.worker.platforms import huge_pages
+from quire.worker.host import huge_pages
 
 
 class Int8ArgmaxPrefilter:

@@ -13,7 +13,7 @@ from quire.worker.attention.base import (
     AttentionSpec,
     NativeRequests,
 )
-from quire.worker.cache.scaled import KVCache
+from quire.worker.attention.scaled import KVCache
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.native import KERNELS
 

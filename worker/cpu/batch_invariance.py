@@ -13,7 +13,7 @@ from quire.configs.config import Config
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu import states
 from quire.worker.cpu.native import KERNELS
-from quire.worker.transformer.config import LayerSpec, ModelSpec
+from quire.worker.spec.model import LayerSpec, ModelSpec
 
 PROMISE = "a request's tokens do not depend on what runs beside it"
 

@@ -14,9 +14,9 @@ from quire.worker.cpu.native import LinearArgs
 from quire.worker.cpu.native_linear import MixedLinear, PackedLinear, QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
 from quire.worker.cpu.states import float_linear
+from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.linear import Linear, RowProduct
 from quire.worker.layers.quantization.int_groups import Reordered
-from quire.worker.platforms.huge_pages import Workspace
 from quire.worker.transformer.mla import MLAttention
 
 _INTEGERS = 2  # `path` of QuantizedLinear

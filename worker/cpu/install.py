@@ -29,11 +29,11 @@ from quire.worker.platforms.ops import Ops
 if TYPE_CHECKING:
     from torch import nn
 
-    from quire.worker.batch.step_tensors import StepTensors
     from quire.worker.layers.moe import ListedExperts
     from quire.worker.layers.norm import Norm
     from quire.worker.layers.quantization.blocks import Rows
-    from quire.worker.transformer.moe_spec import RoutingSpec
+    from quire.worker.platforms.step_tensors import StepTensors
+    from quire.worker.spec.moe import RoutingSpec
 
 
 class NativeOps(Ops):

@@ -16,7 +16,7 @@ from quire.worker.cpu.native import (
     QuantArgs,
 )
 from quire.worker.cpu.ops import GATED
-from quire.worker.platforms import huge_pages
+from quire.worker.host import huge_pages
 
 if TYPE_CHECKING:
     pass

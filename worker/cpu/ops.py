@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quire.worker.cache.scaled import FP8, KVCache, ScaledLatents, values_of
+from quire.worker.attention.scaled import FP8, KVCache, ScaledLatents, values_of
 from quire.worker.cpu.native import (
     KERNELS,
     LayerArgs,
@@ -23,8 +23,8 @@ from quire.worker.cpu.native import (
 )
 
 if TYPE_CHECKING:
-    from quire.worker.batch.step_tensors import StepTensors
-    from quire.worker.transformer.moe_spec import RoutingSpec
+    from quire.worker.platforms.step_tensors import StepTensors
+    from quire.worker.spec.moe import RoutingSpec
 
 _CACHE_TYPES = {torch.int8: 1, FP8: 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -6,8 +6,8 @@ import torch
 
 from quire.worker.cpu.native import LinearArgs
 from quire.worker.cpu.native_linear import MixedLinear, PackedLinear, QuantizedLinear
+from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.linear import Linear, LinearMethod
-from quire.worker.platforms.huge_pages import Workspace
 
 
 class PackedMethod(LinearMethod):

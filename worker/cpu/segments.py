@@ -16,17 +16,17 @@ import torch
 from torch import nn
 
 from quire.worker.attention.base import GroupedMetadata
-from quire.worker.cache.scaled import LARGEST, values_of
+from quire.worker.attention.scaled import LARGEST, values_of
 from quire.worker.cpu.experts import NativeExperts
 from quire.worker.cpu.lora import SegmentsLora
 from quire.worker.cpu.native import KERNELS, CacheGroupArgs, LinearArgs, MixtureArgs, SegmentArgs
 from quire.worker.cpu.ops import layer_args, qkv_args, routing_args
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
+from quire.worker.host import huge_pages
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.lora import StepLora
 from quire.worker.layers.norm import Norm, OffsetRMSNorm, RMSNorm, WideRMSNorm
 from quire.worker.layers.rotary import Rotation
-from quire.worker.platforms import huge_pages
 from quire.worker.transformer.calls import LayerCall
 
 _Groups = tuple[Array | None, int]  # `LoraRowsArgs` and their number

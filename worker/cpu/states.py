@@ -6,9 +6,9 @@ import torch
 
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.ops import DTYPES
-from quire.worker.layers import delta_rule, linear_attention, short_conv
-from quire.worker.layers.delta_rule import DeltaHeads
 from quire.worker.layers.state import StateStep, by_stages
+from quire.worker.layers.states import delta_rule, linear_attention, short_conv
+from quire.worker.layers.states.delta_rule import DeltaHeads
 
 _WIDEST, _MOST = 16, 1024  # of convolutions; entries of keys and values
 

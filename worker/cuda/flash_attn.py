@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionCall, AttentionMetadata, AttentionSpec, try_once
-from quire.worker.cache.scaled import FP8, ScaledCache, scale_of, to_8_bits
-from quire.worker.cuda import limits, triton_paged
+from quire.worker.attention.scaled import FP8, ScaledCache, scale_of, to_8_bits
 from quire.worker.cuda.install import triton_ops
+from quire.worker.cuda.kernels import limits, triton_paged
 
 _TILE_Q, _TILE_K, _MAX_SPLITS = 128, 128, 128  # of FA3: rows and keys of a program, parts of the keys
 

@@ -30,7 +30,7 @@ def triton_ops(device: torch.device) -> Ops | None:
     needs a C compiler). Logs the reason once.
     """
     try:
-        from quire.worker.cuda import triton_ops as kernels
+        from quire.worker.cuda.kernels import triton_ops as kernels
 
         kernels.rms_norm(torch.ones(1, 16, device=device), torch.ones(16, device=device), 1e-6)
         torch.cuda.synchronize(device)
@@ -50,7 +50,7 @@ class TritonOps(Ops):
     takes = frozenset({E4M3, TABLE, GROUP_SIZE})
 
     def __init__(self) -> None:
-        from quire.worker.cuda import (
+        from quire.worker.cuda.kernels import (
             triton_bitmask,
             triton_experts,
             triton_lora,
@@ -59,7 +59,7 @@ class TritonOps(Ops):
             triton_states,
             triton_step,
         )
-        from quire.worker.cuda import triton_ops as kernels
+        from quire.worker.cuda.kernels import triton_ops as kernels
 
         self.fused_sample = triton_sampler.sample
         self.fill_inputs, self.append_tokens = triton_step.fill_inputs, triton_step.append_tokens
@@ -75,7 +75,8 @@ class TritonOps(Ops):
         self.silu_and_mul, self.qk_norm_rope_write = kernels.silu_and_mul, kernels.qk_norm_rope_write
 
     def use_packages(self, dtype: torch.dtype) -> None:
-        from quire.worker.cuda import fla, triton_states
+        from quire.worker.cuda import fla
+        from quire.worker.cuda.kernels import triton_states
 
         rule = triton_states.gated_delta_rule
         if dtype != torch.float32 and find_spec("fla") is not None:

@@ -7,17 +7,17 @@ from functools import partial
 
 import torch
 
-from quire.worker.cuda.triton_dequantize import (
+from quire.worker.cuda.kernels.triton_dequantize import (
     MANY_ROWS,
     dequantize_blocks,
     dequantize_groups,
     dequantize_tiles,
     multiply_dequantized,
 )
-from quire.worker.cuda.triton_fp8 import GROUP as BLOCK
-from quire.worker.cuda.triton_fp8 import multiply_rounded, round_rows
-from quire.worker.cuda.triton_quantized import StoredGroups, multiply_blocks, multiply_groups
-from quire.worker.cuda.triton_tiles import StoredTiles, half_of, in_tiles, multiply_tiles, rows_of
+from quire.worker.cuda.kernels.triton_fp8 import GROUP as BLOCK
+from quire.worker.cuda.kernels.triton_fp8 import multiply_rounded, round_rows
+from quire.worker.cuda.kernels.triton_quantized import StoredGroups, multiply_blocks, multiply_groups
+from quire.worker.cuda.kernels.triton_tiles import StoredTiles, half_of, in_tiles, multiply_tiles, rows_of
 from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.layers.quantization.blocks import PlainBlocks, Rows
 from quire.worker.layers.quantization.int_groups import Groups, bytes_held, pack_int4, unpack_int4

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quire.worker.cuda import triton_experts_fp8
+from quire.worker.cuda.kernels import triton_experts_fp8
+from quire.worker.cuda.kernels.triton_experts import Stack, StackedBlocks, fused_experts
+from quire.worker.cuda.kernels.triton_quantized import StoredGroups
 from quire.worker.cuda.quantized import TritonBlocks, TritonGroups
-from quire.worker.cuda.triton_experts import Stack, StackedBlocks, fused_experts
-from quire.worker.cuda.triton_quantized import StoredGroups
 from quire.worker.layers.linear import Linear, PlainLinear
 from quire.worker.layers.quantization.blocks import Rows
 from quire.worker.layers.quantization.int_groups import Reordered

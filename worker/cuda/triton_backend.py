@@ -12,12 +12,12 @@ from quire.worker.attention.base import (
     is_latent,
     try_once,
 )
-from quire.worker.cache.scaled import KVCache
-from quire.worker.cuda import triton_paged
-from quire.worker.cuda.triton_scaled import store_scaled
+from quire.worker.attention.scaled import KVCache
+from quire.worker.cuda.kernels import triton_paged
+from quire.worker.cuda.kernels.triton_scaled import store_scaled
 
 if triton_paged.triton is not None:
-    from quire.worker.cuda.triton_mla import latent_attention
+    from quire.worker.cuda.kernels.triton_mla import latent_attention
 
 
 class TritonPagedBackend(AttentionBackend):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from quire.worker.messages import MediaItem
 from quire.worker.platforms.base import Platform, is_out_of_memory
-from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.transformer.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.worker.messages import MediaItem, NewRequest, StepInput
-from quire.worker.transformer.vision_spec import VisionSpec
+from quire.worker.spec.vision import VisionSpec
 
 
 @dataclass(frozen=True, slots=True)

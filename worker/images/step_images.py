@@ -17,7 +17,7 @@ from quire.worker.parallel import tp
 from quire.worker.pipeline import SingleStage
 from quire.worker.platforms.base import Platform
 from quire.worker.transformer.decoder import CausalLM
-from quire.worker.transformer.image_embeds import ImageEmbeds
+from quire.worker.transformer.vision.image_embeds import ImageEmbeds
 
 
 class StepImages:

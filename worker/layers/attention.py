@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from quire.worker.attention.base import AttentionMetadata
-from quire.worker.cache.scaled import KVCache
-from quire.worker.cache.spec import CacheSpec, Chunk, Full, Window
+from quire.worker.attention.scaled import KVCache
+from quire.worker.spec.cache import CacheSpec, Chunk, Full, Window
 
 
 class Attention(nn.Module):

@@ -5,12 +5,13 @@ The vocabulary is padded to a multiple of the number of ranks. Padded rows are z
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.linear import (
     PLAIN,
     PLAIN_WEIGHTS,
@@ -22,10 +23,17 @@ from quire.worker.layers.linear import (
     empty_parameter,
 )
 from quire.worker.parallel import tp
-from quire.worker.platforms.huge_pages import Workspace
 
-if TYPE_CHECKING:
-    from quire.worker.platforms.ops import ArgmaxPrefilter
+
+class ArgmaxPrefilter(Protocol):
+    """Finds the argmax of an output head without computing all logits."""
+
+    data: torch.Tensor  # data in addition to the head's weight
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        """argmax of each row of the logits of x `[S, H]`, int64 `[S]`, or None if computing all logits is faster for
+        this x.
+        """
 
 
 def _vocab_parts(vocab_size: int, hidden_size: int, name: str) -> tuple[int, list[Part]]:

@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quire.worker.host import huge_pages
+from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.activation import FUSED, gated
 from quire.worker.layers.layer_ops import LayerOps
 from quire.worker.layers.lora import LinearLora
 from quire.worker.layers.rounding import Rounding
 from quire.worker.layers.views import View
 from quire.worker.parallel import Group, split_size, tp
-from quire.worker.platforms import huge_pages
-from quire.worker.platforms.huge_pages import Workspace
 
 Narrow = tuple[int, int, int]  # (dim, start, length)
 ANY_LENGTH = -1  # size of a dimension that only the file knows

@@ -3,7 +3,7 @@ head's keys and values follow by a matrix.
 
 Sizes: H heads of this rank, R = rank of the latent, N and P = sizes of a head's keys without and with rotary embedding,
 V = size of its values. The cache entry of a token is [c (R) | k_pe (P)]; a head's key is [W_k c (N) | k_pe], its value
-W_v c. In 8 bits, c and k_pe of a token have a scale each (`cache/scaled.py`). Two ways to attend, which differ in
+W_v c. In 8 bits, c and k_pe of a token have a scale each (`attention/scaled.py`). Two ways to attend, which differ in
 rounding only:
 
 - absorbed: `(q_nope W_k) c + q_pe k_pe` are the scores, and W_v multiplies the weighted sum of c. Attention is over one
@@ -24,11 +24,11 @@ from itertools import accumulate, pairwise
 import torch
 
 from quire.worker.attention.base import AttentionMetadata
-from quire.worker.cache.scaled import ScaledLatents, as_bytes, store
-from quire.worker.cache.spec import Latent, LatentSizes
+from quire.worker.attention.scaled import ScaledLatents, as_bytes, store
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.linear import product
 from quire.worker.layers.views import to_device
+from quire.worker.spec.cache import Latent, LatentSizes
 
 EXPANDED_BYTES = 256 << 20  # of the temporary keys and values
 _WIDENED_TOKENS = 16384  # of latents in 8 bits that exist in float32 at a time

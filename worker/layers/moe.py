@@ -40,7 +40,7 @@ from quire.worker.layers.rounding import Rounding
 from quire.worker.parallel import Group, ep, split_size, tp, use_groups
 
 if TYPE_CHECKING:
-    from quire.worker.transformer.moe_spec import MoESpec
+    from quire.worker.spec.moe import MoESpec
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 

@@ -113,7 +113,7 @@ def inverse_frequencies(
             return _longrope(inv_freq, scaling, max_positions)
         case "dynamic":
             return _dynamic(rotary_dim, theta, scaling, max_positions), 1.0
-    assert scaling["rope_type"] == "yarn", scaling  # quire.worker.transformer.rope rejects all others
+    assert scaling["rope_type"] == "yarn", scaling  # quire.worker.spec.rope rejects all others
     return _yarn(inv_freq, rotary_dim, theta, scaling), _yarn_magnitude(scaling)
 
 

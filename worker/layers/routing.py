@@ -9,7 +9,7 @@ import torch
 from quire.worker.layers.rowwise import sigmoid
 
 if TYPE_CHECKING:
-    from quire.worker.transformer.moe_spec import RoutingSpec
+    from quire.worker.spec.moe import RoutingSpec
 
 
 def route(

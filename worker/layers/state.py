@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata
-from quire.worker.cache.spec import State
 from quire.worker.layers.views import to_device
+from quire.worker.spec.cache import State
 
 # Maps states [R, ..] and one token of each request, tensors [R, ..], to results [R, ..] and the new states.
 OneToken = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.worker.models.deepseek import DeepseekV3
-from quire.worker.transformer.moe_spec import RoutingSpec
+from quire.worker.spec.moe import RoutingSpec
 
 
 class AXK1(DeepseekV3):

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.worker.models.deepseek import DeepseekV3
 from quire.worker.models.kimi_linear import KimiLinear, kimi_delta
-from quire.worker.transformer.config import LayerSpec
+from quire.worker.spec.model import LayerSpec
 from quire.worker.transformer.reader import FULL, STATE
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from quire.worker.models.bailing_hybrid import BailingHybrid
 from quire.worker.models.deepseek import DeepseekV3
-from quire.worker.transformer.config import LayerSpec
+from quire.worker.spec.model import LayerSpec
+from quire.worker.spec.moe import MoESpec, RoutingSpec
+from quire.worker.spec.rope import RopeSpec, read_rope
+from quire.worker.spec.state import LightningSpec
 from quire.worker.transformer.moe_reader import MoEFamily, grouped_routing
-from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
 from quire.worker.transformer.reader import STATE
-from quire.worker.transformer.rope import RopeSpec, read_rope
-from quire.worker.transformer.state_spec import LightningSpec
 
 _LINEAR = "linear"  # name of the embedding of lightning attention
 _SERVED = {"score_function": ("sigmoid", "softmax"), "router_dtype": (None, "fp32")}

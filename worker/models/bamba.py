@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.worker.transformer.config import LayerSpec
+from quire.worker.spec.model import LayerSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.mamba_reader import MAMBA2_DEFAULTS, mamba2
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, STATE

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.encoder import EncoderLM
 from quire.worker.transformer.names import TensorNames
 from quire.worker.transformer.reader import COMMON_DEFAULTS
-from quire.worker.transformer.rope import RopeSpec
 
 
 class Bert(EncoderLM):

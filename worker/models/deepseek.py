@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
+from quire.worker.spec.moe import MoESpec, RoutingSpec
+from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.mla import MLA_DEFAULTS, MLAFamily
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, routing, sigmoid_routing
-from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
 from quire.worker.transformer.mtp_spec import WithMTP
 from quire.worker.transformer.reader import COMMON_DEFAULTS, text_part
-from quire.worker.transformer.rope import RopeSpec
 
 # keys of config.json, with defaults of DeepSeek V2
 V2_DEFAULTS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from quire.worker.transformer.config import LayerSpec, ModelSpec
+from quire.worker.spec.model import LayerSpec, ModelSpec
 
 MIXERS = {
     "attention": "attention",

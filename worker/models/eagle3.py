@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from quire.worker.attention.base import GroupedMetadata
+from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
@@ -21,11 +22,10 @@ from quire.worker.layers.linear import (
     empty_parameter,
 )
 from quire.worker.models.llama import Llama
-from quire.worker.platforms.huge_pages import Workspace
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.attention import SelfAttention, qkv_projection
 from quire.worker.transformer.blocks import DecoderLayer, Streams
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.decoder import Decoder
 from quire.worker.transformer.names import TensorNames
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from quire.worker.models.exaone4 import Exaone4
+from quire.worker.spec.moe import MoESpec
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, sigmoid_routing
-from quire.worker.transformer.moe_spec import MoESpec
 
 
 class ExaoneMoe(MoEFamily, Exaone4):

@@ -18,13 +18,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quire.worker.attention.base import GroupedMetadata
+from quire.worker.host.huge_pages import Workspace, drop_mapped, mappings_of
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, LinearMethod, WeightFormat
 from quire.worker.models.fallback_spec import NAME, attending, base_of, make_model
 from quire.worker.parallel import pp, tp
-from quire.worker.platforms.huge_pages import Workspace, drop_mapped, mappings_of
 from quire.worker.platforms.ops import Ops
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
 
 
 class TransformersLM(nn.Module):

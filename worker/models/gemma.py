@@ -7,11 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 from quire.worker.layers.linear import WeightFormat
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
+from quire.worker.spec.rope import RopeSpec, read_ropes_by_kind
 from quire.worker.transformer.decoder import CausalLM, Decoder
 from quire.worker.transformer.encoder import Encoder
 from quire.worker.transformer.reader import COMMON_DEFAULTS, pattern
-from quire.worker.transformer.rope import RopeSpec, read_ropes_by_kind
 
 _ACTIVATION = "gelu_pytorch_tanh"
 

@@ -18,14 +18,14 @@ from quire.worker.layers.linear import PLAIN_WEIGHTS, MergedColumnParallelLinear
 from quire.worker.layers.norm import NORMS
 from quire.worker.models.gemma import Gemma
 from quire.worker.parallel import Exchange, tp
+from quire.worker.spec.model import LayerSpec, ModelSpec
+from quire.worker.spec.rope import RopeSpec, read_ropes_by_kind
 from quire.worker.transformer.blocks import DecoderLayer, SandwichLayer
 from quire.worker.transformer.calls import LayerCall, StageCall
-from quire.worker.transformer.config import LayerSpec, ModelSpec
 from quire.worker.transformer.decoder import CausalLM, Decoder
 from quire.worker.transformer.mlp import MLP
 from quire.worker.transformer.per_layer import PerLayerDecoder, PerLayerGate, replicated
 from quire.worker.transformer.reader import pattern, shared_layer
-from quire.worker.transformer.rope import RopeSpec, read_ropes_by_kind
 
 _HALF = 2.0**-0.5
 

@@ -14,16 +14,16 @@ from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, WeightFormat, empty_
 from quire.worker.layers.norm import rms_norm
 from quire.worker.models.gemma import Gemma
 from quire.worker.parallel import Exchange
+from quire.worker.spec.model import LayerSpec, ModelSpec
+from quire.worker.spec.moe import MoESpec, RoutingSpec
+from quire.worker.spec.rope import RopeSpec, read_rope
 from quire.worker.transformer.blocks import DecoderLayer, SandwichLayer
 from quire.worker.transformer.calls import LayerCall, StageCall
-from quire.worker.transformer.config import LayerSpec, ModelSpec
 from quire.worker.transformer.decoder import CausalLM, Decoder
 from quire.worker.transformer.moe import MoE, Router
 from quire.worker.transformer.moe_reader import MoEFamily, routing
-from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
 from quire.worker.transformer.per_layer import PerLayerDecoder, PerLayerGate
 from quire.worker.transformer.reader import ALIASES, FULL, SLIDING, pattern, shared_layer
-from quire.worker.transformer.rope import RopeSpec, read_rope
 
 
 class Gemma4Layer(SandwichLayer):

@@ -12,12 +12,12 @@ from typing import Any
 from quire.worker.layers.linear import WeightFormat
 from quire.worker.models.deepseek import GlmMoeDsa
 from quire.worker.models.kimi_linear import kimi_delta
-from quire.worker.transformer.config import LayerSpec, ModelSpec
+from quire.worker.spec.model import LayerSpec, ModelSpec
+from quire.worker.spec.moe import MoESpec
+from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.decoder import Decoder
 from quire.worker.transformer.hyper_connections import HyperDecoder
-from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.reader import FULL, STATE
-from quire.worker.transformer.rope import RopeSpec
 
 # keys of linear_attn_config, and the names of transformers
 _NESTED = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.worker.transformer.config import LayerSpec
+from quire.worker.spec.model import LayerSpec
+from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.reader import ALIASES, COMMON_DEFAULTS
-from quire.worker.transformer.rope import RopeSpec
 
 
 class GPT2(CausalLM):

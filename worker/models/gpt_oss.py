@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.worker.spec.moe import MoESpec
+from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, routing
-from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, SLIDING
-from quire.worker.transformer.rope import RopeSpec
 
 # of a config.json without any
 _ROPE = {

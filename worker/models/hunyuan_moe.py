@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.worker.transformer.config import LayerSpec
+from quire.worker.spec.model import LayerSpec
+from quire.worker.spec.moe import MoESpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, routing
-from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.reader import COMMON_DEFAULTS
 
 _PER_LAYER = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")  # one number, or one per layer

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from quire.worker.models.deepseek import DeepseekV3
-from quire.worker.transformer.config import LayerSpec
+from quire.worker.spec.model import LayerSpec
+from quire.worker.spec.rope import RopeSpec
+from quire.worker.spec.state import DeltaSpec
 from quire.worker.transformer.reader import FULL, STATE
-from quire.worker.transformer.rope import RopeSpec
-from quire.worker.transformer.state_spec import DeltaSpec
 
 # keys of linear_attn_config, and the names of transformers
 _NESTED = {

@@ -7,12 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.worker.transformer.config import LayerSpec
+from quire.worker.spec.model import LayerSpec
+from quire.worker.spec.moe import MoESpec
+from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, routing
-from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.reader import ALIASES, COMMON_DEFAULTS, FULL
-from quire.worker.transformer.rope import RopeSpec
 
 CHUNKED = "chunked_attention"
 

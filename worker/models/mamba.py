@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from quire.worker.transformer.config import LayerSpec
+from quire.worker.spec.model import LayerSpec
+from quire.worker.spec.rope import RopeSpec
+from quire.worker.spec.state import Mamba2Spec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.mamba_reader import mamba1, time_step_limit
 from quire.worker.transformer.reader import COMMON_DEFAULTS, STATE
-from quire.worker.transformer.rope import RopeSpec
-from quire.worker.transformer.state_spec import Mamba2Spec
 
 _UNLIMITED = 1 << 20  # tokens: a state has no longest context
 

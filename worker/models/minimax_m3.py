@@ -9,10 +9,10 @@ from typing import Any
 
 from quire.worker.models.kimi_linear import KimiLinear
 from quire.worker.models.minimax_m2 import MiniMaxM2
+from quire.worker.spec.moe import MoESpec
+from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.moe_reader import routing
-from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.reader import FULL
-from quire.worker.transformer.rope import RopeSpec
 
 _SPARSE = "minimax_m3_sparse"
 # keys of sparse_attention_config, and the names of transformers

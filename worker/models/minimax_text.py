@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from quire.worker.models.mixtral import Mixtral
-from quire.worker.transformer.config import LayerSpec
+from quire.worker.spec.model import LayerSpec
+from quire.worker.spec.moe import MoESpec
+from quire.worker.spec.state import LightningSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, routing
-from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, STATE
-from quire.worker.transformer.state_spec import LightningSpec
 
 _FACTORS = ("full_attn", "linear_attn", "mlp")
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 from quire.worker.models.deepseek import DeepseekV3
+from quire.worker.spec.moe import RoutingSpec
+from quire.worker.spec.rope import RopeSpec, read_ropes
 from quire.worker.transformer.moe_reader import grouped_routing
-from quire.worker.transformer.moe_spec import RoutingSpec
-from quire.worker.transformer.rope import RopeSpec, read_ropes
 
 _YARN = {
     "rope_type": "yarn",

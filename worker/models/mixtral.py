@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from quire.worker.models.mistral import Mistral
+from quire.worker.spec.moe import MoESpec
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, routing
-from quire.worker.transformer.moe_spec import MoESpec
 
 
 class Mixtral(MoEFamily, Mistral):

@@ -8,10 +8,10 @@ from torch import nn
 
 from quire.worker.layers.activation import ACTIVATIONS
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
+from quire.worker.spec.rope import RopeSpec, read_ropes_by_kind
 from quire.worker.transformer.encoder import ClassifierHead, Encoder, EncoderLM
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, PLAIN_ACTIVATIONS, SLIDING
-from quire.worker.transformer.rope import RopeSpec, read_ropes_by_kind
 
 
 class ModernBertEncoder(Encoder):

@@ -12,12 +12,12 @@ import torch
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import WideRMSNorm, rms_norm
 from quire.worker.models.granite import ropes_by_theta, with_theta
+from quire.worker.spec.model import LayerSpec, ModelSpec
+from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.blocks import DecoderLayer, SandwichLayer
 from quire.worker.transformer.calls import StageCall
-from quire.worker.transformer.config import LayerSpec, ModelSpec
 from quire.worker.transformer.decoder import CausalLM, Decoder
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, SLIDING
-from quire.worker.transformer.rope import RopeSpec
 
 _POST_NORM_EPS = 1e-8
 

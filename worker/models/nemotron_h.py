@@ -7,13 +7,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.worker.transformer.config import LayerSpec
+from quire.worker.spec.model import LayerSpec
+from quire.worker.spec.moe import MoESpec
+from quire.worker.spec.rope import RopeSpec
+from quire.worker.spec.state import Mamba2Spec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, sigmoid_routing
-from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, STATE
-from quire.worker.transformer.rope import RopeSpec
-from quire.worker.transformer.state_spec import Mamba2Spec
 
 _MLP, _MOE = "mlp", "moe"
 _PATTERN = {"M": STATE, "-": _MLP, "*": FULL, "E": _MOE}

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.worker.spec.rope import RopeSpec, read_ropes_by_kind
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.reader import COMMON_DEFAULTS, pattern
-from quire.worker.transformer.rope import RopeSpec, read_ropes_by_kind
 
 
 class Olmo2(CausalLM):

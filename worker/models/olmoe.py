@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.worker.spec.moe import MoESpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, softmax_routing
-from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.reader import COMMON_DEFAULTS
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.reader import ALIASES, COMMON_DEFAULTS
-from quire.worker.transformer.rope import RopeSpec
 
 
 class OPT(CausalLM):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.worker.spec.rope import RopeSpec, read_rope
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, SLIDING
-from quire.worker.transformer.rope import RopeSpec, read_rope
 
 
 class Phi3(CausalLM):

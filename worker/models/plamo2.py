@@ -10,10 +10,10 @@ from typing import Any
 from quire.checkpoints.gguf.states import plamo2_attends
 from quire.worker.layers.linear import WeightFormat
 from quire.worker.models.plamo3 import PlamoDecoder
-from quire.worker.transformer.config import LayerSpec, ModelSpec
+from quire.worker.spec.model import LayerSpec, ModelSpec
+from quire.worker.spec.state import PlamoMambaSpec
 from quire.worker.transformer.decoder import CausalLM, Decoder
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, SLIDING, STATE
-from quire.worker.transformer.state_spec import PlamoMambaSpec
 
 
 class Plamo2(CausalLM):

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
+from quire.worker.spec.model import ModelSpec
+from quire.worker.spec.rope import RopeSpec, read_ropes_by_kind
 from quire.worker.transformer.blocks import DecoderLayer, SandwichLayer
-from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.decoder import CausalLM, Decoder
 from quire.worker.transformer.reader import COMMON_DEFAULTS, pattern
-from quire.worker.transformer.rope import RopeSpec, read_ropes_by_kind
 
 # of the norms after the mixer and after the MLP; of the others it is 1
 AFTER = 1 / 5, 1 / 5**1.5

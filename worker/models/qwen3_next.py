@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from quire.worker.transformer.config import LayerSpec
+from quire.worker.spec.model import LayerSpec
+from quire.worker.spec.moe import MoESpec
+from quire.worker.spec.state import DeltaSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, softmax_routing
-from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.mtp_spec import WithMTP
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, STATE
-from quire.worker.transformer.state_spec import DeltaSpec
 
 _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from quire.worker.models.qwen2 import Qwen2
 from quire.worker.models.qwen3 import Qwen3
+from quire.worker.spec.moe import MoESpec
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, softmax_routing
-from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.reader import FULL, SLIDING
 
 

@@ -13,7 +13,7 @@ from quire.worker.models.qwen2 import Qwen2
 from quire.worker.models.qwen3 import Qwen3
 from quire.worker.models.qwen3_next import Qwen35, Qwen35Moe
 from quire.worker.models.qwen_moe import Qwen3Moe
-from quire.worker.transformer.rope import RopeSpec
+from quire.worker.spec.rope import RopeSpec
 
 
 class AxialRope:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.checkpoints.reading import reading
 from quire.worker.models.wrappers import WRAPPERS, text_architecture, tower_class, wrapper_of
-from quire.worker.transformer.config import ModelSpec, dtype_of_weights, read_config, with_quantization
+from quire.worker.spec.model import ModelSpec, dtype_of_weights, read_config, with_quantization
 from quire.worker.transformer.names import TensorNames
 from quire.worker.transformer.tied import has_own_head
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from quire.worker.layers.linear import WeightFormat
     from quire.worker.platforms.ops import Ops
+    from quire.worker.spec.vision import VisionSpec
     from quire.worker.transformer.decoder import CausalLM
-    from quire.worker.transformer.vision_spec import VisionSpec
-    from quire.worker.transformer.vision_tower import VisionTower
+    from quire.worker.transformer.vision.tower import VisionTower
 
 _HERE = "quire.worker.models"
 # architecture -> module and class

@@ -7,12 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.worker.transformer.config import LayerSpec
+from quire.worker.spec.model import LayerSpec
+from quire.worker.spec.moe import MoESpec
+from quire.worker.spec.rope import RopeSpec, read_rope
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, routing
-from quire.worker.transformer.moe_spec import MoESpec
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, SLIDING
-from quire.worker.transformer.rope import RopeSpec, read_rope
 
 _LISTS = "layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared", "partial_rotary_factors"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from quire.worker.transformer.reader import text_part
 
 if TYPE_CHECKING:
-    from quire.worker.transformer.vision_tower import VisionTower
+    from quire.worker.transformer.vision.tower import VisionTower
 
 
 @dataclass(frozen=True, slots=True)

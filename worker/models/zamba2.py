@@ -22,17 +22,17 @@ from quire.worker.layers.linear import (
 )
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.parallel import Exchange, tp
+from quire.worker.spec.model import LayerSpec, ModelSpec
+from quire.worker.spec.rope import RopeSpec
+from quire.worker.spec.state import Mamba2Spec
 from quire.worker.transformer.attention import SelfAttention, out_projection, rope_view
 from quire.worker.transformer.blocks import DecoderLayer
 from quire.worker.transformer.calls import LayerCall, StageCall
-from quire.worker.transformer.config import LayerSpec, ModelSpec
 from quire.worker.transformer.decoder import CausalLM, Decoder
 from quire.worker.transformer.mixers.mamba2 import Mamba2
 from quire.worker.transformer.names import TensorNames
 from quire.worker.transformer.per_layer import replicated
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, STATE
-from quire.worker.transformer.rope import RopeSpec
-from quire.worker.transformer.state_spec import Mamba2Spec
 
 _HYBRID = "hybrid"
 _ADAPTER = re.compile(r"_adapter_list\.(\d+)\.")

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from quire.configs.config import Config
+from quire.worker.host import resources as host
 from quire.worker.parallel import ProcessGroup
-from quire.worker.platforms import host
 from quire.worker.platforms.ops import Ops
 from quire.worker.platforms.promises import Promises
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
 
 logger = logging.getLogger(__name__)
 

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from quire.worker.cache.scaled import KVCache, store
+from quire.worker.attention.scaled import KVCache, store
 from quire.worker.layers.activation import silu_and_mul
-from quire.worker.layers.delta_rule import delta_inputs, gated_delta_rule, gated_norm
-from quire.worker.layers.linear_attention import linear_attention
 from quire.worker.layers.lora import StepLora, add_lora
 from quire.worker.layers.lora_slots import add_lora_slots
 from quire.worker.layers.moe import fused_experts
 from quire.worker.layers.norm import add_rms_norm, rms_norm
 from quire.worker.layers.rotary import apply_rotary
 from quire.worker.layers.routing import route
-from quire.worker.layers.selective_scan import float_linear, selective_scan
-from quire.worker.layers.short_conv import causal_conv
+from quire.worker.layers.states.delta_rule import delta_inputs, gated_delta_rule, gated_norm
+from quire.worker.layers.states.linear_attention import linear_attention
+from quire.worker.layers.states.selective_scan import float_linear, selective_scan
+from quire.worker.layers.states.short_conv import causal_conv
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quire.worker.attention.base import GroupedMetadata
-    from quire.worker.batch.step_tensors import StepTensors
+    from quire.worker.layers.embedding import ArgmaxPrefilter
     from quire.worker.layers.linear import Linear, LinearMethod
     from quire.worker.layers.moe import ListedExperts
     from quire.worker.layers.norm import Norm
     from quire.worker.layers.quantization.blocks import Rows
     from quire.worker.layers.quantization.int_groups import Groups
+    from quire.worker.platforms.step_tensors import StepTensors
 
 
 class FusedLayers(Protocol):
@@ -59,17 +60,6 @@ class FusedLayers(Protocol):
 
     def takes(self, lora: StepLora) -> bool:
         """Return whether `run` computes all that the adapters of a step add."""
-
-
-class ArgmaxPrefilter(Protocol):
-    """Finds the argmax of an output head without computing all logits."""
-
-    data: torch.Tensor  # data in addition to the head's weight
-
-    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        """argmax of each row of the logits of x `[S, H]`, int64 `[S]`, or None if computing all logits is faster for
-        this x.
-        """
 
 
 class Ops:
@@ -188,7 +178,7 @@ class Ops:
 
     # ---- sampling
 
-    # `cuda.triton_sampler.sample`, or a function with its signature
+    # `cuda.kernels.triton_sampler.sample`, or a function with its signature
     fused_sample: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def sample(

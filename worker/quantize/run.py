@@ -18,7 +18,7 @@ from quire.worker.quantize.gptq import Observer, gptq
 from quire.worker.quantize.stages import Texts, load_stage
 from quire.worker.quantize.weights import Plain, Weight, find_weights
 from quire.worker.quantize.writer import SHARD_BYTES, ShardWriter
-from quire.worker.transformer.config import ModelSpec, read_config
+from quire.worker.spec.model import ModelSpec, read_config
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.weights.checkpoint import Checkpoint
 from quire.worker.weights.loader import placements_of

@@ -18,7 +18,7 @@ from quire.worker.layers.state import StateSteps
 from quire.worker.models.registry import build_model
 from quire.worker.parallel import Group, use_groups
 from quire.worker.quantize.weights import Plain
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.weights.loader import load_weights
 

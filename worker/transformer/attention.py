@@ -31,8 +31,8 @@ from quire.worker.layers.rowwise import rsqrt, sigmoid
 from quire.worker.layers.views import HeadHalves, View, chain, columns, rotary_rows
 from quire.worker.parallel import Exchange, split_size, tp
 from quire.worker.platforms.ops import Ops
+from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import LayerSpec, ModelSpec
 
 TORCH = Ops()
 

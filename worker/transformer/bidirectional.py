@@ -13,9 +13,9 @@ from quire.worker.layers.norm import NORMS, rms_norm
 from quire.worker.layers.rotary import apply_rotary
 from quire.worker.layers.views import chain
 from quire.worker.parallel import Exchange
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.attention import out_projection, qkv_projection, rope_view
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import ModelSpec
 
 
 class BidirectionalAttention(nn.Module):

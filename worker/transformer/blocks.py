@@ -19,10 +19,10 @@ from quire.worker.layers.moe import give_other_parts
 from quire.worker.layers.norm import NORMS, Norm, RMSNorm
 from quire.worker.layers.rounding import Rounding
 from quire.worker.parallel import Exchange
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.attention import self_attention
 from quire.worker.transformer.bidirectional import BidirectionalAttention
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.delta import GatedDeltaNet
 from quire.worker.transformer.mixers.lightning import Lightning, RotaryLightning
 from quire.worker.transformer.mixers.mamba1 import Mamba1

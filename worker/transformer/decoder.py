@@ -14,26 +14,26 @@ import torch
 from torch import nn
 
 from quire.worker.attention.base import GroupedMetadata
+from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.embedding import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, WeightFormat
 from quire.worker.layers.lora import StepLora
 from quire.worker.layers.norm import NORMS
 from quire.worker.layers.rotary import RotaryEmbedding, Rotation, still_query_scale
 from quire.worker.parallel import Exchange, pp
-from quire.worker.platforms.huge_pages import Workspace
 from quire.worker.platforms.ops import FusedLayers, Ops
+from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.transformer.blocks import BLOCKS, DecoderLayer
 from quire.worker.transformer.calls import LayerCall, StageCall
-from quire.worker.transformer.config import LayerSpec, ModelSpec
 from quire.worker.transformer.moe import MoE
 from quire.worker.transformer.mtp import PredictionHead
 from quire.worker.transformer.names import TensorNames, below
 from quire.worker.transformer.reader import ConfigReader
 
 if TYPE_CHECKING:
-    from quire.worker.transformer.image_embeds import ImageEmbeds
     from quire.worker.transformer.pooling import Pooler
-    from quire.worker.transformer.vision_tower import VisionTower
+    from quire.worker.transformer.vision.image_embeds import ImageEmbeds
+    from quire.worker.transformer.vision.tower import VisionTower
 
 
 # keys of config.json whose values are numbers of layers that draft tokens

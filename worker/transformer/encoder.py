@@ -10,8 +10,8 @@ from torch import nn
 from quire.worker.layers.embedding import PositionEmbedding
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import NORMS
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.calls import StageCall
-from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.decoder import CausalLM, Decoder
 
 Activation = Callable[[torch.Tensor], torch.Tensor]

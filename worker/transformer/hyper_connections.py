@@ -11,9 +11,9 @@ from torch import nn
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, WeightFormat, empty_parameter
 from quire.worker.layers.norm import rms_norm
 from quire.worker.layers.rowwise import sigmoid
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.blocks import DecoderLayer
 from quire.worker.transformer.calls import LayerCall, StageCall
-from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.decoder import Decoder
 
 

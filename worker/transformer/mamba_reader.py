@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from quire.worker.transformer.state_spec import Mamba1Spec, Mamba2Spec
+from quire.worker.spec.state import Mamba1Spec, Mamba2Spec
 
 # keys of the hybrids with Mamba 2, with their defaults
 MAMBA2_DEFAULTS = {

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.worker.cache.spec import LatentSizes
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
     ColumnParallelLinear,
@@ -22,10 +21,11 @@ from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.rotary import apply_rotary
 from quire.worker.layers.views import RowOrder
 from quire.worker.parallel import Exchange, split_size, tp
+from quire.worker.spec.cache import LatentSizes
+from quire.worker.spec.model import LayerSpec, ModelSpec
+from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.attention import gate_projection, gated
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import LayerSpec, ModelSpec
-from quire.worker.transformer.rope import RopeSpec
 
 # keys of config.json, with defaults of DeepSeek
 MLA_DEFAULTS = {

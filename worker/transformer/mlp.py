@@ -16,7 +16,7 @@ from quire.worker.layers.linear import (
     WeightFormat,
 )
 from quire.worker.parallel import Exchange
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
 
 
 class MLP(nn.Module):

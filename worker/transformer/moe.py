@@ -28,8 +28,8 @@ from quire.worker.layers.routing import route
 from quire.worker.layers.rowwise import sigmoid
 from quire.worker.parallel import Exchange, tp
 from quire.worker.platforms.ops import Ops
-from quire.worker.transformer.config import ModelSpec
-from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
+from quire.worker.spec.model import ModelSpec
+from quire.worker.spec.moe import MoESpec, RoutingSpec
 from quire.worker.transformer.names import TensorNames
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from quire.worker.transformer.config import LayerSpec
-from quire.worker.transformer.moe_spec import MoESpec, RoutingSpec
+from quire.worker.spec.model import LayerSpec
+from quire.worker.spec.moe import MoESpec, RoutingSpec
 
 # keys of config.json that most families share, with their defaults
 MOE_DEFAULTS = {

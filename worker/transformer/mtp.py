@@ -11,9 +11,9 @@ from torch import nn
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Shard, WeightFormat
 from quire.worker.layers.norm import NORMS
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.blocks import BLOCKS
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import ModelSpec
 
 
 class PredictionHead(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from quire.worker.transformer.config import ModelSpec, MTPSpec
+from quire.worker.spec.model import ModelSpec, MTPSpec
 from quire.worker.transformer.reader import text_part
 
 # the head is a layer after the others, which has its parts beside those of a layer (DeepSeek V3, GLM-4.5)

@@ -13,7 +13,7 @@ from quire.worker.layers.activation import ACTIVATIONS
 from quire.worker.layers.embedding import WholeEmbedding
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Shard, WeightFormat
 from quire.worker.layers.norm import NORMS
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.decoder import Decoder
 
 

@@ -7,6 +7,7 @@ without these files pool as their architecture says: classifiers and bare decode
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ from quire.checkpoints.honoured import refuse
 from quire.checkpoints.reading import read_json, read_object, reading
 from quire.checkpoints.sentence_settings import TextLimit, is_shortened, read_text_limit, transformer_settings
 from quire.worker.messages import PoolingInfo
-from quire.worker.transformer.config import ModelSpec
-from quire.worker.weights.gguf_tensors import read_tensor
+from quire.worker.spec.model import ModelSpec
 
 METHODS = ("lasttoken", "mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean")
 # switches of older files -> method
@@ -34,6 +34,8 @@ _SWITCHES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# (path of a GGUF file, name of a tensor) -> its values in float32
+ReadTensor = Callable[[str, str], torch.Tensor]
 _ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "ReLU": nn.ReLU, "GELU": nn.GELU, "Sigmoid": nn.Sigmoid}
 
 
@@ -183,14 +185,17 @@ def _dense(folder: Path) -> DenseSpec:
 
 class Pooler(nn.Module):
     """Pools in float32. A prompt may arrive in several chunks: `update` returns a state that `finish` turns into the
-    vector.
+    vector. `read_gguf` reads the weights of Dense layers that lie in a GGUF file.
     """
 
-    def __init__(self, pooling: PoolingSpec, hidden_size: int, device: torch.device) -> None:
+    def __init__(
+        self, pooling: PoolingSpec, hidden_size: int, device: torch.device, read_gguf: ReadTensor
+    ) -> None:
         super().__init__()
         self.methods, self.score_tokens = pooling.methods, pooling.score_tokens
         self.num_dimensions = pooling.dense[-1].out_features if pooling.dense else hidden_size * len(pooling.methods)
-        self.dense = nn.Sequential(*[layer for dense in pooling.dense for layer in _load_dense(dense, device)])
+        layers = [layer for dense in pooling.dense for layer in _load_dense(dense, device, read_gguf)]
+        self.dense = nn.Sequential(*layers)
 
     def update(self, state: list[torch.Tensor] | None, hidden: torch.Tensor, start: int) -> list[torch.Tensor]:
         """Add the hidden states `[n, H]` of tokens start .. start + n - 1 to `state`, one tensor `[H]` per method; None
@@ -235,11 +240,11 @@ def _updated(method: str, state: torch.Tensor | None, hidden: torch.Tensor, star
     return total if state is None else state + total
 
 
-def _load_dense(dense: DenseSpec, device: torch.device) -> list[nn.Module]:
+def _load_dense(dense: DenseSpec, device: torch.device, read_gguf: ReadTensor) -> list[nn.Module]:
     path = dense.folder / "model.safetensors"
     layer = nn.Linear(dense.in_features, dense.out_features, dense.bias, device=device, dtype=torch.float32)
     try:
-        tensors = load_file(path) if dense.gguf is None else {"weight": read_tensor(*dense.gguf)}
+        tensors = load_file(path) if dense.gguf is None else {"weight": read_gguf(*dense.gguf)}
     except OSError as error:
         raise ValueError(unreadable(path, error)) from error
     except SafetensorError as error:

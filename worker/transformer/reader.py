@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from quire.worker.transformer.config import LayerSpec, ModelSpec
-from quire.worker.transformer.rope import RopeSpec, read_ropes
+from quire.worker.spec.model import LayerSpec, ModelSpec
+from quire.worker.spec.rope import RopeSpec, read_ropes
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 STATE = "linear_attention"  # layers with a recurrent state

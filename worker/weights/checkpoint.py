@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 
 from quire.checkpoints.files import damaged_weights
 from quire.checkpoints.safetensors import INDEX, SINGLE, read_index, weight_names
+from quire.worker.host import huge_pages
 from quire.worker.layers.linear import ANY_LENGTH, Part, narrowed
 from quire.worker.layers.quantization.kv_scales import is_scale
-from quire.worker.platforms import huge_pages
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.names import TensorNames
 

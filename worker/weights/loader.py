@@ -16,12 +16,12 @@ from dataclasses import replace
 import torch
 
 from quire.configs.config import Config
+from quire.worker.host import huge_pages
 from quire.worker.layers.linear import Linear, Part
 from quire.worker.layers.views import chain, transposed
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.parallel import Group, use_groups
-from quire.worker.platforms import huge_pages
-from quire.worker.transformer.config import ModelSpec
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.names import TensorNames
 from quire.worker.weights.checkpoint import Checkpoint, Placement

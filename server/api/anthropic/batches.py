@@ -12,7 +12,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.anthropic.models import timestamp
 from quire.server.batches.store import OPEN, Batch, Store
 from quire.server.errors import ApiError, BadRequest, NotFound

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.anthropic.protocol import CacheControl, CacheCreation, MessageUsage, PromptFields, ToolResult
 
 _SECONDS = {"5m": 300.0, "1h": 3600.0}

@@ -5,24 +5,24 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.anthropic import stream as streams
 from quire.server.api.anthropic.caching import Caching, caching, seconds_wanted
 from quire.server.api.anthropic.protocol import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.api.anthropic.translate import conversation, spec
 from quire.server.generate import deltas
-from quire.server.generate.encode import encode_conversation
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.images import after_images
 from quire.server.generate.prepare import prepare
-from quire.server.generate.progress import check_progress, report_progress
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import wanted_for
 from quire.server.http.read_body import use_body
-from quire.server.http.threads import Deferred
-from quire.server.http.turns import tenant_of
 from quire.server.keys.access import require_model
 from quire.server.parsers.events import Content
+from quire.server.prompt.encode import encode_conversation
+from quire.server.prompt.images import after_images
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.progress import check_progress, report_progress
+from quire.server.turns.fair_queue import tenant_of
+from quire.server.turns.threads import Deferred
 
 ID_PREFIX = "msg_"
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from quire.server import needs
+from quire.server.api import needs
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from quire.server.generate.limits import (
+from quire.server.request.limits import (
     MAX_STOP,
     AtLeastMinusOne,
     CacheSalt,

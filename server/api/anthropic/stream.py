@@ -11,10 +11,10 @@ from quire.server.api.anthropic.caching import Caching
 from quire.server.api.anthropic.protocol import ContentBlock, MessageResponse, MessageUsage
 from quire.server.error_shapes import anthropic_body
 from quire.server.errors import ApiError
-from quire.server.generate.delta import Delta
 from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 from quire.server.parsers.model_json import raw_object
+from quire.server.request.delta import Delta
 from quire.server.values import Json
 
 _STOP_REASONS = {"length": "max_tokens", "timeout": "max_tokens", "tool_calls": "tool_use"}

@@ -20,10 +20,10 @@ from quire.server.api.anthropic.protocol import (
     ToolUse,
 )
 from quire.server.errors import BadRequest
-from quire.server.generate import tools as neutral
-from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
 from quire.server.media.inputs import ImageInput
+from quire.server.request import tools as neutral
+from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
 

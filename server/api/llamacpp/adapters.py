@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.errors import BadRequest
 from quire.server.http.read_body import read_body, require_deliberate
 from quire.server.http.route import Route

@@ -10,19 +10,19 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
-from quire.server.generate.delta import Delta
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.limits import Int64, MinP, RepetitionPenalty, Stop, Stops, Temperature, Text, TopP
 from quire.server.generate.prepare import prepare
-from quire.server.generate.progress import PromptProgress, check_progress, report_progress
-from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.http import admission, sse
 from quire.server.http.read_body import use_body
 from quire.server.http.route import EVENTS, Route
 from quire.server.lora.fields import LoraScales
+from quire.server.request.delta import Delta
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.limits import Int64, MinP, RepetitionPenalty, Stop, Stops, Temperature, Text, TopP
+from quire.server.request.progress import PromptProgress, check_progress, report_progress
+from quire.server.request.request import GenerationOptions, GenerationSpec
 from quire.server.text.infill import infill_of
 
 ID_PREFIX = "infill-"

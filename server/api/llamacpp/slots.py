@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.errors import ApiError, BadRequest, EngineError, InsufficientStorage, Unavailable
 from quire.server.http.read_body import read_body, require_deliberate
 from quire.server.http.route import Route

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from quire.engine.messages import TokenLogprobs
-from quire.server.generate.delta import Delta
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.progress import PromptProgress
 from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 from quire.server.parsers.model_json import raw_object
+from quire.server.request.delta import Delta
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.progress import PromptProgress
 from quire.server.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON lacks

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.ollama.protocol import ShowRequest
 from quire.server.errors import BadRequest, EngineError
 from quire.server.generate.pooling import text_limit

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from quire.server.generate.limits import (
+from quire.server.request.limits import (
     INT64_MAX,
     MAX_PROMPTS,
     ImageText,
@@ -23,7 +23,7 @@ from quire.server.generate.limits import (
     Text,
     TopP,
 )
-from quire.server.generate.progress import PromptProgress
+from quire.server.request.progress import PromptProgress
 
 MAX_MESSAGES, MAX_CALLS, MAX_TOOLS, MAX_FIELDS, MAX_IMAGES = 10_000, 1024, 1024, 4096, 1024
 Name = Annotated[str, Meta(max_length=256)]

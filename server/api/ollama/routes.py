@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.ollama import protocol
 from quire.server.api.ollama.answer import Answer, now
 from quire.server.api.ollama.keep_alive import keep_alive_seconds
@@ -17,19 +17,19 @@ from quire.server.api.ollama.models import running, served_name, show, shown_nam
 from quire.server.api.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
 from quire.server.api.ollama.translate import chat_spec, generate_spec
 from quire.server.errors import ApiError, NotFound
-from quire.server.generate.delta import Delta
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.images import after_images
 from quire.server.generate.pooling import Vector, embed_params
 from quire.server.generate.prepare import prepare
-from quire.server.generate.progress import check_progress, report_progress
-from quire.server.generate.request import GenerationSpec
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import wanted_for
 from quire.server.http.read_body import use_body
 from quire.server.http.route import NDJSON, Route
-from quire.server.http.threads import Deferred
 from quire.server.http.vectors import VectorFields, to_requests, vectors
+from quire.server.prompt.images import after_images
+from quire.server.request.delta import Delta
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.progress import check_progress, report_progress
+from quire.server.request.request import GenerationSpec
+from quire.server.turns.threads import Deferred
 
 ID_PREFIX = "ollama-"
 HEADERS = [(b"content-type", NDJSON.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]

@@ -6,11 +6,11 @@ from typing import Any
 
 from quire.server.api.ollama.protocol import ChatMessage, ChatRequest, GenerateRequest, Options
 from quire.server.errors import BadRequest
-from quire.server.generate.limits import INT64_MAX
-from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
-from quire.server.generate.tools import Reasoning, Tool, ToolChoice
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
 from quire.server.media.inputs import ImageInput
+from quire.server.request.limits import INT64_MAX
+from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.request.tools import Reasoning, Tool, ToolChoice
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
 

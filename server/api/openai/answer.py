@@ -12,16 +12,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.openai.objects import Usage
 from quire.server.api.openai.protocol import GenerationFields
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
-from quire.server.generate.delta import Delta
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.progress import check_progress, report_progress
 from quire.server.http import admission, sse
-from quire.server.http.turns import tenant_of
+from quire.server.request.delta import Delta
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.progress import check_progress, report_progress
+from quire.server.turns.fair_queue import tenant_of
 
 
 def admit(request: Request, body: GenerationFields, state: needs.Admission, prefix: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.openai.protocol import Name
 from quire.server.batches.store import Batch
 from quire.server.errors import BadRequest

@@ -7,7 +7,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.openai.answer import Answer, admit, respond
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.objects import (
@@ -23,14 +23,14 @@ from quire.server.api.openai.parsed import EventWriter
 from quire.server.api.openai.protocol import ChatCompletionRequest
 from quire.server.api.openai.translate import chat_spec
 from quire.server.generate import deltas
-from quire.server.generate.delta import Delta
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.images import after_images
 from quire.server.generate.prepare import prepare
 from quire.server.http import sse
 from quire.server.http.read_body import use_body
-from quire.server.http.threads import Deferred
 from quire.server.parsers.events import Content
+from quire.server.prompt.images import after_images
+from quire.server.request.delta import Delta
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.turns.threads import Deferred
 
 ID_PREFIX = "chatcmpl-"
 

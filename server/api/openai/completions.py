@@ -8,18 +8,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.messages import TokenLogprobs
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.openai.answer import Answer, admit, respond
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.objects import Completion, CompletionChoice, CompletionLogprobs, Usage
 from quire.server.api.openai.protocol import CompletionRequest
 from quire.server.api.openai.translate import completion_spec
 from quire.server.generate import deltas
-from quire.server.generate.delta import Delta
-from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.prepare import prepare
 from quire.server.http import sse
 from quire.server.http.read_body import use_body
+from quire.server.request.delta import Delta
+from quire.server.request.generation_request import GenerationRequest
 
 ID_PREFIX = "cmpl-"
 

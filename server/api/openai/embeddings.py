@@ -10,13 +10,10 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.limits import Text
+from quire.server.api import needs
 from quire.server.generate.pooling import embed_params
 from quire.server.http import sse
 from quire.server.http.read_body import use_body
-from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import (
     Prompts,
     VectorFields,
@@ -28,6 +25,9 @@ from quire.server.http.vectors import (
     vectors,
     written,
 )
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.limits import Text
+from quire.server.turns.fair_queue import tenant_of
 
 ID_PREFIX = "embd-"
 

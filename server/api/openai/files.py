@@ -11,7 +11,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.batches.disk import or_full
 from quire.server.batches.runner import Batches
 from quire.server.batches.store import File

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.openai.objects import ModelCard, ModelList
 from quire.server.startup.model_names import default_name
 

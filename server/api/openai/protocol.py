@@ -23,7 +23,8 @@ from quire.server.api.openai.tools import (
     MessageToolCalls,
     Tools,
 )
-from quire.server.generate.limits import (
+from quire.server.lora.fields import LoraScales
+from quire.server.request.limits import (
     MAX_CHOSEN_IDS,
     MAX_IDS,
     MAX_PROMPTS,
@@ -53,9 +54,8 @@ from quire.server.generate.limits import (
     TokenIds,
     TopP,
 )
-from quire.server.generate.ngrams import NgramArguments
-from quire.server.generate.tools import EFFORTS
-from quire.server.lora.fields import LoraScales
+from quire.server.request.ngrams import NgramArguments
+from quire.server.request.tools import EFFORTS
 from quire.server.structured.structure import MAX_BYTES
 
 MAX_TOKENIZE = 2**21  # characters of a text for /tokenize

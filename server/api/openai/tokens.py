@@ -6,17 +6,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.openai.objects import DetokenizeResponse, TokenizeResponse
 from quire.server.api.openai.protocol import DetokenizeRequest, TokenizeRequest
 from quire.server.api.openai.translate import conversation
 from quire.server.errors import BadRequest
-from quire.server.generate.encode import encode_conversation, encode_texts
-from quire.server.generate.images import after_images
 from quire.server.http.read_body import use_body
 from quire.server.http.sse import JsonResponse
-from quire.server.http.threads import Deferred
 from quire.server.keys.access import require_model
+from quire.server.prompt.encode import encode_conversation, encode_texts
+from quire.server.prompt.images import after_images
+from quire.server.turns.threads import Deferred
 
 
 async def tokenize(request: Request, state: needs.Tokenizing) -> Response:

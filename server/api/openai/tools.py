@@ -8,9 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from quire.server.errors import BadRequest
-from quire.server.generate.limits import Text
-from quire.server.generate.tools import Tool, ToolChoice, custom_arguments, require_object
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
+from quire.server.request.limits import Text
+from quire.server.request.tools import Tool, ToolChoice, custom_arguments, require_object
 
 MAX_TOOLS = 1024
 MAX_CALLS = 1024  # per message

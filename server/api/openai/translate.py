@@ -18,10 +18,10 @@ from quire.server.api.openai.protocol import (
 from quire.server.api.openai.structure import structure_of
 from quire.server.api.openai.tools import MessageToolCall, choice_of, template_call, tools_of
 from quire.server.errors import BadRequest
-from quire.server.generate.ngrams import of_sglang, of_vllm
-from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
-from quire.server.generate.tools import Reasoning
 from quire.server.media.inputs import ImageInput
+from quire.server.request.ngrams import of_sglang, of_vllm
+from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.request.tools import Reasoning
 from quire.server.values import Json
 
 COMPLETION_MAX_TOKENS = 16

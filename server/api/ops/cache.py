@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.errors import EngineError, NotFound, Unavailable
 from quire.server.http.cache_hint import check_key, engine_key
 

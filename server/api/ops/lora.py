@@ -9,7 +9,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.http.read_body import use_body
 
 AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]

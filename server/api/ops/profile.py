@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.errors import Conflict, EngineError, NotFound, Unavailable
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import JsonResponse

@@ -10,7 +10,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.errors import EngineError, Unavailable
 from quire.server.http.read_body import use_body
 from quire.server.http.sse import JsonResponse

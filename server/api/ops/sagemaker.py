@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 
 
 async def ping(request: Request, state: needs.Readiness) -> Response:

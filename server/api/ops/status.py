@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.configs.config import Config
 from quire.engine.messages import Ready
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.errors import EngineError, Unavailable
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import JsonResponse

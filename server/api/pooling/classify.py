@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.messages import PoolingParams
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.pooling.protocol import (
     Classification,
     ClassificationList,
@@ -17,13 +17,13 @@ from quire.server.api.pooling.protocol import (
     PoolingList,
     PoolingRequest,
 )
-from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.pooling import Vector, embed_params, require_task
 from quire.server.generate.scoring import activated
 from quire.server.http import sse
 from quire.server.http.read_body import use_body
-from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import VectorUsage, admit, answer_size, prompts_of, to_requests, vectors, written
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.turns.fair_queue import tenant_of
 
 
 async def classify(request: Request, state: needs.Vectors) -> Response:

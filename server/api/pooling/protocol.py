@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from quire.server.generate.limits import MAX_PROMPTS, Text
 from quire.server.http.vectors import Prompts, VectorFields, VectorUsage
+from quire.server.request.limits import MAX_PROMPTS, Text
 
 Texts = Annotated[list[Text], Meta(min_length=1, max_length=MAX_PROMPTS)]
 

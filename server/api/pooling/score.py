@@ -7,7 +7,7 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.pooling.protocol import (
     Document,
     RerankList,
@@ -22,8 +22,8 @@ from quire.server.generate.pooling import text_limit
 from quire.server.generate.scoring import Scoring, prepare_scoring
 from quire.server.http import sse
 from quire.server.http.read_body import use_body
-from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import VectorFields, VectorUsage, admit, answer_size, to_spec, vectors
+from quire.server.turns.fair_queue import tenant_of
 
 
 async def score(request: Request, state: needs.Vectors) -> Response:

@@ -9,16 +9,16 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.pooling.protocol import Texts
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.limits import Text
 from quire.server.generate.pooling import PoolingSpec, embed_params, prepare
 from quire.server.generate.scoring import Scoring, prepare_scoring
 from quire.server.http import sse
 from quire.server.http.read_body import use_body
-from quire.server.http.turns import tenant_of
 from quire.server.http.vectors import Prompts, VectorFields, admit, answer_size, prompts_of, to_spec, vectors
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.limits import Text
+from quire.server.turns.fair_queue import tenant_of
 
 
 class _Fields(msgspec.Struct, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from quire.server.generate.limits import (
+from quire.server.request.limits import (
     MAX_IDS,
     MAX_PROMPTS,
     AtLeastMinusOne,
@@ -28,7 +28,7 @@ from quire.server.generate.limits import (
     TokenIds,
     TopP,
 )
-from quire.server.generate.ngrams import NgramArguments
+from quire.server.request.ngrams import NgramArguments
 
 AdapterName = Annotated[str, Meta(max_length=256)]
 _NOTHING: dict[str, tuple] = {}

@@ -5,18 +5,18 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.textgen import sglang, tgi
 from quire.server.api.textgen.protocol import GeneratedText, TextOutput, TextRequest
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
-from quire.server.generate.generation_request import GenerationRequest
 from quire.server.generate.prepare import prepare
-from quire.server.generate.progress import check_progress, report_progress
 from quire.server.http import admission, sse
 from quire.server.http.read_body import use_body
 from quire.server.http.route import EVENTS, Route
-from quire.server.http.turns import tenant_of
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.progress import check_progress, report_progress
+from quire.server.turns.fair_queue import tenant_of
 
 ID_PREFIX = "gen-"
 

@@ -10,12 +10,12 @@ import msgspec
 
 from quire.server.api.textgen.protocol import SamplingParameters, TextRequest
 from quire.server.errors import ApiError, BadRequest
-from quire.server.generate.delta import Delta
 from quire.server.generate.deltas import Choice
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.ngrams import of_sglang
-from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.http import sse
+from quire.server.request.delta import Delta
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.ngrams import of_sglang
+from quire.server.request.request import GenerationOptions, GenerationSpec
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.textgen.protocol import Parameters, TextRequest
 from quire.server.errors import ApiError, BadRequest
-from quire.server.generate.delta import Delta
 from quire.server.generate.deltas import Choice
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.request import GenerationOptions, GenerationSpec
 from quire.server.http import sse
+from quire.server.request.delta import Delta
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.request import GenerationOptions, GenerationSpec
 from quire.server.values import Json
 
 DEFAULT_MAX_TOKENS = 100

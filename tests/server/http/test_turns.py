@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.server.errors import Unavailable
-from quire.server.http.turns import Turns, tenant_of
+from quire.server.turns.fair_queue import Turns, tenant_of
 
 
 def test_a_tenants_hundred_pieces_delay_anothers_by_one():

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import AddedToken
 
-from quire.server.generate.images import Illustrated
 from quire.server.media.idefics3 import Idefics3Processor
 from quire.server.media.inputs import PreparedImage
 from quire.server.media.internvl import InternVLProcessor
@@ -26,6 +25,7 @@ from quire.server.media.llava_onevision import LlavaOnevisionProcessor
 from quire.server.media.pixtral import PixtralProcessor
 from quire.server.media.processor import ProcessedImage
 from quire.server.media.registry import load_processor
+from quire.server.prompt.images import Illustrated
 from tests.checkpoints import _byte_level
 
 SIDE, PATCH = 28, 7

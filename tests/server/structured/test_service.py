@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from quire.server.errors import BadRequest, Unavailable
-from quire.server.structured import compile_process, process, service
+from quire.server.generate import structures as service
+from quire.server.generate.structures import Structures
+from quire.server.structured import compile_process, process
 from quire.server.structured.compile_process import MAX_SECONDS
-from quire.server.structured.service import Structures
 from quire.server.structured.structure import Structure
 from tests.server.structured.walk import COMPILER, EOS, SIZE, SPECIALS, TOKENS
 

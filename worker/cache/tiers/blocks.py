@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.worker.cache.scaled import tensors_of
+from quire.worker.attention.scaled import tensors_of
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.state import RecurrentState
 

@@ -1,5 +1,5 @@
 // What a gated delta net computes for each token by itself around its state: the twins are `delta_inputs` and
-// `gated_norm` in worker/layers/delta_rule.py.
+// `gated_norm` in worker/layers/states/delta_rule.py.
 #include <cmath>
 
 #include "kernels.h"

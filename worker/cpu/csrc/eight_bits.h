@@ -1,4 +1,4 @@
-// Keys and values in 8 bits, with one scale per head of a token (worker/cache/scaled.py defines the arithmetic).
+// Keys and values in 8 bits, with one scale per head of a token (worker/attention/scaled.py defines the arithmetic).
 #pragma once
 
 #include <algorithm>

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.worker.host import resources as host
 from quire.worker.layers.linear import Linear, PlainLinear, product
 from quire.worker.layers.quantization.gguf_blocks import dequantize
-from quire.worker.platforms import host
 
 _PIECE = 1 << 22  # weights dequantized at once
 _SPARE = 0.5  # share of the machine's memory that dequantized weights leave available

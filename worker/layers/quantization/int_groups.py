@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.linear import Linear, LinearMethod, PlainLinear, product
-from quire.worker.platforms.huge_pages import Workspace
 
 _PIECE = 1 << 22  # weights dequantized at once
 # what groups may need of kernels (`Groups.needs`)

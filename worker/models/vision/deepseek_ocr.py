@@ -16,10 +16,10 @@ from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import LayerNorm
 from quire.worker.models.vision.query_encoder import QueryEncoder, QuerySpec
 from quire.worker.models.vision.sam import Sam, SamSpec, resized
+from quire.worker.spec.vision import VisionSpec, read_image_token_id
 from quire.worker.transformer.reader import text_part
-from quire.worker.transformer.vision_layers import Encoder, EncoderSpec, LayerNames, linear, named, table
-from quire.worker.transformer.vision_spec import VisionSpec, read_image_token_id
-from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.transformer.vision.layers import Encoder, EncoderSpec, LayerNames, linear, named, table
+from quire.worker.transformer.vision.tower import VisionTower
 
 _IMAGE_TOKEN_ID = 128815  # which the Hub's config.json does not name
 _MAX_PIXELS = 4 << 20  # of the squares that are encoded at once

@@ -12,9 +12,9 @@ from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Part
 from quire.worker.layers.norm import OffsetRMSNorm
 from quire.worker.layers.views import transposed
 from quire.worker.models.vision.siglip import SIGLIP, VisionTransformer
-from quire.worker.transformer.vision_layers import named
-from quire.worker.transformer.vision_spec import VisionSpec, read_image_token_id
-from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.spec.vision import VisionSpec, read_image_token_id
+from quire.worker.transformer.vision.layers import named
+from quire.worker.transformer.vision.tower import VisionTower
 
 _PROJECTOR = "multi_modal_projector"
 

@@ -13,9 +13,9 @@ from torch import nn
 from quire.worker.layers.linear import PLAIN, PLAIN_WEIGHTS, Part, WeightFormat, empty_parameter
 from quire.worker.layers.norm import WideRMSNorm, rms_norm
 from quire.worker.layers.rotary import apply_rotary
-from quire.worker.transformer.vision_layers import activation, attend, linear, named, table
-from quire.worker.transformer.vision_spec import VisionSpec, read_image_token_id
-from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.spec.vision import VisionSpec, read_image_token_id
+from quire.worker.transformer.vision.layers import activation, attend, linear, named, table
+from quire.worker.transformer.vision.tower import VisionTower
 
 _DEFAULTS = {
     "hidden_size": 768,

@@ -8,8 +8,8 @@ import torch
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.models.vision.siglip import SIGLIP, VisionTransformer
-from quire.worker.transformer.vision_layers import linear, merge_patches
-from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.transformer.vision.layers import linear, merge_patches
+from quire.worker.transformer.vision.tower import VisionTower
 
 _DEFAULTS = SIGLIP | {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
 

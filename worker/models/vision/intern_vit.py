@@ -9,7 +9,7 @@ from torch import nn
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import LayerNorm
-from quire.worker.transformer.vision_layers import (
+from quire.worker.transformer.vision.layers import (
     Encoder,
     EncoderSpec,
     LayerNames,
@@ -20,7 +20,7 @@ from quire.worker.transformer.vision_layers import (
     num_used_layers,
     table,
 )
-from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.transformer.vision.tower import VisionTower
 
 _NAMES = LayerNames(
     norm1="layernorm_before",

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import LayerNorm
-from quire.worker.transformer.vision_layers import Encoder, EncoderSpec, activation, linear, merge_patches, named, table
-from quire.worker.transformer.vision_spec import VisionSpec, read_image_token_id
-from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.spec.vision import VisionSpec, read_image_token_id
+from quire.worker.transformer.vision.layers import Encoder, EncoderSpec, activation, linear, merge_patches, named, table
+from quire.worker.transformer.vision.tower import VisionTower
 
 _DEFAULTS = {
     "hidden_size": 768,

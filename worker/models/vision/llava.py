@@ -10,8 +10,8 @@ from torch import nn
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.models.vision.pixtral import PixtralEncoder
 from quire.worker.models.vision.siglip import CLIP, SIGLIP, VisionTransformer
-from quire.worker.transformer.vision_layers import Projector, num_used_layers
-from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.transformer.vision.layers import Projector, num_used_layers
+from quire.worker.transformer.vision.tower import VisionTower
 
 
 def make_transformer(config: dict[str, Any], weights: WeightFormat, default_layer: int) -> VisionTransformer:

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.models.vision.llava import make_transformer
-from quire.worker.transformer.vision_layers import Projector, table
-from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.transformer.vision.layers import Projector, table
+from quire.worker.transformer.vision.tower import VisionTower
 
 
 class LlavaOnevisionTower(VisionTower):

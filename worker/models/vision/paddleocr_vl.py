@@ -13,9 +13,9 @@ from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, WeightFormat
 from quire.worker.layers.norm import LayerNorm
 from quire.worker.models.vision import qwen_vl
 from quire.worker.models.vision.qwen_vl import Grid, Merger, QwenVLTower, stretched
+from quire.worker.spec.vision import VisionSpec
 from quire.worker.transformer.reader import text_part
-from quire.worker.transformer.vision_layers import EncoderSpec, named, table
-from quire.worker.transformer.vision_spec import VisionSpec
+from quire.worker.transformer.vision.layers import EncoderSpec, named, table
 
 _MODEL, _PROJECTOR = "visual.vision_model", "mlp_AR"
 

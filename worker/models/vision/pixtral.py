@@ -10,7 +10,7 @@ from torch import nn
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import RMSNorm
-from quire.worker.transformer.vision_layers import (
+from quire.worker.transformer.vision.layers import (
     Encoder,
     EncoderSpec,
     LayerNames,
@@ -21,7 +21,7 @@ from quire.worker.transformer.vision_layers import (
     named,
     num_used_layers,
 )
-from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.transformer.vision.tower import VisionTower
 
 _NAMES = LayerNames(
     norm1="attention_norm",

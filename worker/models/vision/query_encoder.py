@@ -13,7 +13,7 @@ from torch import nn
 from quire.worker.layers.linear import WeightFormat
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.rotary import apply_rotary
-from quire.worker.transformer.vision_layers import EncoderSpec, FeedForward, LayerNames, linear, named, table
+from quire.worker.transformer.vision.layers import EncoderSpec, FeedForward, LayerNames, linear, named, table
 
 _NAMES = LayerNames(
     norm1="input_layernorm",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from quire.worker.models.vision.qwen_vl import Grid, QwenVLTower, frame_lengths
-from quire.worker.transformer.vision_layers import EncoderSpec, LayerNames
+from quire.worker.transformer.vision.layers import EncoderSpec, LayerNames
 
 
 class Qwen2_5VLTower(QwenVLTower):

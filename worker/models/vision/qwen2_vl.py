@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.worker.models.vision.qwen_vl import QwenVLTower
-from quire.worker.transformer.vision_layers import EncoderSpec, LayerNames
+from quire.worker.transformer.vision.layers import EncoderSpec, LayerNames
 
 
 class Qwen2VLTower(QwenVLTower):

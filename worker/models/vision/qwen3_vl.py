@@ -14,8 +14,8 @@ from torch import nn
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.layers.norm import LayerNorm
 from quire.worker.models.vision.qwen_vl import Grid, Merger, QwenVLTower, frame_lengths, stretched
-from quire.worker.transformer.vision_layers import EncoderSpec, LayerNames, named, table
-from quire.worker.transformer.vision_spec import VisionSpec
+from quire.worker.spec.vision import VisionSpec
+from quire.worker.transformer.vision.layers import EncoderSpec, LayerNames, named, table
 
 _DEFAULTS = {
     "depth": 27,

@@ -14,9 +14,9 @@ from torch import nn
 
 from quire.worker.layers.linear import PLAIN, PLAIN_WEIGHTS, ColumnParallelLinear, Part, Shard, WeightFormat
 from quire.worker.layers.norm import Norm
-from quire.worker.transformer.vision_layers import Encoder, EncoderSpec, activation, linear
-from quire.worker.transformer.vision_spec import VisionSpec, read_image_token_id
-from quire.worker.transformer.vision_tower import VisionTower
+from quire.worker.spec.vision import VisionSpec, read_image_token_id
+from quire.worker.transformer.vision.layers import Encoder, EncoderSpec, activation, linear
+from quire.worker.transformer.vision.tower import VisionTower
 
 Grid = tuple[int, int, int]  # frames after grouping, rows and columns of patches
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from quire.worker.layers.linear import WeightFormat
 from quire.worker.layers.norm import LayerNorm
-from quire.worker.transformer.vision_layers import PatchEmbedding, linear, named, table
+from quire.worker.transformer.vision.layers import PatchEmbedding, linear, named, table
 
 # scores of one call of attention, which bounds the memory of their biases; from 768 queries on, torch on CPU computes
 # larger blocks: these are 1024 queries of 12 heads over a page

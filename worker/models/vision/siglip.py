@@ -9,7 +9,7 @@ from torch import nn
 
 from quire.worker.layers.linear import WeightFormat
 from quire.worker.layers.norm import LayerNorm
-from quire.worker.transformer.vision_layers import Encoder, EncoderSpec, PatchEmbedding, named, table
+from quire.worker.transformer.vision.layers import Encoder, EncoderSpec, PatchEmbedding, named, table
 
 _DEFAULTS = {
     "hidden_size": 768,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quire.configs.config import Config
 from quire.configs.speculation import SpeculationSettings, read_speculation
-from quire.worker.transformer.config import ModelSpec, has_tensor
+from quire.worker.spec.model import ModelSpec, has_tensor
 
 STEP_DRAFTS = 32  # drafts of all requests that a step may verify when their number adapts
 ADAPTIVE_MAX = 16  # drafts of a request in a step without num_speculative_tokens

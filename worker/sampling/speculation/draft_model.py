@@ -1,6 +1,6 @@
 """Drafts of a second, small model with the same vocabulary.
 
-Its keys and values lie in the blocks of the model's own cache group for all tokens (`cache/spec.py`, `add_drafting`),
+Its keys and values lie in the blocks of the model's own cache group for all tokens (`spec/cache.py`, `add_drafting`),
 so that chunks, shared prefixes and preemption need nothing of their own: `follow` computes every token of a step that
 the model computes, unless drafting did so before.
 """

@@ -10,7 +10,7 @@ from quire.checkpoints.reading import reading
 from quire.checkpoints.vocabulary import check_same_vocabulary
 from quire.configs.config import Config
 from quire.worker.models.registry import DRAFTING, model_class, read_model_spec
-from quire.worker.transformer.config import LayerSpec, ModelSpec, dtype_of_weights, has_tensor, read_config
+from quire.worker.spec.model import LayerSpec, ModelSpec, dtype_of_weights, has_tensor, read_config
 
 _NAME = "--speculative-config: model"
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from quire.worker.layers.linear import Part, Shard, empty_parameter
-from quire.worker.layers.short_conv import causal_conv
 from quire.worker.layers.state import RecurrentState, StateStep
+from quire.worker.layers.states.short_conv import causal_conv
 from quire.worker.layers.views import View
 from quire.worker.parallel import Exchange
 from quire.worker.platforms.ops import Ops
@@ -45,7 +45,7 @@ class StateMixer(nn.Module):
 
 
 class Convolution(nn.Module):
-    """The causal convolution of the channels of `x`, followed by silu if `silu`; see `layers/short_conv.py`."""
+    """The causal convolution of the channels of `x`, followed by silu if `silu`; see `layers/states/short_conv.py`."""
 
     def __init__(self, tensors: Sequence[tuple[str, int, Sequence[Rows]]], width: int, bias: bool, silu: bool = True):
         """`tensors` are (name, C, rows): `rows` of the C rows of the tensor name + ".weight" `[C, 1, K]` are this

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 
-from quire.worker.layers.delta_rule import DeltaHeads
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
     ColumnParallelLinear,
@@ -17,12 +16,13 @@ from quire.worker.layers.linear import (
     Shard,
     WeightFormat,
 )
+from quire.worker.layers.states.delta_rule import DeltaHeads
 from quire.worker.layers.views import RowOrder
 from quire.worker.parallel import tp
+from quire.worker.spec.model import ModelSpec
+from quire.worker.spec.state import DeltaSpec
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import Convolution, StateMixer, float_parameter, shards, split
-from quire.worker.transformer.state_spec import DeltaSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowP
 from quire.worker.layers.rotary import apply_rotary
 from quire.worker.layers.rowwise import rsqrt, sigmoid, silu
 from quire.worker.parallel import Exchange, tp
+from quire.worker.spec.model import ModelSpec
+from quire.worker.spec.state import LightningSpec
 from quire.worker.transformer.attention import rope_view
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import StateMixer, float_parameter, shards, split
 from quire.worker.transformer.mixers.delta import Ungrouped
-from quire.worker.transformer.state_spec import LightningSpec
 
 _EPS = 1e-6  # of its norm, whatever config.json says about the others
 

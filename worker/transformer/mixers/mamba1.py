@@ -8,8 +8,8 @@ from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowP
 from quire.worker.layers.norm import rms_norm
 from quire.worker.layers.rowwise import silu, softplus
 from quire.worker.parallel import Exchange, tp
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import Convolution, StateMixer, float_parameter, shards, split
 
 

@@ -7,10 +7,10 @@ import torch
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, WeightFormat
 from quire.worker.layers.rowwise import rsqrt, silu, softplus
 from quire.worker.parallel import Exchange, tp
+from quire.worker.spec.model import ModelSpec
+from quire.worker.spec.state import Mamba2Spec
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import Convolution, Rows, StateMixer, float_parameter, shards, split
-from quire.worker.transformer.state_spec import Mamba2Spec
 
 
 class Mamba2(StateMixer):

@@ -11,8 +11,8 @@ from quire.worker.layers.norm import rms_norm
 from quire.worker.layers.rowwise import silu, softplus
 from quire.worker.layers.views import HeadHalves
 from quire.worker.parallel import Exchange, tp
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import Convolution, StateMixer, float_parameter
 
 

@@ -19,10 +19,10 @@ from quire.worker.layers.moe import give_other_parts
 from quire.worker.layers.norm import rms_norm
 from quire.worker.layers.rowwise import l2_norm, sigmoid, silu, softplus
 from quire.worker.parallel import tp
+from quire.worker.spec.model import ModelSpec
+from quire.worker.spec.state import DeltaSpec
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import Convolution, StateMixer, float_parameter, shards, split
-from quire.worker.transformer.state_spec import DeltaSpec
 
 _GATES = {"silu": silu, "sigmoid": sigmoid}  # of the normalised result
 

@@ -9,8 +9,8 @@ import torch
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Linear, RowParallelLinear, WeightFormat
 from quire.worker.parallel import tp
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.base import Convolution, StateMixer, shards, split
 
 

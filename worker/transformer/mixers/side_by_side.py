@@ -7,9 +7,9 @@ from torch import nn
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
 from quire.worker.parallel import Exchange
+from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.attention import self_attention
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.config import ModelSpec
 from quire.worker.transformer.mixers.mamba2 import Mamba2
 
 

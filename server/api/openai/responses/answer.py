@@ -20,9 +20,9 @@ from quire.server.api.openai.responses.objects import (
 from quire.server.api.openai.responses.output import CUT, Output
 from quire.server.error_shapes import INTERNAL
 from quire.server.errors import ApiError, BadRequest, EngineError
-from quire.server.generate.delta import Delta
 from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+from quire.server.request.delta import Delta
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from quire.server.api.openai.responses.answer import Answer
 from quire.server.errors import EngineError
-from quire.server.generate.delta import Delta
+from quire.server.request.delta import Delta
 
 Keep = Callable[[bytes | None], Awaitable[bytes]]  # stores the response with the events given; returns its JSON
 

@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.responses import history as past
 from quire.server.api.openai.responses.answer import Answer
@@ -36,20 +36,20 @@ from quire.server.api.openai.responses.store import Stored
 from quire.server.api.openai.responses.translate import conversation, spec, truncate, wants_logprobs
 from quire.server.errors import BadRequest, NotFound
 from quire.server.generate import deltas
-from quire.server.generate.delta import Delta
-from quire.server.generate.encode import encode_conversation
-from quire.server.generate.generation_request import GenerationRequest
-from quire.server.generate.images import after_images
 from quire.server.generate.prepare import prepare
-from quire.server.generate.progress import PrefillProgress, check_progress, report_progress
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import RETENTION, wanted_for
 from quire.server.http.paging import owner
 from quire.server.http.parse_body import is_left_out
 from quire.server.http.read_body import in_turns, use_body
-from quire.server.http.threads import SMALL, Deferred
-from quire.server.http.turns import tenant_of
 from quire.server.keys.access import require_model
+from quire.server.prompt.encode import encode_conversation
+from quire.server.prompt.images import after_images
+from quire.server.request.delta import Delta
+from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.progress import PrefillProgress, check_progress, report_progress
+from quire.server.turns.fair_queue import tenant_of
+from quire.server.turns.threads import SMALL, Deferred
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 from starlette.requests import Request
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.openai.responses.objects import ConversationId
 from quire.server.api.openai.responses.protocol import InputItem, ResponsePrompt
 from quire.server.api.openai.responses.service import Responses

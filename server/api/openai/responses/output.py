@@ -22,8 +22,8 @@ from quire.server.api.openai.responses.objects import (
     ResponseUsage,
     SummaryText,
 )
-from quire.server.generate.delta import Delta
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+from quire.server.request.delta import Delta
 from quire.server.values import Json
 
 CUT = ("length", "timeout")  # reasons for which an answer ends early

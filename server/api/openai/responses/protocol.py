@@ -19,7 +19,7 @@ from quire.server.api.openai.protocol import (
     TemplateKwargs,
 )
 from quire.server.api.openai.tools import MAX_GRAMMAR, MAX_TOOLS, CallId, Description, Schema, ToolName
-from quire.server.generate.limits import (
+from quire.server.request.limits import (
     INT64_MAX,
     AtLeastMinusOne,
     CacheSalt,
@@ -34,7 +34,7 @@ from quire.server.generate.limits import (
     Text,
     TopP,
 )
-from quire.server.generate.ngrams import NgramArguments
+from quire.server.request.ngrams import NgramArguments
 
 Name = Annotated[str, Meta(max_length=256)]
 Positive = Annotated[int, Meta(ge=1, le=INT64_MAX)]

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.openai.responses.answer import last_event, replay
 from quire.server.api.openai.responses.background import unpack
 from quire.server.api.openai.responses.objects import DeletedObject, ItemList, ResponseObject
@@ -21,7 +21,7 @@ from quire.server.http import sse
 from quire.server.http.numbers import bounded_int
 from quire.server.http.paging import owner, page_size
 from quire.server.http.read_body import require_deliberate
-from quire.server.http.turns import tenant_of
+from quire.server.turns.fair_queue import tenant_of
 
 POLL_SECONDS = 0.5  # between looks at a response that another process runs
 CANCEL_SECONDS = 10.0  # that another process has to cancel one

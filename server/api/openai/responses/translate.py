@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.server import needs
+from quire.server.api import needs
 from quire.server.api.openai.responses.items import as_items, messages_of
 from quire.server.api.openai.responses.protocol import (
     INCLUDED,
@@ -15,11 +15,11 @@ from quire.server.api.openai.responses.protocol import (
 )
 from quire.server.api.openai.tools import function_tool, known_names, require_distinct, required
 from quire.server.errors import BadRequest
-from quire.server.generate.encode import encode_conversation
-from quire.server.generate.ngrams import of_vllm
-from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
-from quire.server.generate.tools import Reasoning, Tool, ToolChoice
 from quire.server.http.parse_body import is_left_out
+from quire.server.prompt.encode import encode_conversation
+from quire.server.request.ngrams import of_vllm
+from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.request.tools import Reasoning, Tool, ToolChoice
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
 

@@ -1,0 +1,34 @@
+"""Protocols of the server for functions that run accepted requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from quire.server.keys.needs import Reservation
+from quire.server.request.needs import Encoding, Prompting, Scrape, Settings
+
+if TYPE_CHECKING:
+    from quire.server.engines.handle import EngineHandle
+    from quire.server.generate.structures import Structures
+
+__all__ = [
+    "Encoding",
+    "Generation",
+    "Prompting",
+    "Reservation",
+    "Running",
+    "Scrape",
+    "Settings",
+]
+
+
+class Running(Reservation, Settings, Protocol):
+    """To run accepted requests for vectors."""
+
+    client: EngineHandle
+
+
+class Generation(Encoding, Running, Protocol):
+    """To run accepted requests for text."""
+
+    structures: Structures

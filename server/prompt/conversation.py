@@ -1,0 +1,209 @@
+"""A conversation -> the text of its prompt, and how the answer to it is to be read and held to its format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.messages import ThinkingBudget
+from quire.server.errors import BadRequest
+from quire.server.prompt.generic_tools import with_generic_tools
+from quire.server.prompt.images import Illustrated, Placeholders, after_results
+from quire.server.prompt.thinking import Thinking, resolve
+from quire.server.prompt.tool_structure import called_tools, structure_of
+from quire.server.request import needs
+from quire.server.request.formats import Formats
+from quire.server.request.parse import Parsing
+from quire.server.request.request import Conversation
+from quire.server.structured.structure import Structure
+from quire.server.text.chat_template import ChatTemplate
+
+# variables of a template that have fields of their own
+RESERVED_KWARGS = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "conversation",
+        "tokenize",
+    }
+)
+
+
+@dataclass(slots=True)
+class Rendered:
+    """The prompt, and the facts about it that the answer's parsing needs."""
+
+    text: str
+    template: ChatTemplate
+    thinking: Thinking
+    illustrated: Illustrated | None = None  # for a prompt with images, whose `text` it has
+
+
+def render_conversation(conversation: Conversation, state: needs.Prompting) -> Rendered:
+    """Raises BadRequest naming the option at fault."""
+    check_conversation(conversation, state)
+    tools = [tool.for_template() for tool in conversation.tools]
+    if conversation.tool_choice.mode == "none" and state.config.server.exclude_tools_when_tool_choice_none:
+        tools = []
+    images = conversation.images
+    try:
+        template = state.tokenizer.template(conversation.chat_template, tools or None)
+        messages, tools = _fit_to(template, conversation, tools, state)
+        thinking = resolve(conversation.reasoning, template, state.formats)
+        documents, variables = conversation.documents, thinking.variables | conversation.chat_template_kwargs
+        if images:
+            placeholders = Placeholders(state.images.placeholder, template)
+            messages, tools, documents, variables = map(placeholders.hide, (messages, tools, documents, variables))
+        add_generation_prompt = conversation.add_generation_prompt
+        if add_generation_prompt is None:
+            add_generation_prompt = not conversation.continue_final_message
+        text = state.tokenizer.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            tools=tools or None,
+            documents=documents,
+            chat_template=conversation.chat_template,
+            variables=variables,
+        )
+    except ValueError as error:
+        raise BadRequest(f"{str(error)[:1].upper()}{str(error)[1:]}.", param="messages") from error
+    if not images:
+        return Rendered(text, template, thinking)
+    illustrated = Illustrated.join(placeholders.split(text), images, state, "messages")
+    return Rendered(illustrated.text, template, thinking, illustrated)
+
+
+def check_conversation(conversation: Conversation, state: needs.Settings) -> None:
+    """Raises BadRequest for options that the server does not allow or that contradict each other."""
+    if conversation.chat_template is not None and not state.config.server.trust_request_chat_template:
+        raise BadRequest(
+            "chat_template is only accepted by a server with --trust-request-chat-template.", param="chat_template"
+        )
+    if conversation.continue_final_message and conversation.add_generation_prompt:
+        raise BadRequest(
+            "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
+        )
+    if reserved := sorted(RESERVED_KWARGS.intersection(conversation.chat_template_kwargs)):
+        raise BadRequest(
+            f"chat_template_kwargs must not set {reserved[0]}: the request has a field for it.",
+            param="chat_template_kwargs",
+        )
+    if conversation.continue_final_message and conversation.messages[-1]["role"] != "assistant":
+        raise BadRequest(
+            "continue_final_message needs a last message of the assistant.", param="continue_final_message"
+        )
+
+
+def _fit_to(
+    template: ChatTemplate, conversation: Conversation, tools: list[dict[str, Any]], state: needs.Prompting
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages and tools in a form that the template prints. Raises BadRequest if it cannot print them."""
+    messages = after_results(conversation.messages)
+    if "developer" not in template.source:  # templates older than the role know it as system
+        messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
+    has_calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
+    if not tools and not has_calls:
+        return messages, tools
+    support = template.tool_support
+    prints_tools = conversation.chat_template is not None and support.tools  # the request's own template
+    if state.formats.generic and not prints_tools and (tools or not support.calls):
+        return with_generic_tools(messages, tools), []
+    wants_calls = conversation.tool_choice.mode != "none"
+    if tools and wants_calls and not support.tools:
+        raise BadRequest(
+            f"This model's chat template prints no tools. {_without_generic(state)}, or give it a --chat-template that "
+            "prints them.",
+            param="tools",
+        )
+    if tools and wants_calls and conversation.parse and state.formats.tools is None:
+        raise BadRequest(f"This server reads no calls of tools ({state.formats.tools_reason}).", param="tools")
+    if has_calls and not support.calls:
+        raise BadRequest(
+            f"This model's chat template prints no tool calls and no results of tools. {_without_generic(state)}.",
+            param="messages",
+        )
+    return messages, tools
+
+
+def _without_generic(state: needs.Settings) -> str:
+    server = state.config.server
+    flags = ["--no-generic-tool-prompt"] if server.generic_tool_prompt is False else []
+    flags += [f"--tool-call-parser {server.tool_call_parser}"] if server.tool_call_parser != "auto" else []
+    described = "the server describes tools in a prompt of its own"
+    return f"Without {' and '.join(flags)}, {described}" if flags else f"With --generic-tool-prompt, {described}"
+
+
+# ---- the answer
+
+
+@dataclass(slots=True)
+class Reading:
+    """How the answer to a conversation is parsed (None: as text), and its constraints."""
+
+    parsing: Parsing | None = None
+    structure: Structure | None = None
+    thinking: ThinkingBudget | None = None
+    visible_ids: frozenset[int] = frozenset()
+
+
+def read_answer(
+    conversation: Conversation, rendered: Rendered, structure: Structure | None, state: needs.Formats
+) -> Reading:
+    """`structure` is the request's constraint on the content."""
+    formats: Formats = state.formats
+    tools = called_tools(conversation.tools, conversation.tool_choice) if formats.tools else ()
+    if formats.reasoning is None and not tools:
+        return Reading(structure=structure)
+    opened = _opened(rendered.text, conversation, formats)
+    parsing = Parsing(
+        formats,
+        tools,
+        frozenset(tool.name for tool in conversation.tools if tool.custom),
+        conversation.reasoning.separate,
+        opened,
+        conversation.reasoning.stream,
+        rendered.template.tool_support.short_ids if tools else False,
+        sum(len(message.get("tool_calls", ())) for message in conversation.messages),
+    )
+    if not conversation.parse or not (tools or parsing.separate):
+        parsing = None
+    wanted = structure_of(tools, conversation.tool_choice, structure, formats, opened, _closed(rendered.text, formats))
+    thinking = _budget(rendered.thinking.budget, opened, wanted, formats)
+    return Reading(parsing, wanted, thinking, formats.visible_ids)
+
+
+def _budget(budget: int | None, opened: bool, structure: Structure | None, formats: Formats) -> ThinkingBudget | None:
+    """`structure` constrains the answer: the tokens that end the thoughts must not break it."""
+    if budget is None or formats.reasoning is None:
+        return None
+    forced = formats.forced_end
+    if structure is not None:
+        covered = formats.tools is not None and formats.tools.covers_reasoning and structure.after is None
+        forced = formats.forced_to_calls if covered else formats.forced_to_structure
+    return ThinkingBudget(budget, opened, formats.begin, formats.end, forced)
+
+
+def _opened(prompt: str, conversation: Conversation, formats: Formats) -> bool:
+    """Whether the answer begins within thoughts."""
+    if formats.reasoning is None:
+        return False
+    if conversation.continue_final_message:
+        begin, end = prompt.rfind(formats.reasoning.begin), prompt.rfind(formats.reasoning.end)
+        return begin > end and formats.reasoning.begin in text_of(conversation.messages[-1])
+    return formats.reasoning.opened(prompt)
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """The text of a message's content."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _closed(prompt: str, formats: Formats) -> bool:
+    """Whether the prompt says that the model shall not think: it ends with thoughts that have ended."""
+    return formats.reasoning is None or prompt.rstrip().endswith(formats.reasoning.end)

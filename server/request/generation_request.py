@@ -1,0 +1,65 @@
+"""One prompt and its parameters, checked and ready for the engine: made by `prepare.py`, sent by
+`generation.py` sends.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from quire.engine.messages import MediaItem, PoolingParams, RequestTiming, SamplingParams
+from quire.server.lora.served import Chosen
+from quire.server.media.inputs import Lease
+from quire.server.request.parse import Parsing
+from quire.server.request.progress import PrefillProgress
+from quire.server.structured.structure import Structure
+from quire.server.text.detokenizer import StopStrings
+
+
+@dataclass(slots=True)
+class Attached:
+    """An image of a prompt, and the lease that keeps its features until the last output."""
+
+    item: MediaItem
+    lease: Lease
+
+
+@dataclass(slots=True)
+class GenerationRequest:
+    """n choices of one prompt, checked and ready for the engine.
+
+    `sampling.seed` is the seed of the first choice; choice i has `seed + i`. `prompt_text` is the prompt if it was
+    given as text and not truncated. `structure` must be compiled into `sampling` before the request is sent.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    n: int = 1
+    stop: list[str] | StopStrings = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+    cache_key: str | None = None  # the conversation whose cached prefix is wanted for `cache_seconds`
+    cache_seconds: float = 0.0
+    turn_start: int = 0  # number of prompt tokens before the user's last message, 0: unknown
+    background: bool = False
+    timing: RequestTiming | None = None  # of the choice that ended last
+    tenant: str = ""  # who shares the engine with others, with `weight`
+    weight: float = 1.0
+    arrival_time: float = field(default_factory=time.time)
+    prompt_text: str | None = None
+    structure: Structure | None = None
+    parsing: Parsing | None = None  # None: the text is the answer
+    visible_ids: frozenset[int] = frozenset()  # special tokens that are shown although special tokens are not
+    pooling: PoolingParams | None = None  # ask for a vector (`pooling.py`) instead of text
+    media: list[Attached] = field(default_factory=list)
+    adapters: list[Chosen] = field(default_factory=list)  # of LoRA
+    progress: PrefillProgress | None = None  # is told how much of the prompt is computed
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Tokens of the prompt that embeddings of images replace."""
+        return sum(one.item.num_embeds for one in self.media)

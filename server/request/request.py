@@ -1,0 +1,142 @@
+"""The dialect-neutral request. A dialect, or the offline `LLM`, fills in a `GenerationSpec`;
+`prepare.py` turns it into the requests for the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.engine.messages import NoRepeatNgram
+from quire.server.lora.served import Chosen
+from quire.server.media.inputs import ImageInput
+from quire.server.request.limits import (
+    MAX_CHOSEN_IDS,
+    AllowedTokenIds,
+    AtLeastMinusOne,
+    BadWords,
+    Bias,
+    Count,
+    Int64,
+    MinP,
+    NonNegative,
+    Penalty,
+    RepetitionPenalty,
+    Stop,
+    Stops,
+    StopTokenIds,
+    Temperature,
+    TopP,
+)
+from quire.server.request.tools import Reasoning, Tool, ToolChoice
+from quire.server.structured.structure import Structure
+
+
+class GenerationOptions(msgspec.Struct, kw_only=True):
+    """How to generate. None means "not given": the model's default applies, else OpenAI's.
+
+    The types carry the bounds for `msgspec.convert`; the constructor does not check them.
+    """
+
+    n: Count = 1
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: AtLeastMinusOne | None = None  # -1 and 0: off
+    min_p: MinP | None = None
+    seed: Int64 | None = None  # -1: none
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: Annotated[dict[int, Bias], Meta(max_length=MAX_CHOSEN_IDS)] | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWords | None = None
+    no_repeat_ngram_size: NonNegative | None = None
+    no_repeat_ngram_window_size: NonNegative | None = None
+    no_repeat_ngram: NoRepeatNgram | None = None  # the same, of a logits processor of another server
+    # where to stop
+    max_tokens: NonNegative | None = None
+    min_tokens: NonNegative | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    # drafts
+    speculation: bool | None = None  # False: none
+    prediction: str | None = None  # a text that the output is likely to repeat
+    # what to return
+    logprobs: AtLeastMinusOne | None = None  # alternatives per sampled token; -1: the whole vocabulary
+    prompt_logprobs: AtLeastMinusOne | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    # the prompt
+    truncate_prompt_tokens: AtLeastMinusOne | None = None  # -1: leave room for max_tokens
+    truncation_side: Literal["left", "right"] | None = None
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A prompt that a chat template renders. `messages` have the form that templates expect; an image is the part
+    {"type": "image", "image": ImageInput}.
+    """
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+    tools: list[Tool] = field(default_factory=list)
+    tool_choice: ToolChoice = field(default_factory=lambda: ToolChoice("none"))
+    reasoning: Reasoning = field(default_factory=Reasoning)
+    parse: bool = True  # tell reasoning and tool calls from content; False: the answer is the text alone
+    processor_options: dict[str, Any] | None = None  # how the model's image processor sizes images
+
+    @property
+    def images(self) -> list[ImageInput]:
+        """In the order in which the template prints them."""
+        return [
+            part["image"]
+            for message in self.messages
+            if isinstance(message.get("content"), list)
+            for part in message["content"]
+            if part["type"] == "image"
+        ]
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerationSpec:
+    """One request: `options.n` choices for each prompt.
+
+    `prompts` are texts, or token ids, or one conversation. `prompt_param`, `max_tokens_param` and `logprobs_param` are
+    the names that the client knows, for error messages.
+    """
+
+    request_id: str
+    prompts: list[str] | list[list[int]] | Conversation
+    options: GenerationOptions
+    structure: Structure | None = None  # constraint on the output
+    default_max_tokens: int | None = None  # if neither the request nor the model sets one; None: the whole context
+    add_special_tokens: bool | None = None  # default: True for texts, False for conversations
+    # the texts' continuations belong between them and this one; for models that were trained to fill in
+    suffix: str | None = None
+    images: list[ImageInput] = field(default_factory=list)  # of one text, which holds their placeholders
+    processor_options: dict[str, Any] | None = None  # as in `Conversation`
+    context: list[tuple[str, str]] = field(default_factory=list)  # with a suffix: (name, text) of other files
+    echo: bool = False  # the answer begins with the prompt, and with its log-probabilities if `logprobs` is set
+    priority: int = 0
+    cache_salt: str | None = None
+    cache_key: str | None = None  # the conversation whose cached prefix is wanted for `cache_seconds`
+    cache_seconds: float = 0.0
+    tenant: str | None = None  # requests of different tenants share no cached prefixes
+    background: bool = False  # yields to every request that is not; no limit of the queue counts it
+    adapters: list[Chosen] = field(default_factory=list)  # of LoRA
+    prompt_param: str = "prompt"
+    max_tokens_param: str = "max_tokens"
+    # of sampling, for what neither the request nor the model's files set; None: the format's, or OpenAI's
+    dialect_defaults: Mapping[str, Any] | None = None
+    clip_max_tokens: bool = False  # a max_tokens above the context length is reduced, not refused
+    logprobs_param: str = "logprobs"
