@@ -25,7 +25,7 @@ from benchmarks.soak_memory import Server
 if TYPE_CHECKING:
     from quire.configs.config import Config
     from quire.engine.step import Step
-    from tests.engine.harness import Engine
+    from tests.helpers.engine.harness import Engine
 
 BUDGET = 2048  # tokens of a step
 PER_TOKEN, PER_STEP = 1e-3, 5e-3  # seconds: two cores with a model of 135 million parameters
@@ -44,7 +44,7 @@ def until_first_token(long_prompts: int, prompt: int, per_token: float, per_step
     """(steps, seconds) until the first token of a prompt that comes in the middle of a step of others, on a device that
     takes `per_step` and `per_token` seconds.
     """
-    from tests.engine.harness import CLIENT, Engine, fake_config
+    from tests.helpers.engine.harness import CLIENT, Engine, fake_config
 
     engine, seconds = _engine(Engine, fake_config), 0.0
 

@@ -81,7 +81,7 @@ def probe(checks: Checks) -> None:
         if module is not None:
             checks.note(f"import {name}", True, getattr(module, "__version__", ""))
     checks.attempt("the server is imported", lambda: importlib.import_module("quire.server.app"))
-    from tests.gpu import has_gpu
+    from tests.helpers.gpu import has_gpu
 
     checks.note("no TF32", torch.get_float32_matmul_precision() == "highest")
     checks.note("the tests find the GPU", has_gpu() == checks.gpu)
@@ -130,7 +130,7 @@ def _attend(checks: Checks, label: str, name: str, shape: tuple, queries: list, 
     import torch
 
     from quire.worker.attention.base import AttentionMetadata, AttentionSpec
-    from tests.worker.dense_attention import DenseAttention
+    from tests.helpers.worker.dense_attention import DenseAttention
 
     device, cls, (heads, kv_heads, dim) = torch.device(checks.device), _backend(name), shape
     page = cls.default_block_size
@@ -171,7 +171,7 @@ MODES = {
 
 def tokens(checks: Checks) -> None:
     """A third of the rows sample at random: one of those may lie on the edge between two tokens."""
-    from tests.checkpoints import build_checkpoint
+    from tests.helpers.models.checkpoints import build_checkpoint
 
     folder = build_checkpoint("qwen3", tempfile.mkdtemp())
     want, _ = _generate(folder, device="cpu", attention_backend="cpu_paged")
@@ -193,7 +193,7 @@ def tokens(checks: Checks) -> None:
 def _generate(folder: str, **settings: Any) -> tuple[list[list[int]], tuple[int, int]]:
     """(the tokens of each prompt, (recorded sizes, all sizes))."""
     from quire.engine.messages import SamplingParams
-    from tests.in_process import InProcessEngine
+    from tests.helpers.in_process import InProcessEngine
 
     common = {"max_num_seqs": 16, "max_model_len": "400", "num_gpu_blocks_override": 700}
     engine = InProcessEngine(folder, **common | settings)
@@ -213,9 +213,9 @@ def _generate(folder: str, **settings: Any) -> tuple[list[list[int]], tuple[int,
 
 
 def families(checks: Checks) -> None:
-    from tests.checkpoints import config_of
-    from tests.families import FAMILIES as MORE
-    from tests.families import family_config
+    from tests.helpers.models.checkpoints import config_of
+    from tests.helpers.models.families import FAMILIES as MORE
+    from tests.helpers.models.families import family_config
 
     for name in FAMILIES if checks.gpu else FAMILIES[:2]:
         folder = tempfile.mkdtemp()
@@ -228,7 +228,7 @@ def _watch(checks: Checks, name: str, folder: str) -> None:
     import torch
 
     from quire.engine.messages import SamplingParams
-    from tests.in_process import InProcessEngine
+    from tests.helpers.in_process import InProcessEngine
 
     settings = {"load_format": "dummy", "max_num_seqs": 4, "max_model_len": "120", "num_gpu_blocks_override": 120}
     dtype = "bfloat16" if checks.gpu else "float32"

@@ -27,7 +27,7 @@ from quire.worker.models.registry import build_model, num_parameters, read_model
 from quire.worker.quantize.run import Settings, quantize_checkpoint
 from quire.worker.quantize.stages import Texts, cut
 from quire.worker.weights.loader import load_weights
-from tests.gguf_files import write_gguf
+from tests.helpers.models.gguf_files import write_gguf
 from tools.quire_tiny.data import conversation, encode
 
 Conversations = list[tuple[list[int], list[int]]]  # token ids, and the owner of each: at least 0 for the assistant

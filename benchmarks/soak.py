@@ -113,7 +113,7 @@ def report(outcomes: list[Outcome], samples: Samples, left: dict[str, object], l
 
 
 def write_model(folder: Path) -> str:
-    from tests.seeing_models import write_qwen
+    from tests.helpers.models.seeing_models import write_qwen
 
     write_qwen(folder)
     return str(folder)

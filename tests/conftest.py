@@ -1,13 +1,13 @@
 """Fixtures for every folder.
 
-`checkpoint("qwen3")` is the folder of a small random model (tests/checkpoints.py), built once per session.
+`checkpoint("qwen3")` is the folder of a small random model (helpers/models/checkpoints.py), built once per session.
 """
 
 from __future__ import annotations
 
 import os
 
-from tests.gpu import has_gpu
+from tests.helpers.gpu import has_gpu
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from quire.worker.cpu import build
-from tests.checkpoints import build_checkpoint
+from tests.helpers.models.checkpoints import build_checkpoint
 
 # a background job of a script; processes that tests start would ignore Ctrl-C, too
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -139,7 +139,7 @@ def test_no_import_circles():
 
 @pytest.mark.parametrize("folder", ["checkpoints", "cli", "engine", "server", "worker"])
 def test_no_circles_between_rooms(folder):
-    """A room is a subfolder or a single file of `folder`. Rooms have an order in which each imports earlier ones only."""
+    """A room is a subfolder or a single file of `folder`. Rooms have an order in which each imports earlier ones."""
     inside = [module for module in MODULES if within(module, f"quire.{folder}") and module.count(".") > 1]
     assert_no_circle({module: ".".join(module.split(".")[:3]) for module in inside})
 

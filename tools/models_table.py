@@ -12,11 +12,11 @@ from quire.worker.layers.quantization.int_at_load import BITS
 from quire.worker.models.describe import cache_kind, has_stages
 from quire.worker.models.registry import DECODERS, ENCODERS, WRAPPERS, build_model, model_class, parse_model_spec
 from quire.worker.spec.model import ModelSpec
-from tests.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS
-from tests.encoders import ENCODERS as TESTED_ENCODERS
-from tests.families import text_types
-from tests.test_fallback import FAMILIES as FALLBACK
-from tests.twins import TWINS
+from tests.helpers.models.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS
+from tests.helpers.models.encoders import ENCODERS as TESTED_ENCODERS
+from tests.helpers.models.families import text_types
+from tests.helpers.twins import TWINS
+from tests.worker.models.test_fallback import FAMILIES as FALLBACK
 
 FILE = Path(__file__).parent.parent / "docs" / "models.md"
 _HEAD = """# Model families
@@ -53,17 +53,16 @@ _SERVED = {
 }
 _TAIL = """
 *Tested* means that a tiny random checkpoint, saved by transformers, gives transformers' tokens and log-probabilities in
-float32 with chunked prefill, preemption and prefix hits (`tests/families.py`, `tests/checkpoints.py`); of families that
-transformers has not, those of the published formula (`tests/twins.py`). Encoders are compared with
-sentence-transformers and transformers (`tests/encoders.py`): embeddings, and logits of classifiers. So is
-EmbeddingGemma, a `Gemma3TextModel` whose config.json sets `use_bidirectional_attention`. Texts are cut where
+float32 with chunked prefill, preemption and prefix hits (`tests/helpers/models/`). For families that transformers
+lacks, the reference is the published formula (`tests/helpers/twins.py`). Encoders are compared with
+sentence-transformers and transformers: embeddings, and logits of classifiers. So is EmbeddingGemma, a `Gemma3TextModel` whose config.json sets `use_bidirectional_attention`. Texts are cut where
 sentence-transformers cuts them (`max_seq_length`, the tokenizer's `model_max_length`), and turned into lower case if
 `do_lower_case` is set; `truncate_prompt_tokens: -1` cuts to the same limit, and longer lists of token ids are 400.
 `dimensions` is for models that say that their vectors can be shortened (`is_matryoshka`, `matryoshka_dimensions`,
 `truncate_dim`; Qwen3, Gemma and Nomic embedders), or with `--matryoshka`. With TP, the number of ranks
 must divide the heads and the intermediate size; EP is `--enable-expert-parallel`. With PP, layers that read the caches
 of others (Gemma 3n and 4) are on the last stage. Every tested family is also compared over two ranks of each kind
-(`tests/worker/test_family_ranks.py`). *Quantization* names the settings of `--quantization` that build the model;
+(`test_family_ranks.py`). *Quantization* names the settings of `--quantization` that build the model;
 formats of checkpoints (docs/quantization.md) are those of every family, GGUF files those of all that llama.cpp knows.
 
 """

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import kill_rounds, soak
 from benchmarks.soak_traffic import KINDS, send
-from tests.server.conftest import MODEL, running_server
+from tests.helpers.server.running import MODEL, running_server
 from tests.server.media.conftest import FAKE, write_seeing_model
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire.configs.sources import embedded_model
-from tests.server.conftest import RunningServer, make_config, poll
+from tests.helpers.server.running import RunningServer, make_config, poll
 
 NAME = "quire-tiny"
 

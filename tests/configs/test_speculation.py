@@ -7,7 +7,7 @@ import json
 import pytest
 
 from quire.configs.speculation import SpeculationSettings, from_llamacpp, read_speculation
-from tests.configs.test_cli import refused, served  # noqa: F401
+from tests.cli.test_cli import refused, served  # noqa: F401
 
 
 @pytest.mark.parametrize(

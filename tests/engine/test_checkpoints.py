@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from tests.engine.harness import VOCAB, Engine, fake_config
 from tests.engine.test_images import IMAGE, item
+from tests.helpers.engine.harness import VOCAB, Engine, fake_config
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 8192, "max_model_len": "8192", "num_gpu_blocks_override": 2000}
 

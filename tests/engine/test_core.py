@@ -19,7 +19,7 @@ from quire.engine.messages import (
     StepOutputs,
 )
 from quire.worker.messages import StepOutput
-from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, LocalSocket, fake_config
+from tests.helpers.engine.harness import CLIENT, VOCAB, Engine, Idle, LocalSocket, fake_config
 
 
 def sent(engine: Engine, client: bytes = CLIENT) -> list:

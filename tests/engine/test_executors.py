@@ -20,8 +20,8 @@ from quire.engine.executor.multiproc import MultiprocExecutor
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import AddRequest, SamplingParams
 from quire.engine.scheduler import Scheduler
-from tests.engine import fake_worker
-from tests.engine.harness import VOCAB
+from tests.helpers.engine import fake_worker
+from tests.helpers.engine.harness import VOCAB
 
 SAMPLING = SamplingParams(max_tokens=12)
 PROMPTS = {"a": [1, 2, 3], "b": [4], "c": [5] * 40}
@@ -81,7 +81,7 @@ def test_uniproc_launches_the_next_step_while_the_last_is_awaited(uniproc):
 
 def multiproc(model: str = "", worker: str = "FakeWorker", **settings) -> MultiprocExecutor:
     executor = MultiprocExecutor(Config.from_flat(model=model, **settings))
-    executor.worker_class = f"tests.engine.fake_worker:{worker}"
+    executor.worker_class = f"tests.helpers.engine.fake_worker:{worker}"
     return executor
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from benchmarks.fairness import until_first_token
 from quire.engine.budget import Pace
 from quire.engine.shares import fair_parts
-from tests.engine.harness import CLIENT, Engine, fake_config
+from tests.helpers.engine.harness import CLIENT, Engine, fake_config
 
 
 def order_of_first_tokens(engine: Engine) -> list[str]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.engine.encoder_cache import EncoderCache
 from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import Choice, MediaItem, SamplingParams
-from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
+from tests.helpers.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
 
 IMAGE = 9  # the image token id
 MAX_MODEL_LEN = 96

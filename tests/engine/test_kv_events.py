@@ -11,7 +11,7 @@ import zmq
 from quire.configs.kv_events import read_kv_events
 from quire.engine.kv.events import wire_hash
 from quire.engine.messages import AddRequest, Call, LoraUse, SamplingParams
-from tests.engine.harness import VOCAB, Engine, fake_config
+from tests.helpers.engine.harness import VOCAB, Engine, fake_config
 
 
 def vllm_types(array_like: bool) -> type:

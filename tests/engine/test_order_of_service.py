@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import AddRequest, Choice, SamplingParams
-from tests.engine.harness import VOCAB, Engine, assert_invariants, fake_config, greedy, make, run_step
+from tests.helpers.engine.harness import VOCAB, Engine, assert_invariants, fake_config, greedy, make, run_step
 
 
 def test_fcfs_preempts_the_latest_and_resumes_it_first():

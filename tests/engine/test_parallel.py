@@ -12,10 +12,10 @@ from quire.configs.config import Config
 from quire.engine.executor.multiproc import MultiprocExecutor
 from quire.engine.messages import EngineStats, SamplingParams
 from quire.worker.messages import WorkerReady
-from tests.checkpoints import CHECKPOINTS
-from tests.families import build_family
-from tests.in_process import InProcessEngine, Result
-from tests.worker.test_eagle3 import Twin, eagle_checkpoint
+from tests.helpers.in_process import InProcessEngine, Result
+from tests.helpers.models.checkpoints import CHECKPOINTS
+from tests.helpers.models.families import build_family
+from tests.worker.sampling.test_eagle3 import Twin, eagle_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ class ParallelEngine(InProcessEngine):
         self.settings = SETTINGS | settings
         self.config = Config.from_flat(model=folder, **self.settings)
         self.executor = MultiprocExecutor(self.config)
-        self.executor.worker_class = "tests.engine.many_models:ManyModels"
+        self.executor.worker_class = "tests.helpers.engine.many_models:ManyModels"
         self.use(self.executor.initialize(lambda phase, fraction: None))
 
     def load(self, folder: str, rendezvous: str) -> None:

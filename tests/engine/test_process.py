@@ -28,7 +28,7 @@ from quire.engine.messages import (
     SamplingParams,
     StepOutputs,
 )
-from tests.engine.harness import VOCAB, fake_config
+from tests.helpers.engine.harness import VOCAB, fake_config
 
 pytestmark = pytest.mark.slow
 
@@ -227,7 +227,7 @@ main()
 PARENT = """
 import subprocess, sys
 import msgspec
-from tests.engine.harness import fake_config
+from tests.helpers.engine.harness import fake_config
 engine = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdin=subprocess.PIPE)
 config = msgspec.msgpack.encode(fake_config())
 engine.stdin.write(len(config).to_bytes(4, "big") + config)

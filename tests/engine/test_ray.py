@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from tests.engine.test_parallel import PROMPTS, SAMPLING, SETTINGS, alone
-from tests.in_process import InProcessEngine
-from tests.server.conftest import poll
+from tests.helpers.in_process import InProcessEngine
+from tests.helpers.server.running import poll
 from tests.server.test_launch import gone, server_process
 
 ray = pytest.importorskip("ray", reason="ray is not installed")

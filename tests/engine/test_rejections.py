@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.messages import SamplingParams
-from tests.in_process import InProcessEngine
+from tests.helpers.in_process import InProcessEngine
 
 SETTINGS = dict(
     block_size=4, num_gpu_blocks_override=200, max_num_batched_tokens=64, max_num_seqs=8, max_model_len="200"

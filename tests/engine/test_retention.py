@@ -8,7 +8,7 @@ import pytest
 
 from quire.engine.messages import AddRequest, CalledTools, Choice, SamplingParams
 from quire.engine.request import Request
-from tests.engine.harness import Engine, fake_config
+from tests.helpers.engine.harness import Engine, fake_config
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import AddRequest, Choice, SamplingParams
 from quire.worker.messages import NO_TOKEN_ERROR, NewRequest, StepInput, StepOutput
-from tests.engine.harness import CLIENT, VOCAB, Engine, assert_invariants, fake_config, greedy, make, run_step
+from tests.helpers.engine.harness import CLIENT, VOCAB, Engine, assert_invariants, fake_config, greedy, make, run_step
 
 
 def test_the_worked_example():

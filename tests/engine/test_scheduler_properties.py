@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import SamplingParams
 from quire.worker.messages import longest_request
-from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
+from tests.helpers.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
 
 EOS_CHANCE = 0.05
 MAX_MODEL_LEN = 64

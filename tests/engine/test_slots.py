@@ -10,7 +10,7 @@ import pytest
 from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import AddRequest, Call, CallResult, SamplingParams
 from quire.worker.cache.tiers import slots as slots_module
-from tests.engine.harness import VOCAB, Engine, fake_config
+from tests.helpers.engine.harness import VOCAB, Engine, fake_config
 
 NUMBERS = itertools.count(1)
 PROMPT = list(range(1, 42))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from quire.engine.executor.fake import expected_tokens
 from quire.worker.messages import SamplingParams, longest_request
-from tests.engine.harness import CLIENT, VOCAB, Engine, fake_config
 from tests.engine.test_scheduler_properties import EOS_CHANCE, MAX_MODEL_LEN, check_outputs, drive, workload
+from tests.helpers.engine.harness import CLIENT, VOCAB, Engine, fake_config
 
 configurations = st.fixed_dictionaries(
     {

@@ -17,7 +17,7 @@ from quire.engine.messages import AddRequest, Call, CalledTools, CallResult, Sam
 from quire.worker.cache.tiers import store as store_module
 from quire.worker.cache.tiers.disk import DiskTier
 from quire.worker.cache.tiers.segments import read_places
-from tests.engine.harness import VOCAB, Engine, Idle, fake_config
+from tests.helpers.engine.harness import VOCAB, Engine, Idle, fake_config
 
 GIB = 1 << 30
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig
 
+from tests.helpers.server.running import MODEL, running_server
 from tests.real_models.conftest import PROSE, reference
-from tests.server.conftest import MODEL, running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.server.running import MODEL, running_server
 from tests.real_models.conftest import PROSE
-from tests.server.conftest import MODEL, running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -14,8 +14,8 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import LlamaConfig
 
+from tests.helpers.server.running import MODEL, RunningServer, running_server
 from tests.real_models.conftest import PROSE, reference, reference_tokenizer
-from tests.server.conftest import MODEL, RunningServer, running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

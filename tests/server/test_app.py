@@ -18,10 +18,10 @@ from jsonschema import Draft202012Validator
 
 from quire.server.http.read_body import MIN_BODY_BYTES
 from quire.server.routes import ROUTES
-from tests.server.asking import CHAT, is_error
-from tests.server.conftest import MODEL, poll, running_server
-from tests.server.test_chat import HELLO, events
-from tests.server.test_fleet import metric
+from tests.helpers.server.asking import CHAT, is_error
+from tests.helpers.server.running import MODEL, poll, running_server
+from tests.server.api.test_chat import HELLO, events
+from tests.server.frontends.test_fleet import metric
 
 
 def occupy(server, count: int, num_tokens: int = 400) -> list[httpx.Response]:

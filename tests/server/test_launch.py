@@ -21,8 +21,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.conftest import poll
-from tests.server.test_chat import HELLO, events
+from tests.helpers.server.running import poll
+from tests.server.api.test_chat import HELLO, events
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import termios
 
 import pytest
 
-from tests.server.conftest import running_server
-from tests.server.light_model import write_light_model
+from tests.helpers.server.light_model import write_light_model
+from tests.helpers.server.running import running_server
 
 
 def test_a_model_without_a_chat_template_is_pointed_out(tmp_path, caplog):

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from quire.configs.sources import embedded_model
-from tests.server.conftest import RunningServer, make_config, poll
+from tests.helpers.server.running import RunningServer, make_config, poll
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import pytest
 
 from quire.engine.messages import RequestTiming
 from quire.server.traces import _phases
-from tests.server.conftest import MODEL, poll, running_server
+from tests.helpers.server.running import MODEL, poll, running_server
 from tests.server.media.conftest import FAKE, image_part, write_seeing_model
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")

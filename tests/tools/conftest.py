@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.configs.sources import EMBEDDED_MODEL
-from tests.server.conftest import running_server
+from tests.helpers.server.running import running_server
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,7 @@ def logits(folder: Path):
 
     from quire.worker.models.registry import build_model, read_model_spec
     from quire.worker.weights.loader import load_weights
-    from tests.worker.dense_attention import PagedRunner
+    from tests.helpers.worker.dense_attention import PagedRunner
 
     spec = read_model_spec(str(folder))
     model = build_model(spec, torch.float32, torch.device("cpu"))
@@ -70,13 +70,13 @@ def test_a_model_family(load, monkeypatch, tmp_path):
     import torch
 
     from quire.worker.models import registry
-    from tests.families import load_family
+    from tests.helpers.models.families import load_family
 
     root = apply("add-a-model-family.md", tmp_path)
     assert "HeliumForCausalLM" not in registry.MODELS
     load(root / "worker/models/helium.py", "quire.worker.models.helium")
     monkeypatch.setattr(registry, "MODELS", load(root / "worker/models/registry.py", "changed_registry").MODELS)
-    families = load(root / "tests/families.py", "changed_families")
+    families = load(root / "tests/helpers/models/families.py", "changed_families")
     folder = families.build_family("helium", tmp_path / "model", num_hidden_layers=2)
     assert registry.read_model_spec(folder).implementation != "transformers"
     with torch.inference_mode():
@@ -113,7 +113,7 @@ def test_a_weight_format(load, monkeypatch, tmp_path):
 
     from quire.worker.layers.quantization import checkpoint
     from quire.worker.layers.quantization.stored import Piece
-    from tests.checkpoints import build_checkpoint
+    from tests.helpers.models.checkpoints import build_checkpoint
 
     root = apply("add-a-weight-format.md", tmp_path)
     bitnet = load(root / "worker/layers/quantization/bitnet.py", "quire.worker.layers.quantization.bitnet")

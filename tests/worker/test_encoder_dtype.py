@@ -9,10 +9,10 @@ from quire.configs.config import Config
 from quire.worker import encoder_dtype, memory
 from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.models.registry import read_model_spec
-from tests.embedders import TEXTS, reference_embeddings
-from tests.encoders import build_encoder
-from tests.in_process import InProcessEngine
-from tests.worker.test_pooling import encode, pooled
+from tests.helpers.in_process import InProcessEngine
+from tests.helpers.models.embedders import TEXTS, reference_embeddings
+from tests.helpers.models.encoders import build_encoder
+from tests.worker.transformer.test_pooling import encode, pooled
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.spec.cache import plan_cache
 from quire.worker.weights.loader import load_weights
-from tests.checkpoints import TOKENIZER_SIZE, greedy, load_reference
-from tests.worker.steps import GREEDY, Script
+from tests.helpers.models.checkpoints import TOKENIZER_SIZE, greedy, load_reference
+from tests.helpers.worker.steps import GREEDY, Script
 
 PLATFORM = CpuPlatform()
 BLOCK_SIZE, NUM_BLOCKS = 8, 200

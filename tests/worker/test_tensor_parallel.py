@@ -15,8 +15,8 @@ from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.parallel import Group, init_distributed, shutdown_distributed, tp, use_groups
 from quire.worker.weights.loader import load_weights
-from tests.worker.dense_attention import PagedRunner
-from tests.worker.ranks import run_ranks, thread_groups
+from tests.helpers.worker.dense_attention import PagedRunner
+from tests.helpers.worker.ranks import run_ranks, thread_groups
 
 CPU = torch.device("cpu")
 TEXT = list(range(4, 90))

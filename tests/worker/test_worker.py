@@ -17,9 +17,9 @@ from quire.worker.messages import SamplingParams
 from quire.worker.sampling import logprobs, sampler
 from quire.worker.sampling.processors import Penalties
 from quire.worker.worker import Worker
-from tests.checkpoints import TOKENIZER_SIZE, greedy, load_reference
-from tests.families import build_family
-from tests.worker.steps import Script
+from tests.helpers.models.checkpoints import TOKENIZER_SIZE, greedy, load_reference
+from tests.helpers.models.families import build_family
+from tests.helpers.worker.steps import Script
 
 PROMPT = torch.randint(4, TOKENIZER_SIZE, (20,), generator=torch.Generator().manual_seed(0)).tolist()
 

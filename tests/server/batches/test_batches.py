@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from quire.cli.bench.process import free_port
-from tests.server.conftest import RunningServer, make_config, poll
+from tests.helpers.server.running import RunningServer, make_config, poll
 
 
 def jsonl(lines: list[dict]) -> io.BytesIO:

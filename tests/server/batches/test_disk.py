@@ -18,8 +18,8 @@ from quire.server.batches.disk import Part
 from quire.server.batches.lines import read_lines
 from quire.server.batches.store import LINE_BYTES, ROWS, Store
 from quire.server.errors import BadRequest, TooManyRequests
+from tests.helpers.server.running import RunningServer, make_config, poll
 from tests.server.batches.test_batches import ended, jsonl, line, results, run
-from tests.server.conftest import RunningServer, make_config, poll
 
 MIB = 1 << 20
 

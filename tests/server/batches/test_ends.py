@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from quire.server.batches import runner
 from quire.server.http import in_process
+from tests.helpers.server.running import RunningServer, make_config
 from tests.server.batches.test_batches import ended, line, results, run
-from tests.server.conftest import RunningServer, make_config
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.embedders import TEXTS, build_embedder
+from tests.helpers.models.embedders import TEXTS, build_embedder
+from tests.helpers.server.running import running_server
 from tests.server.batches.test_batches import results, run
-from tests.server.conftest import running_server
 
 BODIES = {
     "/v1/embeddings": {"input": TEXTS[:2], "dimensions": 8},

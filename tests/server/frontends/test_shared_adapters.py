@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from tests.lora import make_adapter
-from tests.server.conftest import poll
-from tests.server.test_fleet import connections, fleet, frontends, wait_open
+from tests.helpers.models.lora import make_adapter
+from tests.helpers.server.running import poll
+from tests.server.frontends.test_fleet import connections, fleet, frontends, wait_open
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from quire.configs.proxies import read_proxies
 from quire.server.errors import BadRequest
 from quire.server.http.gzip_body import decompress
 from quire.server.routes import ROUTES
-from tests.server.conftest import poll, running_server
+from tests.helpers.server.running import poll, running_server
 
 JSON = {"content-type": "application/json", "content-encoding": "gzip"}
 COMPLETION = {"prompt": "hi", "max_tokens": 1}

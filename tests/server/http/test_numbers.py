@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.server.errors import BadRequest
 from quire.server.http.numbers import bounded_int
-from tests.server.conftest import RunningServer, make_config
+from tests.helpers.server.running import RunningServer, make_config
 
 WRONG = [
     "0" * 8 + "3600" + "9" * 30,

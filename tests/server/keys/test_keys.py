@@ -16,7 +16,7 @@ import yaml
 
 from quire.cli import hash_key
 from quire.server.keys.key import hashed
-from tests.server.conftest import MODEL, poll, running_server
+from tests.helpers.server.running import MODEL, poll, running_server
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]

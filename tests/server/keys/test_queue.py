@@ -13,7 +13,7 @@ import yaml
 
 from quire.engine.messages import EngineStats
 from quire.server.queue_wait import MAX_RETRY_AFTER, QueueWait, retry_after
-from tests.server.conftest import poll, running_server
+from tests.helpers.server.running import poll, running_server
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40, "ignore_eos": True}

@@ -12,9 +12,9 @@ import torch
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.cli import main as cli
-from tests.checkpoints import greedy
-from tests.lora import make_adapter, merged
-from tests.server.fake_hub import FakeHub
+from tests.helpers.models.checkpoints import greedy
+from tests.helpers.models.lora import make_adapter, merged
+from tests.helpers.server.fake_hub import FakeHub
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from tests.checkpoints import greedy
-from tests.lora import as_gguf, make_adapter, merged
-from tests.server.conftest import MODEL, running_server
+from tests.helpers.models.checkpoints import greedy
+from tests.helpers.models.lora import as_gguf, make_adapter, merged
+from tests.helpers.server.running import MODEL, running_server
 
 pytestmark = pytest.mark.slow
 

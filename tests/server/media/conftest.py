@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from tokenizers import AddedToken
 
-from tests.checkpoints import VOCAB_SIZE, _byte_level
-from tests.server.conftest import RunningServer, running_server
+from tests.helpers.models.checkpoints import VOCAB_SIZE, _byte_level
+from tests.helpers.server.running import RunningServer, running_server
 
 NUM_TOKENS = 16  # of an image
 IMAGE_ID = 500

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.server.asking import CHAT, is_error
-from tests.server.conftest import MODEL, poll
+from tests.helpers.server.asking import CHAT, is_error
+from tests.helpers.server.running import MODEL, poll
 from tests.server.media.conftest import (
     IMAGE_ID,
     NUM_TOKENS,

@@ -11,8 +11,8 @@ import ollama
 import openai
 import pytest
 
+from tests.helpers.server.running import MODEL, RunningServer, running_server
 from tests.server.batches.test_batches import ended, results
-from tests.server.conftest import MODEL, RunningServer, running_server
 from tests.server.media.conftest import (
     FAKE,
     IMAGE_ID,

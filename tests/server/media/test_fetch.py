@@ -20,8 +20,8 @@ from quire.server.media.addresses import is_public
 from quire.server.media.fetch import MAX_REDIRECTS, MAX_URL, Fetcher, Refused
 from quire.server.media.service import Images
 from quire.server.text.tokenizer import Tokenizer
-from tests.server.asking import CHAT, is_error
-from tests.server.conftest import RunningServer
+from tests.helpers.server.asking import CHAT, is_error
+from tests.helpers.server.running import RunningServer
 from tests.server.media.conftest import NUM_TOKENS, asks, picture
 
 PUBLIC, OTHER = "93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946"

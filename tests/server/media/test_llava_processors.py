@@ -26,7 +26,7 @@ from quire.server.media.pixtral import PixtralProcessor
 from quire.server.media.processor import ProcessedImage
 from quire.server.media.registry import load_processor
 from quire.server.prompt.images import Illustrated
-from tests.checkpoints import _byte_level
+from tests.helpers.models.checkpoints import _byte_level
 
 SIDE, PATCH = 28, 7
 VISION = {"image_size": SIDE, "patch_size": PATCH}

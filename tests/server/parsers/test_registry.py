@@ -14,8 +14,8 @@ from quire.server.parsers.registry import (
     reasoning_format,
     tool_format,
 )
-from tests.server.family_templates import FAMILY_TEMPLATES
-from tests.server.templates import TEMPLATES
+from tests.helpers.server.family_templates import FAMILY_TEMPLATES
+from tests.helpers.server.templates import TEMPLATES
 
 TOKENS = {"TOOLS_IN_SYSTEM": ["<|tool_call|>", "<|/tool_call|>"]}
 CHOSEN = {  # template: tool format, reasoning format

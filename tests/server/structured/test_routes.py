@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from tests.server.conftest import MODEL
-from tests.server.scripted import scripted_server, write_folder
-from tests.server.templates import CHATML
+from tests.helpers.server.running import MODEL
+from tests.helpers.server.scripted import scripted_server, write_folder
+from tests.helpers.server.templates import CHATML
 
 ASK = [{"role": "user", "content": "Hi"}]
 NAMED = {"name": "n", "strict": True}

@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
 
-from tests.server.conftest import MODEL, poll, running_server
+from tests.helpers.server.running import MODEL, poll, running_server
+from tests.helpers.server.scripted import scripted_server, write_folder
+from tests.helpers.server.templates import QWEN3_TOOLS
 from tests.server.media.conftest import FAKE, write_seeing_model
-from tests.server.scripted import scripted_server, write_folder
-from tests.server.templates import QWEN3_TOOLS
 from tests.server.web.browser import Browser, needs_chromium
 
 pytestmark = [needs_chromium, pytest.mark.slow]

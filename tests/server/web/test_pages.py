@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from quire.server.web.pages import LINKS
-from tests.server.conftest import running_server
+from tests.helpers.server.running import running_server
 
 ROOT = Path(__file__).parent.parent.parent.parent
 FOLDER = ROOT / "server" / "web" / "ui"

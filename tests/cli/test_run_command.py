@@ -1,0 +1,123 @@
+"""`quire run`: finds the server of the model or starts one, and ends what it started, however it ends itself."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.test_console import read_until
+from tests.helpers.server.running import MODEL, poll
+from tests.server.test_launch import free_port, gone
+
+pytestmark = pytest.mark.slow
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "quire", "run", *arguments]
+
+
+def own(folder: str, *arguments: str) -> list[str]:
+    """The command for a server of its own: nothing listens on the port of the settings."""
+    fake = ("--distributed-executor-backend", "fake", "--max-model-len", "512", "--port", str(free_port()))
+    return command(folder, *fake, *arguments)
+
+
+def run(arguments: list[str], text: str = "") -> subprocess.CompletedProcess:
+    return subprocess.run(arguments, input=text, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_one_answer_by_a_server_of_its_own(model_folder):
+    before = {process.pid for process in psutil.process_iter()}
+    result = run(own(model_folder, "-q", "Hi", "--max-tokens", "4"))
+    assert result.returncode == 0 and result.stdout.strip(), result
+    assert "using the server" not in result.stderr and "[stopped at 4 tokens" in result.stderr
+    for process in psutil.process_iter():
+        assert process.pid in before or model_folder not in " ".join(process.cmdline())
+
+
+def test_a_running_server_is_used(server, model_folder):
+    port = str(server.listener.getsockname()[1])
+    num_before = len(server.state.names)
+    for model in ([], [MODEL], ["alias"]):
+        result = run(command(*model, "--port", port), "/set max_tokens 3\nHi\n/bye\nnot sent\n")
+        assert result.returncode == 0 and f"using the server at http://127.0.0.1:{port}" in result.stderr, result
+        assert f"{model[0] if model else MODEL} at http://127.0.0.1:{port}" in result.stderr
+        assert result.stdout.strip() and result.stderr.count("[stopped at 3 tokens") == 1
+    assert len(server.state.names) == num_before and server.state.status == "ready"
+    other = run(command("no/such-model", "--url", server.url, "-q", "Hi", "--max-tokens", "2"))
+    assert other.returncode == 0 and other.stdout.strip()  # the server that was named, whatever it has
+
+
+def test_the_embedded_model_has_a_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # no folder has the name
+    for arguments in (["quire-tiny"], []):
+        done = run([sys.executable, "-m", "quire", "serve", *arguments, "--print-config"])
+        assert "configs/quire-tiny" in done.stdout, done
+
+
+def test_errors_are_one_line(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for arguments, words in (
+        ([str(tmp_path / "none.gguf")], "there is no file"),
+        ([str(tmp_path / "empty")], "config.json"),
+        (["--url", "http://127.0.0.1:1"], "Connection refused"),
+    ):
+        result = run([*command(*arguments), "--port", str(free_port()), "-q", "x"])
+        assert result.returncode == 1 and words in result.stderr and result.stderr.count("\n") == 1, result
+    assert run(command("--max-modellen", "3")).stderr.endswith("did you mean --max-model-len?\n")
+
+
+LOST_WAKEUP = """
+import select, signal, socket, threading
+from quire.cli.run import _end_on_signals
+_end_on_signals()
+(signals,) = [thread for thread in threading.enumerate() if thread.name == "signals"]
+threading.Timer(0.2, signal.pthread_kill, (signals.ident, signal.SIGTERM)).start()
+pair = socket.socketpair()
+select.select([pair[0]], [], [])
+"""
+
+
+def test_a_signal_just_before_waiting_ends_it():
+    """The handler is due, but nothing interrupts the main thread: as if the signal came just before its select()."""
+    result = subprocess.run([sys.executable, "-c", LOST_WAKEUP], timeout=20, check=False)
+    assert result.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("end", ["ctrl-d", signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_its_server_ends_with_it(model_folder, end, tmp_path):
+    terminal, child_side = pty.openpty()
+    process = subprocess.Popen(
+        own(model_folder),
+        stdin=child_side,
+        stdout=child_side,
+        stderr=child_side,
+        start_new_session=True,
+        env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},
+    )
+    os.close(child_side)
+    try:
+        read_until(terminal, r"/bye or Ctrl-D ends\s+(\x1b\S*)?> ", 60)
+        (server,) = psutil.Process(process.pid).children()
+        os.write(terminal, b'"""two\nlines"""\n')
+        read_until(terminal, r"lines\"\"\"[\s\S]*\n(\x1b\S*)?> ")
+        if end == "ctrl-d":
+            os.write(terminal, b"\x04")
+        else:
+            process.send_signal(end)
+        process.wait(20)
+        poll(lambda: gone(server), 20)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    if end == "ctrl-d":
+        history = Path(tmp_path, "quire", "history")
+        assert "two" in history.read_text() and history.stat().st_mode & 0o77 == 0

@@ -1,0 +1,101 @@
+"""A server whose engine says what the test writes: the text comes token by token, or in random pieces."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import tokenizers
+
+from quire.engine.messages import AddRequest, EngineOutput, TokenLogprobs
+from tests.helpers.models.checkpoints import _byte_level
+from tests.helpers.server.running import RunningServer, running_server
+
+MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+
+
+class Script:
+    """Stands in for `EngineHandle.generate`. `requests` are those that were sent."""
+
+    def __init__(self, server: RunningServer):
+        self.client, self.tokenizer = server.state.client, server.state.tokenizer
+        self.texts: list[str] = []
+        self.finish_reason = "stop"
+        self.rng: random.Random | None = None  # cuts into pieces; None: one token at a time
+        self.requests: list[AddRequest] = []
+
+    def __getattr__(self, name: str):
+        return getattr(self.client, name)
+
+    def says(self, *texts: str, finish_reason: str = "stop", seed: int | None = None) -> None:
+        """The answers of the next requests: choice i says texts[i % len(texts)]."""
+        self.texts, self.finish_reason = list(texts), finish_reason
+        self.rng = None if seed is None else random.Random(seed)
+
+    def generate(self, request: AddRequest) -> Stream:
+        self.requests.append(request)
+        ids = {
+            choice.request_id: self.tokenizer.encode(self.texts[i % len(self.texts)], add_special_tokens=False)
+            for i, choice in enumerate(request.choices)
+        }
+        return Stream(list(self._outputs(ids, request)))
+
+    def _outputs(self, ids: dict[str, list[int]], request: AddRequest) -> Iterator[EngineOutput]:
+        for request_id, all_ids in ids.items():
+            if self.finish_reason == "stop":
+                all_ids = [*all_ids, request.sampling.eos_token_ids[0]]
+            while all_ids:
+                size = 1 if self.rng is None else self.rng.randint(1, 9)
+                piece, all_ids = all_ids[:size], all_ids[size:]
+                logprobs = None
+                if request.sampling.logprobs is not None:
+                    logprobs = [TokenLogprobs([token_id], [-0.5], 1) for token_id in piece]
+                reason = None if all_ids else self.finish_reason
+                yield EngineOutput(request_id, piece, finish_reason=reason, logprobs=logprobs)
+
+
+class Stream:
+    engine = 0
+
+    def __init__(self, outputs: list[EngineOutput]):
+        self.outputs = outputs
+
+    async def __anext__(self) -> EngineOutput:
+        if not self.outputs:
+            raise StopAsyncIteration
+        return self.outputs.pop(0)
+
+    def abort(self, request_id: str) -> None:
+        self.outputs = [output for output in self.outputs if output.request_id != request_id]
+
+    def called_tools(self, request_id: str) -> None:
+        assert request_id
+
+    async def aclose(self) -> None:
+        self.outputs = []
+
+
+def write_folder(folder: Path, template: str) -> str:
+    """A model folder without weights, whose tokenizer has `MARKERS` as special tokens."""
+    backend: tokenizers.Tokenizer = _byte_level()
+    backend.add_special_tokens(MARKERS)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": template, "model_max_length": 4096})
+    )
+    (folder / "config.json").write_text(json.dumps({"vocab_size": backend.get_vocab_size()}))
+    return str(folder)
+
+
+@contextmanager
+def scripted_server(folder: str, **settings) -> Iterator[tuple[RunningServer, Script]]:
+    with running_server(folder, max_model_len="4096", **settings) as server:
+        server.wait_ready()
+        script = server.state.client = Script(server)
+        try:
+            yield server, script
+        finally:
+            server.state.client = script.client

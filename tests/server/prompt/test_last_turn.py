@@ -1,0 +1,55 @@
+"""Where the user's last message begins in a prompt, at which models with recurrent states leave a checkpoint."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from quire.server.prompt.prompts import tokens_before_turn
+from quire.server.request.request import Conversation
+from quire.server.text.tokenizer import Tokenizer
+from tests.helpers.models.checkpoints import build_tokenizer
+
+HISTORY = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "again and again"},
+    {"role": "assistant", "content": "Yes."},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer(folder)
+    return Tokenizer.load(str(folder))
+
+
+def found(tokenizer: Tokenizer, messages: list[dict], keeps_states: bool = True) -> tuple[int, list[int]]:
+    text = tokenizer.render_chat(messages)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    state = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(keeps_states=keeps_states))
+    return tokens_before_turn(Conversation(messages), text, ids, state, False), ids
+
+
+@pytest.mark.parametrize("content", ["again and again", [{"type": "text", "text": " what now? "}]])
+def test_tokens_before_the_last_message_are_those_of_any_other_one(tokenizer, content):
+    count, ids = found(tokenizer, [*HISTORY, {"role": "user", "content": content}])
+    other, edited = found(tokenizer, [*HISTORY, {"role": "user", "content": "Something else."}])
+    assert count == other and ids[:count] == edited[:count]
+    assert count > len(tokenizer.encode(tokenizer.render_chat(HISTORY), add_special_tokens=False)) // 2
+
+
+def test_results_of_tools_after_it_change_nothing(tokenizer):
+    question = [*HISTORY, {"role": "user", "content": "what now?"}]
+    later = [*question, {"role": "assistant", "content": "Wait."}]
+    assert found(tokenizer, later)[0] == found(tokenizer, question)[0]
+
+
+@pytest.mark.parametrize("messages", [HISTORY[:1], [{"role": "user", "content": " "}]])
+def test_unknown(tokenizer, messages):
+    assert found(tokenizer, messages)[0] == 0
+
+
+def test_models_without_states_need_none(tokenizer):
+    assert found(tokenizer, [*HISTORY, {"role": "user", "content": "what now?"}], keeps_states=False)[0] == 0

@@ -1,0 +1,194 @@
+"""What adapters add, computed by the native kernels, against plain torch; and in one call for all layers, against the
+same layers called one by one.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.worker.attention.torch_paged import CpuPagedAttention
+from quire.worker.cpu.attention import CpuNativeAttention
+from quire.worker.cpu.fixed_order_attention import CpuFixedAttention
+from quire.worker.cpu.fixed_order_linear import fix_order
+from quire.worker.cpu.lora import add_native
+from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
+from quire.worker.layers.lora import LoraRows, LoraWeights, add_lora
+from tests.worker.cpu.test_segments import STEPS, _model, _play
+
+
+def random_weights(rank, k, widths, dtype, generator):
+    """An adapter of modules of `widths` rows each, side by side; None is a module without matrices."""
+    parts, start, first = [], 0, 0
+    for width in (width for width in widths if width):
+        b = torch.randn(abs(width), rank, generator=generator) / rank**0.5
+        if width > 0:
+            parts.append((slice(first, first + rank), slice(start, start + width), b.to(dtype)))
+            first += rank
+        start += abs(width)
+    a = torch.randn(first, k, generator=generator) / k**0.5
+    return LoraWeights(a.to(dtype), parts)
+
+
+def some_rows(key, num_rows, chosen, generator):
+    index = torch.tensor(sorted(chosen))
+    scales = torch.rand(len(index), generator=generator) if key == "1" else None
+    return LoraRows(key, index, scales, len(index) == num_rows)
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["same", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "ranks", "k", "widths"),
+    [(1, (16,), 64, (64, 32, 32)), (40, (3, 64, 1), 50, (37, -20, 24)), (9, (5, 300), 640, (700,))],
+)
+def test_native_products_equal_torchs(native_kernels, num_rows, ranks, k, widths, dtype, out_dtype):
+    """Odd sizes, ranks that are no multiple of a block, rows with two adapters and none, modules without matrices."""
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_rows, k, generator=generator).to(dtype)
+    out = torch.randn(num_rows, sum(map(abs, widths)) + 3, generator=generator).to(out_dtype or dtype)
+    groups = []
+    for i, rank in enumerate(ranks):
+        chosen = range(num_rows) if i == 0 and len(ranks) == 1 else range(i, num_rows, i + 2)
+        rows = some_rows(str(i), num_rows, chosen, generator)
+        groups.append((rows, random_weights(rank, k, widths, dtype, generator)))
+    expected, got = out.clone(), out.clone()
+    add_lora(x, expected, groups)
+    add_native(x, got, groups)
+    tolerance = 2e-2 if out.dtype == torch.bfloat16 else 4e-3 if out.dtype == torch.float16 else 1e-4
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    assert not torch.equal(got, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "ranks", "k", "widths"),
+    [(1, (16,), 64, (64, 32, 32)), (37, (3, 20, 1), 50, (37, -20, 24)), (5, (5,), 130, (100,))],
+)
+def test_triton_products_equal_torchs(num_rows, ranks, k, widths, dtype):
+    """Under the interpreter (compiled on a GPU): tiles of several adapters, and rows with two."""
+    pytest.importorskip("triton")
+    from quire.worker.cuda.kernels import triton_lora
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_rows, k, generator=generator).to(device, dtype)
+    out = torch.randn(num_rows, sum(map(abs, widths)) + 3, generator=generator).to(device, dtype)
+    groups = []
+    for i, rank in enumerate(ranks):
+        chosen = range(num_rows) if len(ranks) == 1 else range(0, num_rows, 3) if i == 2 else range(i, num_rows, 2)
+        rows = some_rows(str(i), num_rows, chosen, generator)
+        scales = None if rows.scales is None else rows.scales.to(device)
+        rows = LoraRows(rows.key, rows.index.to(device), scales, rows.is_all, overlaps=i == 2)
+        groups.append((rows, random_weights(rank, k, widths, dtype, generator).to(torch.device(device))))
+    expected, got = out.clone(), out.clone()
+    add_lora(x, expected, groups)
+    triton_lora.add(x, got, groups)
+    tolerance = 1e-2 if dtype == torch.float16 else 1e-4
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    assert not torch.equal(got, out)
+
+
+def test_the_sums_of_a_row_have_one_order(native_kernels):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 96, generator=generator).bfloat16()
+    weights = random_weights(24, 96, (256,), torch.bfloat16, generator)
+    together = torch.zeros(50, 256)
+    add_native(x, together, [(LoraRows("a", torch.arange(50), None, True), weights)])
+    for i in (0, 3, 49):
+        alone = torch.zeros(1, 256)
+        add_native(x[i : i + 1], alone, [(LoraRows("a", torch.arange(1), None, True), weights)])
+        assert torch.equal(alone[0], together[i])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("half", [16, 40, 96])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_halves_of_a_gated_native_product(kind, half, rows, native_kernels):
+    """The gate and up without the activation are those of the same weight without one."""
+    weight = torch.randn(2 * half, 64, generator=torch.Generator().manual_seed(half)).bfloat16()
+    bias = torch.linspace(-1, 1, 2 * half).bfloat16()
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)).bfloat16()
+
+    def linear(gated):
+        if kind == "bfloat16":
+            return PackedLinear(weight, bias, gated)
+        return QuantizedLinear.quantize(weight, int(kind[3:]), 64, bias, gated)
+
+    plain = linear(None)(x, torch.float32)
+    torch.testing.assert_close(linear("silu").halves(x), plain, rtol=1e-4, atol=1e-4)
+
+
+def adapt(model, ranks):
+    """Give the model random adapters "0", "1" ... of `ranks` for all its linear layers but those of the MLP of layer 0.
+    Returns a function that chooses the rows of steps: every other token has one of the adapters, some both.
+    """
+    from quire.worker.cpu.platform import CpuPlatform
+    from quire.worker.lora.adapters import Adapters, LoraLimits
+
+    adapters = Adapters(model, CpuPlatform(), LoraLimits(64, 8, 8))
+    generator = torch.Generator().manual_seed(1)
+    linears = [
+        layer for layer in model.modules() if getattr(layer, "lora", None) is not None and hasattr(layer, "in_features")
+    ]
+    for i, rank in enumerate(ranks):
+        adapted = []
+        for layer in linears:
+            widths = [shard.length for shard in layer.shards] if hasattr(layer, "shards") else [layer.out_features]
+            adapted.append((layer, random_weights(rank, layer.in_features, widths, model.dtype, generator)))
+            layer.lora.weights[str(i)] = adapted[-1][1]
+        adapters.step.active[str(i)] = adapted
+    step, forward = adapters.step, model.forward
+
+    def run(input_ids, positions, attn, hidden=None, needed_rows=None, *rest):
+        step.num_tokens = len(input_ids)
+        kept = range(len(input_ids)) if needed_rows is None else needed_rows.tolist()
+        generator.manual_seed(len(input_ids))
+        step.rows, step.needed = [], []
+        for i in range(len(ranks)):
+            # the last position of a step is 2 or more, so that single tokens have an adapter
+            chosen = [t for t in range(len(input_ids)) if (t + len(input_ids)) % 3 != i]
+            if chosen:
+                step.rows.append(some_rows(str(i), len(input_ids), chosen, generator))
+                scale = dict(zip(chosen, step.rows[-1].scales.tolist() if step.rows[-1].scales is not None else ()))
+                places = [place for place, t in enumerate(kept) if t in chosen]
+                if places:
+                    scales = torch.tensor([scale[kept[p]] for p in places]) if scale else None
+                    index = torch.tensor(places)
+                    step.needed.append(LoraRows(str(i), index, scales, len(index) == len(kept)))
+        return forward(input_ids, positions, attn, hidden, needed_rows, *rest)
+
+    model.forward = run
+    return step
+
+
+@pytest.mark.parametrize("wanted", [None, lambda count: 1], ids=["all", "last"])
+@pytest.mark.parametrize("backend", [CpuFixedAttention, CpuPagedAttention])
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("qwen3", None), ("llama-bias", None), ("llama-tied", "int8"), ("qwen3", "int4")]
+)
+def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, name, quantization, backend, wanted):
+    """Mixed steps of two adapters, both and none, with attention in the native call and between its segments."""
+    model = _model(checkpoint(name, dtype="bfloat16"), quantization=quantization)
+    fix_order(model)  # and of attention, too: otherwise the bits may depend on the number of rows
+    base = _play(model, backend(), wanted)
+    step = adapt(model, (4, 16))
+    fused = model.model.fused_layers()
+    monkeypatch.setattr(fused, "takes", lambda lora, takes=fused.takes: takes(lora) or pytest.fail("not fused"))
+    got = _play(model, backend(), wanted)
+    monkeypatch.setattr(model.model, "fused_layers", lambda: None)
+    expected = _play(model, backend(), wanted)
+    assert len(got) == len(STEPS) and step.rows
+    for ours, theirs, plain in zip(got, expected, base):
+        assert torch.equal(ours, theirs) and not torch.equal(ours, plain)
+
+
+def test_an_adapter_of_other_layers_runs_layer_by_layer(checkpoint, native_kernels):
+    model = _model(checkpoint("qwen3-moe", dtype="bfloat16"))
+    _play(model, CpuNativeAttention(), steps=STEPS[-1:])
+    step = adapt(model, (4,))
+    step.rows = [LoraRows("0", torch.arange(1), None, True)]
+    fused = model.model.fused_layers()
+    assert fused.takes(step)
+    step.active["0"] = [*step.active["0"], (model.lm_head, step.active["0"][0][1])]
+    assert not fused.takes(step)
