@@ -55,7 +55,8 @@ _TAIL = """
 *Tested* means that a tiny random checkpoint, saved by transformers, gives transformers' tokens and log-probabilities in
 float32 with chunked prefill, preemption and prefix hits (`tests/helpers/models/`). For families that transformers
 lacks, the reference is the published formula (`tests/helpers/twins.py`). Encoders are compared with
-sentence-transformers and transformers: embeddings, and logits of classifiers. So is EmbeddingGemma, a `Gemma3TextModel` whose config.json sets `use_bidirectional_attention`. Texts are cut where
+sentence-transformers and transformers: embeddings, and logits of classifiers. So is
+EmbeddingGemma, a `Gemma3TextModel` whose config.json sets `use_bidirectional_attention`. Texts are cut where
 sentence-transformers cuts them (`max_seq_length`, the tokenizer's `model_max_length`), and turned into lower case if
 `do_lower_case` is set; `truncate_prompt_tokens: -1` cuts to the same limit, and longer lists of token ids are 400.
 `dimensions` is for models that say that their vectors can be shortened (`is_matryoshka`, `matryoshka_dimensions`,

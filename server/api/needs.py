@@ -23,7 +23,6 @@ from quire.server.request.needs import (
 
 if TYPE_CHECKING:
     from quire.engine.messages import EngineStats
-    from quire.server.api.openai.responses.service import Responses as ResponseService
     from quire.server.batches.runner import Batches as BatchService
     from quire.server.startup.model_details import LazyDetails
 
@@ -50,7 +49,6 @@ __all__ = [
     "Prompting",
     "Queue",
     "Readiness",
-    "Responses",
     "Scrape",
     "Settings",
     "Text",
@@ -65,10 +63,6 @@ class Batches(Protocol):
     """Files and batches, with --batch-dir."""
 
     def require_batches(self) -> BatchService: ...
-
-
-class Responses(Protocol):
-    responses: ResponseService
 
 
 class Details(Protocol):

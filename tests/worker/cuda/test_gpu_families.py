@@ -11,8 +11,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quire.engine.messages import LoraUse, SamplingParams
 from quire.worker.models.registry import read_model_spec
+from tests.checkpoints import test_gguf
 from tests.helpers.in_process import InProcessEngine, Result
-from tests.helpers.models.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS, build_checkpoint, test_gguf
+from tests.helpers.models.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS, build_checkpoint
 from tests.helpers.models.families import FAMILIES, WITHOUT_VARIANTS, build_family
 from tests.helpers.models.lora import make_adapter, use
 

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.api import needs
+from quire.server.api.openai.responses import needs
 from quire.server.api.openai.responses.items import check_items, stored
 from quire.server.api.openai.responses.objects import ConversationObject, DeletedObject, ItemList
 from quire.server.api.openai.responses.protocol import (

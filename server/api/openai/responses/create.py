@@ -15,9 +15,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.api import needs
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.responses import history as past
+from quire.server.api.openai.responses import needs
 from quire.server.api.openai.responses.answer import Answer
 from quire.server.api.openai.responses.background import Run
 from quire.server.api.openai.responses.conversations import append

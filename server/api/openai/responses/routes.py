@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.api import needs
+from quire.server.api.openai.responses import needs
 from quire.server.api.openai.responses.answer import last_event, replay
 from quire.server.api.openai.responses.background import unpack
 from quire.server.api.openai.responses.objects import DeletedObject, ItemList, ResponseObject

@@ -1,0 +1,73 @@
+"""Counts constructions that make a native reader of English stop, in comments, docstrings and documents."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("checkpoints", "cli", "configs", "engine", "quire", "server", "worker")
+MAX_PER_1000_WORDS = 1.0
+ODD = {
+    # a sentence or docstring that opens with a clause instead of its subject
+    "opener": re.compile(r"(?:^|(?<=[.!?:] ))(?:Of (?!course)|Whether |Whose |Whoever |What |Which )", re.MULTILINE),
+    "what": re.compile(r"(?:(?<=[,;(] )|\b(?:of|to|for|by|from|with|than|as|and|or|is|are|say|says) )what \w"),
+    "nobody": re.compile(r"\b[Nn]obody\b|\bnothing (?:of|else|more|but)\b|\b[Nn]one other\b"),
+    "beside": re.compile(r"\b[Bb]eside\b"),
+    "so many": re.compile(r"\bso (?:many|much)\b(?! that)|\bof (?:ours|theirs|its own kind)\b"),
+    "behind": re.compile(r"\bbehind (?:it|them|one another|each other|the (?:prompt|token|last|first)\w*)\b"),
+}
+
+
+def prose(text: str) -> Iterator[str]:
+    """Yield docstrings and comments of a Python source; adjacent comment lines are one text."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if docstring := ast.get_docstring(node):
+                yield docstring
+    lines: list[str] = []
+    last = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT or token.string.startswith(("# noqa", "# type", "#!")):
+            continue
+        if token.start[0] != last + 1 and lines:
+            yield " ".join(lines)
+            lines = []
+        lines.append(token.string.lstrip("# "))
+        last = token.start[0]
+    if lines:
+        yield " ".join(lines)
+
+
+def odd(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (kind, excerpt) of each odd construction of `text`."""
+    text = re.sub(r"`[^`]*`", "`x`", re.sub(r"\s*\n\s*", " ", text))
+    for kind, pattern in ODD.items():
+        for match in pattern.finditer(text):
+            yield kind, text[max(match.start() - 30, 0) : match.end() + 40]
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_prose_reads_at_once(folder):
+    found: list[str] = []
+    kinds: Counter[str] = Counter()
+    words = 0
+    for path in sources(folder):
+        for text in prose(path.read_text(encoding="utf-8")):
+            words += len(text.split())
+            for kind, excerpt in odd(text):
+                kinds[kind] += 1
+                found.append(f"{path.relative_to(ROOT)}: {kind}: ...{excerpt}...")
+    assert 1000 * len(found) <= MAX_PER_1000_WORDS * max(words, 1000), "\n".join([f"{dict(kinds)} in {words}", *found])
