@@ -241,7 +241,7 @@ def _bar_class(num_bytes: int, progress: Progress) -> type:
 
     The library makes several bars; the one with the highest count is the one that counts bytes.
     """
-    from tqdm import tqdm
+    from huggingface_hub.utils import tqdm
 
     reported = 0.0
 

@@ -10,21 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tqdm.contrib.logging import logging_redirect_tqdm
-
 from quire.checkpoints import hub
 from quire.checkpoints.files import check_model_folder
 from quire.cli.main import Parser
+from quire.server.startup.bar import LinesAboveBars
 from quire.server.startup.progress import StartProgress
 
 
 def main(arguments: list[str]) -> int:
     parser = _parser()
     args = parser.parse_args(arguments)
-    logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level="INFO", format="%(message)s", handlers=[LinesAboveBars()])
     try:
-        with logging_redirect_tqdm():  # lines above the bar
-            _quantize(args)
+        _quantize(args)
     except ValueError as error:
         print(f"quire quantize: error: {error}", file=sys.stderr)
         return 1

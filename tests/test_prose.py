@@ -29,10 +29,10 @@ ODD = {
 def prose(text: str) -> Iterator[str]:
     """Yield docstrings and comments of a Python source; adjacent comment lines are one text."""
     tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if docstring := ast.get_docstring(node):
-                yield docstring
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in (node for node in ast.walk(tree) if isinstance(node, documented)):
+        if docstring := ast.get_docstring(node):
+            yield docstring
     lines: list[str] = []
     last = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.configs.config import Config
-from quire.server.errors import BadRequest, ContextLengthExceeded, Unavailable
+from quire.server.errors import BadRequest, ContextLengthExceeded, NotInstalled, Unavailable
 from quire.server.media import sources
 from quire.server.media.inputs import ImageInput, Lease
 from quire.server.media.registry import load_processor, read_config, why_no_images
@@ -70,6 +70,7 @@ class Images:
         self._on_cluster = config.parallel.distributed_executor_backend == "ray"
         # why the model takes no images, as the end of a sentence; None if it does
         self.why_not: str | None = "it is loading"
+        self._error: type[BadRequest | NotInstalled] = BadRequest  # of requests that have images all the same
         self.max_images = MAX_IMAGES
         self._default_options: dict[str, Any] = json.loads(self._config.mm_processor_kwargs or "{}")
         self._processor: ImageProcessor | None = None
@@ -106,6 +107,8 @@ class Images:
             self.why_not = "the server was started with --language-model-only"
         if self.why_not is None and self._on_cluster:
             self.why_not = "ranks on a Ray cluster do not share the memory in which images are handed over"
+        if self.why_not is None and not _is_installed("PIL"):
+            self.why_not, self._error = "the server lacks the package pillow (pip install 'quire[files]')", NotInstalled
         if self.why_not is not None:
             return
         try:
@@ -207,11 +210,7 @@ class Images:
 
     def _check(self, images: Sequence[ImageInput], param: str) -> None:
         if self.why_not is not None:
-            raise BadRequest(
-                f"{images[0].param}: this model takes no images: {self.why_not}.",
-                param=images[0].param,
-                code="unsupported_parameter",
-            )
+            raise self._no_images(images[0].param)
         if len(images) > self.max_images:
             raise BadRequest(
                 f"{param}: the prompt has {len(images)} images, and this server's limit is {self.max_images} "
@@ -219,13 +218,15 @@ class Images:
                 param=param,
             )
 
+    def _no_images(self, param: str) -> BadRequest | NotInstalled:
+        code = "unsupported_parameter" if self._error is BadRequest else None
+        return self._error(f"{param}: this model takes no images: {self.why_not}.", param=param, code=code)
+
     def check_options(self, options: dict[str, Any]) -> None:
         """Raises BadRequest for a request's mm_processor_kwargs that the model does not know."""
         param = "mm_processor_kwargs"
         if self.why_not is not None and options:
-            raise BadRequest(
-                f"{param}: this model takes no images: {self.why_not}.", param=param, code="unsupported_parameter"
-            )
+            raise self._no_images(param)
         if unknown := sorted(set(options) - self._processor.options if options else ()):
             raise BadRequest(f"{param}: {_unknown(unknown[0], self._processor)}.", param=param)
 

@@ -1,10 +1,11 @@
-"""The bar of work that is counted: requests, prompts, batches."""
+"""Progress bars of counted work: requests, prompts, batches. The bars are those of huggingface_hub, which uses tqdm."""
 
 from __future__ import annotations
 
+import logging
 import sys
 
-from tqdm import tqdm
+from huggingface_hub.utils import tqdm
 
 LINE_INTERVAL = 5.0  # seconds between lines
 
@@ -37,3 +38,10 @@ class Bar(tqdm):
         self._decr_instances(self)
         if self.last_print_n != self.n:
             self.display()
+
+
+class LinesAboveBars(logging.Handler):
+    """Write log records to stderr above the bars that are drawn there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)

@@ -29,7 +29,7 @@ class StartProgress:
         self.phase = phase
 
     def _draw(self, phase: str, fraction: float) -> None:
-        from tqdm import tqdm
+        from huggingface_hub.utils import tqdm
 
         if phase != self.phase:
             self.close()

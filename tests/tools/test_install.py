@@ -63,7 +63,7 @@ def test_serving_installs_nothing_of_the_developers(tmp_path):
     assert "install.py" in dry_run("serve", tmp_path) and " dev" not in dry_run("serve", tmp_path)
     assert f"tools/install.py {tmp_path}/none dev" in dry_run("test", tmp_path)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert len(project["dependencies"]) <= 16
+    assert len(project["dependencies"]) <= 14
     names = " ".join(project["dependencies"])
     assert not [name for name in ("ray", "triton", "hypothesis", "pytest", "matplotlib", "openai") if name in names]
 

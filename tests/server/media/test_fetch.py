@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from quire.configs.config import Config, ModelConfig
 from quire.configs.serving import MediaConfig
+from quire.server.errors import NotInstalled
 from quire.server.media.addresses import is_public
 from quire.server.media.fetch import MAX_REDIRECTS, MAX_URL, Fetcher, Refused
+from quire.server.media.inputs import ImageInput
 from quire.server.media.service import Images
 from quire.server.text.tokenizer import Tokenizer
 from tests.helpers.server.asking import CHAT, is_error
@@ -402,3 +404,17 @@ def test_without_httpcore_the_flag_is_refused_at_the_start(seeing_folder, monkey
     images = Images(config)
     images.open(seeing_folder, tokenizer)
     assert images.why_not is None
+
+
+def test_without_pillow_requests_with_images_are_refused(seeing_folder, monkeypatch):
+    """The model serves text; an image gets 501 and the name of the extra, an unknown option likewise."""
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    images = Images(Config(model=ModelConfig(model=seeing_folder)))
+    images.open(seeing_folder, Tokenizer.load(seeing_folder))
+    for refused in (
+        lambda: asyncio.run(images.load([ImageInput(param="messages.0")], None, None, "messages", 9, "a")),
+        lambda: images.check_options({"size": 1}),
+    ):
+        with pytest.raises(NotInstalled, match=r"pip install 'quire\[files\]'") as raised:
+            refused()
+        assert raised.value.status == 501 and raised.value.code == "not_installed"
