@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from quire.worker.cpu import native
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.weights.loader import load_weights
 

@@ -9,7 +9,6 @@ Also calibrates GPTQ, with conversations that are neither in the training data n
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -21,22 +20,17 @@ from tokenizers import Tokenizer
 from quire.checkpoints.gguf.folder import write_folder
 from quire.checkpoints.gguf.header import read_gguf
 from quire.configs.sources import embedded_model
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.native import KERNELS
-from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.models.registry import build_model, num_parameters, read_model_spec
 from quire.worker.quantize.run import Settings, quantize_checkpoint
 from quire.worker.quantize.stages import Texts, cut
 from quire.worker.weights.loader import load_weights
 from tests.helpers.models.gguf_files import write_gguf
-from tools.quire_tiny.data import conversation, encode
+from tests.helpers.models.tiny_conversations import NUM_MEASURED, tiny_conversations
 
-Conversations = list[tuple[list[int], list[int]]]  # token ids, and the owner of each: at least 0 for the assistant
-COUNT, CALIBRATION, LENGTH = 60, 200, 256
-
-
-def conversations(tokenizer: Tokenizer, seed: int, count: int) -> Conversations:
-    rng = random.Random(seed)
-    return [encode(tokenizer, conversation(rng, held=True)) for _ in range(count)]
+Conversations = list[tuple[list[int], list[bool]]]  # token ids, and whether the assistant wrote each
+CALIBRATION, LENGTH = 200, 256
 
 
 @torch.inference_mode()
@@ -45,10 +39,10 @@ def perplexity(folder: str, texts: Conversations, quantization: str | None = Non
     model = build_model(spec, torch.bfloat16, torch.device("cpu"), quantization=quantization)
     load_weights(model, spec, folder)
     surprise, count = 0.0, 0
-    for ids, owners in texts:
+    for ids, by_assistant in texts:
         tokens = torch.tensor(ids[: spec.max_model_len])
         logprobs = model.logits(Texts(tokens[None]).run(model).hidden[0]).log_softmax(-1)[:-1]
-        learnt = torch.tensor(owners[1 : len(tokens)]) >= 0
+        learnt = torch.tensor(by_assistant[1 : len(tokens)])
         surprise -= float(logprobs.gather(1, tokens[1:, None])[learnt].sum())
         count += int(learnt.sum())
     return float(torch.tensor(surprise / count).exp())
@@ -82,8 +76,8 @@ def compare_activations(name: str, folder: str, texts: Conversations, quantizati
 def main() -> None:
     folder = embedded_model()
     tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
-    texts = conversations(tokenizer, 5, COUNT)
-    ids = [token for one, _ in conversations(tokenizer, 11, CALIBRATION) for token in one]
+    texts = tiny_conversations(tokenizer)
+    ids = [token for one, _ in tiny_conversations(tokenizer, NUM_MEASURED, CALIBRATION) for token in one]
     calibration = cut(ids, LENGTH, 128, None)
     weights = num_parameters(read_model_spec(folder))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quire.worker.cpu.platform import CpuPlatform
-from quire.worker.cuda.platform import CudaPlatform
+from quire.worker.cpu.device import CpuPlatform
+from quire.worker.cuda.device import CudaPlatform
 from quire.worker.platforms.base import Platform
 
 

@@ -22,8 +22,8 @@ from quire.checkpoints.gguf.model_config import model_config
 from quire.checkpoints.hub import local_folder, ready_folder
 from quire.server.text.tokenizer import Tokenizer
 from quire.worker.cpu.blocks import packed_blocks
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.fixed_order_linear import fix_order
-from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.layers.quantization.blocks import Rows
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES, dequantize
 from quire.worker.parallel import use_groups

@@ -22,8 +22,8 @@ from quire.checkpoints.gguf.folder import gguf_folder
 from quire.checkpoints.gguf.header import GgufFile
 from quire.checkpoints.gguf.model_config import model_config
 from quire.checkpoints.reading import KeptReads
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.experts import NativeExperts
-from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.parallel import Group, use_groups
 from tests.helpers.models.checkpoints import CHECKPOINTS as DENSE
 from tests.helpers.models.checkpoints import MOE_CHECKPOINTS, build_checkpoint

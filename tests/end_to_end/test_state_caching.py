@@ -10,7 +10,7 @@ import pytest
 from quire.configs.config import Config
 from quire.engine.messages import SamplingParams
 from quire.worker import memory
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.models.registry import parse_model_spec
 from quire.worker.spec.model import kv_bytes_per_token
 from tests.helpers.in_process import InProcessEngine

@@ -7,7 +7,7 @@ import torch
 
 from quire.configs.config import Config
 from quire.worker import encoder_dtype, memory
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.models.registry import read_model_spec
 from tests.helpers.in_process import InProcessEngine
 from tests.helpers.models.embedders import TEXTS, reference_embeddings

@@ -14,9 +14,9 @@ import torch
 from quire.configs.config import Config
 from quire.worker import memory
 from quire.worker.attention.base import AttentionSpec
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
+from quire.worker.cuda.device import CudaPlatform
 from quire.worker.cuda.flash_attn import FlashAttention3, num_key_splits
-from quire.worker.cuda.platform import CudaPlatform
 from quire.worker.host import resources as host
 from quire.worker.models.registry import num_parameters, read_model_spec
 from quire.worker.platform import get_platform

@@ -13,7 +13,7 @@ from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cache.storage import KVStorage
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.messages import NewRequest, SamplingParams, StepInput, StepOutput
 from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 
 from quire.worker.cpu import build as native_build
 from quire.worker.cpu import native
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.parallel import Group, init_distributed, shutdown_distributed, tp, use_groups
 from quire.worker.weights.loader import load_weights

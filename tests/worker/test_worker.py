@@ -12,7 +12,7 @@ import torch
 from quire.configs.config import Config
 from quire.worker import measuring
 from quire.worker.cache import allocation as kv_cache
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.messages import SamplingParams
 from quire.worker.sampling import logprobs, sampler
 from quire.worker.sampling.processors import Penalties

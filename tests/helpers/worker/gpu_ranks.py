@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.worker import worker
-from quire.worker.cuda.platform import CudaPlatform
+from quire.worker.cuda.device import CudaPlatform
 from quire.worker.platforms.base import Platform
 
 

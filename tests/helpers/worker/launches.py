@@ -24,7 +24,7 @@ from quire.configs.config import Config
 from quire.worker import memory
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cuda.install import TritonOps
 from quire.worker.cuda.triton_backend import TritonPagedBackend
 from quire.worker.layers import linear, moe

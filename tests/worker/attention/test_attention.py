@@ -19,7 +19,7 @@ from quire.worker.attention.base import AttentionBackend, AttentionMetadata, Att
 from quire.worker.attention.registry import BACKENDS, select_backend
 from quire.worker.attention.scaled import FP8, ScaledCache
 from quire.worker.cuda import flash_attn, varlen
-from quire.worker.cuda.platform import CudaPlatform
+from quire.worker.cuda.device import CudaPlatform
 from tests.helpers.worker.attention_cases import dense, make_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -10,7 +10,7 @@ import torch
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.batch.input_batch import InputBatch, InputBuffers, prepare_inputs
 from quire.worker.batch.request_table import RequestTable
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
 from tests.helpers.worker.steps import Script
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from quire.worker.batch.request_table import RequestTable, check_token_ids
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.native import KERNELS
-from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
 
 CPU = CpuPlatform()

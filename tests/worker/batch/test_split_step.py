@@ -16,8 +16,8 @@ from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.split_step import halves
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cache.storage import KVStorage
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.native import KERNELS
-from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.messages import StepInput, StepOutput
 from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec

@@ -12,7 +12,7 @@ from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cache.allocation import allocate
 from quire.worker.cache.storage import KVStorage
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.layers.attention import Attention
 from quire.worker.messages import CacheGroup, longest_request, most_blocks
 from quire.worker.models.registry import read_model_spec

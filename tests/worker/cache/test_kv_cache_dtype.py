@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from quire.configs.sources import embedded_model
 from quire.engine.messages import SamplingParams
 from quire.worker import memory
 from quire.worker.attention.scaled import FP8
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.models.registry import read_model_spec
 from tests.helpers.in_process import InProcessEngine
 from tests.helpers.models.families import FAMILIES, build_family
@@ -255,11 +254,10 @@ def test_log_probabilities_of_a_trained_model(native_kernels):
         pytest.skip("the embedded model has no weights in this tree")
     from tokenizers import Tokenizer
 
-    from tools.quire_tiny.data import conversation, encode
+    from tests.helpers.models.tiny_conversations import tiny_conversations
 
-    tokenizer, rng = Tokenizer.from_file(str(Path(folder) / "tokenizer.json")), random.Random(5)
-    texts = [encode(tokenizer, conversation(rng, held=True)) for _ in range(30)]
-    learnt = torch.cat([torch.tensor(owners[1:]) >= 0 for _, owners in texts])
+    texts = tiny_conversations(Tokenizer.from_file(str(Path(folder) / "tokenizer.json")), count=30)
+    learnt = torch.cat([torch.tensor(by_assistant[1:]) for _, by_assistant in texts])
 
     def scores(kind: str) -> torch.Tensor:
         engine = InProcessEngine(

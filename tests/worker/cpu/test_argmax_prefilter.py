@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from quire.worker.cpu import native_linear
 from quire.worker.cpu.argmax_prefilter import BytesArgmaxPrefilter, Int8ArgmaxPrefilter
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.messages import SamplingParams
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.weights.loader import load_weights

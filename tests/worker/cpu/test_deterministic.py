@@ -13,11 +13,11 @@ from quire.configs.config import Config
 from quire.worker import memory
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu import states
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.fixed_order_linear import FixedRows, fix_order
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
-from quire.worker.cpu.platform import CpuPlatform
-from quire.worker.cuda.platform import CudaPlatform
+from quire.worker.cuda.device import CudaPlatform
 from quire.worker.messages import SamplingParams
 from quire.worker.models.registry import read_model_spec
 from quire.worker.sampling import logprobs

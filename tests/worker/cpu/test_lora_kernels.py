@@ -123,7 +123,7 @@ def adapt(model, ranks):
     """Give the model random adapters "0", "1" ... of `ranks` for all its linear layers but those of the MLP of layer 0.
     Returns a function that chooses the rows of steps: every other token has one of the adapters, some both.
     """
-    from quire.worker.cpu.platform import CpuPlatform
+    from quire.worker.cpu.device import CpuPlatform
     from quire.worker.lora.adapters import Adapters, LoraLimits
 
     adapters = Adapters(model, CpuPlatform(), LoraLimits(64, 8, 8))

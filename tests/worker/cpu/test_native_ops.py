@@ -9,7 +9,7 @@ import torch
 
 from quire.worker.cpu import native
 from quire.worker.cpu import ops as cpu_ops
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.layers.activation import silu_and_mul
 from quire.worker.layers.norm import add_rms_norm, rms_norm
 from quire.worker.layers.rotary import apply_rotary

@@ -11,9 +11,9 @@ import torch
 from quire.worker.attention.base import AttentionBackend
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cpu.attention import CpuNativeAttention
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.fixed_order_attention import CpuFixedAttention
 from quire.worker.cpu.fixed_order_linear import fix_order
-from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.transformer.attention import SelfAttention
 from quire.worker.weights.loader import load_weights

@@ -15,8 +15,8 @@ import torch
 from quire.worker.attention.base import AttentionMetadata, AttentionSpec
 from quire.worker.attention.registry import select_backend
 from quire.worker.cuda import triton_backend
+from quire.worker.cuda.device import CudaPlatform
 from quire.worker.cuda.flash_mla import FlashAttention3MLA, FlashMLA
-from quire.worker.cuda.platform import CudaPlatform
 from tests.helpers.worker.attention_cases import Case, dense, make_case
 
 RANK, ROPE, HEADS, SCALE = 512, 64, 4, 0.05

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quire.engine.messages import SamplingParams
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.sampling.speculation.costs import UNKNOWN_SLOPE, Plan, StepCosts
 from tests.helpers.in_process import InProcessEngine
 from tests.helpers.models.families import build_family

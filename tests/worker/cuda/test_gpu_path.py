@@ -10,7 +10,7 @@ import torch
 from quire.engine.messages import SamplingParams
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cache.storage import KVStorage
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cuda.install import TritonOps
 from quire.worker.cuda.kernels import triton_ops
 from quire.worker.cuda.triton_backend import TritonPagedBackend

@@ -17,7 +17,7 @@ from quire.worker import memory
 from quire.worker.attention.base import AttentionBackend
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.layers import mla, moe, state, views
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
 from quire.worker.model_runner import ModelRunner
@@ -270,7 +270,7 @@ def test_the_mode_sees_copies(copies):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_torch_sees_no_wait_on_the_gpu():
-    from quire.worker.cuda.platform import CudaPlatform
+    from quire.worker.cuda.device import CudaPlatform
 
     platform = CudaPlatform(0)
     platform.start(None, 1)

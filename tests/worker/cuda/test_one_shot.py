@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.worker import parallel
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cuda import one_shot
 from quire.worker.cuda.one_shot import OneShot
 from quire.worker.parallel import ProcessGroup

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from pathlib import Path
 
@@ -13,10 +12,10 @@ import torch
 from quire.configs.config import Config
 from quire.configs.sources import embedded_model
 from quire.worker import memory
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.native_linear import QuantizedLinear
 from quire.worker.cpu.packed_linear import NativeQuantMethod
-from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.quantization import int_at_load as quant
 from quire.worker.layers.quantization import int_groups
@@ -178,19 +177,19 @@ def test_perplexity_of_a_trained_model(native_kernels, quantization, most):
         pytest.skip("the embedded model has no weights in this tree")
     from tokenizers import Tokenizer
 
-    from tools.quire_tiny.data import conversation, encode
+    from tests.helpers.models.tiny_conversations import tiny_conversations
 
-    tokenizer, rng = Tokenizer.from_file(str(Path(folder) / "tokenizer.json")), random.Random(5)
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     longest = json.loads((Path(folder) / "config.json").read_text())["max_position_embeddings"]
-    texts = [encode(tokenizer, conversation(rng, held=True)) for _ in range(60)]
+    texts = tiny_conversations(tokenizer)
 
     def perplexity(model) -> float:
         surprise, count = 0.0, 0
-        for ids, owners in texts:
+        for ids, by_assistant in texts:
             ids = ids[:longest]
             with torch.inference_mode():
                 logprobs = model.logits(PagedRunner(model, 1, len(ids)).step({0: ids})[0]).log_softmax(-1)
-            learnt = torch.tensor(owners[1 : len(ids)]) >= 0
+            learnt = torch.tensor(by_assistant[1 : len(ids)])
             surprise -= float(logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[learnt].sum())
             count += int(learnt.sum())
         return float(torch.tensor(surprise / count).exp())

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.experts import NativeExperts
-from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.layers.linear import Linear
 from quire.worker.parallel import Group, use_groups
 from tests.helpers.models.checkpoints import build_checkpoint

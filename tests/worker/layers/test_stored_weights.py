@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.utils.quantization_config import QuantizationMethod
 
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.quantization.blocks import PlainBlocks
 from quire.worker.layers.quantization.fp4 import mxfp4_blocks

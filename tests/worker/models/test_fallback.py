@@ -134,7 +134,7 @@ def test_linear_layers_are_quires_own(quantization, most, tmp_path, monkeypatch)
     """The platform's kernels multiply all matrices, and quantize them at load; no weight stays in the mapped file."""
     from quire.worker.cpu import build as native_build
     from quire.worker.cpu import native
-    from quire.worker.cpu.platform import CpuPlatform
+    from quire.worker.cpu.device import CpuPlatform
     from quire.worker.host.huge_pages import mappings_of
     from quire.worker.models.fallback import SwappedLinear
     from quire.worker.models.registry import build_model, read_model_spec

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.worker.cpu import build, native
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.models.registry import build_model, num_parameters, read_model_spec
 from quire.worker.parallel import Group, use_groups
 from quire.worker.spec.model import LayerSpec

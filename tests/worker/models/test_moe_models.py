@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.configs.config import Config
 from quire.worker.cpu import native
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.layers.linear import PLAIN_WEIGHTS
 from quire.worker.layers.moe import ListedExperts, StackedExperts, run_experts
 from quire.worker.layers.quantization.fp4 import mxfp4_blocks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.worker.cpu.platform import _num_threads
-from quire.worker.cuda.platform import CudaPlatform
+from quire.worker.cpu.device import _num_threads
+from quire.worker.cuda.device import CudaPlatform
 from quire.worker.host import resources as host
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from quire.configs.config import Config
 from quire.worker.cache.tiers.sizes import offload_bytes
-from quire.worker.cpu.platform import CpuPlatform
-from quire.worker.cuda.platform import CudaPlatform
+from quire.worker.cpu.device import CpuPlatform
+from quire.worker.cuda.device import CudaPlatform
 from quire.worker.host import resources as host
 from quire.worker.platforms.promises import Promises
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.worker.batch.request_table import RequestTable
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.messages import NewRequest, SamplingParams
 from quire.worker.sampling import processors as module
 from quire.worker.sampling.processors import LogitsProcessor, logits_processors

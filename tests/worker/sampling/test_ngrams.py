@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.messages import NoRepeatNgram, SamplingParams
 from quire.worker.sampling import ngrams
 from quire.worker.sampling.ngrams import RepeatedNgrams

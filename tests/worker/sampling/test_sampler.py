@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.worker.batch.input_batch import SamplingBatch
 from quire.worker.batch.request_table import RequestTable
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.messages import NewRequest, SamplingParams
 from quire.worker.sampling import arithmetic as sampling_math
 from quire.worker.sampling import sampler as sampler_module

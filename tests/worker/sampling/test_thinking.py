@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.worker.batch.request_table import RequestTable
-from quire.worker.cpu.platform import CpuPlatform
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.messages import NewRequest, SamplingParams, ThinkingBudget
 from quire.worker.sampling.thinking import EndOfThinking
 from tests.worker.sampling.test_sampler import make_batch

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.native import KERNELS
-from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.layers.linear import PLAIN, Linear, LinearMethod
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.parallel import Group, use_groups

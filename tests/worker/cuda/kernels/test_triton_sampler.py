@@ -7,8 +7,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.native import KERNELS
-from quire.worker.cpu.platform import CpuPlatform
 from quire.worker.cuda.kernels import triton_sampler
 from quire.worker.messages import SamplingParams
 from quire.worker.platforms.base import TORCH
