@@ -30,7 +30,7 @@ class ScalesArgs(ctypes.Structure):
 
 
 class LayerArgs(ctypes.Structure):
-    """The arguments of attention that are constant per layer. Mirrors `Layer` in attention.cpp; strides in elements."""
+    """The arguments of attention that are constant per layer. Mirrors `Layer` in attention.h; strides in elements."""
 
     _fields_ = [
         ("k_cache", _P),
@@ -59,7 +59,7 @@ class LayerArgs(ctypes.Structure):
 
 
 class QkvArgs(ctypes.Structure):
-    """The arguments of q/k norm, rotary embedding and cache write. Mirrors `QkvArgs` in fused.cpp."""
+    """The arguments of q/k norm, rotary embedding and cache write. Mirrors `QkvArgs` in kernels.h."""
 
     _fields_ = [
         ("qkv", _P),
@@ -115,7 +115,7 @@ class CompactArgs(ctypes.Structure):
 class ScreenArgs(ctypes.Structure):
     """A copy of a weight `[n, k]` in 8 bits, and statistics of each of its rows.
 
-    Mirrors `Int8ArgmaxPrefilter` in greedy.cpp, which documents both shapes.
+    Mirrors `Screen` in greedy.h, which documents both shapes.
     """
 
     _fields_ = [("data", _P), ("columns", _P), ("k_steps", _L)]
@@ -138,7 +138,7 @@ class LinearArgs(ctypes.Structure):
 
 
 class ExpertsArgs(ctypes.Structure):
-    """The experts of a layer that are on this rank. Mirrors `Experts` in experts.cpp."""
+    """The experts of a layer that are on this rank. Mirrors `Experts` in kernels.h."""
 
     _fields_ = [
         ("gate_up", ctypes.POINTER(LinearArgs)),

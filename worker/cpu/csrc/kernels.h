@@ -59,7 +59,7 @@ struct Experts {
   long squares;       // without a gate: relu(up)^2 is between the products
 };
 
-// How the experts of a token and their weights follow from its router logits (RoutingSpec in worker/spec/moe.py).
+// How the experts of a token and their weights follow from its router logits (RoutingSpec in models/moe_spec.py).
 struct Routing {
   enum Scores : long { kSoftmax, kSigmoid, kLogits };
   enum Weights : long { kScores, kNormalized, kSoftmaxOfChosen, kSigmoidOfChosen };
