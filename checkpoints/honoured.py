@@ -1,4 +1,4 @@
-"""The effect of each key of a model's JSON files: the table in docs/model-files.md, and the reports of ignored keys.
+"""The effect of each key of a model's JSON files, for the documentation and for the reports of ignored keys.
 
 config.json is not here: each family has its own keys (`docs/models.md`); types and ranges are in `config_schema.py`.
 """

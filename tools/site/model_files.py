@@ -1,19 +1,15 @@
-"""Writes docs/model-files.md: what every key of a model's files does. Run: python -m tools.model_files_table"""
+"""The page of every key of a model's files and its effect. To read it: `python -m tools.site.model_files`."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from quire.checkpoints.gguf.keys import ARCHITECTURE, GENERAL
 from quire.checkpoints.honoured import FILES
 
-FILE = Path(__file__).parent.parent / "docs" / "model-files.md"
-
 _HEAD = """# Files of models, key by key
 
-Written by `python -m tools.model_files_table` from `checkpoints/honoured.py` and `checkpoints/gguf/keys.py`; a test
-fails when transformers, sentence-transformers or llama.cpp's `gguf` package know a key that has no entry. Keys of
-config.json belong to the families ([models.md](models.md)); their types and ranges are in
+Made from `checkpoints/honoured.py` and `checkpoints/gguf/keys.py` when this site is built. A test fails when
+transformers, sentence-transformers or llama.cpp's `gguf` package know a key without an entry. Keys of config.json belong
+to the families ([models.md](models.md)); their types and ranges are in
 `checkpoints/config_schema.py`.
 
 - **honoured**: it does what it does in the library that wrote it.
@@ -23,7 +19,7 @@ config.json belong to the families ([models.md](models.md)); their types and ran
 _GGUF = """
 ## GGUF
 
-Of a key that begins with the architecture's name, *honoured* means: by every architecture that has it. In a file of
+A key that begins with the architecture's name is *honoured* by every architecture that has it. In a file of
 another architecture it is refused, unless its value changes nothing. Each value must be of the type and in the range
 shown. Keys that are not listed are reported in the log.
 
@@ -48,4 +44,4 @@ def _code(key: str) -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(page(), encoding="utf-8")
+    print(page())
