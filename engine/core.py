@@ -379,9 +379,8 @@ class EngineCore:
         self.report_progress("warming up", 0.0)
         self.warm_up()
         self.publish_events(kv)
-        least = self.config.cache.cache_reuse
-        if ready.has_slot_files or least:
-            self.scheduler.contents.open_slots(functools.partial(self.executor.call, "call_slots"), self.index, least)
+        if ready.has_slot_files:
+            self.scheduler.contents.open_slots(functools.partial(self.executor.call, "call_slots"), self.index)
         self.awaits_ops = self.executor.call("look_for_ops")
         gc.collect()
         # exclude the objects loaded so far from later garbage collections: they live as long as the process

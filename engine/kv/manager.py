@@ -31,10 +31,9 @@ import msgspec
 from quire.engine.kv.checkpoints import Checkpoints
 from quire.engine.kv.pages import NULL_BLOCK, BlockPool
 from quire.engine.kv.retention import Retention
-from quire.engine.request import EXACT, Request
-from quire.worker.messages import CacheGroup, Shift, most_blocks
+from quire.engine.request import Request
+from quire.worker.messages import CacheGroup, most_blocks
 
-REUSED = b"reused"  # marks the hashes of blocks that were not computed after their prefix
 _BELOW = -1  # in place of a block's id: in a lower tier
 
 
@@ -51,18 +50,6 @@ class Match:
     def held(self) -> list[int]:
         """Block ids of all groups, without NULL_BLOCK."""
         return [block_id for ids in self.block_ids for block_id in ids if block_id != NULL_BLOCK]
-
-
-@dataclass(slots=True)
-class Plan:
-    """Tokens [`start`, `end`) of a prompt are copied (`reuse.py`): per run the slots in the KV cache that have it, the
-    index of its first token, and by how many positions it moves towards the beginning.
-    """
-
-    start: int
-    end: int
-    runs: list[tuple[list[int], int, int]] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)  # that have them
 
 
 class KVCacheManager:
@@ -127,7 +114,7 @@ class KVCacheManager:
     def _publish_block(self, block_id: int, key: bytes, request: Request, i: int) -> None:
         """Let others find block `i` of a request by its key."""
         published = self.pool.publish(block_id, key, request.group)
-        if published and self.pool.events is not None and (i + 1) * self.block_size <= request.num_exact:
+        if published and self.pool.events is not None:
             self.pool.events.stored(key[0], request, i)
 
     def forget(self, block_ids: Sequence[int]) -> None:
@@ -266,30 +253,6 @@ class KVCacheManager:
         """
         keys = [tag + one for tag in self._tags for one in request.block_hashes[:num_blocks]]
         return [(block_id, key) for key in keys if (block_id := self.pool.find(key)) is not None]
-
-    def find_all(self, request: Request, num_blocks: int) -> list[int | None]:
-        """The blocks of the first group with the first `num_blocks` blocks of a request, None for one that is not
-        cached.
-        """
-        self._extend_hashes(request, num_blocks)
-        return [self.pool.find(self._tags[0] + one) for one in request.block_hashes[:num_blocks]]
-
-    def reuse(self, request: Request, plan: Plan, num_tokens: int) -> list[Shift]:
-        """Allocate blocks for the first `num_tokens` tokens of a request that holds its cached prefix, and count the
-        plan's tokens as computed. Returns the copies, which the next step makes before anything else.
-        """
-        self.pool.share(plan.blocks)  # not for this request
-        added = self.allocate(request, num_tokens)
-        assert added is not None, "reused without enough free blocks"
-        self.pool.release(plan.blocks)
-        request.num_exact, request.num_computed_tokens = plan.start, plan.end
-        del request.block_hashes[plan.start // self.block_size :]  # from here on they are marked
-        request.num_reused_tokens = plan.end - plan.start
-        ids, size = request.block_ids[0], self.block_size
-        return [
-            Shift(source, [ids[i // size] * size + i % size for i in range(first, first + len(source))], distance)
-            for source, first, distance in plan.runs
-        ]
 
     def is_state_key(self, key: bytes) -> bool:
         """Whether a block's key, its group's tag and its hash, is that of a state."""
@@ -526,9 +489,6 @@ class KVCacheManager:
         request.block_ids, request.num_given_back = [], []
         request.passing_checkpoint = None
         request.num_published = 0
-        if request.num_exact < EXACT:
-            del request.block_hashes[request.num_exact // self.block_size :]
-            request.num_exact = EXACT
         request.num_computed_tokens = 0
 
     def _release(self, block_ids: list[int]) -> None:
@@ -565,8 +525,6 @@ class KVCacheManager:
         for i in range(len(hashes), num_full):
             parent = hashes[i - 1] if i else self._root(request)
             content = array("I", request.token_ids[i * size : (i + 1) * size]).tobytes()
-            if (i + 1) * size > request.num_exact:
-                content += REUSED
             images = self._images(request, i) if request.media else b""
             hashes.append(sha256(parent + content + images).digest())
 
