@@ -113,7 +113,7 @@ class KVEventLog:
             return
         group = self.groups[g]
         window = group.window if group.kind in ("window", "chunk") else None
-        kind, tokens, extra = _KINDS[group.kind], list(facts.token_ids), [facts.extra_keys]
+        kind, tokens, extra = _KINDS.get(group.kind, group.kind), list(facts.token_ids), [facts.extra_keys]
         self._events.append(
             BlockStored(
                 [this], facts.parent, tokens, self.block_size, None, medium, facts.lora_name, extra, g, kind, window

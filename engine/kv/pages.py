@@ -22,9 +22,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quire.engine.kv.events import KVEventLog
+    from quire.engine.request import Request
 
 NULL_BLOCK = 0  # never allocated: padding rows read and write it
 MAX_LEVEL = 3  # of `keep`
+
+
+class PoolObserver:
+    """Told of changes in what requests can find in a pool. Each method does nothing unless it is overridden."""
+
+    def unpublished(self, page: int, key: bytes) -> None:
+        """Requests do not find `page` any more, which was published under `key`."""
+
+    def cleared(self) -> None:
+        """Requests find no page any more."""
 
 
 class BlockPool:
@@ -46,8 +57,7 @@ class BlockPool:
         # hot blocks that were taken for others since a caller looked, and their hashes; None: no caller looks
         self.evicted: list[tuple[int, bytes]] | None = None
         self.events: KVEventLog | None = None  # told which published blocks leave
-        # published blocks that a caller watches; cleared when one of them is unpublished
-        self.watched: set[int] = set()
+        self.observers: list[PoolObserver] = []
         # The free queues, next block to allocate first. An OrderedDict is a hash map over a doubly linked list, in C.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         # hot ones: reused as if their last use were as many allocations later as the pool has blocks
@@ -205,17 +215,19 @@ class BlockPool:
         """Whether this is a page for states."""
         return block_id >= self._first_state
 
-    def publish(self, block_id: int, block_hash: bytes, group: int = -1) -> bool:
-        """Register a block under its hash. If another block already has this hash, the new one stays private, and the
-        result is False.
+    def publish(self, block_id: int, block_hash: bytes, request: Request, i: int | None) -> bool:
+        """Register block `i` of a request, if that is known, under its hash. If another block already has this hash,
+        the new one stays private, and the result is False.
         """
         if block_hash in self._by_hash:
             return False
-        self._publishers[block_id] = group
+        self._publishers[block_id] = request.group
         self._by_hash[block_hash] = block_id
         self._hashes[block_id] = block_hash
         if block_id >= self._first_state and not self._ref_counts[block_id]:
             self._queue(block_id).move_to_end(block_id)  # after those that were used before
+        if self.events is not None and i is not None:
+            self.events.stored(block_hash[0], request, i)
         return True
 
     def is_published(self, block_id: int) -> bool:
@@ -271,7 +283,8 @@ class BlockPool:
         self._publishers.clear()
         self.hot.clear()
         self.unsaved.clear()
-        self.watched.clear()
+        for observer in self.observers:
+            observer.cleared()
         # in order again: memory that was never written stays so as long as possible
         queues = self._queues()
         self._free = OrderedDict.fromkeys(sorted(block_id for queue in queues for block_id in queue))
@@ -302,5 +315,5 @@ class BlockPool:
                 self._free[block_id] = None
             self.hot.pop(block_id, None)
             self.unsaved.pop(block_id, None)
-            if block_id in self.watched:
-                self.watched.clear()
+            for observer in self.observers:
+                observer.unpublished(block_id, block_hash)

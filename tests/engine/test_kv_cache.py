@@ -167,7 +167,7 @@ def test_hashes_are_computed_once_and_grow_with_the_request(tokens, block_size, 
         req = request(token_ids, **root)
         kv = KVCacheManager(4, block_size)
         for num_full in [*steps, len(token_ids) // block_size]:
-            kv._extend_hashes(req, num_full)
+            kv.hashes.extend(req, num_full)
         return req.block_hashes
 
     whole = chain(tokens, [])
