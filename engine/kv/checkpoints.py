@@ -10,7 +10,7 @@ also leaves its state at *marks*, block boundaries within it, in pages of their 
 
 A mark takes a free page when all requests of the step have theirs, so that none runs later for it, and is free again,
 but found, after the step. Sparse ones, and the ends of chunks within a prompt, are reused before others, and take no
-page of others (`pages.py`).
+page of others (`eviction.py`).
 
 Of the checkpoints that outputs leave, only the newest stays, and one every CHECKPOINT_TOKENS tokens.
 """
@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.engine.kv.pages import BlockPool
+from quire.engine.kv.pool import BlockPool
 from quire.engine.request import Request
 
 CHECKPOINT_TOKENS = 1024
@@ -142,5 +142,5 @@ class Checkpoints:
         if end > request.num_prompt_tokens:
             before = request.passing_checkpoint
             if before is not None and self.pool.find(before[1]) == before[0]:
-                self.pool.drop(before[0])
+                self.pool.forget([before[0]])
             request.passing_checkpoint = (page, key) if end % CHECKPOINT_TOKENS else None

@@ -20,7 +20,8 @@ from quire.engine.kv.checkpoints import Checkpoints
 from quire.engine.kv.groups.base import GroupBlocks, Shared
 from quire.engine.kv.groups.kinds import KINDS
 from quire.engine.kv.hashes import BlockHashes
-from quire.engine.kv.pages import NULL_BLOCK, BlockPool
+from quire.engine.kv.pages import NULL_BLOCK
+from quire.engine.kv.pool import BlockPool
 from quire.engine.kv.retention import Retention
 from quire.engine.request import Request
 from quire.worker.messages import CacheGroup, most_blocks
@@ -357,7 +358,7 @@ class KVCacheManager:
         for one in keys:
             block_id = self.pool.find(one)
             if block_id is not None and self.pool.is_state(block_id) and not self.pool.is_held(block_id):
-                self.pool.drop(block_id)
+                self.pool.forget([block_id])
         return [one for one in keys if self.pool.find(one) is None]
 
     def reset_prefix_cache(self) -> bool:

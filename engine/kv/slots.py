@@ -150,7 +150,7 @@ class Slots:
         num_tokens, blocks = self._cached(self._slots[row])
         for block_id, _ in reversed(blocks):
             if not self.kv.pool.is_held(block_id):
-                self.kv.pool.drop(block_id)
+                self.kv.pool.forget([block_id])
         self._slots[row] = Slot()
         return {"n_erased": num_tokens}
         yield

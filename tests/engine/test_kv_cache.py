@@ -83,7 +83,7 @@ class BlocksAgainstModel(RuleBasedStateMachine):
         self.requests.append(new)
 
     def findable(self):
-        return set(self.kv.pool._by_hash.values())
+        return set(self.kv.pool.pages.by_key.values())
 
     def grow(self, req, num_tokens):
         """Allocate and compute up to `num_tokens`; check that the least recently used blocks are taken."""
@@ -145,7 +145,7 @@ class BlocksAgainstModel(RuleBasedStateMachine):
             return
         held = [b for req in self.requests for b in req.block_ids[0]]
         assert self.kv.pool.num_free == self.num_blocks - 1 - len(set(held))
-        assert [self.kv.pool._ref_counts[b] for b in range(self.num_blocks)] == [
+        assert [self.kv.pool.pages.num_refs[b] for b in range(self.num_blocks)] == [
             held.count(b) for b in range(self.num_blocks)
         ]
         assert self.kv.usage == pytest.approx(len(set(held)) / (self.num_blocks - 1))

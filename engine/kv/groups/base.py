@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from quire.engine.kv.checkpoints import Checkpoints
-from quire.engine.kv.pages import NULL_BLOCK, BlockPool
+from quire.engine.kv.pages import NULL_BLOCK
+from quire.engine.kv.pool import BlockPool
 from quire.engine.request import Request
 from quire.worker.messages import CacheGroup
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.kv.groups.base import GroupBlocks, Shared
-from quire.engine.kv.pages import PoolObserver
+from quire.engine.kv.pool import PoolObserver
 from quire.worker.messages import CacheGroup
 
 
@@ -15,7 +15,7 @@ class FullBlocks(GroupBlocks):
     def __init__(self, g: int, group: CacheGroup, shared: Shared):
         super().__init__(g, group, shared)
         self._last = _LastFound()
-        self.pool.observers.append(self._last)
+        self.pool.observe(self._last)
 
     def first_read(self, num_blocks: int) -> int:
         return 0
@@ -42,7 +42,7 @@ class _LastFound(PoolObserver):
     def begin(self, hashes: list[bytes]) -> list[int]:
         """Return the blocks that are known to have these hashes, in order; forget them if they have others."""
         if hashes[: len(self._hashes)] != self._hashes[: len(hashes)]:
-            self.cleared()
+            self.unpublished_all()
         return self._ids
 
     def add(self, block_hash: bytes, block_id: int) -> None:
@@ -52,7 +52,7 @@ class _LastFound(PoolObserver):
 
     def unpublished(self, page: int, key: bytes) -> None:
         if page in self._pages:
-            self.cleared()
+            self.unpublished_all()
 
-    def cleared(self) -> None:
+    def unpublished_all(self) -> None:
         self._hashes, self._ids, self._pages = [], [], set()
