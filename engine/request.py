@@ -24,7 +24,7 @@ class Status(Enum):
 
 class Request:
     """Counts and ids of one sequence. Only `Scheduler` changes it, except for the block fields, which only
-    `KVCacheManager` changes.
+    `KVCacheManager` and its groups change.
 
     `token_ids` are the known tokens, prompt then outputs; until the first output they are the prompt's list, which the
     n choices of a request share. Three counts describe its progress:
