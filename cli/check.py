@@ -16,6 +16,7 @@ from quire.checkpoints.files import check_model_folder
 from quire.checkpoints.lora import local_modules
 from quire.checkpoints.weight_summary import weight_summary
 from quire.configs.config import Config
+from quire.configs.options import removed_settings
 from quire.configs.speculation import draft_model_of
 from quire.server.startup.plan_table import plan_table
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 def check(config: Config) -> int:
     """Print the plan; returns 1 if `quire serve` would refuse. Downloads only the small files of a Hub model."""
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+    for warning in removed_settings(config):
+        logging.warning("%s", warning)
     with tempfile.TemporaryDirectory(prefix="quire-check-") as target:
         try:
             print(plan(config, target))

@@ -128,10 +128,10 @@ class CacheConfig:
     kv_disk_gib: float = opt(16.0, "maximum GiB of all files in --kv-disk, of all engines that use it", above=0)
     cache_reuse: int = opt(
         0,
-        "least number of equal tokens at another position whose KV entries are reused with shifted rotary embeddings; "
-        "answers differ from computed ones (0: off)",
+        "no effect: KV entries are not reused at other positions any more, because answers differed from computed ones",
         metavar="N",
         minimum=0,
+        removed=True,
     )
     slot_save_path: str | None = opt(
         None,

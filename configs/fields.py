@@ -23,6 +23,7 @@ def opt(
     maximum: float | None = None,
     secret: bool = False,
     other_name: str | None = None,
+    removed: bool = False,
     check: Callable[[Any], object] | None = None,
 ):
     """A dataclass field that is also a flag. `everyday` fields appear in `--help`, the others in `--help-all`; `repeat`
@@ -31,8 +32,8 @@ def opt(
     `unit` is "bytes" (suffixes allowed), "length" (a number of tokens, or auto) or "mapping" (`image=4`, or a JSON
     object; the value is JSON). `minimum`, `above` (exclusive) and `maximum` bound a number. `hidden_choices` are
     accepted but not advertised; `aliases` are other spellings of choices, `other_name` one of the setting itself; a
-    `secret` value is never printed; `check` raises ValueError for a wrong value. `configs/options.py` checks all of
-    this.
+    `secret` value is never printed; a `removed` setting is accepted without effect, and its help says why; `check`
+    raises ValueError for a wrong value. `configs/options.py` checks all of this.
     """
     metadata = {
         "help": help,
@@ -48,6 +49,7 @@ def opt(
         "maximum": maximum,
         "secret": secret,
         "other_name": other_name,
+        "removed": removed,
         "check": check,
     }
     if isinstance(default, list):

@@ -50,6 +50,7 @@ class Option:
     maximum: float | None
     secret: bool
     other_name: str | None
+    removed: bool
     check: Callable[[Any], object] | None
 
     @property
@@ -237,6 +238,15 @@ def find_option(name: str, spelling: str | None = None) -> Option:
     if option is None:
         raise ValueError(f"unknown setting {spelling or name}{advice(plain, options)}")
     return option
+
+
+def removed_settings(config: Config) -> list[str]:
+    """Return a warning for each setting that `config` changes although it has no effect any more."""
+    return [
+        f"{option.flag} {value}: {option.help}"
+        for option in all_options().values()
+        if option.removed and (value := getattr(getattr(config, option.section), option.name)) != option.default
+    ]
 
 
 def config_from(settings: Mapping[str, Any]) -> Config:

@@ -102,6 +102,7 @@ class EngineCore:
         self.written_due = 0.0  # time.monotonic() when what was given to the disk is told in statistics; 0: not
         self.saved_blocks = 1  # number of blocks that a busy engine writes at once
         self.publisher: KVEventPublisher | None = None
+        self.events: KVEventLog | None = None  # that it publishes
         self.awaits_ops = False  # whether the workers' kernels are still being compiled
 
     # ---- the loop
@@ -156,7 +157,7 @@ class EngineCore:
         """
         slots = self.scheduler.contents.slots
         idle = not self.in_flight and not self.scheduler.requests and not (slots is not None and slots.busy)
-        if self.publisher is not None and (events := self.scheduler.kv.pool.events.take()):
+        if self.publisher is not None and (events := self.events.take()):
             self.publisher.publish(events)
         if idle:
             self.send_stats()
@@ -379,9 +380,8 @@ class EngineCore:
         self.report_progress("warming up", 0.0)
         self.warm_up()
         self.publish_events(kv)
-        least = self.config.cache.cache_reuse
-        if ready.has_slot_files or least:
-            self.scheduler.contents.open_slots(functools.partial(self.executor.call, "call_slots"), self.index, least)
+        if ready.has_slot_files:
+            self.scheduler.contents.open_slots(functools.partial(self.executor.call, "call_slots"), self.index)
         self.awaits_ops = self.executor.call("look_for_ops")
         gc.collect()
         # exclude the objects loaded so far from later garbage collections: they live as long as the process
@@ -398,8 +398,10 @@ class EngineCore:
         settings = read_kv_events(text) if text else None
         if settings is not None and kv.enable_prefix_caching:
             num_left = LEFT_POOLS * (kv.pool.num_usable + kv.pool.num_states) if self.scheduler.tiers is not None else 0
-            kv.pool.events = KVEventLog(kv.block_size, kv.groups, num_left)
+            self.events = KVEventLog(kv.block_size, kv.groups, num_left)
+            kv.pool.observe(self.events)
             if self.scheduler.tiers is not None:
+                self.scheduler.tiers.events = self.events
                 self.scheduler.tiers.call("watch")
             self.publisher = KVEventPublisher(settings, self.index)
 

@@ -237,7 +237,6 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     # of a request with a prediction: how many drafts from it were accepted and rejected so far
     prediction_tokens: tuple[int, int] | None = None
     num_prefilled: int = 0  # with `report_prefill`, before the first token: prompt tokens in the KV cache
-    num_reused_tokens: int = 0  # prompt tokens that were copied from other positions of the KV cache
 
 
 class TierStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

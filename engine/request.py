@@ -14,8 +14,6 @@ import msgspec
 from quire.engine.messages import AddRequest, Choice, EngineOutput, MediaItem, RequestTiming
 from quire.worker.messages import NewRequest, TokenLogprobs
 
-EXACT = 1 << 62  # no tokens were reused from other positions
-
 
 class Status(Enum):
     WAITING = "waiting"  # new or preempted
@@ -26,7 +24,7 @@ class Status(Enum):
 
 class Request:
     """Counts and ids of one sequence. Only `Scheduler` changes it, except for the block fields, which only
-    `KVCacheManager` changes.
+    `KVCacheManager` and its groups change.
 
     `token_ids` are the known tokens, prompt then outputs; until the first output they are the prompt's list, which the
     n choices of a request share. Three counts describe its progress:
@@ -59,7 +57,6 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_draft",
-        "num_exact",
         "num_given_back",
         "num_in_flight",
         "num_preemptions",
@@ -67,7 +64,6 @@ class Request:
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_published",
-        "num_reused_tokens",
         "passing_checkpoint",
         "pooling",
         "pools_all",
@@ -137,8 +133,6 @@ class Request:
         self.status = Status.WAITING
         self.row = -1
         self.num_computed_tokens = 0
-        self.num_exact = EXACT  # tokens before those that were reused from other positions (`kv/reuse.py`)
-        self.num_reused_tokens = 0
         self.num_in_flight = 0
         self.num_draft = 0  # drafts that the worker had after its last output; a step may verify fewer
         self.predicts = False  # whether these are of its prediction
@@ -264,7 +258,6 @@ class Request:
             self.stop_reason() if finish_reason == "stop" else None,
             num_cached_tokens=self.num_cached_tokens,
             prediction_tokens=self.prediction_tokens,
-            num_reused_tokens=self.num_reused_tokens,
             **fields,
         )
 

@@ -31,7 +31,7 @@ from quire.engine.chunks import Chunks
 from quire.engine.dependents import dependents
 from quire.engine.encoder_cache import EncoderCache
 from quire.engine.kv.contents import Contents
-from quire.engine.kv.manager import KVCacheManager, Match, Plan
+from quire.engine.kv.manager import KVCacheManager, Match
 from quire.engine.kv.tiers import Tiers
 from quire.engine.messages import AddRequest, EngineOutput, EngineStats
 from quire.engine.request import Request, RequestQueue, Status
@@ -351,18 +351,16 @@ class Scheduler:
                 return  # a fetch holds them
             num_tokens = step.num_tokens
             start, room = matched.num_blocks * self.kv.block_size, self.token_budget - num_tokens
-            plan = self.contents.plan_reuse(step, request, matched, start, reserve)
-            start = start if plan is None else plan.end
             num_new = self.chunks.size(request, start, budget, room, alone=not self.running and len(self.waiting) == 1)
             if not num_new:  # its first image must wait
                 return
-            self._admit(step, request, matched, num_new, plan)
+            self._admit(step, request, matched, num_new)
             self.budget.charge(request, step.num_tokens - num_tokens)
             reserve += self.kv.num_expected(request)
 
-    def _admit(self, step: Step, request: Request, matched: Match, num_new: int, plan: Plan | None) -> None:
-        """Move a request from waiting to running, with a row, the blocks of its cached prefix, what it copies, and its
-        first chunk of `num_new` tokens.
+    def _admit(self, step: Step, request: Request, matched: Match, num_new: int) -> None:
+        """Move a request from waiting to running, with a row, the blocks of its cached prefix and its first chunk of
+        `num_new` tokens.
         """
         self.waiting.remove(request)
         request.status = Status.RUNNING
@@ -370,11 +368,8 @@ class Scheduler:
         self.kv.attach(request, matched)
         if request.num_cached_tokens < 0:
             self.counts.count_admission(request, request.reads_cache and self.kv.enable_prefix_caching)
-        if plan is not None:
-            step.input.shifts.extend(self.kv.reuse(request, plan, plan.end + num_new))
-        else:
-            block_ids = self.kv.allocate(request, request.num_computed_tokens + num_new)
-            assert block_ids is not None, "admitted without enough free blocks"
+        block_ids = self.kv.allocate(request, request.num_computed_tokens + num_new)
+        assert block_ids is not None, "admitted without enough free blocks"
         self.running.add(request)
         step.input.new.append(request.as_new())
         self._add_to_step(step, request, num_new, [])

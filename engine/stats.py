@@ -53,8 +53,7 @@ class Counts:
         recomputation.
         """
         self.num_prompt_tokens += end - start
-        found = request.num_cached_tokens + request.num_reused_tokens
-        request.num_prefill_computed = max(request.num_prefill_computed, end - found)
+        request.num_prefill_computed = max(request.num_prefill_computed, end - request.num_cached_tokens)
 
     def snapshot(
         self, num_running: int, num_waiting: int, kv_cache_usage: float, encoder_cache_usage: float

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from quire.configs.config import Config
+from quire.configs.options import removed_settings
 from quire.configs.serving import ServerConfig
 from quire.configs.sources import embedded_model
 from quire.engine.messages import EngineStats, Ready
@@ -63,6 +64,8 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
         _announce_address(config.server.address_file, listener, scheme)
     if sources:
         logger.info("settings: %s", ", ".join(f"{name} ({source})" for name, source in sources.items()))
+    for warning in removed_settings(config):
+        logger.warning("%s", warning)
     try:
         return asyncio.run(_run(config, listener, started))
     except ValueError as error:

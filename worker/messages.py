@@ -272,16 +272,6 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     conversation: str = ""  # key and salt of the conversation that the client named, "" for none
 
 
-class Shift(msgspec.Struct, frozen=True, array_like=True):
-    """Entries of the KV cache to copy, in all layers: those of `source` slots to `target` slots, with keys rotated as
-    those of tokens that stand `distance` positions earlier.
-    """
-
-    source: list[int]
-    target: list[int]
-    distance: int
-
-
 class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """One forward pass over `num_scheduled[i]` tokens of row `rows[i]`, which follow the row's `num_computed[i]` tokens
     already in the KV cache.
@@ -303,7 +293,6 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     # `samples`: a token is sampled after its last known token and after each draft.
     num_draft: dict[int, int] = {}
     stores: list[tuple[int, bytes]] = []  # (block, key) to keep in lower tiers before the step reuses the blocks
-    shifts: list[Shift] = []  # copies to make before the step, in order
     # batch position -> where its chunk also leaves its state: (number of its tokens before, page), ascending
     checkpoints: dict[int, list[tuple[int, int]]] = {}
 

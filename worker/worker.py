@@ -15,7 +15,6 @@ from quire.configs.config import Config
 from quire.worker import estimates, memory
 from quire.worker.batch.split_step import Output
 from quire.worker.cache import allocation as kv_cache
-from quire.worker.cache.shift import Shifter, why_not
 from quire.worker.cache.tiers.open import open_slots, open_tiers
 from quire.worker.cache.tiers.sizes import disk_bytes, offload_bytes
 from quire.worker.cache.tiers.slots import SlotFiles
@@ -77,7 +76,6 @@ class Worker:
         self.warmer: kv_cache.Warmer | None = None
         self.tiers: TierStore | None = None  # below the KV cache
         self.slots: SlotFiles | None = None
-        self.shifter: Shifter | None = None  # None without --cache-reuse
         self.gave_back = False  # whether the KV cache's memory was given back since the last step
         self.weights = 0  # bytes
         self.profiler = StepProfiler(config.device.torch_profiler_dir, rank)
@@ -207,10 +205,6 @@ class Worker:
             self.weights, self.warmer = weights, _start_warmer(self._cached(), weights)
             ready = msgspec.structs.replace(ready, gives_back=True)
         ready = self._open_tiers(ready, limits, platform, offload)
-        if config.cache.cache_reuse:
-            if why := why_not(spec, ready.groups, self._cached()):
-                raise ValueError(f"--cache-reuse {config.cache.cache_reuse}: {why}")
-            self.shifter = Shifter(self._cached())
         progress("allocating KV cache", 1.0)
         return ready
 
@@ -343,8 +337,6 @@ class Worker:
         self.look_for_ops()
         if step.stores:
             self.tiers.store(step.stores)
-        if step.shifts:
-            self.shifter.apply(step.shifts)
         if self.gave_back:
             self.gave_back, self.warmer = False, _start_warmer(self._cached(), self.weights)
         if self.warmer is None:
@@ -440,7 +432,7 @@ class Worker:
             self.warmer.stop()
         if self.tiers is not None:
             self.tiers.stop()
-        self.runner = self.warmer = self.tiers = self.slots = self.shifter = self.draft = None
+        self.runner = self.warmer = self.tiers = self.slots = self.draft = None
         shutdown_distributed()
 
     def _agree_on_ops(self, platform: Platform) -> None:

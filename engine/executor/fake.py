@@ -205,8 +205,6 @@ class FakeExecutor(Executor):
         has_states = any(group.kind == "state" for group in self.ready.groups)
         self._max_draft = int(self.options.drafts) if not has_states else 0
         self.tiers = self._open_tiers(config)
-        if config.cache.cache_reuse:
-            raise ValueError("--cache-reuse: the fake executor has no rotary embeddings")
         self.slots = None
         if config.cache.slot_save_path:
             folder = Path(config.cache.slot_save_path)

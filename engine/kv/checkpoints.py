@@ -10,7 +10,7 @@ also leaves its state at *marks*, block boundaries within it, in pages of their 
 
 A mark takes a free page when all requests of the step have theirs, so that none runs later for it, and is free again,
 but found, after the step. Sparse ones, and the ends of chunks within a prompt, are reused before others, and take no
-page of others (`pages.py`).
+page of others (`eviction.py`).
 
 Of the checkpoints that outputs leave, only the newest stays, and one every CHECKPOINT_TOKENS tokens.
 """
@@ -18,9 +18,10 @@ Of the checkpoints that outputs leave, only the newest stays, and one every CHEC
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.engine.kv.pages import BlockPool
+from quire.engine.kv.pool import BlockPool
 from quire.engine.request import Request
 
 CHECKPOINT_TOKENS = 1024
@@ -52,6 +53,17 @@ class Checkpoints:
         self.pending.clear()
         self._marks.clear()
         self._seen.clear()
+
+    def publish(self) -> None:
+        """Let other requests find the checkpoints of the step that was scheduled last."""
+        for page, (key, request, block) in self.pending.items():
+            self.pool.publish(page, key, request, block)
+        self.pending.clear()
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Publish none of these pages."""
+        for page in pages:
+            self.pending.pop(page, None)
 
     # ---- prefixes that several requests have
 
@@ -98,9 +110,10 @@ class Checkpoints:
         """Where its prompt leaves checkpoints that are worth as much as the one at its end."""
         return request.junction, request.turn_start // self.block_size * self.block_size
 
-    def awaited(self) -> set[bytes]:
-        """Keys of the checkpoints that the step being scheduled leaves."""
-        return {key for key, _, _ in self.pending.values()} | {mark.key for mark in self._marks}
+    def awaits(self, hashes: list[bytes]) -> bool:
+        """Return whether the step being scheduled leaves a checkpoint after a block with one of these hashes."""
+        awaited = {key for key, _, _ in self.pending.values()} | {mark.key for mark in self._marks}
+        return any(tag + one in awaited for tag in self.tags for one in hashes) if awaited else False
 
     def take(self) -> list[tuple[Request, int, int, int]]:
         """Take pages for the marks of the step, now that its requests have theirs: (request, batch position, number of
@@ -129,5 +142,5 @@ class Checkpoints:
         if end > request.num_prompt_tokens:
             before = request.passing_checkpoint
             if before is not None and self.pool.find(before[1]) == before[0]:
-                self.pool.drop(before[0])
+                self.pool.forget([before[0]])
             request.passing_checkpoint = (page, key) if end % CHECKPOINT_TOKENS else None

@@ -1,4 +1,4 @@
-"""The cache's contents between steps: forgetting, saving and naming them, and reusing them at other positions."""
+"""The cache's contents between steps: forgetting, saving and naming them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from quire.engine.kv.manager import KVCacheManager, Match, Plan
-from quire.engine.kv.reuse import Reuse
+from quire.engine.kv.manager import KVCacheManager
 from quire.engine.kv.slots import Slots
 from quire.engine.kv.tiers import Tiers
-from quire.engine.request import Request
 from quire.engine.step import Step
 
 
@@ -21,7 +19,6 @@ class Contents:
         self.kv, self.tiers, self.num_rows = kv, tiers, num_rows
         self._in_flight = in_flight
         self.slots: Slots | None = None  # the contents that each row's last request left; None: not tracked
-        self.reuse: Reuse | None = None  # of contents at other positions; None: off
 
     def unsettled(self) -> set[int]:
         """Blocks that steps in flight fill, which may still fail."""
@@ -48,25 +45,11 @@ class Contents:
         """
         return self.tiers.save(most, self.unsettled(), only_free) if self.tiers is not None else 0
 
-    def open_slots(self, call: Callable[..., Any], index: int, least: int = 0) -> None:
-        """Remember what requests leave in their rows: for llama.cpp's slot files (`call` calls the workers), and to
-        reuse runs of at least `least` tokens at other positions; 0: not.
-        """
+    def open_slots(self, call: Callable[..., Any], index: int) -> None:
+        """Remember the contents of each row, for llama.cpp's slot files. `call` calls the workers."""
 
         def store_evicted() -> None:
             if self.tiers is not None:
                 self.tiers.store_evicted(self.unsettled())
 
         self.slots = Slots(self.kv, call, self.num_rows, index, store_evicted)
-        self.reuse = Reuse(self.kv, self.slots, least) if least else None
-
-    def plan_reuse(self, step: Step, request: Request, matched: Match, start: int, reserve: int) -> Plan | None:
-        """The blocks that a request copies from other positions, if it asks for that and they fit next to `reserve`."""
-        if self.reuse is None:
-            return None
-        filled = {i for ids in step.published.values() for i in ids}  # by this step, after its copies
-        plan = self.reuse.plan(request, start, self.unsettled() | filled)
-        if plan is None:
-            return None
-        needed = self.kv.num_missing(request, matched) + self.kv.pool.num_free_among(plan.blocks) + reserve
-        return plan if needed <= self.kv.pool.num_free else None

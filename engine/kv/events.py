@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from quire.engine.kv.pool import PoolObserver
 from quire.engine.request import Request
 from quire.worker.messages import CacheGroup
 
@@ -73,7 +74,7 @@ class _Facts(msgspec.Struct, frozen=True, gc=False):
     extra_keys: list[Any] | None
 
 
-class KVEventLog:
+class KVEventLog(PoolObserver):
     """The events since the last `take`, in order. Keys are a group's tag, one byte, and a block's hash.
 
     Lower tiers name blocks by key alone. A block is announced there if its tokens are known: while the pool has it, and
@@ -91,8 +92,11 @@ class KVEventLog:
         events, self._events = self._events, []
         return events
 
-    def stored(self, g: int, request: Request, i: int) -> None:
-        """Block `i` of a request was published in group `g`."""
+    def published(self, page: int, key: bytes, request: Request, i: int | None) -> None:
+        if i is not None:
+            self._stored(key[0], request, i)
+
+    def _stored(self, g: int, request: Request, i: int) -> None:
         size, hashes = self.block_size, request.block_hashes
         name = ",".join(use.name for use in request.adapters) or None
         tokens = array("I", request.token_ids[i * size : (i + 1) * size])
@@ -113,15 +117,17 @@ class KVEventLog:
             return
         group = self.groups[g]
         window = group.window if group.kind in ("window", "chunk") else None
-        kind, tokens, extra = _KINDS[group.kind], list(facts.token_ids), [facts.extra_keys]
+        kind, tokens, extra = _KINDS.get(group.kind, group.kind), list(facts.token_ids), [facts.extra_keys]
         self._events.append(
             BlockStored(
                 [this], facts.parent, tokens, self.block_size, None, medium, facts.lora_name, extra, g, kind, window
             )
         )
 
-    def removed(self, key: bytes) -> None:
-        """Requests do not find this block in the pool any more."""
+    def unpublished(self, page: int, key: bytes) -> None:
+        self._left_pool(key)
+
+    def _left_pool(self, key: bytes) -> None:
         if (facts := self._facts.pop(key, None)) is not None:
             self._left[key] = facts
             if len(self._left) > self._num_left:
@@ -148,13 +154,13 @@ class KVEventLog:
                 self._below[medium].add(key)
                 self._store(key[0], wire_hash(key), facts, medium)
 
-    def pool_cleared(self) -> None:
+    def unpublished_all(self) -> None:
         """The pool has no block any more; lower tiers keep theirs."""
         if not any(self._below.values()):
             self.cleared()
             return
         for key in list(self._facts):
-            self.removed(key)
+            self._left_pool(key)
 
     def cleared(self) -> None:
         """No block is cached; events that were not taken yet do not matter any more."""

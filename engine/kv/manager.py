@@ -2,39 +2,30 @@
 
 The model's layers form groups whose layers use the same block list. A block holds the cache entries of `block_size`
 consecutive tokens for the layers of one group (`worker.messages.CacheGroup`); it is a page of the pool that all groups
-share. A *full* block whose tokens are known has a hash that covers every token before it: its parent's hash, its token
-ids and, at the root of the chain, everything else that the values depend on. So equal hashes mean equal contents. Such
-a block is *published* as soon as it is scheduled: steps run in order, and a layer writes all keys and values of a step
-before it attends, so even a request in the same step may read it. If that step fails, the scheduler recomputes every
-request that read the block (`engine/dependents.py`).
-
-What a request holds per kind of group, by block index:
-
-    full      0 .. last
-    window    the blocks that the next token attends to; older blocks are released and replaced by NULL_BLOCK
-    chunk     the same
-    state     at most two pages: the next step reads one and writes the other, or the same. A published page is never
-              written again, so it is a checkpoint: a request can resume from the prefix that ends at its boundary.
+share. The kind of a group decides which of its blocks a request holds (`groups/`); this file is about all groups of a
+request. A *full* block whose tokens are known has a hash (`hashes.py`); equal hashes mean equal contents. Such a block
+is *published* as soon as it is scheduled: steps run in order, and a layer writes all keys and values of a step before
+it attends, so even a request in the same step may read it. If that step fails, the scheduler recomputes every request
+that read the block (`engine/dependents.py`).
 
 A prefix cache hit is the longest prefix that is cached in every group. Checkpoints are sparse (`checkpoints.py`).
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
-
-import msgspec
 
 from quire.engine.kv.checkpoints import Checkpoints
-from quire.engine.kv.pages import NULL_BLOCK, BlockPool
+from quire.engine.kv.groups.base import GroupBlocks, Shared
+from quire.engine.kv.groups.kinds import KINDS
+from quire.engine.kv.hashes import BlockHashes
+from quire.engine.kv.pages import NULL_BLOCK
+from quire.engine.kv.pool import BlockPool
 from quire.engine.kv.retention import Retention
-from quire.engine.request import EXACT, Request
-from quire.worker.messages import CacheGroup, Shift, most_blocks
+from quire.engine.request import Request
+from quire.worker.messages import CacheGroup, most_blocks
 
-REUSED = b"reused"  # marks the hashes of blocks that were not computed after their prefix
 _BELOW = -1  # in place of a block's id: in a lower tier
 
 
@@ -53,24 +44,12 @@ class Match:
         return [block_id for ids in self.block_ids for block_id in ids if block_id != NULL_BLOCK]
 
 
-@dataclass(slots=True)
-class Plan:
-    """Tokens [`start`, `end`) of a prompt are copied (`reuse.py`): per run the slots in the KV cache that have it, the
-    index of its first token, and by how many positions it moves towards the beginning.
-    """
-
-    start: int
-    end: int
-    runs: list[tuple[list[int], int, int]] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)  # that have them
-
-
 class KVCacheManager:
     """The only writer of the block fields of requests.
 
-    Besides `num_blocks` blocks there are `num_states` pages for the groups of kind "state", at least two per running
-    request. `chunk` is the maximum number of tokens of one request that a step computes. With `whole_images`, tokens of
-    an image attend to each other in both directions, so that no prefix hit ends inside one.
+    In addition to `num_blocks` blocks there are `num_states` pages for the groups of kind "state", at least two per
+    running request. `chunk` is the maximum number of tokens of one request that a step computes. With `whole_images`,
+    tokens of an image attend to each other in both directions, so that no prefix hit ends inside one.
     """
 
     def __init__(
@@ -89,17 +68,19 @@ class KVCacheManager:
         self.chunk = chunk
         self.whole_images = whole_images
         self.pool = BlockPool(num_blocks, num_states)
+        self.hashes = BlockHashes(block_size, per_group=not enable_prefix_caching)
         self.retention = Retention(self.pool)
-        # a published block is looked up by its group's tag and its hash
-        self._tags = [bytes([g]) for g in range(len(self.groups))]
-        # the request that `match` looked up last, and the blocks it found per full group
-        self._asked: Request | None = None
-        self._found: dict[int, list[int]] = {}
-        tags = [tag for tag, group in zip(self._tags, self.groups) if group.kind == "state"]
-        full = any(group.kind == "full" for group in self.groups)
-        self.checkpoints = Checkpoints(self.pool, block_size, tags if enable_prefix_caching else [], full)
-        self.has_states = any(group.kind == "state" for group in self.groups)
-        self._is_plain = len(self.groups) == 1 and not self.has_states and not self.groups[0].releases
+        kinds = [KINDS[group.kind] for group in self.groups]
+        tags = [bytes([g]) for g, kind in enumerate(kinds) if kind.holds_states and enable_prefix_caching]
+        self._has_full = any(kind.needs_all for kind in kinds)
+        self.has_states = any(kind.holds_states for kind in kinds)
+        self.checkpoints = Checkpoints(self.pool, block_size, tags, self._has_full)
+        shared = Shared(self.pool, self.checkpoints, block_size, chunk)
+        self.by_group: list[GroupBlocks] = [kind(g, self.groups[g], shared) for g, kind in enumerate(kinds)]
+        self._needs_all = all(kind.needs_all for kind in kinds)
+        self._is_plain = [kind.has_room for kind in kinds] == [GroupBlocks.has_room]
+        # groups that need all blocks first: they end at the first missing block, which bounds the lookups in the others
+        self._lookup_order = sorted(self.by_group, key=lambda group: not group.needs_all)
         self._shares_outputs = all(group.shares_outputs for group in self.groups)
 
     @property
@@ -119,21 +100,12 @@ class KVCacheManager:
 
         A request may read keys and values in the step that writes them, but not a state.
         """
-        for block_id, (key, request, i) in self.checkpoints.pending.items():
-            self._publish_block(block_id, key, request, i)
-        self.checkpoints.pending.clear()
+        self.checkpoints.publish()
         self.retention.expire()
-
-    def _publish_block(self, block_id: int, key: bytes, request: Request, i: int) -> None:
-        """Let others find block `i` of a request by its key."""
-        published = self.pool.publish(block_id, key, request.group)
-        if published and self.pool.events is not None and (i + 1) * self.block_size <= request.num_exact:
-            self.pool.events.stored(key[0], request, i)
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """Unpublish these blocks, so that no later request finds them."""
-        for block_id in block_ids:
-            self.checkpoints.pending.pop(block_id, None)
+        self.checkpoints.forget(block_ids)
         self.pool.forget(list(block_ids))
 
     # ---- prefix hits
@@ -141,65 +113,38 @@ class KVCacheManager:
     def match(self, request: Request) -> Match:
         """Return the longest cached prefix on which all groups agree. It excludes at least the last token, whose logits
         must be computed.
-
-        A request that waits for room is matched in every step. Its blocks in full groups are looked up again only if
-        one of them was reused since.
         """
         if not request.reads_cache:
             return Match()
-        if request is not self._asked or not self.pool.watched:
-            self._asked, self._found, self.pool.watched = request, {}, set()
         num_full = (request.num_tokens - 1) // self.block_size
-        self._extend_hashes(request, num_full)
+        self.hashes.extend(request, num_full)
         hashes = request.block_hashes[:num_full]
-        # full groups first: they end at the first missing block, which bounds the lookups in the other groups
-        found: dict[int, list[int]] = {}
-        for g in sorted(range(len(self.groups)), key=lambda g: self.groups[g].kind != "full"):
-            found[g] = self._find(g, hashes)
-            if self.groups[g].kind == "full":
-                hashes = hashes[: len(found[g])]
+        found: list[list[int]] = [[] for _ in self.by_group]
+        for group in self._lookup_order:
+            found[group.g] = group.find(hashes)
+            if group.needs_all:
+                hashes = hashes[: len(found[group.g])]
         num_blocks = self._agreed(request, found, len(hashes))
         if self.has_states:
             shared = self.checkpoints.num_shared(hashes, len(hashes))
             request.junction = shared * self.block_size if shared < num_full else 0
-        return (
-            Match(num_blocks, [self._to_hold(g, found[g], num_blocks) for g in range(len(self.groups))])
-            if num_blocks
-            else Match()
-        )
+        if not num_blocks:
+            return Match()
+        return Match(num_blocks, [group.hold(ids, num_blocks) for group, ids in zip(self.by_group, found)])
 
-    def _find(self, g: int, hashes: list[bytes]) -> list[int]:
-        """Ids of the published blocks of group g, NULL_BLOCK for a missing one. In a full group the list ends before
-        the first missing block.
+    def _agreed(self, request: Request, found: list[list[int]], longest: int) -> int:
+        """Return the largest number of blocks, at most `longest`, from which every group can continue. Groups that need
+        all blocks have the first `longest`.
         """
-        tag, find = self._tags[g], self.pool.find
-        if self.groups[g].kind != "full":
-            return [find(tag + block_hash) or NULL_BLOCK for block_hash in hashes]
-        ids = self._found.setdefault(g, [])
-        while len(ids) < len(hashes) and (block_id := find(tag + hashes[len(ids)])) is not None:
-            ids.append(block_id)
-            self.pool.watched.add(block_id)
-        return ids[: len(hashes)]
-
-    def _agreed(self, request: Request, found: dict[int, list[int]], longest: int) -> int:
-        """Return the largest number of blocks, at most `longest`, from which every group can continue."""
-        others = [g for g, group in enumerate(self.groups) if group.kind != "full"]
         cut = self._cut_images(request, longest) if self.whole_images else set()
-        if not others and not cut:
+        if self._needs_all and not cut:
             return longest
         fits = [n not in cut for n in range(longest + 1)]
-        # at the start of a chunk nothing is read, but tokens that no group has cached are no hit
-        least = int(len(others) == len(self.groups))
-        for g in others:
-            run = 0  # number of consecutive cached blocks
-            for n in range(1, longest + 1):
-                run = run + 1 if found[g][n - 1] != NULL_BLOCK else 0
-                needed = (
-                    1
-                    if self.groups[g].kind == "state"
-                    else n - self.groups[g].first_block(n * self.block_size, self.block_size)
-                )
-                fits[n] = fits[n] and run >= max(needed, least)
+        for group, ids in zip(self.by_group, found):
+            if not group.needs_all:
+                fits = [a and b for a, b in zip(fits, group.fits(ids, longest))]
+        if not self._has_full:  # a chunk's first token reads no block, but tokens that no group has cached are no hit
+            fits[1:] = [a and NULL_BLOCK not in ids for a, *ids in zip(fits[1:], *found)]
         return max(n for n in range(longest + 1) if fits[n])
 
     def _cut_images(self, request: Request, longest: int) -> set[int]:
@@ -210,13 +155,6 @@ class KVCacheManager:
             cut.update(range(item.offset // self.block_size + 1, end))
         return cut
 
-    def _to_hold(self, g: int, ids: list[int], num_blocks: int) -> list[int]:
-        """Block ids of group g that a request holds after a hit of `num_blocks` blocks."""
-        if self.groups[g].kind == "state":
-            return [ids[num_blocks - 1]]
-        first = self.groups[g].first_block(num_blocks * self.block_size, self.block_size)
-        return [NULL_BLOCK] * first + ids[first:num_blocks]
-
     def to_fetch(self, request: Request, lookup: Callable[[list[bytes]], list[int]]) -> tuple[list[bytes], int]:
         """(keys of the blocks that would make the request's cached prefix longer, by how many tokens), of those that
         `lookup` finds in lower tiers: it returns a number per key, 0 for a missing one.
@@ -225,75 +163,51 @@ class KVCacheManager:
         if not request.reads_cache or not num_full:
             return [], 0
         before = self.match(request).num_blocks
-        hashes = request.block_hashes[:num_full]
-        found = {g: [self.pool.find(tag + one) or NULL_BLOCK for one in hashes] for g, tag in enumerate(self._tags)}
-        missing = [(g, i) for g, ids in found.items() for i, block_id in enumerate(ids) if block_id == NULL_BLOCK]
-        for (g, i), tier in zip(missing, lookup([self._tags[g] + hashes[i] for g, i in missing])):
+        keys = [[group.tag + one for one in request.block_hashes[:num_full]] for group in self.by_group]
+        found = [[self.pool.find(key) or NULL_BLOCK for key in mine] for mine in keys]
+        missing = [(g, i) for g, ids in enumerate(found) for i, block_id in enumerate(ids) if block_id == NULL_BLOCK]
+        for (g, i), tier in zip(missing, lookup([keys[g][i] for g, i in missing])):
             found[g][i] = _BELOW if tier else NULL_BLOCK
         runs = [
-            found[g].index(NULL_BLOCK) if NULL_BLOCK in found[g] else num_full
-            for g, group in enumerate(self.groups)
-            if group.kind == "full"
+            ids.index(NULL_BLOCK) if NULL_BLOCK in ids else num_full
+            for group, ids in zip(self.by_group, found)
+            if group.needs_all
         ]
         num_blocks = self._agreed(request, found, min(runs, default=num_full))
         if num_blocks <= before:
             return [], 0
-        keys = []
-        for g, group in enumerate(self.groups):
-            end = num_blocks * self.block_size
-            first = num_blocks - 1 if group.kind == "state" else group.first_block(end, self.block_size)
-            keys += [self._tags[g] + hashes[i] for i in range(first, num_blocks) if found[g][i] == _BELOW]
-        return keys, (num_blocks - before) * self.block_size
+        wanted = [
+            keys[group.g][i]
+            for group in self.by_group
+            for i in range(group.first_read(num_blocks), num_blocks)
+            if found[group.g][i] == _BELOW
+        ]
+        return wanted, (num_blocks - before) * self.block_size
 
     def take_for(self, keys: list[bytes]) -> dict[bytes, int]:
         """Take free blocks and pages for the contents of these keys. The caller has checked that they are free."""
         states = sum(map(self.is_state_key, keys))
         blocks, pages = self.pool.take(len(keys) - states), self.pool.take(states, True)
-        self.forget([*blocks, *pages])
+        self.checkpoints.forget(pages)
         return {key: pages.pop() if self.is_state_key(key) else blocks.pop() for key in keys}
 
     def publish_filled(self, request: Request, blocks: dict[bytes, int]) -> None:
         """Publish blocks of a request's prefix by key, whose contents did not come from a step."""
-        self._extend_hashes(request, (request.num_tokens - 1) // self.block_size)
-        places = {one: i for i, one in enumerate(request.block_hashes)} if self.pool.events is not None else {}
+        self.hashes.extend(request, (request.num_tokens - 1) // self.block_size)
+        places = {one: i for i, one in enumerate(request.block_hashes)}
         for key, block_id in blocks.items():
-            if self.pool.publish(block_id, key) and key[1:] in places:
-                self.pool.events.stored(key[0], request, places[key[1:]])
+            self.pool.publish(block_id, key, request, places.get(key[1:]))
 
     def cached_blocks(self, request: Request, num_blocks: int) -> list[tuple[int, bytes]]:
         """The (block, key)s of all groups in the first `num_blocks` blocks of a request that was matched: also those
         from which only a shorter prefix could continue.
         """
-        keys = [tag + one for tag in self._tags for one in request.block_hashes[:num_blocks]]
+        keys = [group.tag + one for group in self.by_group for one in request.block_hashes[:num_blocks]]
         return [(block_id, key) for key in keys if (block_id := self.pool.find(key)) is not None]
 
-    def find_all(self, request: Request, num_blocks: int) -> list[int | None]:
-        """The blocks of the first group with the first `num_blocks` blocks of a request, None for one that is not
-        cached.
-        """
-        self._extend_hashes(request, num_blocks)
-        return [self.pool.find(self._tags[0] + one) for one in request.block_hashes[:num_blocks]]
-
-    def reuse(self, request: Request, plan: Plan, num_tokens: int) -> list[Shift]:
-        """Allocate blocks for the first `num_tokens` tokens of a request that holds its cached prefix, and count the
-        plan's tokens as computed. Returns the copies, which the next step makes before anything else.
-        """
-        self.pool.share(plan.blocks)  # not for this request
-        added = self.allocate(request, num_tokens)
-        assert added is not None, "reused without enough free blocks"
-        self.pool.release(plan.blocks)
-        request.num_exact, request.num_computed_tokens = plan.start, plan.end
-        del request.block_hashes[plan.start // self.block_size :]  # from here on they are marked
-        request.num_reused_tokens = plan.end - plan.start
-        ids, size = request.block_ids[0], self.block_size
-        return [
-            Shift(source, [ids[i // size] * size + i % size for i in range(first, first + len(source))], distance)
-            for source, first, distance in plan.runs
-        ]
-
     def is_state_key(self, key: bytes) -> bool:
-        """Whether a block's key, its group's tag and its hash, is that of a state."""
-        return self.groups[key[0]].kind == "state"
+        """Return whether a block's key, its group's tag and its hash, is that of a state."""
+        return self.by_group[key[0]].holds_states
 
     @property
     def has_states_for_one_more(self) -> bool:
@@ -301,14 +215,13 @@ class KVCacheManager:
         return not self.has_states or self.pool.num_free_states >= 2
 
     def awaits_checkpoint(self, request: Request, match: Match) -> bool:
-        """Whether the step being scheduled leaves a checkpoint of a longer prefix of the request than `match`: from the
-        next step on it can resume there instead of computing the same tokens.
+        """Return whether the step being scheduled leaves a checkpoint of a longer prefix of the request than `match`:
+        from the next step on it can resume there instead of computing the same tokens.
         """
-        if not self.checkpoints.tags or not request.reads_cache:
+        if not request.reads_cache:
             return False
-        awaited, (tag,) = self.checkpoints.awaited(), self.checkpoints.tags
         last = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
-        return any(tag + one in awaited for one in request.block_hashes[match.num_blocks : last]) if awaited else False
+        return self.checkpoints.awaits(request.block_hashes[match.num_blocks : last])
 
     def num_missing(self, request: Request, match: Match) -> int:
         """Number of free blocks that a request without blocks would use until all its known tokens are computed, states
@@ -320,44 +233,34 @@ class KVCacheManager:
     def attach(self, request: Request, match: Match) -> None:
         """Give the matched blocks to a request that holds no blocks."""
         assert not any(request.block_ids)
-        self.pool.share(match.held)
-        for ids in match.block_ids:
-            self.pool.note_hits([block_id for block_id in ids if block_id != NULL_BLOCK], request.group)
-        request.block_ids = [list(ids) for ids in match.block_ids] or [[] for _ in self.groups]
-        request.num_given_back = [
-            ids.count(NULL_BLOCK) if group.releases else 0 for group, ids in zip(self.groups, request.block_ids)
-        ]
+        request.block_ids, request.num_given_back = [[] for _ in self.by_group], [0] * len(self.by_group)
+        for group, ids in zip(self.by_group, match.block_ids):
+            group.attach(request, ids)
         request.num_published = match.num_blocks
         request.num_computed_tokens = match.num_blocks * self.block_size
 
     def shared_prefix(self, block_ids: list[list[int]], num_computed: int) -> list[int]:
-        """Of the blocks with which a request was admitted, those of its cached prefix of `num_computed` tokens."""
+        """Return the blocks that hold the cached prefix of `num_computed` tokens, among those that a request was
+        admitted with.
+        """
         num_blocks = num_computed // self.block_size
-        shared = []
-        for group, ids in zip(self.groups, block_ids):
-            shared += ids[:1] if group.kind == "state" else ids[:num_blocks]
-        return [block_id for block_id in shared if block_id != NULL_BLOCK]
+        shared = [group.prefix(ids, num_blocks) for group, ids in zip(self.by_group, block_ids)]
+        return [block_id for ids in shared for block_id in ids if block_id != NULL_BLOCK]
 
     # ---- allocation
 
     def plan_checkpoints(self, request: Request, position: int, start: int, end: int) -> None:
         """The step being scheduled computes tokens [start, end) of the request at a batch position, drafts aside."""
-        limit = self._num_shareable(request)
         if self.checkpoints.tags and end - start > 1:
-            self._extend_hashes(request, min(end, limit) // self.block_size)
+            limit = self._num_shareable(request)
+            self.hashes.extend(request, min(end, limit) // self.block_size)
             self.checkpoints.plan(request, position, start, end, limit)
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
         """Return whether the request's blocks already hold its first `num_tokens` tokens."""
         if self._is_plain:  # asked of every decoding request in every step
             return len(request.block_ids[0]) * self.block_size >= num_tokens
-        for group, ids in zip(self.groups, request.block_ids):
-            if group.kind == "state":
-                if len(ids) < 2 or ids[0] != ids[1] or self._is_checkpoint(ids[1]):
-                    return False
-            elif len(ids) * self.block_size < num_tokens:
-                return False
-        return True
+        return all(group.has_room(request, num_tokens) for group in self.by_group)
 
     def allocate(self, request: Request, num_tokens: int) -> list[list[int]] | None:
         """Allocate blocks for the chunk that ends at token `num_tokens`, and release blocks that this chunk does not
@@ -366,95 +269,28 @@ class KVCacheManager:
         Returns the blocks added per group (for a state group its two pages, if they change), [] if nothing changes, or
         None, without adding any, if too few are free.
         """
-        if self._is_plain:
-            return self._allocate_plain(request, num_tokens)
-        self._give_back(request)
-        self._give_back_states(request)
-        counts = [self._num_to_add(g, request, num_tokens) for g in range(len(self.groups))]
-        states = sum(count for count, group in zip(counts, self.groups) if group.kind == "state")
-        if sum(counts) - states > self.pool.num_free or states > self.pool.num_free_states:
+        counts, num_blocks, num_states = [], 0, 0
+        for group in self.by_group:
+            group.release_unread(request)
+            counts.append(count := group.num_to_add(request, num_tokens))
+            if group.holds_states:
+                num_states += count
+            else:
+                num_blocks += count
+        if num_blocks > self.pool.num_free or num_states > self.pool.num_free_states:
             return None
-        added = [self._extend(g, request, count) for g, count in enumerate(counts)]
+        added = [group.extend(request, count) for group, count in zip(self.by_group, counts)]
         return added if any(added) else []
-
-    def _allocate_plain(self, request: Request, num_tokens: int) -> list[list[int]] | None:
-        """`allocate` for a single group that keeps all blocks: most models, and many calls per step."""
-        ids = request.block_ids[0]
-        count = max(self.num_blocks(num_tokens) - len(ids), 0)
-        if count > self.pool.num_free:
-            return None
-        added = self.pool.take(count, False)
-        ids += added
-        return [added] if added else []
-
-    def _num_to_add(self, g: int, request: Request, num_tokens: int) -> int:
-        ids = request.block_ids[g]
-        if self.groups[g].kind == "state":
-            return int(len(ids) < 2 or self._is_checkpoint(ids[1]))  # a checkpoint is never overwritten
-        return max(self.num_blocks(num_tokens) - len(ids), 0)
-
-    def _extend(self, g: int, request: Request, count: int) -> list[int]:
-        is_state = self.groups[g].kind == "state"
-        ids, added = request.block_ids[g], self._take(count, is_state)
-        if not is_state:
-            ids += added
-            return added
-        before, read = list(ids), ids[-1] if ids else NULL_BLOCK  # the page that the last chunk wrote, or a checkpoint
-        self._release([block_id for block_id in ids[:-1] if block_id != read])
-        ids[:] = [read, added[0] if added else read]
-        return list(ids) if ids != before else []
-
-    def _take(self, count: int, state: bool) -> list[int]:
-        block_ids = self.pool.take(count, state)
-        for block_id in block_ids:
-            self.checkpoints.pending.pop(block_id, None)
-        return block_ids
-
-    def _is_checkpoint(self, block_id: int) -> bool:
-        return block_id in self.checkpoints.pending or self.pool.is_published(block_id)
-
-    def _give_back(self, request: Request) -> None:
-        """Release the blocks of groups with windows or chunks that no token from `num_computed_tokens` on attends to.
-        Steps run in order, so the steps in flight read these blocks before they are reused.
-        """
-        for g, (group, ids) in enumerate(zip(self.groups, request.block_ids)):
-            if not group.releases:
-                continue
-            given_back = request.num_given_back[g]
-            first = min(group.first_block(request.num_computed_tokens, self.block_size), len(ids))
-            if first > given_back:
-                self.pool.release(ids[given_back:first])
-                ids[given_back:first] = [NULL_BLOCK] * (first - given_back)
-                request.num_given_back[g] = first
-
-    def _give_back_states(self, request: Request) -> None:
-        """Release the page that the last chunk read if the next one needs another: a request never holds three."""
-        for group, ids in zip(self.groups, request.block_ids):
-            if group.kind == "state" and len(ids) == 2 and ids[0] != ids[1] and self._is_checkpoint(ids[1]):
-                self._release(ids[:1])
-                del ids[0]
 
     def num_held(self, request: Request) -> int:
         """Number of blocks that a request holds, over all groups, states aside."""
-        return sum(self._num_held(g, request) for g in range(len(request.block_ids)))
-
-    def _num_held(self, g: int, request: Request) -> int:
-        return 0 if self.groups[g].kind == "state" else len(request.block_ids[g]) - request.num_given_back[g]
+        return sum(group.num_held(request) for group in self.by_group)
 
     def num_expected(self, request: Request) -> int:
         """Number of blocks that a running request still needs for the rest of its prompt, plus one per group for
-        outputs. States do not count: there are enough for all running requests.
+        outputs.
         """
-        expected = 0
-        for g, group in enumerate(self.groups):
-            if group.kind == "state":
-                continue
-            missing = max(self.num_blocks(request.num_tokens) - len(request.block_ids[g]), 0)
-            if missing and group.releases:
-                most = group.most_blocks(request.num_tokens, self.block_size, self.chunk)
-                missing = min(missing, max(most - self._num_held(g, request), 0))
-            expected += missing + 1
-        return expected
+        return sum([group.num_expected(request) for group in self.by_group])
 
     # ---- publishing and freeing
 
@@ -468,18 +304,11 @@ class KVCacheManager:
         num_full = min(request.num_computed_tokens, self._num_shareable(request)) // self.block_size
         if num_full <= first:
             return []
-        self._extend_hashes(request, num_full)
+        self.hashes.extend(request, num_full)
         self.checkpoints.see(request.block_hashes[first:num_full])
         published = []
-        for g, group in enumerate(self.groups):
-            ids = request.block_ids[g]
-            if group.kind == "state":
-                published += self._publish_state(g, request, num_full)
-                continue
-            for i in range(first, num_full):
-                if ids[i] != NULL_BLOCK:
-                    self._publish_block(ids[i], self._tags[g] + request.block_hashes[i], request, i)
-                    published.append(ids[i])
+        for group in self.by_group:
+            published += group.publish(request, first, num_full)
         request.num_published = num_full
         return published
 
@@ -494,15 +323,6 @@ class KVCacheManager:
         end = request.num_computed_tokens
         is_late = self.has_states and end % self.block_size == 0 and end // self.block_size > request.num_published
         return self.publish(request) if is_late and end <= request.num_tokens else []
-
-    def _publish_state(self, g: int, request: Request, num_full: int) -> list[int]:
-        """Let the page that the last scheduled chunk writes be a checkpoint if the chunk ends on a block boundary."""
-        ids, end = request.block_ids[g], request.num_computed_tokens
-        if not self.enable_prefix_caching or len(ids) < 2 or end != num_full * self.block_size:
-            return []
-        key = self._tags[g] + request.block_hashes[num_full - 1]
-        self.checkpoints.end_chunk(request, ids[1], key, num_full - 1)
-        return [ids[1]]
 
     def free(self, request: Request, discard: bool = False) -> list[int]:
         """Release the request's blocks and return those that this publishes.
@@ -520,19 +340,12 @@ class KVCacheManager:
 
     def release(self, request: Request) -> None:
         """Release the request's blocks without publishing any."""
-        for g, ids in enumerate(request.block_ids):
-            held = dict.fromkeys(ids) if self.groups[g].kind == "state" else ids
-            self._release(list(held))
+        for group in self.by_group:
+            group.release(request)
         request.block_ids, request.num_given_back = [], []
         request.passing_checkpoint = None
         request.num_published = 0
-        if request.num_exact < EXACT:
-            del request.block_hashes[request.num_exact // self.block_size :]
-            request.num_exact = EXACT
         request.num_computed_tokens = 0
-
-    def _release(self, block_ids: list[int]) -> None:
-        self.pool.release([block_id for block_id in block_ids if block_id != NULL_BLOCK])
 
     def free_key(self, key: str) -> list[bytes] | None:
         """Forget a conversation that clients asked to keep. Returns the keys of its blocks that are found no more, of
@@ -541,11 +354,11 @@ class KVCacheManager:
         hashes = self.retention.free(key)
         if hashes is None:
             return None
-        keys = [tag + one for one in dict.fromkeys(one[1:] for one in hashes) for tag in self._tags]
+        keys = [group.tag + one for one in dict.fromkeys(one[1:] for one in hashes) for group in self.by_group]
         for one in keys:
             block_id = self.pool.find(one)
             if block_id is not None and self.pool.is_state(block_id) and not self.pool.is_held(block_id):
-                self.pool.drop(block_id)
+                self.pool.forget([block_id])
         return [one for one in keys if self.pool.find(one) is None]
 
     def reset_prefix_cache(self) -> bool:
@@ -555,36 +368,3 @@ class KVCacheManager:
             self.checkpoints.clear()
             self.retention.clear()
         return forgotten
-
-    def _extend_hashes(self, request: Request, num_full: int) -> None:
-        """Hash each full block once, chained to the previous block.
-
-        sha256 takes 0.5 us for 16 ids, no slower than blake2b here, and is faster than it for long blocks.
-        """
-        hashes, size = request.block_hashes, self.block_size
-        for i in range(len(hashes), num_full):
-            parent = hashes[i - 1] if i else self._root(request)
-            content = array("I", request.token_ids[i * size : (i + 1) * size]).tobytes()
-            if (i + 1) * size > request.num_exact:
-                content += REUSED
-            images = self._images(request, i) if request.media else b""
-            hashes.append(sha256(parent + content + images).digest())
-
-    def _images(self, request: Request, i: int) -> bytes:
-        """Inputs of block i besides tokens: the images that overlap it, and their positions. Images of equal size have
-        equal placeholders.
-        """
-        start = i * self.block_size
-        items = request.images(start, start + self.block_size)
-        return (
-            msgspec.msgpack.encode([(item.key, item.offset - start, item.length) for item in items]) if items else b""
-        )
-
-    def _root(self, request: Request) -> bytes:
-        """The start of the hash chain: everything besides tokens that the values depend on.
-
-        Without prefix caching this includes the group of choices, so that no other request can match.
-        """
-        group = None if self.enable_prefix_caching else request.group
-        adapters = [(use.key, use.scale) for use in request.adapters]
-        return sha256(msgspec.msgpack.encode((request.cache_salt, group, adapters))).digest()

@@ -13,7 +13,9 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from quire.engine.kv.pages import MAX_LEVEL, NULL_BLOCK, BlockPool
+from quire.engine.kv.eviction import MAX_LEVEL
+from quire.engine.kv.pages import NULL_BLOCK
+from quire.engine.kv.pool import BlockPool
 from quire.engine.request import Request
 
 MAX_KEYS = 10_000  # the first to expire goes
@@ -139,7 +141,7 @@ class Retention:
         for one in reversed(hashes):
             block_id = self._pool.find(one)
             if block_id is not None and one not in self._holders and not self._pool.is_held(block_id):
-                self._pool.drop(block_id)
+                self._pool.forget([block_id])
         return [one for one in hashes if one not in self._holders and self._pool.find(one) is None]
 
     def clear(self) -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import AddRequest, Choice, LoraUse, MediaItem, SamplingParams
-from quire.engine.request import EXACT, Request
+from quire.engine.request import Request
 
 
 @dataclass(slots=True)
@@ -31,7 +31,6 @@ class Slot:
     cache_salt: str | None = None
     adapters: list[LoraUse] = field(default_factory=list)
     media: list[MediaItem] = field(default_factory=list)
-    num_exact: int = EXACT  # tokens before those that were reused from other positions
 
 
 class _Note(msgspec.Struct, array_like=True):
@@ -63,7 +62,7 @@ class Slots:
     def note(self, request: Request) -> None:
         """A request is about to leave its row."""
         ids = array("I", request.token_ids)
-        self._slots[request.row] = Slot(ids, request.cache_salt, request.adapters, request.media, request.num_exact)
+        self._slots[request.row] = Slot(ids, request.cache_salt, request.adapters, request.media)
 
     def begin(self, reply: Reply, action: str, number: int, name: str = "") -> None:
         """Save, restore or erase a slot. `reply` gets the counts of llama.cpp's answer, {} if it is not possible, or
@@ -100,22 +99,12 @@ class Slots:
             yield
         return result
 
-    def all(self) -> list[Slot]:
-        return self._slots
-
-    def blocks_of(self, slot: Slot) -> list[int | None]:
-        """The block of each full block of a slot's tokens in the first group, None for one that is not cached."""
-        request = self._request(slot)
-        return self.kv.find_all(request, len(slot.token_ids) // self.kv.block_size)
-
     @staticmethod
     def _request(slot: Slot) -> Request:
         """A request that would find the slot's blocks: a hit excludes its last token."""
         message = AddRequest("", [*slot.token_ids, 0], SamplingParams(), cache_salt=slot.cache_salt)
         message = msgspec.structs.replace(message, adapters=slot.adapters, media=slot.media)
-        request = Request(message, Choice("", 0), b"", 0, -1, 0.0, 1 << 30, False)
-        request.num_exact = slot.num_exact
-        return request
+        return Request(message, Choice("", 0), b"", 0, -1, 0.0, 1 << 30, False)
 
     def _cached(self, slot: Slot) -> tuple[int, list[tuple[int, bytes]]]:
         """How many tokens of a slot are cached, and their (block, key)s."""
@@ -161,7 +150,7 @@ class Slots:
         num_tokens, blocks = self._cached(self._slots[row])
         for block_id, _ in reversed(blocks):
             if not self.kv.pool.is_held(block_id):
-                self.kv.pool.drop(block_id)
+                self.kv.pool.forget([block_id])
         self._slots[row] = Slot()
         return {"n_erased": num_tokens}
         yield

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine.kv.events import KVEventLog
+from quire.engine.kv.hot import HotPages
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import TierStats
 from quire.engine.request import Request
@@ -98,7 +100,9 @@ class Tiers:
         self._paused_until = 0.0
         self._measured = 0.0  # time.monotonic() of the last look at the workers' counts
         self._totals: dict[str, float] = {}
-        kv.pool.evicted = []
+        self.events: KVEventLog | None = None  # told which blocks lower tiers have
+        self._hot = HotPages()
+        kv.pool.observe(self._hot)
 
     @property
     def busy(self) -> bool:
@@ -108,7 +112,7 @@ class Tiers:
     @property
     def num_unsaved(self) -> int:
         """Number of hot blocks in the pool of which the disk has no copy."""
-        return len(self.kv.pool.unsaved) if self.has_disk else 0
+        return len(self._hot.unsaved) if self.has_disk else 0
 
     # ---- seen
 
@@ -119,8 +123,8 @@ class Tiers:
             return None
         self._measured = time.monotonic()
         found = self.call("stats")
-        if self.kv.pool.events is not None:
-            self.kv.pool.events.changed_below(found["changes"])
+        if self.events is not None:
+            self.events.changed_below(found["changes"])
         totals, before = found["counts"], self._totals
         self._totals = totals
         counts = {name: value - before.get(name, 0) for name, value in totals.items() if value != before.get(name, 0)}
@@ -203,9 +207,9 @@ class Tiers:
         pool = self.kv.pool
         filled = {key: block_id for key, block_id, good in zip(fetch.keys, fetch.block_ids, ok) if good}
         self.kv.publish_filled(fetch.owner, filled)
-        if pool.events is not None:  # what an earlier run or another engine stored becomes known by its use
+        if self.events is not None:  # what an earlier run or another engine stored becomes known by its use
             tiers = zip(filled, self.call("lookup", list(filled)))
-            pool.events.changed_below([(_NAMES[tier], key, True) for key, tier in tiers if tier])
+            self.events.changed_below([(_NAMES[tier], key, True) for key, tier in tiers if tier])
         pool.note_hits([i for i, good in zip(fetch.block_ids, ok) if good and pool.is_published(i)], 0)
         pool.release(fetch.block_ids)
         self.rates.fetched = _Rates.mix(self.rates.fetched, (now - fetch.started) / len(fetch.keys))
@@ -235,7 +239,7 @@ class Tiers:
 
     def take_evicted(self, unsettled: set[int]) -> list[tuple[int, bytes]]:
         """Hot blocks that were taken since the last call, whose contents must be stored before they are overwritten."""
-        evicted, self.kv.pool.evicted = self.kv.pool.evicted, []
+        evicted, self._hot.evicted = self._hot.evicted, []
         return [(block_id, key) for block_id, key in evicted if block_id not in unsettled]
 
     def store_evicted(self, unsettled: set[int]) -> None:
@@ -245,30 +249,29 @@ class Tiers:
 
     def save(self, most: int, unsettled: set[int], only_free: bool) -> int:
         """Have the disk tier write up to `most` hot blocks. Returns of how many it has a copy now, or soon."""
-        pool = self.kv.pool
-        if not self.has_disk or not pool.unsaved:
+        pool, unsaved = self.kv.pool, self._hot.unsaved
+        if not self.has_disk or not unsaved:
             return 0
         chosen = []
-        for block_id, used in pool.unsaved.items():
+        for block_id, used in unsaved.items():
             if block_id not in unsettled and not (only_free and pool.is_held(block_id)):
                 chosen.append((block_id, pool.hash_of(block_id), used))
                 if len(chosen) >= most:
                     break
         done = self.call("save", chosen) if chosen else 0
         for block_id, *_ in chosen[:done]:
-            del pool.unsaved[block_id]
+            del unsaved[block_id]
         return done
 
     def remove(self, keys: list[bytes]) -> None:
         """Have the lower tiers forget these blocks."""
         gone = set(keys)
-        if self.kv.pool.evicted:
-            self.kv.pool.evicted = [(block_id, key) for block_id, key in self.kv.pool.evicted if key not in gone]
+        self._hot.evicted = [(block_id, key) for block_id, key in self._hot.evicted if key not in gone]
         self.call("remove", keys)
 
     def clear(self) -> None:
         """Forget what the lower tiers have. The pool holds no blocks."""
-        self.kv.pool.evicted = []
+        self._hot.evicted = []
         self.call("clear")
-        if self.kv.pool.events is not None:
-            self.kv.pool.events.cleared()
+        if self.events is not None:
+            self.events.cleared()

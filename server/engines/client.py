@@ -164,7 +164,6 @@ def _merge(a: EngineOutput, b: EngineOutput) -> EngineOutput:
         b.pooled,
         b.prediction_tokens,
         max(a.num_prefilled, b.num_prefilled),
-        max(a.num_reused_tokens, b.num_reused_tokens),
     )
 
 

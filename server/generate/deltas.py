@@ -146,7 +146,6 @@ class Choice:
     events: list[Event] = field(default_factory=list)  # if the text is parsed
     num_reasoning_tokens: int = 0
     prediction_tokens: tuple[int, int] | None = None  # accepted and rejected drafts of a prediction
-    num_reused_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -178,7 +177,6 @@ async def collect(deltas: AsyncGenerator[Delta, None], num_choices: int) -> list
             choice.events.extend(delta.events or ())
             choice.num_reasoning_tokens += delta.num_reasoning_tokens
             choice.prediction_tokens = delta.prediction_tokens or choice.prediction_tokens
-            choice.num_reused_tokens = max(choice.num_reused_tokens, delta.num_reused_tokens)
             if delta.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
     finally:
@@ -199,7 +197,6 @@ class Counter:
     num_reasoning_tokens: int = 0
     cached: dict[int, dict[int, int]] = field(default_factory=dict)  # prompt index -> choice index -> tokens
     predicted: dict[int, tuple[int, int]] = field(default_factory=dict)  # choice index -> drafts accepted, rejected
-    reused: dict[int, int] = field(default_factory=dict)  # choice index -> tokens reused at other positions
 
     def add(
         self,
@@ -208,14 +205,11 @@ class Counter:
         num_cached_tokens: int,
         num_reasoning_tokens: int = 0,
         prediction_tokens: tuple[int, int] | None = None,
-        num_reused_tokens: int = 0,
     ) -> None:
         self.num_completion_tokens += num_tokens
         self.num_reasoning_tokens += num_reasoning_tokens
         if prediction_tokens is not None:  # the sum so far
             self.predicted[index] = prediction_tokens
-        if num_reused_tokens:
-            self.reused[index] = num_reused_tokens
         seen = self.cached.setdefault(index // self.n, {})
         seen[index] = max(seen.get(index, 0), num_cached_tokens)
 

@@ -188,7 +188,6 @@ def _split(output: EngineOutput) -> tuple[EngineOutput, EngineOutput]:
         prompt_logprobs=output.prompt_logprobs,
         num_cached_tokens=output.num_cached_tokens,
         prediction_tokens=output.prediction_tokens,
-        num_reused_tokens=output.num_reused_tokens,
     )
     return first, msgspec.structs.replace(
         output, new_token_ids=output.new_token_ids[SLICE:], logprobs=logprobs and logprobs[SLICE:], prompt_logprobs=None
@@ -273,7 +272,6 @@ class _Choice:
             output.error,
             output.error_kind,
             prediction_tokens=output.prediction_tokens,
-            num_reused_tokens=output.num_reused_tokens,
         )
 
     def _remove_first(self, items: list, count: int) -> list:

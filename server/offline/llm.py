@@ -372,7 +372,6 @@ class LLM:
             outputs,
             True,
             min(choice.num_cached_tokens for choice in choices),
-            sum(choice.num_reused_tokens for choice in choices),
         )
 
 

@@ -118,9 +118,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its answers. `num_cached_tokens` of the prompt were found in the prefix cache, `num_reused_tokens`
-    at other positions (`cache_reuse`).
-    """
+    """A prompt and its answers. `num_cached_tokens` of the prompt were found in the prefix cache."""
 
     request_id: str
     prompt: str | None
@@ -129,7 +127,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
-    num_reused_tokens: int = 0
 
 
 def converted(value: object, cls: type[T], path: str = "") -> T:

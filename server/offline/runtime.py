@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 from quire.configs.config import Config
+from quire.configs.options import removed_settings
 from quire.engine.messages import EngineStats, Progress
 from quire.server.engines.client import EngineClient
 from quire.server.engines.supervisor import EngineFailed, Supervisor
@@ -44,6 +45,8 @@ class Runtime:
 
         Raises ValueError for a wrong model or setting, RuntimeError if the engine cannot start.
         """
+        for warning in removed_settings(self.config):
+            logger.warning("%s", warning)
         shown = StartProgress()
         try:
             self.engines.start_if_local()

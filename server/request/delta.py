@@ -30,4 +30,3 @@ class Delta:
     events: list[Event] | None = None  # events parsed from the text (`parse.py`)
     num_reasoning_tokens: int = 0
     prediction_tokens: tuple[int, int] | None = None  # as in `EngineOutput`
-    num_reused_tokens: int = 0  # as in `EngineOutput`

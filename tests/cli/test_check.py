@@ -119,3 +119,10 @@ def test_it_reads_the_headers_of_the_weights(checkpoint, folder, tmp_path, capsy
 def test_an_unknown_architecture_is_named(tmp_path, capsys):
     assert check(write_light_model(tmp_path, architectures=["NoSuchForCausalLM"], model_type="no_such")) == 1
     assert "NoSuchForCausalLM" in (shown := capsys.readouterr().err) and "docs/models.md" in shown
+
+
+def test_it_warns_of_a_removed_setting(folder, caplog, capsys):
+    arguments = folder, "--load-format", "dummy", "--kv-cache-memory-bytes", str(KV_BYTES)
+    assert check(*arguments, "--cache-reuse", "16") == 0
+    (warning,) = [one.getMessage() for one in caplog.records if "--cache-reuse" in one.getMessage()]
+    assert warning.startswith("--cache-reuse 16: no effect")

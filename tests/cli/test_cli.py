@@ -17,7 +17,7 @@ from quire.cli import collect_env
 from quire.cli import main as cli
 from quire.configs import sources
 from quire.configs.foreign_settings import FOREIGN_SETTINGS
-from quire.configs.options import all_options, config_from, parse_count
+from quire.configs.options import all_options, config_from, parse_count, removed_settings
 from quire.configs.sources import PRESETS
 
 
@@ -302,6 +302,21 @@ def test_print_config_is_yaml_that_gives_the_same_config(served, tmp_path, capsy
     again, _ = served("--config", str(tmp_path / "printed.yaml"), "--api-key", "hidden-key")
     monkeypatch.setenv("QUIRE_SEED", "42")
     assert again == served(*arguments)[0]
+
+
+def test_a_removed_setting_is_accepted_in_every_spelling_and_warned_of(served, tmp_path, monkeypatch):
+    removed = [option for option in all_options().values() if option.removed]
+    assert [option.name for option in removed] == ["cache_reuse"]
+    for option in removed:
+        (tmp_path / "removed.yaml").write_text(f"{option.name}: 16\n")
+        configs = [served("m", option.flag, "16")[0], served("m", "--config", str(tmp_path / "removed.yaml"))[0]]
+        monkeypatch.setenv(option.variable, "16")
+        configs += [served("m")[0], config_from({"model": "m", option.name: 16})]
+        monkeypatch.delenv(option.variable)
+        for config in configs:
+            assert removed_settings(config) == [f"{option.flag} 16: {option.help}"]
+            assert option.help.startswith("no effect")
+        assert not removed_settings(served("m", option.flag, str(option.default))[0])
 
 
 def test_help_shows_everyday_flags_and_help_all_every_flag(served, capsys):

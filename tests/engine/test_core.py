@@ -43,7 +43,7 @@ def test_the_first_step_leaves_nothing_behind():
     engine = Engine(fake_config())
     assert engine.core.executor.num_steps == 2, "a prompt and a decode"
     engine.assert_at_rest()
-    assert engine.scheduler.stats().iteration_tokens == [] and not engine.scheduler.kv.pool._by_hash
+    assert engine.scheduler.stats().iteration_tokens == [] and not engine.scheduler.kv.pool.pages.by_key
 
 
 def test_what_arrives_while_loading_is_kept():
@@ -192,7 +192,7 @@ def test_an_idle_engine_gives_the_memory_of_its_cache_back_once(monkeypatch):
     assert timeouts == [None, None, 5.0, 5.0, None]
     assert calls == ["given back"]
     pool = engine.core.scheduler.kv.pool
-    assert not pool._by_hash and pool.take(3) == [1, 2, 3]
+    assert not pool.pages.by_key and pool.take(3) == [1, 2, 3]
 
 
 def test_a_busy_engine_gives_free_blocks_back_when_the_machine_is_short(monkeypatch):

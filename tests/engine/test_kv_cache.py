@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 
 from quire.engine.kv.manager import KVCacheManager, Match
 from quire.engine.kv.pages import NULL_BLOCK
+from quire.engine.kv.pool import PoolObserver
 from quire.engine.messages import AddRequest, SamplingParams
 from quire.engine.request import Request
 
@@ -29,6 +30,35 @@ def request(
     return Request(message, message.choices[0], b"", sequence, sequence if group is None else group, 0.0, 1000, False)
 
 
+class Told(PoolObserver):
+    """All that an observer learns of a pool."""
+
+    def __init__(self):
+        self.published_keys: dict[int, bytes] = {}
+        self.hot: set[int] = set()
+        self.overwritten: list[tuple[int, bool]] = []  # and whether it was hot
+
+    def published(self, page, key, request, i):
+        assert page not in self.published_keys and key[1:] == request.block_hashes[i]
+        self.published_keys[page] = key
+
+    def became_hot(self, page, used):
+        assert page in self.published_keys and page not in self.hot
+        self.hot.add(page)
+
+    def taken(self, page, key, hot):
+        assert self.published_keys[page] == key and hot == (page in self.hot)
+        self.overwritten.append((page, hot))
+
+    def unpublished(self, page, key):
+        assert self.published_keys.pop(page) == key
+        self.hot.discard(page)
+
+    def unpublished_all(self):
+        self.published_keys.clear()
+        self.hot.clear()
+
+
 class BlocksAgainstModel(RuleBasedStateMachine):
     """The model records the contents of each block (salt and all tokens up to its end) and its holders; a match must
     lead to exactly the right contents.
@@ -37,6 +67,8 @@ class BlocksAgainstModel(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(3, 14))
     def start(self, num_blocks):
         self.kv = KVCacheManager(num_blocks, BLOCK_SIZE)
+        self.told = Told()
+        self.kv.pool.observe(self.told)
         self.num_blocks = num_blocks
         self.requests: list[Request] = []
         self.contents: dict[int, tuple] = {}  # of computed full blocks
@@ -83,7 +115,7 @@ class BlocksAgainstModel(RuleBasedStateMachine):
         self.requests.append(new)
 
     def findable(self):
-        return set(self.kv.pool._by_hash.values())
+        return set(self.kv.pool.pages.by_key.values())
 
     def grow(self, req, num_tokens):
         """Allocate and compute up to `num_tokens`; check that the least recently used blocks are taken."""
@@ -97,6 +129,8 @@ class BlocksAgainstModel(RuleBasedStateMachine):
         assert len(added) == count and NULL_BLOCK not in added
         assert not set(added) & {b for other in self.requests if other is not req for b in other.block_ids[0]}
         num_blank = free - len(self.released)
+        lost = [(block_id, block_id in self.hot) for block_id in added if block_id in self.released]
+        assert self.told.overwritten[len(self.told.overwritten) - len(lost) :] == lost
         assert set(added[num_blank:]) == self.next_reused(max(count - num_blank, 0)), "not the least recently used"
         self.num_taken += count
         self.hot -= set(added)
@@ -145,9 +179,11 @@ class BlocksAgainstModel(RuleBasedStateMachine):
             return
         held = [b for req in self.requests for b in req.block_ids[0]]
         assert self.kv.pool.num_free == self.num_blocks - 1 - len(set(held))
-        assert [self.kv.pool._ref_counts[b] for b in range(self.num_blocks)] == [
+        assert [self.kv.pool.pages.num_refs[b] for b in range(self.num_blocks)] == [
             held.count(b) for b in range(self.num_blocks)
         ]
+        assert self.told.published_keys == {page: key for key, page in self.kv.pool.pages.by_key.items()}
+        assert self.told.hot == self.kv.pool.free_blocks.hot == self.hot & self.findable()
         assert self.kv.usage == pytest.approx(len(set(held)) / (self.num_blocks - 1))
 
 
@@ -167,7 +203,7 @@ def test_hashes_are_computed_once_and_grow_with_the_request(tokens, block_size, 
         req = request(token_ids, **root)
         kv = KVCacheManager(4, block_size)
         for num_full in [*steps, len(token_ids) // block_size]:
-            kv._extend_hashes(req, num_full)
+            kv.hashes.extend(req, num_full)
         return req.block_hashes
 
     whole = chain(tokens, [])

@@ -113,7 +113,7 @@ class Subscriber:
                         known.clear()
 
     def of_pool(self) -> set[tuple[int, int]]:
-        return {(key[0], wire_hash(key)) for key in self.engine.scheduler.kv.pool._by_hash}
+        return {(key[0], wire_hash(key)) for key in self.engine.scheduler.kv.pool.pages.by_key}
 
     def of_tier(self, name: str) -> set[tuple[int, int]]:
         """Of "ram" or "disk"."""

@@ -125,7 +125,7 @@ def test_a_block_is_never_reused_before_those_that_continue_it(engine, seed):
         end(engine, f"r{i}", prompt, tools=chance.random() < 0.3, key=key)
         for talk in talks:
             probe = Request(AddRequest("p", talk, SamplingParams()), Choice("p", 0), b"", 0, 0, 0.0, 4096, False)
-            engine.scheduler.kv._extend_hashes(probe, 15)
+            engine.scheduler.kv.hashes.extend(probe, 15)
             found = [pool.find(b"\0" + one) is not None for one in probe.block_hashes]
             assert found == sorted(found, reverse=True)
     engine.assert_at_rest()

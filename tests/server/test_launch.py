@@ -520,6 +520,13 @@ def test_a_model_of_the_hub(model_folder, tmp_path, monkeypatch):
         )
 
 
+def test_a_removed_setting_is_one_warning(model_folder, tmp_path):
+    with server_process(model_folder, tmp_path, cache_reuse=16, api_server_count=2, data_parallel_size=2) as server:
+        server.wait_ready()
+        (line,) = [line for line in server.log.splitlines() if "--cache-reuse" in line]
+        assert "WARNING" in line and "--cache-reuse 16: no effect" in line
+
+
 def test_a_signal_during_a_download(model_folder, tmp_path):
     """The library's threads cannot be stopped: the process ends without them."""
     download = """

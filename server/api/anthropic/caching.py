@@ -19,11 +19,8 @@ class Caching(NamedTuple):
     seconds: float = 0.0
     num_tokens: int = 0
 
-    def usage(
-        self, num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int, num_reused_tokens: int = 0
-    ) -> MessageUsage:
-        # after reused tokens nothing is cached that the same prompt would find
-        created = max(self.num_tokens - num_cached_tokens, 0) if not num_reused_tokens else 0
+    def usage(self, num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> MessageUsage:
+        created = max(self.num_tokens - num_cached_tokens, 0)
         kind = "ephemeral_1h_input_tokens" if self.seconds > _SECONDS["5m"] else "ephemeral_5m_input_tokens"
         return MessageUsage(
             input_tokens=num_prompt_tokens - num_cached_tokens - created,
@@ -31,7 +28,6 @@ class Caching(NamedTuple):
             cache_read_input_tokens=num_cached_tokens,
             cache_creation_input_tokens=created,
             cache_creation=CacheCreation(**{kind: created}) if self.seconds else UNSET,
-            reused_tokens=num_reused_tokens or UNSET,
         )
 
 

@@ -74,9 +74,7 @@ def _whole(
 ) -> Response:
     message.content = streams.blocks(choice.events if one.parsing else [Content(choice.text)])
     message.stop_reason, message.stop_sequence = streams.stopped(choice.finish_reason, choice.stop_reason, clipped)
-    message.usage = cached.usage(
-        len(one.prompt_token_ids), choice.num_cached_tokens, len(choice.token_ids), choice.num_reused_tokens
-    )
+    message.usage = cached.usage(len(one.prompt_token_ids), choice.num_cached_tokens, len(choice.token_ids))
     return sse.JsonResponse(message)
 
 

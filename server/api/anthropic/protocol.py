@@ -205,7 +205,6 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     # of a request with cache_control: tokens that were not cached and are now, so that the same prompt reads them
     cache_creation_input_tokens: int = 0
     cache_creation: CacheCreation | UnsetType = UNSET
-    reused_tokens: int | UnsetType = UNSET  # of input_tokens, from other positions (`--cache-reuse`)
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):

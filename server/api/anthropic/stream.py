@@ -77,7 +77,7 @@ class Stream:
 
     def __init__(self, message: MessageResponse, num_prompt_tokens: int, clipped: bool, cached: Caching):
         self.message, self.num_prompt_tokens, self.clipped, self.cached = message, num_prompt_tokens, clipped, cached
-        self.num_output_tokens = self.num_cached_tokens = self.num_reused_tokens = 0
+        self.num_output_tokens = self.num_cached_tokens = 0
         self.begun = False
         self.index = -1  # of the block that is open
         self.open: str | None = None  # its type
@@ -94,7 +94,6 @@ class Stream:
     def _frames(self, delta: Delta) -> Iterator[bytes]:
         if not self.begun:
             self.begun, self.num_cached_tokens = True, delta.num_cached_tokens
-            self.num_reused_tokens = delta.num_reused_tokens
             self.message.usage = self._usage()
             yield _event("message_start", message=self.message)
         self.num_output_tokens += len(delta.token_ids)
@@ -111,9 +110,7 @@ class Stream:
             yield _event("message_stop")
 
     def _usage(self) -> MessageUsage:
-        return self.cached.usage(
-            self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens, self.num_reused_tokens
-        )
+        return self.cached.usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens)
 
     def _event(self, event: Event) -> Iterator[bytes]:
         match event:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -78,7 +78,6 @@ class InfillAnswer(msgspec.Struct, kw_only=True):
     tokens_predicted: int
     tokens_evaluated: int  # of the prompt
     truncated: bool
-    reused_tokens: int | UnsetType = UNSET  # of the prompt, from other positions (`--cache-reuse`)
 
 
 async def infill(request: Request, state: needs.Completion) -> Response:
@@ -91,7 +90,7 @@ async def infill(request: Request, state: needs.Completion) -> Response:
         frames = sse.to_the_end(_frames(stream, one), one.request_id, done=b"")
         return sse.EventStream(frames, state.config.server.sse_keep_alive_interval, progress)
     (choice,) = await sse.unless_disconnected(request, deltas.collect(stream, 1))
-    end = _end(one, choice.finish_reason, choice.stop_reason, len(choice.token_ids), choice.num_reused_tokens)
+    end = _end(one, choice.finish_reason, choice.stop_reason, len(choice.token_ids))
     return sse.JsonResponse(end | {"content": choice.text, "tokens": choice.token_ids})
 
 
@@ -125,14 +124,13 @@ def _prepare(request: Request, body: InfillRequest, state: needs.Preparing) -> G
 
 
 async def _frames(stream: AsyncGenerator[Delta, None], one: GenerationRequest) -> AsyncGenerator[bytes, None]:
-    num_tokens = num_reused_tokens = 0
+    num_tokens = 0
     try:
         async for delta in stream:
             num_tokens += len(delta.token_ids)
-            num_reused_tokens = max(num_reused_tokens, delta.num_reused_tokens)
             part: dict[str, Any] = {"content": delta.text, "tokens": delta.token_ids, "stop": False}
             if delta.finish_reason is not None:
-                part |= _end(one, delta.finish_reason, delta.stop_reason, num_tokens, num_reused_tokens)
+                part |= _end(one, delta.finish_reason, delta.stop_reason, num_tokens)
             yield sse.event(msgspec.json.encode(part))
     finally:
         await stream.aclose()
@@ -143,11 +141,7 @@ def _progress(now: PromptProgress) -> bytes:
 
 
 def _end(
-    one: GenerationRequest,
-    finish_reason: str | None,
-    stop_reason: int | str | None,
-    num_tokens: int,
-    num_reused_tokens: int,
+    one: GenerationRequest, finish_reason: str | None, stop_reason: int | str | None, num_tokens: int
 ) -> dict[str, Any]:
     word = stop_reason if isinstance(stop_reason, str) else ""
     return {
@@ -157,7 +151,7 @@ def _end(
         "tokens_predicted": num_tokens,
         "tokens_evaluated": len(one.prompt_token_ids),
         "truncated": False,
-    } | ({"reused_tokens": num_reused_tokens} if num_reused_tokens else {})
+    }
 
 
 ROUTES = [Route("POST", "/infill", infill, InfillRequest, InfillAnswer, stream=EVENTS)]

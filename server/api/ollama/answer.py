@@ -34,7 +34,7 @@ class Answer:
         self.model, self.chat, self.tokenizer = model, chat, tokenizer
         self.num_alternatives = one.sampling.logprobs or 0
         self.started, self.first_token, self.ended = time.monotonic_ns(), 0, 0
-        self.num_prompt_tokens, self.num_tokens, self.num_reused_tokens = len(one.prompt_token_ids), 0, 0
+        self.num_prompt_tokens, self.num_tokens = len(one.prompt_token_ids), 0
         self.call: dict[str, Any] | None = None  # which is being received
         self.arguments: list[str] = []
 
@@ -63,7 +63,6 @@ class Answer:
         """The objects of a delta; the last one of the last delta is done."""
         self.observe(delta)
         self.num_tokens += len(delta.token_ids)
-        self.num_reused_tokens = max(self.num_reused_tokens, delta.num_reused_tokens)
         events = delta.events if delta.events is not None else [Content(delta.text)] if delta.text else []
         messages = [message for event in events for message in self._messages(event)]
         if self.tokenizer is not None and delta.logprobs and not messages:
@@ -135,18 +134,13 @@ class Answer:
 
     def _last(self, finish_reason: str) -> dict[str, Any]:
         end, first = self.ended, self.first_token or self.ended
-        reused = {"reused_tokens": self.num_reused_tokens} if self.num_reused_tokens else {}
-        return (
-            self._part({"content": ""})
-            | {
-                "done": True,
-                "done_reason": "length" if finish_reason in ("length", "timeout") else "stop",
-                "total_duration": end - self.started,
-                "load_duration": 0,  # the model was there
-                "prompt_eval_count": self.num_prompt_tokens,
-                "prompt_eval_duration": first - self.started,
-                "eval_count": self.num_tokens,
-                "eval_duration": end - first,
-            }
-            | reused
-        )
+        return self._part({"content": ""}) | {
+            "done": True,
+            "done_reason": "length" if finish_reason in ("length", "timeout") else "stop",
+            "total_duration": end - self.started,
+            "load_duration": 0,  # the model was there
+            "prompt_eval_count": self.num_prompt_tokens,
+            "prompt_eval_duration": first - self.started,
+            "eval_count": self.num_tokens,
+            "eval_duration": end - first,
+        }

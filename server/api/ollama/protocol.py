@@ -248,7 +248,6 @@ class _Answer(msgspec.Struct, kw_only=True):
     prompt_eval_count: int | UnsetType = UNSET
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
-    reused_tokens: int | UnsetType = UNSET  # of the prompt, from other positions (`--cache-reuse`)
     eval_duration: int | UnsetType = UNSET
     logprobs: list[Logprob] | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET

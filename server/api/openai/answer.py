@@ -119,7 +119,6 @@ class Answer(ABC):
                     delta.num_cached_tokens,
                     delta.num_reasoning_tokens,
                     delta.prediction_tokens,
-                    delta.num_reused_tokens,
                 )
                 if size := self.frame_size(delta):
                     frame = await self.state.threads.run(size, partial(self.frame, delta), tenant)
@@ -144,7 +143,6 @@ class Answer(ABC):
             counter.num_reasoning_tokens,
             self.num_image_tokens,
             None if self.body.prediction is None else counter.prediction_tokens,
-            sum(counter.reused.values()),
         )
 
     def chunk_usage(self, choices: list[Any], usage: Usage | None) -> Usage | msgspec.UnsetType | None:

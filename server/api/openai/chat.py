@@ -79,7 +79,6 @@ class ChatAnswer(Answer):
                 choice.num_cached_tokens,
                 choice.num_reasoning_tokens,
                 choice.prediction_tokens,
-                choice.num_reused_tokens,
             )
         body = self.body
         return ChatCompletion(

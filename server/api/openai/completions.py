@@ -74,11 +74,7 @@ class CompletionAnswer(Answer):
                 )
             )
             self.counter.add(
-                i,
-                len(choice.token_ids),
-                choice.num_cached_tokens,
-                prediction_tokens=choice.prediction_tokens,
-                num_reused_tokens=choice.num_reused_tokens,
+                i, len(choice.token_ids), choice.num_cached_tokens, prediction_tokens=choice.prediction_tokens
             )
             if self.body.prompt_logprobs is not None:
                 out[-1].prompt_logprobs = Formatter(self.state.tokenizer, self.body.prompt_logprobs).prompt(

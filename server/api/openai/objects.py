@@ -24,7 +24,6 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
-    reused_tokens: int | UnsetType = UNSET  # of the prompt, from other positions (`--cache-reuse`)
 
     @classmethod
     def of(
@@ -35,7 +34,6 @@ class Usage(msgspec.Struct):
         reasoning_tokens: int = 0,
         image_tokens: int = 0,
         prediction_tokens: tuple[int, int] | None = None,
-        reused_tokens: int = 0,
     ) -> Usage:
         return cls(
             prompt_tokens,
@@ -43,7 +41,6 @@ class Usage(msgspec.Struct):
             prompt_tokens + completion_tokens,
             PromptTokensDetails(cached_tokens, image_tokens or UNSET),
             CompletionTokensDetails(reasoning_tokens, *(prediction_tokens or ())),
-            reused_tokens or UNSET,
         )
 
 

@@ -144,7 +144,6 @@ class TextDetails(msgspec.Struct, kw_only=True):
     finish_reason: str | None
     generated_tokens: int
     seed: int | None
-    reused_tokens: int | UnsetType = UNSET  # of the prompt, from other positions (`--cache-reuse`)
     prefill: list[TextToken] = []
     tokens: list[TextToken] = []
 
@@ -168,7 +167,6 @@ class TextMeta(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    reused_tokens: int | UnsetType = UNSET  # from other positions (`--cache-reuse`)
     e2e_latency: float  # in seconds
 
 

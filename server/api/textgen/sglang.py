@@ -107,7 +107,6 @@ class Answer:
                 choice.texts.append(delta.text)
                 choice.token_ids += delta.token_ids
                 choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
-                choice.num_reused_tokens = max(choice.num_reused_tokens, delta.num_reused_tokens)
                 choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
                 event = self._output(delta.index, choice) | ({"index": delta.index} if self.many else {})
                 yield sse.event(msgspec.json.encode(event))
@@ -131,6 +130,5 @@ class Answer:
                 "completion_tokens": len(choice.token_ids),
                 "cached_tokens": choice.num_cached_tokens,
                 "e2e_latency": time.perf_counter() - self.started,
-            }
-            | ({"reused_tokens": choice.num_reused_tokens} if choice.num_reused_tokens else {}),
+            },
         }

@@ -57,14 +57,13 @@ class Answer:
         self.parameters, self.state, self.one = body.parameters or Parameters(), state, one
         self.prefix = body.inputs if self.parameters.return_full_text else ""
         self.texts: list[str] = []
-        self.num_tokens = self.num_reused_tokens = 0
+        self.num_tokens = 0
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         (choice,) = choices
         out: dict[str, Any] = {"generated_text": self.prefix + choice.text}
         if self.parameters.details:
             tokens = [self._token(token_id, "") for token_id in choice.token_ids]
-            self.num_reused_tokens = choice.num_reused_tokens
             out["details"] = self._details(choice.finish_reason, choice.stop_reason, len(tokens)) | {
                 "prefill": [],
                 "tokens": tokens,
@@ -77,7 +76,6 @@ class Answer:
             async for delta in stream:
                 self.texts.append(delta.text)
                 self.num_tokens += len(delta.token_ids)
-                self.num_reused_tokens = max(self.num_reused_tokens, delta.num_reused_tokens)
                 last = delta.token_ids[-1] if delta.token_ids else 0
                 event: dict[str, Any] = {
                     "index": self.num_tokens,
@@ -103,5 +101,4 @@ class Answer:
         elif finish_reason == "timeout":
             finish_reason = "length"
         seed = self.one.sampling.seed if self.one.sampling.temperature else None
-        details = {"finish_reason": finish_reason, "generated_tokens": num_tokens, "seed": seed}
-        return details | ({"reused_tokens": self.num_reused_tokens} if self.num_reused_tokens else {})
+        return {"finish_reason": finish_reason, "generated_tokens": num_tokens, "seed": seed}

@@ -186,8 +186,8 @@ def assert_invariants(engine: Engine) -> None:
     for request in scheduler.running:
         for block_id in [block_id for ids in request.block_ids for block_id in dict.fromkeys(ids) if block_id]:
             held[block_id] = held.get(block_id, 0) + 1
-    assert {i: count for i, count in enumerate(pool._ref_counts) if count} == held
-    free = [block_id for queue in (pool._free, pool._free_hot, *pool._free_kept) for block_id in queue]
+    assert {i: count for i, count in enumerate(pool.pages.num_refs) if count} == held
+    free = list(pool.free_blocks)
     assert len(free) == len(set(free)) and set(free) == set(range(1, pool.num_usable + 1)) - held.keys()
     rows = [request.row for request in scheduler.running]
     assert sorted(rows + scheduler.free_rows) == list(range(engine.core.ready.worker.max_num_seqs))

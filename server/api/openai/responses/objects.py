@@ -86,7 +86,6 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
-    reused_tokens: int | UnsetType = UNSET  # of the input, from other positions (`--cache-reuse`)
 
 
 class ResponseError(msgspec.Struct, kw_only=True):

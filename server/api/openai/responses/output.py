@@ -56,13 +56,12 @@ class Output:
         self.pieces: list[str] = []  # of its text
         self.logprobs: list[Any] = []
         self.space = ""  # white space that may begin a message, or separate items
-        self.num_cached_tokens = self.num_output_tokens = self.num_reasoning_tokens = self.num_reused_tokens = 0
+        self.num_cached_tokens = self.num_output_tokens = self.num_reasoning_tokens = 0
         self.prediction_tokens: tuple[int, int] | None = None  # accepted and rejected drafts of a prediction
         self.finish_reason: str | None = None
 
     def push(self, delta: Delta) -> Iterator[ServerEvent]:
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
-        self.num_reused_tokens = max(self.num_reused_tokens, delta.num_reused_tokens)
         self.num_output_tokens += len(delta.token_ids)
         self.num_reasoning_tokens += delta.num_reasoning_tokens
         self.prediction_tokens = delta.prediction_tokens or self.prediction_tokens
@@ -92,7 +91,6 @@ class Output:
                 rejected_prediction_tokens=rejected,
             ),
             total_tokens=self.num_input_tokens + self.num_output_tokens,
-            reused_tokens=self.num_reused_tokens or UNSET,
         )
 
     def add(self, event: Event, logprobs: list[Any]) -> Iterator[ServerEvent]:

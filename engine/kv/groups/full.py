@@ -1,0 +1,58 @@
+"""Groups whose layers attend to all tokens."""
+
+from __future__ import annotations
+
+from quire.engine.kv.groups.base import GroupBlocks, Shared
+from quire.engine.kv.pool import PoolObserver
+from quire.worker.messages import CacheGroup
+
+
+class FullBlocks(GroupBlocks):
+    """Holds the blocks 0 .. last."""
+
+    needs_all = True
+
+    def __init__(self, g: int, group: CacheGroup, shared: Shared):
+        super().__init__(g, group, shared)
+        self._last = _LastFound()
+        self.pool.observe(self._last)
+
+    def first_read(self, num_blocks: int) -> int:
+        return 0
+
+    def find(self, hashes: list[bytes]) -> list[int]:
+        """Ids of the published blocks before the first missing one."""
+        last = self._last
+        ids = last.begin(hashes)
+        while len(ids) < len(hashes) and (block_id := self.pool.find(self.tag + hashes[len(ids)])) is not None:
+            last.add(hashes[len(ids)], block_id)
+        return ids[: len(hashes)]
+
+
+class _LastFound(PoolObserver):
+    """The blocks that were found last, until one of them is unpublished: a request that waits for room is looked up in
+    every step.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: list[bytes] = []
+        self._ids: list[int] = []
+        self._pages: set[int] = set()
+
+    def begin(self, hashes: list[bytes]) -> list[int]:
+        """Return the blocks that are known to have these hashes, in order; forget them if they have others."""
+        if hashes[: len(self._hashes)] != self._hashes[: len(hashes)]:
+            self.unpublished_all()
+        return self._ids
+
+    def add(self, block_hash: bytes, block_id: int) -> None:
+        self._hashes.append(block_hash)
+        self._ids.append(block_id)
+        self._pages.add(block_id)
+
+    def unpublished(self, page: int, key: bytes) -> None:
+        if page in self._pages:
+            self.unpublished_all()
+
+    def unpublished_all(self) -> None:
+        self._hashes, self._ids, self._pages = [], [], set()
