@@ -21,8 +21,9 @@ logger = logging.getLogger("quire")
 class Formats:
     """The parsers of the model's text. `generic`: tools are described in a system message, because the template
     prints none, or because a setting says so. `marker_ids` are the parsers' markers that are tokens, `visible_ids` the
-    special ones of them, which the parsers must see in the text. The last are token ids of what begins and ends thoughts, and of the texts that end them when their budget is used:
-    before any answer, before one with a structure, and before calls whose structure covers the thoughts.
+    special ones of them, which the parsers must see in the text. The last are token ids of what begins and ends
+    thoughts, and of the texts that end them when their budget is used: before any answer, before one with a structure,
+    and before calls whose structure covers the thoughts.
     """
 
     tools: ToolFormat | None = None

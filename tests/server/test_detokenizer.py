@@ -1,7 +1,6 @@
 """Tests incremental decoding against the full decode."""
 
 import copy
-import functools
 import itertools
 import re
 import time
