@@ -20,6 +20,7 @@ from quire.server.text.incremental_decoding import (
 )
 from quire.server.text.tokenizer import Tokenizer
 from tests.server.tokenizer_kinds import CORPUS, KINDS
+from tests.server.whole_text import whole_text
 
 EXACT = [name for name in KINDS if name != "suffix_bpe"]
 TEXTS = [*CORPUS, "🦊🦊 ﷽ é", " ' s 's . , do not n't ' ' x '", "a  b", "", "x\ufffdy"]
@@ -52,28 +53,6 @@ def chunked(draw, ids):
 
 def run(detokenizer, chunks):
     return "".join([detokenizer.push(chunk) for chunk in chunks]) + detokenizer.finish()
-
-
-def num_unfinished(data):
-    """The number of bytes at the end that begin a character and lack its others, as Python's strict decoder says."""
-    for size in (1, 2, 3):
-        try:
-            data[-size:].decode()
-        except UnicodeDecodeError as error:
-            if (error.reason, error.start) == ("unexpected end of data", 0):
-                return min(size, len(data))
-    return 0
-
-
-def whole_text(tokenizer, ids, skip=True):
-    """The full decode, without an unfinished character at its end."""
-    visible = [i for i in ids if not (skip and i in tokenizer.special_ids)]
-    left = num_unfinished(b"".join(map(tokenizer.token_bytes, visible)))
-    if left and isinstance(tokenizer._decoding, ByteDecoding):
-        return tokenizer.decode(ids, skip)[:-1]  # which has one U+FFFD for its bytes
-    while left:  # tokens of one byte
-        left -= len(tokenizer.token_bytes(visible.pop()))
-    return tokenizer.decode(visible, skip)
 
 
 def test_the_kinds_have_the_streams_meant_for_them(tokenizers):
