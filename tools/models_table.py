@@ -22,7 +22,8 @@ FILE = Path(__file__).parent.parent / "docs" / "models.md"
 _HEAD = """# Model families
 
 The families of the table are served from safetensors in float32, bfloat16, float16 or
-[quantized](quantization.md), or from GGUF. `make docs` lists the effect of each key of their files (`model-files.html`).
+[quantized](quantization.md), or from GGUF. `make docs` lists the effect of each key of their files
+(`model-files.html`).
 
 - Embedding models of these families pool as their `modules.json` says (sentence-transformers); `--pooling lasttoken`
   makes embeddings with any model, `--pooling yes-no` a reranker of a model that answers yes or no; `LLM.embed`,

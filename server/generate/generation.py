@@ -198,6 +198,14 @@ def _int64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
+def _text_ends(request: GenerationRequest, tokenizer: Tokenizer) -> frozenset[int]:
+    """With `request.text_ends`, the stop tokens that are shown and are not text themselves."""
+    if not request.include_stop_str_in_output:
+        return request.text_ends
+    sampling = request.sampling
+    return request.text_ends | (tokenizer.added_ids & {*sampling.stop_token_ids, *sampling.eos_token_ids})
+
+
 class _Choice:
     """One of the n: its detokenizer, and the tokens whose text is not complete."""
 
@@ -227,6 +235,7 @@ class _Choice:
             request.spaces_between_special_tokens,
             request.sampling.min_tokens,
             request.visible_ids,
+            _text_ends(request, tokenizer),
         )
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []

@@ -115,6 +115,7 @@ def _request(
         structure=reading.structure,
         parsing=reading.parsing,
         visible_ids=reading.visible_ids,
+        text_ends=reading.text_ends,
         media=prompt.media,
     )
 

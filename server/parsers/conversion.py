@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from quire.server.parsers.json_writer import repaired
 from quire.server.parsers.literals import to_json
 from quire.server.parsers.model_json import NUMBER, WORDS, json_string
 from quire.server.values import Json
 
+_QUOTE = re.compile("[\"']")
 _MAX_DEPTH = 16  # of references and alternatives in a schema
 _NAMES = {
     str: "string",
@@ -75,6 +77,8 @@ class ArgumentTypes:
         if types == {"string"} or not stripped:
             return json_string(text)
         candidate = literal(stripped)
+        if candidate is None and types and "string" not in types and stripped[0] in "{[":
+            candidate = repaired(stripped, close=True)
         if candidate is None or (kind := _kind(candidate)) == "string":
             return json_string(text)
         allowed = not types or kind in types or (kind == "number" and "integer" in types and _is_integer(candidate))
@@ -95,22 +99,19 @@ def _is_text(value: Json) -> bool:
 
 
 def literal(text: str) -> str | None:
-    """`text` if it is JSON, or the JSON of the Python literal that it is; None if it is a plain word or text."""
+    """The JSON of the value that `text` is in JSON or Python; None if it is a plain word or text. The first quote tells
+    which escapes are meant.
+    """
     if NUMBER.fullmatch(text):
         return text
     if text.lower() in WORDS:
         return WORDS[text.lower()]
     if not text or text[0] not in "{[(\"'":
         return None
-    try:
-        json.loads(text, parse_int=str, parse_constant=_reject)
-        return text
-    except (ValueError, RecursionError):
-        return to_json(text)
-
-
-def _reject(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    quote = _QUOTE.search(text)
+    if quote is None or quote.group() == '"':
+        return repaired(text) or to_json(text)
+    return to_json(text) or repaired(text)
 
 
 def _kind(text: str) -> str:

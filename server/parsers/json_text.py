@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from quire.server.parsers.json_writer import JsonWriter
+from quire.server.parsers.json_writer import JsonWriter, repaired
 from quire.server.parsers.markers import Markers
 from quire.server.parsers.model_json import read
 from quire.server.parsers.reader import QUOTED_LIMIT, Cut, Malformed, Reader, Wait
@@ -13,8 +13,10 @@ from quire.server.parsers.reader import QUOTED_LIMIT, Cut, Malformed, Reader, Wa
 Emit = Callable[[str], None]
 
 _PIECE = 4096
-_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
-_UNESCAPED = re.compile(r'[^"\\]+')
+_STRING = re.compile(r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'""")
+_WORD = re.compile(r"[A-Za-z_][\w.\-]*")
+_KEY = re.compile(f"{_STRING.pattern}|{_WORD.pattern}")
+_UNESCAPED = {quote: re.compile(rf"[^{quote}\\]+") for quote in "\"'"}
 _CLOSERS = re.compile(r"[}\])]*")
 _TO_QUOTE = {quote: re.compile(rf"(?:[^{quote}\\]+|\\.)*", re.DOTALL) for quote in "\"'"}
 _NO_MARKERS = Markers(())
@@ -67,8 +69,8 @@ def arguments(reader: Reader, ends: Markers = _NO_MARKERS) -> Wait[None]:
 
 def _arguments(reader: Reader, writer: JsonWriter, ends: Markers) -> Wait[None]:
     yield from reader.skip_space()
-    if (yield from reader.sees('"')):
-        yield from string_value(reader, lambda text: _push_all(writer, text), ends)
+    if (yield from reader.peek()) in _UNESCAPED:
+        yield from _string_value(reader, lambda text: _push_all(writer, text), ends)
     elif not (yield from reader.accept("null")):
         yield from value(reader, writer, ends)
 
@@ -94,32 +96,34 @@ def close(reader: Reader, marker: str) -> Wait[None]:
     yield from reader.close(marker)
 
 
-def short_string(reader: Reader) -> Wait[str]:
-    """The value of a string of at most NAME_LIMIT characters: a name or a key."""
-    text = (yield from reader.match(_STRING)).group()
+def _short_string(reader: Reader, pattern: re.Pattern) -> Wait[str]:
+    """The value of a string of at most NAME_LIMIT characters, a name or a key, which `pattern` matches."""
+    text = (yield from reader.match(pattern)).group()
+    if text[0] not in _UNESCAPED:
+        return text
     try:
-        return read(text)
+        return read(repaired(text) or text)
     except ValueError:
         raise Malformed from None
 
 
-def string_value(reader: Reader, emit: Emit, ends: Markers) -> Wait[None]:
+def _string_value(reader: Reader, emit: Emit, ends: Markers) -> Wait[None]:
     """Hand the value of a string, unescaped, to `emit` as it arrives. One of `ends` ends it as in `value`."""
-    yield from reader.expect('"')
+    quote = reader.take(1)
     while True:
         ahead = reader.text[reader.position : reader.position + _PIECE]
         length, marker = ends.find(ahead, 0)
         if marker is None:
             length -= ends.num_partial(ahead, 0)
-        if length and (plain := _UNESCAPED.match(ahead, 0, length)):
+        if length and (plain := _UNESCAPED[quote].match(ahead, 0, length)):
             emit(reader.take(plain.end()))
-        elif length and ahead[0] == '"':
+        elif length and ahead[0] == quote:
             reader.take(1)
             return
         elif length:
             emit((yield from _escape(reader)))
         elif marker is not None:
-            if not (length := (yield from _num_quoted(reader, '"', len(marker)))):
+            if not (length := (yield from _num_quoted(reader, quote, len(marker)))):
                 return
             emit(reader.take(len(marker)))
         elif not (yield from reader.wait()):
@@ -131,6 +135,8 @@ def _escape(reader: Reader) -> Wait[str]:
     text = yield from _one_escape(reader)
     if text.startswith("\\u") and text[2:4].lower() in ("d8", "d9", "da", "db") and (yield from reader.sees("\\u")):
         text += yield from _one_escape(reader)
+    if text == "\\'":
+        return "'"
     try:
         return read(f'"{text}"')
     except ValueError:
@@ -155,7 +161,7 @@ def call(reader: Reader, names: frozenset[str] | None = None, ends: Markers = _N
         yield from reader.skip_space()
         if (yield from reader.accept("}")):
             break
-        key = yield from short_string(reader)
+        key = yield from _short_string(reader, _KEY)
         yield from reader.skip_space()
         yield from reader.expect(":")
         yield from reader.skip_space()
@@ -180,6 +186,9 @@ def calls(reader: Reader, names: frozenset[str] | None = None, ends: Markers = _
             if not (yield from reader.accept(",")):
                 break
             reader.hold()
+            yield from reader.skip_space()
+            if (yield from reader.sees("]")):
+                break
     yield from closers(reader)
 
 
@@ -196,7 +205,7 @@ class _CallParts:
 
     def member(self, key: str) -> Wait[None]:
         if key == "name" and self._name is None:
-            self._name = yield from short_string(self._reader)
+            self._name = yield from _short_string(self._reader, _STRING)
             if not self._name or (self._names is not None and self._name not in self._names):
                 raise Malformed
         elif key in ("arguments", "parameters") and not self._has_arguments:

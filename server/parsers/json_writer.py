@@ -20,6 +20,29 @@ _OPEN_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{0,3}|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?"
 )
 _CLOSERS = {"{": "}", "[": "]"}
+_NEEDLESS = re.compile(r"[\s}\])]*")
+
+
+def repaired(text: str, close: bool = False) -> str | None:
+    """The JSON text of the one value that `text` is, as a model writes JSON (`JsonWriter`) and with closing brackets
+    that close nothing; None if it is none. With `close`, brackets that it leaves open are closed.
+    """
+    try:
+        json.loads(text, parse_int=str, parse_constant=_no_constant)
+        return text
+    except (ValueError, RecursionError):
+        pass
+    pieces: list[str] = []
+    writer = JsonWriter(pieces.append)
+    rest = text[writer.push(text) :]
+    if close and not rest:
+        writer.close()
+    needless = _NEEDLESS.fullmatch(rest) if text.lstrip()[:1] in _CLOSERS else not rest.strip()
+    return "".join(pieces) if writer.done and needless else None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 class JsonWriter:

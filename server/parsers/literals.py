@@ -85,12 +85,17 @@ def value(reader: Reader, emit: Emit, style: Style = PYTHON) -> Wait[None]:
 
 
 def _closes(reader: Reader, emit: Emit, closers: list[str]) -> Wait[bool]:
-    """Read the innermost closing bracket if it is next."""
+    """Read a closing bracket if it is next. It also closes those within that were left open."""
     yield from reader.skip_space()
-    if not (yield from reader.accept(closers[-1])):
+    bracket = yield from reader.peek()
+    if bracket not in _CLOSERS.values() or (bracket != closers[-1] and bracket not in closers):
         return False
-    emit("}" if closers.pop() == "}" else "]")
-    return True
+    reader.take(1)
+    while True:
+        closer = closers.pop()
+        emit("}" if closer == "}" else "]")
+        if closer == bracket:
+            return True
 
 
 def _key(reader: Reader, emit: Emit, style: Style, closers: list[str]) -> Wait[None]:

@@ -25,7 +25,7 @@ from quire.server.parsers.tools.deepseek_v32 import DeepseekV4, DeepseekV32
 from quire.server.parsers.tools.gemma import FunctionGemma, Gemma3, Gemma4
 from quire.server.parsers.tools.glm import Glm45
 from quire.server.parsers.tools.hermes import Hermes
-from quire.server.parsers.tools.json_arrays import GenericJson, Granite, Phi4Mini
+from quire.server.parsers.tools.json_arrays import GenericJson, Granite, Granite4, Phi4Mini
 from quire.server.parsers.tools.kimi_k2 import KimiK2
 from quire.server.parsers.tools.llama3 import Llama3Json
 from quire.server.parsers.tools.minimax_m2 import MinimaxM2
@@ -51,6 +51,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     Gemma4(),
     FunctionGemma(),
     Granite(),
+    Granite4(),
     Phi4Mini(),
     Hermes(),
     Pythonic(),
@@ -81,8 +82,7 @@ TOOL_ALIASES: Mapping[str, tuple[str, ...]] = {
     "gpt-oss": ("gpt_oss",),
     "qwen": ("hermes",),
     "qwen25": ("hermes",),
-    "granite4": ("hermes",),
-    "granite": ("granite", "hermes"),
+    "granite": ("granite", "granite4"),
     "qwen3_xml": ("qwen3_coder",),
     "mimo": ("qwen3_coder",),
     "step3p5": ("qwen3_coder",),

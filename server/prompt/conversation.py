@@ -149,6 +149,7 @@ class Reading:
     structure: Structure | None = None
     thinking: ThinkingBudget | None = None
     visible_ids: frozenset[int] = frozenset()
+    text_ends: frozenset[int] = frozenset()  # markers, and the first token that ends thoughts whose budget is used
 
 
 def read_answer(
@@ -174,7 +175,8 @@ def read_answer(
         parsing = None
     wanted = structure_of(tools, conversation.tool_choice, structure, formats, opened, _closed(rendered.text, formats))
     thinking = _budget(rendered.thinking.budget, opened, wanted, formats)
-    return Reading(parsing, wanted, thinking, formats.visible_ids)
+    text_ends = formats.marker_ids | frozenset(thinking.forced[:1] if thinking else ())
+    return Reading(parsing, wanted, thinking, formats.visible_ids, text_ends)
 
 
 def _budget(budget: int | None, opened: bool, structure: Structure | None, formats: Formats) -> ThinkingBudget | None:

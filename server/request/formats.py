@@ -20,9 +20,10 @@ logger = logging.getLogger("quire")
 @dataclass(frozen=True, slots=True)
 class Formats:
     """The parsers of the model's text. `generic`: tools are described in a system message, because the template
-    prints none, or because a setting says so. `visible_ids` are special tokens that the parsers must see in the text.
-    The last are token ids of what begins and ends thoughts, and of the texts that end them when their budget is used:
-    before any answer, before one with a structure, and before calls whose structure covers the thoughts.
+    prints none, or because a setting says so. `marker_ids` are the parsers' markers that are tokens, `visible_ids` the
+    special ones of them, which the parsers must see in the text. The last are token ids of what begins and ends
+    thoughts, and of the texts that end them when their budget is used: before any answer, before one with a structure,
+    and before calls whose structure covers the thoughts.
     """
 
     tools: ToolFormat | None = None
@@ -30,6 +31,7 @@ class Formats:
     generic: bool = False
     reasoning: ReasoningFormat | None = None
     reasoning_reason: str = ""
+    marker_ids: frozenset[int] = frozenset()
     visible_ids: frozenset[int] = frozenset()
     begin: tuple[int, ...] = ()
     end: tuple[int, ...] = ()
@@ -54,14 +56,15 @@ def choose_formats(server: ServerConfig, tokenizer: Tokenizer) -> Formats:
         tools, why_tools = tool_format(GENERIC), why_generic
     reasoning, why_reasoning = _reasoning(server.reasoning_parser, template, tokenizer)
     markers = {*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ())}
-    ids = {tokenizer.token_to_id(marker) for marker in markers}
+    ids = frozenset({tokenizer.token_to_id(marker) for marker in markers} - {None})
     formats = Formats(
         tools,
         why_tools,
         generic,
         reasoning,
         why_reasoning,
-        frozenset(ids & tokenizer.special_ids),
+        ids,
+        ids & tokenizer.special_ids,
         *(_marker_ids(reasoning, tokenizer) if reasoning else ()),
     )
     if server.enable_auto_tool_choice:

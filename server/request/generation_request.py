@@ -54,6 +54,7 @@ class GenerationRequest:
     structure: Structure | None = None
     parsing: Parsing | None = None  # None: the text is the answer
     visible_ids: frozenset[int] = frozenset()  # special tokens that are shown although special tokens are not
+    text_ends: frozenset[int] = frozenset()  # tokens that end the text before them (`Detokenizer`)
     pooling: PoolingParams | None = None  # ask for a vector (`pooling.py`) instead of text
     media: list[Attached] = field(default_factory=list)
     adapters: list[Chosen] = field(default_factory=list)  # of LoRA

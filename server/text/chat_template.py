@@ -20,6 +20,7 @@ import jinja2
 from jinja2 import nodes
 
 from quire.server.parsers import model_json
+from quire.server.parsers.json_writer import repaired
 from quire.server.text.template_probe import ToolSupport, probe_tools, with_no_content
 from quire.server.text.template_sandbox import MAX_CHARS, Limit, Sandbox
 from quire.server.values import Json
@@ -305,7 +306,7 @@ def _parsed(arguments: str) -> Any:
     if not arguments.strip():
         return {}
     try:
-        value = model_json.read(arguments)
+        value = model_json.read(repaired(arguments) or arguments)
     except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments

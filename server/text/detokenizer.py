@@ -95,6 +95,9 @@ class Detokenizer:
 
     A stop string counts if a token after the first `min_tokens` completes it. If several match, the one completed
     first wins, then the one that is first in `stop`.
+
+    A character whose last bytes are missing is left out at the end of the sequence, and before a token of `text_ends`,
+    which ends the text before it wherever that is: a marker of thoughts or calls, a stop token that is shown.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Detokenizer:
         spaces_between_special_tokens: bool = True,
         min_tokens: int = 0,
         visible_ids: frozenset[int] = frozenset(),
+        text_ends: frozenset[int] = frozenset(),
     ):
         self.stopped: str | None = None  # the stop string that was hit
         self.num_tokens = 0  # tokens pushed, up to the one that completed a stop string
@@ -114,6 +118,7 @@ class Detokenizer:
         self._stream = tokenizer.stream(
             prompt_token_ids, skip_special_tokens, spaces_between_special_tokens, visible_ids
         )
+        self._text_ends = text_ends
         self._stop = stop if isinstance(stop, StopStrings) else StopStrings(stop)
         self._state = 0  # state of `_stop` at the end of the text decoded so far
         self._include = include_stop_str_in_output
@@ -133,7 +138,7 @@ class Detokenizer:
         return "".join(texts)
 
     def finish(self) -> str:
-        """End the sequence and return the text still held back. An unfinished character becomes U+FFFD."""
+        """End the sequence and return the text still held back."""
         if self.stopped is not None:
             return ""
         text = self._stream.finish()
@@ -144,8 +149,10 @@ class Detokenizer:
         return text
 
     def _push_one(self, token_id: int) -> str:
-        text = self._stream.push((token_id,))
-        held = self._stream.held
+        stream = self._stream
+        text = stream.finish() if token_id in self._text_ends and stream.held else ""
+        text += stream.push((token_id,))
+        held = stream.held
         self.num_tokens += 1
         self._num_decoded += len(text)
         if self._stop and text:

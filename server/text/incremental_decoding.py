@@ -7,7 +7,7 @@ any other pipeline gets `WindowDecoding`, which decodes a few tokens of context 
 do.
 
 The results of a stream's `push` and `finish` add up to exactly the full decode of prompt and output, minus the text of
-the prompt.
+the prompt, and minus a character at the end whose bytes are not all there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 import tokenizers
 
+REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>\Z")
+_CONTINUATIONS = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
 _utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+def without_unfinished(data: bytes) -> bytes:
+    """UTF-8 without the first bytes of a character at its end whose other bytes are missing."""
+    decoder = _utf8("replace")
+    decoder.decode(data)
+    return data[: len(data) - len(decoder.getstate()[0])]
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -90,8 +99,10 @@ class ByteStream:
         return text
 
     def finish(self) -> str:
+        """End a text: an unfinished character is left out, and the next `push` begins a character."""
+        self._decoder.reset()
         self.held = False
-        return self._decoder.decode(b"", True)
+        return ""
 
 
 class PieceDecoding:
@@ -209,12 +220,12 @@ class PieceStream:
 
     def _end_run(self) -> str:
         run, own, self._run, self._run_of_prompt = self._run, len(self._run) - self._run_of_prompt, b"", 0
-        if not own:  # the prompt's last character stays unfinished
+        if own <= 0:  # the prompt's last character stays unfinished
             return ""
         try:
             return run.decode()
         except UnicodeDecodeError:
-            return "\ufffd" * own
+            return REPLACEMENT * own
 
     def _strip_start(self, text: str) -> str:
         while self._strip and text:
@@ -226,24 +237,38 @@ class PieceStream:
         return text
 
     def finish(self) -> str:
-        return self._strip_start(self._end_run()) if self._run else ""
+        self._run = without_unfinished(self._run)
+        return self._strip_start(self._end_run())
 
 
 class WindowDecoding:
     """For any tokenizer with `decode(ids, skip)`: a token's text is its addition to the text of the tokens before it.
 
     Exact if a token's text depends only on tokens in the window. A window of `longest` tokens that still ends in U+FFFD
-    is emitted as it is.
+    is emitted as it is. With `byte_level`, tokens are spelled in GPT-2's alphabet of bytes.
     """
 
     context, longest = 5, 16
 
-    def __init__(self, decode: Callable[[Sequence[int], bool], str], token_of: Callable[[int], str | None]):
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int], bool], str],
+        token_of: Callable[[int], str | bytes | None],
+        byte_level: bool = False,
+    ):
         self.decode = decode
         self._token_of = token_of
+        self._alphabet = byte_alphabet() if byte_level else {}
 
     def token_bytes(self, token_id: int) -> bytes:
-        return (self._token_of(token_id) or "").encode()
+        token = self._token_of(token_id) or b""
+        if isinstance(token, bytes):  # as tokenizers that wrap tiktoken give them
+            return token
+        if match := _BYTE_TOKEN.match(token):
+            return bytes([int(match[1], 16)])
+        if self._alphabet.keys() >= set(token):
+            return bytes(self._alphabet[c] for c in token)
+        return token.encode()
 
     def stream(self, prompt_ids: Sequence[int], skip: frozenset[int], raw_repeats: frozenset[int]) -> WindowStream:
         return WindowStream(self, prompt_ids, skip)
@@ -252,33 +277,56 @@ class WindowDecoding:
 class WindowStream:
     def __init__(self, decoding: WindowDecoding, prompt_ids: Sequence[int], skip: frozenset[int]):
         self._decoding = decoding
-        self._skip = bool(skip)
-        self._ids = list(prompt_ids[-decoding.context :])
+        self._skip = skip
+        self._ids = self._context(prompt_ids)
         self._num_read = len(self._ids)
-        self._prefix = decoding.decode(self._ids, self._skip)
+        self._prefix = self._whole_characters(self._decode())  # the output completes an unfinished one of the prompt
         self.held = False
+
+    def _context(self, ids: Sequence[int]) -> list[int]:
+        """The last tokens, from the beginning of a character on."""
+        start = max(0, len(ids) - self._decoding.context)
+        for _ in range(3):
+            if start and self._decoding.token_bytes(ids[start])[:1] in _CONTINUATIONS:
+                start -= 1
+        return list(ids[start:])
+
+    def _decode(self) -> str:
+        return self._decoding.decode(self._ids, bool(self._skip))
 
     def push(self, ids: Iterable[int]) -> str:
         return "".join([self._push_one(token_id) for token_id in ids])
 
     def _push_one(self, token_id: int) -> str:
         self._ids.append(token_id)
-        text = self._decoding.decode(self._ids, self._skip)
-        self.held = text.endswith("\ufffd") and len(self._ids) - self._num_read < self._decoding.longest
+        text = self._decode()
+        self.held = text.endswith(REPLACEMENT) and len(self._ids) - self._num_read < self._decoding.longest
         if self.held:
             return ""
         return self._read(text)
 
     def _read(self, text: str) -> str:
         new = text[len(self._prefix) :]
-        self._ids = self._ids[-self._decoding.context :]
+        self._ids = self._context(self._ids)
         self._num_read = len(self._ids)
-        self._prefix = self._decoding.decode(self._ids, self._skip)
+        self._prefix = self._decode()
         return new
 
     def finish(self) -> str:
         self.held = False
-        return self._read(self._decoding.decode(self._ids, self._skip)) if len(self._ids) > self._num_read else ""
+        if len(self._ids) == self._num_read:
+            return ""
+        return self._read(self._whole_characters(self._decode()))
+
+    def _whole_characters(self, text: str) -> str:
+        """`text`, which is that of the window, without an unfinished character at its end. The tokens' bytes tell its
+        U+FFFD from those that the text has.
+        """
+        if not text.endswith(REPLACEMENT):
+            return text
+        data = b"".join([self._decoding.token_bytes(i) for i in self._ids if i not in self._skip])
+        whole = without_unfinished(data).decode(errors="replace")
+        return text.rstrip(REPLACEMENT) + whole[len(whole.rstrip(REPLACEMENT)) :]
 
 
 _CLEAN_UP = (
@@ -356,7 +404,11 @@ def decoding_of(backend: tokenizers.Tokenizer) -> ByteDecoding | PieceDecoding |
         strip, strip_char = stages[0]["start"], stages[0]["content"]
         stages = stages[1:]
     if stages:
-        return WindowDecoding(lambda ids, skip: backend.decode(ids, skip_special_tokens=skip), backend.id_to_token)
+        return WindowDecoding(
+            lambda ids, skip: backend.decode(ids, skip_special_tokens=skip),
+            backend.id_to_token,
+            any(stage["type"] == "ByteLevel" for stage in stages),
+        )
     return PieceDecoding(backend.id_to_token, steps, byte_fallback, strip, strip_char)
 
 

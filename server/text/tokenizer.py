@@ -25,7 +25,14 @@ from quire.checkpoints.sentence_settings import transformer_settings
 from quire.checkpoints.templates import model_templates
 from quire.server.text import plamo
 from quire.server.text.chat_template import ChatTemplate, compile_template
-from quire.server.text.incremental_decoding import CleanUpStream, WindowDecoding, clean_up_spaces, decoding_of
+from quire.server.text.incremental_decoding import (
+    REPLACEMENT,
+    CleanUpStream,
+    WindowDecoding,
+    byte_alphabet,
+    clean_up_spaces,
+    decoding_of,
+)
 from quire.server.values import Json
 
 logger = logging.getLogger("quire.tokenizer")
@@ -134,15 +141,18 @@ class Tokenizer:
             raise ValueError("the text is not valid Unicode: it has unpaired surrogates") from error
         return [(encoding.ids, encoding.sequence_ids, encoding.type_ids) for encoding in encodings]
 
-    def decode(
-        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
-    ) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of all ids together. Ids without a token add no text."""
-        if not (skip_special_tokens or spaces_between_special_tokens):
-            stream = self.stream((), False, False)
-            return stream.push(ids) + stream.finish()
         text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return clean_up_spaces(text) if self._clean_up else text
+
+    def decode_characters(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The same without a character at the end whose bytes are not all there: the text that another may continue."""
+        text = self.decode(ids, skip_special_tokens)
+        if not text.endswith(REPLACEMENT):
+            return text
+        stream = self.stream((), skip_special_tokens)
+        return stream.push(ids) + stream.finish()
 
     def stream(
         self,
@@ -152,7 +162,7 @@ class Tokenizer:
         visible_ids: frozenset[int] = frozenset(),
     ):
         """A stream that decodes the tokens after `prompt_ids` as they arrive: `push(ids) -> str`, `finish() -> str`,
-        `held`. `visible_ids` are not skipped.
+        which ends a text and leaves out an unfinished character, and `held`. `visible_ids` are not skipped.
         """
         hidden = self.special_ids - visible_ids if visible_ids else self.special_ids  # no copy per choice
         skip = hidden if skip_special_tokens else frozenset()
@@ -171,7 +181,8 @@ class Tokenizer:
 
     def vocabulary_entry(self, token_id: int) -> str:
         """The token as spelled in the vocabulary (`Ġwor`, `▁wor`, `<0xE4>`); empty for an id without a token."""
-        return self._backend.id_to_token(token_id) or ""
+        token = self._backend.id_to_token(token_id) or ""
+        return token if isinstance(token, str) else token.decode("utf-8", "backslashreplace")
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
@@ -464,9 +475,10 @@ class _PythonTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def decoding(self) -> WindowDecoding:
-        return WindowDecoding(self.decode, self.id_to_token)
+        byte_level = self._tokenizer.get_vocab().keys() >= byte_alphabet().keys()
+        return WindowDecoding(self.decode, self.id_to_token, byte_level)
 
-    def id_to_token(self, token_id: int) -> str | None:
+    def id_to_token(self, token_id: int) -> str | bytes | None:
         return self._tokenizer.convert_ids_to_tokens(token_id)
 
     def token_to_id(self, token: str) -> int | None:

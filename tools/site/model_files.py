@@ -8,8 +8,8 @@ from quire.checkpoints.honoured import FILES
 _HEAD = """# Files of models, key by key
 
 Made from `checkpoints/honoured.py` and `checkpoints/gguf/keys.py` when this site is built. A test fails when
-transformers, sentence-transformers or llama.cpp's `gguf` package know a key without an entry. Keys of config.json belong
-to the families ([models.md](models.md)); their types and ranges are in
+transformers, sentence-transformers or llama.cpp's `gguf` package know a key without an entry. Keys of config.json
+belong to the families ([models.md](models.md)); their types and ranges are in
 `checkpoints/config_schema.py`.
 
 - **honoured**: it does what it does in the library that wrote it.

@@ -151,7 +151,7 @@ class CompletionAnswer(Answer):
             return "", None
         ids, text = self.prompts[index // self.n], self.texts[index // self.n]
         if text is None:
-            text = self.state.tokenizer.decode(ids, skip_special_tokens=self.body.skip_special_tokens is not False)
+            text = self.state.tokenizer.decode_characters(ids, self.body.skip_special_tokens is not False)
         logprobs = None
         if self.body.logprobs is not None:
             logprobs = self._formatter(index).completion(prompt_logprobs, ids[0])

@@ -63,7 +63,7 @@ class Answer:
         (choice,) = choices
         out: dict[str, Any] = {"generated_text": self.prefix + choice.text}
         if self.parameters.details:
-            tokens = [self._token(token_id, "") for token_id in choice.token_ids]
+            tokens = [self._token(token_id) for token_id in choice.token_ids]
             out["details"] = self._details(choice.finish_reason, choice.stop_reason, len(tokens)) | {
                 "prefill": [],
                 "tokens": tokens,
@@ -76,10 +76,9 @@ class Answer:
             async for delta in stream:
                 self.texts.append(delta.text)
                 self.num_tokens += len(delta.token_ids)
-                last = delta.token_ids[-1] if delta.token_ids else 0
                 event: dict[str, Any] = {
                     "index": self.num_tokens,
-                    "token": self._token(last, delta.text),
+                    "token": self._streamed(delta),
                     "generated_text": None,
                     "details": None,
                 }
@@ -90,10 +89,15 @@ class Answer:
         finally:
             await stream.aclose()
 
-    def _token(self, token_id: int, text: str) -> dict[str, Any]:
+    def _streamed(self, delta: Delta) -> dict[str, Any]:
+        """The last token of a delta with all of its text; the texts of those that are not special are the answer's."""
+        token = self._token(delta.token_ids[-1] if delta.token_ids else 0)
+        return token if token["special"] and not delta.text else token | {"text": delta.text, "special": False}
+
+    def _token(self, token_id: int) -> dict[str, Any]:
         tokenizer = self.state.tokenizer
-        text = text or tokenizer.id_to_token(token_id)
-        return {"id": token_id, "text": text, "logprob": None, "special": token_id in tokenizer.special_ids}
+        text, special = tokenizer.id_to_token(token_id), token_id in tokenizer.special_ids
+        return {"id": token_id, "text": text, "logprob": None, "special": special}
 
     def _details(self, finish_reason: str | None, stop_reason: int | str | None, num_tokens: int) -> dict[str, Any]:
         if finish_reason == "stop":

@@ -63,8 +63,7 @@ class Gemma4(ToolFormat):
             yield from reader.expect("{")
         reader.begin_call(name)
         yield from literals.value(reader, reader.arguments, self.style)
-        yield from reader.skip_space()
-        yield from reader.close(self.markers[1])
+        yield from json_text.close(reader, self.markers[1])
 
     def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
         if not needs_structure(tools, required, parallel):

@@ -1,4 +1,4 @@
-"""Formats of a marker and a JSON array of calls: Granite 3, Phi-4-mini; and JSON without a marker."""
+"""Formats of a marker and a JSON array of calls: Granite, Phi-4-mini; and JSON without a marker."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from quire.server.parsers.tools.base import (
     separated,
     tag,
 )
+from quire.server.parsers.tools.hermes import Hermes
 
 
 class JsonArray(ToolFormat):
@@ -48,14 +49,35 @@ class JsonArray(ToolFormat):
 
 
 class Granite(JsonArray):
+    """Granite 3. Calls as Granite 3.0 (`<tool_call>[...]`) and 4 write them are read, too."""
+
     name = "granite"
-    markers = ("<|tool_call|>", "<tool_call>")
-    begins = ("<|tool_call|>", "<tool_call>")  # the second in Granite 3.0
+    markers = ("<|tool_call|>", "<tool_call>", "</tool_call>")
+    begins = ("<|tool_call|>", "<tool_call>")
 
     def recognize(self, template: str, has_token: HasToken) -> str | None:
         if "<|tool_call|>" in template and "<|start_of_role|>" in template:
             return "the chat template writes <|tool_call|> and <|start_of_role|>"
         return None
+
+    def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
+        yield from super().read(reader, begin, tools)
+        yield from json_text.close(reader, "</tool_call>")
+
+
+class Granite4(Granite):
+    """Granite 4 writes calls as Hermes does; those of Granite 3 are read, too."""
+
+    name = "granite4"
+    _written = Hermes()
+
+    def recognize(self, template: str, has_token: HasToken) -> str | None:
+        if "<|start_of_role|>" in template and (why := self._written.recognize(template, has_token)):
+            return f"{why}, and <|start_of_role|>"
+        return None
+
+    def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
+        return self._written.structure(tools, required=required, parallel=parallel)
 
 
 class Phi4Mini(JsonArray):

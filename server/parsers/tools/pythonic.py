@@ -65,6 +65,9 @@ class Pythonic(ToolFormat):
             if not (yield from reader.accept(",")):
                 break
             reader.hold()
+            yield from reader.skip_space()
+            if (yield from reader.sees("]")):
+                break
         yield from reader.close("]")
 
     def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ class Script:
 
     def __init__(self, server: RunningServer):
         self.client, self.tokenizer = server.state.client, server.state.tokenizer
-        self.texts: list[str] = []
+        self.texts: list[str | list[int]] = []
         self.finish_reason = "stop"
         self.rng: random.Random | None = None  # cuts into pieces; None: one token at a time
         self.requests: list[AddRequest] = []
@@ -30,18 +30,21 @@ class Script:
     def __getattr__(self, name: str):
         return getattr(self.client, name)
 
-    def says(self, *texts: str, finish_reason: str = "stop", seed: int | None = None) -> None:
-        """The answers of the next requests: choice i says texts[i % len(texts)]."""
+    def says(self, *texts: str | list[int], finish_reason: str = "stop", seed: int | None = None) -> None:
+        """The answers of the next requests: choice i says texts[i % len(texts)], which may be token ids."""
         self.texts, self.finish_reason = list(texts), finish_reason
         self.rng = None if seed is None else random.Random(seed)
 
     def generate(self, request: AddRequest) -> Stream:
         self.requests.append(request)
         ids = {
-            choice.request_id: self.tokenizer.encode(self.texts[i % len(self.texts)], add_special_tokens=False)
+            choice.request_id: self._ids(self.texts[i % len(self.texts)])
             for i, choice in enumerate(request.choices)
         }
         return Stream(list(self._outputs(ids, request)))
+
+    def _ids(self, text: str | list[int]) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else text
 
     def _outputs(self, ids: dict[str, list[int]], request: AddRequest) -> Iterator[EngineOutput]:
         for request_id, all_ids in ids.items():

@@ -21,6 +21,7 @@ from quire.server.metrics.metrics import Metrics
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.text.tokenizer import Tokenizer
 from tests.helpers.server.tokenizer_kinds import CORPUS, byte_level, llama2
+from tests.helpers.server.whole_text import whole_text
 
 EOS = 2  # <|im_end|> of byte_level
 
@@ -115,7 +116,7 @@ class TestText:
         )
         cuts = sorted({0, len(ids), *data.draw(st.lists(st.integers(0, len(ids)), max_size=8))})
         chunks = [ids[a:b] for a, b in itertools.pairwise(cuts)]
-        text = tokenizer.decode(ids)
+        text = whole_text(tokenizer, ids)
         start = data.draw(st.integers(0, max(0, len(text) - 2)))
         stop = [text[start : start + data.draw(st.integers(1, 4))]] if data.draw(st.booleans()) and text else []
         client = ScriptedClient(outputs_of(chunks, logprobs=True), merged=data.draw(st.booleans()))
@@ -160,7 +161,7 @@ class TestText:
     def test_a_stop_token(self, tokenizer):
         ids = tokenizer.encode("one two")
         deltas = run(tokenizer, ScriptedClient(outputs_of([[i] for i in ids], "stop", stop_reason=ids[-1])))
-        assert "".join(d.text for d in deltas) == tokenizer.decode(ids[:-1])
+        assert "".join(d.text for d in deltas) == whole_text(tokenizer, ids[:-1])
         assert [i for d in deltas for i in d.token_ids] == ids
         assert deltas[-1].stop_reason == ids[-1]
 
@@ -264,7 +265,7 @@ def test_errors_are_told(tokenizer):
         "error",
         "the engine died 2 times while it ran this request",
     )
-    assert "".join(d.text for d in deltas) == tokenizer.decode(ids)
+    assert "".join(d.text for d in deltas) == whole_text(tokenizer, ids)
 
 
 def test_a_request_that_the_engine_refuses_is_a_bad_request(tokenizer):
@@ -370,7 +371,7 @@ def test_with_the_engine_process(tokenizer):
                     expected_tokens([1, 2, index], SamplingParams(max_tokens=60, seed=index + i), 4096, 1000)
                     for i in range(2)
                 ]
-                text = tokenizer.decode(whole[0])
+                text = whole_text(tokenizer, whole[0])
                 stop = [text[len(text) // 2 :][:3]] if index % 3 == 0 else []
                 generation = Generation(
                     client, tokenizer, GenerationRequest(f"r{index}", [1, 2, index], sampling, n=2, stop=stop)
@@ -383,7 +384,7 @@ def test_with_the_engine_process(tokenizer):
                         break
                 else:
                     for i in range(2):
-                        expected = tokenizer.decode(whole[i])
+                        expected = whole_text(tokenizer, whole[i])
                         assert texts[i] == (expected.split(stop[0])[0] if stop else expected)
                         assert ids[i] == whole[i][: len(ids[i])]
                 await generation.aclose()
@@ -430,7 +431,7 @@ def test_a_pile_is_read_in_slices(tokenizer):
     assert [i for delta in deltas for i in delta.token_ids] == tokens and sum(
         len(delta.logprobs) for delta in deltas
     ) == len(tokens)
-    assert "".join(delta.text for delta in deltas) == tokenizer.decode(tokens) and [
+    assert "".join(delta.text for delta in deltas) == whole_text(tokenizer, tokens) and [
         delta.finish_reason for delta in deltas
     ] == [None] * 10 + ["length"]
 

@@ -143,6 +143,7 @@ RENDERERS: dict[str, Callable[[Calls], str]] = {
     "mistral_json": lambda calls: "[TOOL_CALLS] " + _array(calls),
     "llama3_json": lambda calls: "; ".join(_object(*call, key="parameters") for call in calls),
     "granite": lambda calls: "<|tool_call|>" + _array(calls),
+    "granite4": hermes,
     "phi4_mini_json": lambda calls: "<|tool_call|>" + _array(calls) + "<|/tool_call|>",
     "json": _array,
     "pythonic": pythonic,

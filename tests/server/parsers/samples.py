@@ -62,6 +62,10 @@ SAMPLES: dict[str, list[str]] = {
         '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
         '<tool_call>[{"arguments": {"days": 3}, "name": "get_weather"}, {"name": "now", "arguments": {}}]',
     ],
+    "granite4": [
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>',
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]',
+    ],
     "phi4_mini_json": [
         '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]<|/tool_call|>',
         'functools[{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]',

@@ -36,7 +36,7 @@ CHOSEN = {  # template: tool format, reasoning format
     "MINIMAX_M2": ("minimax_m2", "minimax_m2"),
     "GPT_OSS": ("gpt_oss", "gpt_oss"),
     "MISTRAL_IDS": ("mistral", None),
-    "GRANITE": ("hermes", "think"),
+    "GRANITE": ("granite4", "think"),
     "GEMMA_CALLS": ("functiongemma", None),
     "TOOLS_IN_SYSTEM": ("phi4_mini_json", None),
 }
@@ -97,7 +97,8 @@ def test_aliases_name_formats():
 def test_a_name_of_several_formats_means_the_one_of_the_template():
     assert tool_format("mistral").name == "mistral"
     assert tool_format("mistral", "[TOOL_CALLS]").name == "mistral_json"
-    assert tool_format("granite", FAMILY_TEMPLATES["GRANITE"]).name == "hermes"
+    assert tool_format("granite", FAMILY_TEMPLATES["GRANITE"]).name == "granite4"
+    assert tool_format("granite", TEMPLATES["QWEN25"]).name == "granite"  # a template of another family
 
 
 def test_unknown_names_are_refused_with_the_list():

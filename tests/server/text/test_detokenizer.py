@@ -1,6 +1,8 @@
 """Tests incremental decoding against the full decode."""
 
+import copy
 import itertools
+import re
 import time
 
 import pytest
@@ -13,10 +15,12 @@ from quire.server.text.incremental_decoding import (
     CleanUpStream,
     PieceDecoding,
     WindowDecoding,
+    byte_alphabet,
     clean_up_spaces,
 )
 from quire.server.text.tokenizer import Tokenizer
 from tests.helpers.server.tokenizer_kinds import CORPUS, KINDS
+from tests.helpers.server.whole_text import whole_text
 
 EXACT = [name for name in KINDS if name != "suffix_bpe"]
 TEXTS = [*CORPUS, "🦊🦊 ﷽ é", " ' s 's . , do not n't ' ' x '", "a  b", "", "x\ufffdy"]
@@ -66,7 +70,7 @@ def test_pushes_add_up_to_the_full_decode(tokenizers, kind, data):
     ids = data.draw(id_lists(tokenizer))
     skip = data.draw(st.booleans())
     detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=skip)
-    assert run(detokenizer, chunked(data.draw, ids)) == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert run(detokenizer, chunked(data.draw, ids)) == whole_text(tokenizer, ids, skip)
     assert detokenizer.num_released == detokenizer.num_tokens == len(ids)
 
 
@@ -81,7 +85,7 @@ def test_in_the_context_of_a_prompt(tokenizers, kind, data):
     tokenizer = tokenizers[kind]
     prompt, ids = data.draw(id_lists(tokenizer)), data.draw(id_lists(tokenizer))
     skip = data.draw(st.booleans())
-    before, both = tokenizer.decode(prompt, skip), tokenizer.decode(prompt + ids, skip)
+    before, both = tokenizer.decode(prompt, skip), whole_text(tokenizer, prompt + ids, skip)
     text = run(Detokenizer(tokenizer, prompt, skip_special_tokens=skip), chunked(data.draw, ids))
     if both.startswith(before) and not before.endswith("\ufffd") and not ends_in_byte_run(tokenizer, prompt, skip):
         assert before + text == both
@@ -152,15 +156,83 @@ def test_no_character_is_split(tokenizers):
         assert len([text for text in pushed if text]) > 3
 
 
-def test_an_unfinished_character_at_the_end(tokenizers):
+def test_an_unfinished_character_at_the_end_is_left_out(tokenizers):
     for kind in ("byte_level", "llama2"):
         tokenizer = tokenizers[kind]
         ids = tokenizer.encode("a🦊", False)[:-1]
         detokenizer = Detokenizer(tokenizer, [])
         assert detokenizer.push(ids) == "a"
         assert detokenizer.num_released < len(ids)
-        assert "a" + detokenizer.finish() == tokenizer.decode(ids)
+        assert detokenizer.finish() == ""
         assert detokenizer.num_released == len(ids)
+
+
+def windows(tokenizers):
+    """Tokenizers of bytes without a stream of their own, as those in Python are: byte-level BPE whose tokens are
+    strings or bytes, and SentencePiece, which writes U+FFFD for each byte of no character.
+    """
+    byte_level, gemma = tokenizers["byte_level"], tokenizers["gemma"]
+    alphabet = byte_alphabet()
+
+    def bytes_of(token_id):
+        token = byte_level._backend.id_to_token(token_id)
+        return bytes(alphabet[c] for c in token) if token and alphabet.keys() >= set(token) else token
+
+    def pieces(ids, skip):
+        data = b"".join([gemma.token_bytes(i) for i in ids if not (skip and i in gemma.special_ids)])
+        return re.sub("[\udc80-\udcff]", "\ufffd", data.decode(errors="surrogateescape"))
+
+    for tokenizer, decode, token_of, is_byte_level in (
+        (byte_level, byte_level.decode, byte_level._backend.id_to_token, True),
+        (byte_level, byte_level.decode, bytes_of, False),
+        (gemma, pieces, gemma._backend.id_to_token, False),
+    ):
+        window = copy.copy(tokenizer)
+        window.decode, window._decoding = decode, WindowDecoding(decode, token_of, is_byte_level)
+        yield window, tokenizer
+
+
+CHARACTERS = st.text(st.sampled_from("ab .é你界🦙🦊👩\u200d\u0301\ufffd\U0010ffff"), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama3", "llama2", "llama2_class_no_prefix", "gemma", "windows"])
+@settings(max_examples=40, deadline=None)
+@given(text=CHARACTERS, prompt=CHARACTERS, data=st.data())
+def test_every_cut_of_a_text_is_its_longest_prefix_in_utf_8(tokenizers, kind, text, prompt, data):
+    """In pieces or whole, and when the prompt has the first tokens of the text."""
+    kinds = windows(tokenizers) if kind == "windows" else [(tokenizers[kind], tokenizers[kind])]
+    for tokenizer, exact in kinds:
+        prompt_ids, ids = tokenizer.encode(prompt), tokenizer.encode("x" + text, False)
+        raw = [exact.token_bytes(token_id) for token_id in ids]
+        begun = data.draw(st.integers(0, len(ids)))
+        before = b"".join(raw[:begun]).decode(errors="ignore")
+        known = prompt_ids + ids[:begun]
+        for cut in range(begun, len(ids) + 1):
+            expected = b"".join(raw[:cut]).decode(errors="ignore")[len(before) :]
+            assert run(Detokenizer(tokenizer, known), [[token_id] for token_id in ids[begun:cut]]) == expected
+            assert run(Detokenizer(tokenizer, known), [ids[begun:cut]]) == expected
+            assert run(Detokenizer(tokenizer, known, ["never comes"]), [ids[begun:cut]]) == expected
+        assert tokenizer.decode_characters(known).endswith(before)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama2", "gemma"])
+def test_a_marker_ends_the_text_before_it(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    ids = [*tokenizer.encode("a🦊", False)[:-1], marker := max(tokenizer.special_ids), tokenizer.encode("b", False)[-1]]
+    end = tokenizer.token_bytes(marker).decode() + tokenizer.token_bytes(ids[-1]).decode()
+    for text_ends, text in ((frozenset([marker]), "a" + end), (frozenset(), "\ufffd" + end)):
+        detokenizer = Detokenizer(tokenizer, [5], skip_special_tokens=False, text_ends=text_ends)
+        assert run(detokenizer, [[token_id] for token_id in ids]).endswith(text)
+        assert detokenizer.num_released == len(ids)
+
+
+def test_bytes_that_no_character_has_stay_visible(tokenizers):
+    for kind in ("byte_level", "llama2"):
+        tokenizer = tokenizers[kind]
+        token_of = {tokenizer.token_bytes(token_id): token_id for token_id in range(tokenizer.vocab_size)}
+        ids = [token_of[bytes([byte])] for byte in (0x61, 0xF0, 0x9F, 0x62, 0xFF)]
+        assert run(Detokenizer(tokenizer, [5]), [ids]).count("\ufffd") in (2, 3)
+        assert run(Detokenizer(tokenizer, [5]), [ids]) == tokenizer.decode(ids)
 
 
 class TestStopStrings:
@@ -169,7 +241,7 @@ class TestStopStrings:
         before = ""
         for count in range(1, len(ids) + 2):
             last = count > len(ids)
-            text = tokenizer.decode(ids[:count])
+            text = whole_text(tokenizer, ids)
             if not last:
                 stream = tokenizer.stream(())
                 text = stream.push(ids[:count])

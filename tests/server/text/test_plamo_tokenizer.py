@@ -85,7 +85,7 @@ def test_special_tokens_bytes_and_streams(tokenizer):
     fox = tokenizer.encode("🦊")
     assert [tokenizer.token_bytes(i) for i in fox] == [bytes([byte]) for byte in "🦊".encode()]
     stream = tokenizer.stream(())
-    assert [stream.push([i]) for i in fox[:3]] == ["", "", ""] and stream.finish() == "\ufffd"
+    assert [stream.push([i]) for i in fox[:3]] == ["", "", ""] and stream.finish() == ""
     assert tokenizer.decode(fox[:2]) == "\ufffd" and tokenizer.decode([10**6]) == ""
     with pytest.raises(ValueError, match="surrogates"):
         tokenizer.encode("a\ud800")

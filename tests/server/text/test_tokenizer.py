@@ -229,5 +229,6 @@ class TestSpacesBetweenSpecialTokens:
         tokenizer = Tokenizer.load(folders["word_piece"])
         ids = [*tokenizer.encode("fox"), *tokenizer.encode("fox")]
         assert tokenizer.decode(ids, False) == "[CLS] fox [SEP] [CLS] fox [SEP]"
-        assert tokenizer.decode(ids, False, False) == "[CLS] fox [SEP][CLS] fox [SEP]"
-        assert tokenizer.decode(ids, True, False) == "fox fox"
+        for skip, text in ((False, "[CLS] fox [SEP][CLS] fox [SEP]"), (True, "fox fox")):
+            stream = tokenizer.stream((), skip, False)
+            assert stream.push(ids) + stream.finish() == text

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from quire.checkpoints.gguf.folder import gguf_folder
 from quire.worker.messages import SamplingParams
 from tests.checkpoints.test_gguf_families import CASES
-from tests.engine.test_parallel import ParallelEngine
+from tests.engine.executor.test_parallel import ParallelEngine
 from tests.helpers.models.checkpoints import build_checkpoint
 from tests.helpers.models.families import FAMILIES, VOCAB, build_family, redraw
 from tests.helpers.models.gguf_converter import Converter, common

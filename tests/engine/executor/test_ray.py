@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.engine.test_parallel import PROMPTS, SAMPLING, SETTINGS, alone
+from tests.engine.executor.test_parallel import PROMPTS, SAMPLING, SETTINGS, alone
 from tests.helpers.in_process import InProcessEngine
 from tests.helpers.server.running import poll
 from tests.server.test_launch import gone, server_process
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def cluster(monkeypatch):
     """Two CPUs, whatever the machine has. The actors import our modules from here."""
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(num_cpus=2, include_dashboard=False, logging_level="warning")

@@ -14,7 +14,7 @@ from quire.engine.kv.manager import KVCacheManager
 from quire.engine.kv.pages import NULL_BLOCK
 from quire.engine.request import Request
 from quire.worker.messages import CacheGroup, most_blocks
-from tests.engine.test_kv_cache import request
+from tests.engine.kv.test_kv_cache import request
 from tests.engine.test_scheduler_properties import MAX_MODEL_LEN, check_outputs, drive, engine_settings, workload
 from tests.helpers.engine.harness import CLIENT, Engine, FakeOptions, fake_config
 
