@@ -370,7 +370,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
     prompt: Text | Prompts
     echo: bool | None = None
-    best_of: Count | None = None  # only n itself
+    best_of: Count | None = None  # n itself; more at temperature 0
     logprobs: AtLeastMinusOne | None = None
     suffix: Text | None = None  # for models with tokens for filling in the middle
 

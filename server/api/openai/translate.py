@@ -20,6 +20,7 @@ from quire.server.api.openai.tools import MessageToolCall, choice_of, template_c
 from quire.server.errors import BadRequest
 from quire.server.generate.ngrams import of_sglang, of_vllm
 from quire.server.generate.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.generate.sampling import is_greedy
 from quire.server.generate.tools import Reasoning
 from quire.server.media.inputs import ImageInput
 from quire.server.values import Json
@@ -73,8 +74,7 @@ def chat_spec(body: ChatCompletionRequest, **identity: Json) -> GenerationSpec:
 
 def completion_spec(body: CompletionRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
-    if body.best_of not in (None, body.n or 1):
-        raise BadRequest(f"best_of must equal n ({body.n or 1}): candidates are not ranked here.", param="best_of")
+    _check_best_of(body)
     if body.max_tokens == 0 and not body.echo:
         raise BadRequest("max_tokens must be at least 1 unless echo is true.", param="max_tokens")
     return GenerationSpec(
@@ -87,6 +87,16 @@ def completion_spec(body: CompletionRequest, **identity: Json) -> GenerationSpec
         echo=bool(body.echo),
         cache_salt=body.cache_salt,
         **identity,
+    )
+
+
+def _check_best_of(body: CompletionRequest) -> None:
+    """Raises BadRequest if the best candidates would have to be found: without sampling all are equal."""
+    n, best_of = body.n or 1, body.best_of
+    if best_of in (None, n) or (best_of > n and is_greedy(body.temperature)):
+        return
+    raise BadRequest(
+        f"best_of must equal n ({n}), or exceed it at temperature 0: candidates are not ranked here.", param="best_of"
     )
 
 
