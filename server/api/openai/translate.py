@@ -201,10 +201,14 @@ def template_message(message: Message, path: str) -> dict[str, Any]:
         )
     content: str | list[dict[str, Any]] | None
     if isinstance(message.content, list):
-        content = [_part(part, f"{path}.content.{i}") for i, part in enumerate(message.content)]
+        content = [_part(part, f"{path}.content.{i}") for i, part in message.parts().items()]
+        if message.content and not content:
+            content = ""
     else:
         content = message.refusal if message.content is None else message.content
     calls = _calls(message, path)
+    if content is None and message.audio is not None:
+        content = message.audio.transcript or ""
     if content is None and (message.role == "tool" or message.reasoning or message.reasoning_content):
         content = ""
     if calls and message.role != "assistant":
@@ -258,7 +262,8 @@ def _image(part: ContentPart, path: str) -> ImageInput:
     if given.url is None and part.uuid is None:
         param = f"{path}.image_url"
         raise BadRequest(f"Missing required parameter: {param}.", param=param, code="missing_required_parameter")
-    return ImageInput(param=f"{path}.image_url", url=given.url, detail=given.detail, uuid=part.uuid)
+    detail = "high" if given.detail == "original" else given.detail
+    return ImageInput(param=f"{path}.image_url", url=given.url, detail=detail, uuid=part.uuid)
 
 
 def _part_text(part: ContentPart, path: str) -> str:

@@ -92,8 +92,8 @@ class SamplingParameters(msgspec.Struct, kw_only=True):
         "no_stop_trim": (False,),
         "stop_regex": (),
         "logit_bias": (),
-        "stream_interval": (),
     }
+    hints: ClassVar[dict[str, tuple]] = {"stream_interval": (1,)}
 
 
 class TextRequest(msgspec.Struct, kw_only=True):
