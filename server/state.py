@@ -73,7 +73,7 @@ class ServerState:
     queue_wait: QueueWait = field(default_factory=QueueWait)
     incidents: Incidents = field(default_factory=Incidents)
     structures: Structures = field(default_factory=Structures)
-    unknown_fields: set[str] = field(default_factory=set)  # already logged
+    unknown_fields: set[str] = field(default_factory=set)  # fields without an effect, already logged
     num_reserved: int = 0  # choices of admitted HTTP requests, until their answers have ended
     num_waiting_of: Counter[str] = field(default_factory=Counter)  # admitted choices without a token, by name of a key
     keys: KeyRing | None = None  # if there are API keys; set with the routes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from quire.server.request.delta import Delta
 # Transforms the deltas of one request between generation and dialect, e.g. parses reasoning and tool calls out of the
 # text. It sees all choices (`Delta.index`), and passes on every delta that has an `error` or a `finish_reason`.
 Stage = Callable[[AsyncIterator[Delta]], AsyncIterator[Delta]]
-PER_TURN = 128  # prompts of one request that are begun, or ended, before others get their turn
+PER_TURN = 128  # prompts of one request that are begun, ended, or copied, before others get their turn
 
 
 def identity(deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
@@ -40,6 +41,8 @@ async def run(
     try:
         if limits:
             deltas = _until(deltas, generations, limits)
+        if (num_copies := generations[0].request.num_copies) > 1:
+            deltas = _copied(deltas, num_copies)
         async for delta in stage(deltas):
             if delta.error is not None:
                 raise BadRequest(delta.error) if delta.error_kind == "invalid_request" else EngineError(delta.error)
@@ -90,6 +93,17 @@ async def _merge(generations: list[Generation]) -> AsyncGenerator[Delta, None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _copied(deltas: AsyncIterator[Delta], num_copies: int) -> AsyncGenerator[Delta, None]:
+    """Each delta for every choice that is equal to its own."""
+    async for delta in deltas:
+        whole = dataclasses.replace(delta)  # later stages change the one that they get
+        yield delta
+        for i in range(1, num_copies):
+            yield dataclasses.replace(whole, index=whole.index + i)
+            if i % PER_TURN == 0:
+                await asyncio.sleep(0)
+
+
 async def _until(
     deltas: AsyncIterator[Delta], generations: Sequence[Generation], limits: Deadlines
 ) -> AsyncGenerator[Delta, None]:
@@ -101,7 +115,8 @@ async def _until(
         ids = [request_id for one in generations for request_id in one.open_ids]
         return await all_wait(generations[0].client, ids)
 
-    unfinished = set(range(len(generations) * generations[0].request.n))
+    request = generations[0].request
+    unfinished = set(range(0, len(generations) * request.n, request.num_copies))
     try:
         delta = await within(anext(deltas), limits, waits)
         if limits.predict is not None and clock() + limits.predict < deadline:

@@ -31,7 +31,7 @@ SLICE = 64  # tokens of a pile that are turned into text before others get their
 
 
 class Generation:
-    """Iterate for the deltas of all choices, in the order in which they happen.
+    """Iterate for the deltas of all choices, in the order in which they happen; of equal choices for the first's.
 
     The request is sent when iteration begins; `aclose` aborts the rest.
     """
@@ -104,8 +104,8 @@ class Generation:
 
     @property
     def _ids(self) -> list[str]:
-        """The engine requests of all choices."""
-        name, n = self.request.request_id, self.request.n
+        """The engine requests, one per choice unless the choices are equal."""
+        name, n = self.request.request_id, self.request.n // self.request.num_copies
         return [name] if n == 1 else [f"{name}/{index}" for index in range(n)]
 
     async def aclose(self) -> None:
@@ -122,7 +122,7 @@ class Generation:
     def called_tools(self, index: int) -> None:
         """The answer of a choice, which has ended, called tools: the engine keeps its cached prefix for a while."""
         if self._stream is not None:
-            self._stream.called_tools(self._ids[index])
+            self._stream.called_tools(self._ids[index // self.request.num_copies])
 
     def _start(self) -> None:
         request, ids = self.request, self._ids

@@ -1,6 +1,6 @@
-"""Which conversation a request belongs to, and how long its cached prefix is wanted: `prompt_cache_key` and
-`prompt_cache_retention` of any body, else `session_id`, else the header X-Session-ID. Some dialects have hints of their
-own, without a name: `wanted_for`.
+"""Which conversation a request belongs to, and how long its cached prefix is wanted: `prompt_cache_key` of any body,
+else `session_id`, else the header X-Session-ID; `prompt_cache_retention`, or `ttl` of `prompt_cache_options`. Some
+dialects have hints of their own, without a name: `wanted_for`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,22 @@ from quire.server.values import Json
 MAX_KEY_BYTES = 1024
 MAX_SECONDS = 86400.0
 RETENTION = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86400.0}  # seconds
+_TTL = {"30m": 1800.0, "12h": 43200.0}
+
+
+class _Options(msgspec.Struct):
+    ttl: Json = None
 
 
 class _Fields(msgspec.Struct):
     prompt_cache_key: Json = None
     prompt_cache_retention: Json = None
+    prompt_cache_options: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     session_id: Json = None
 
 
 _fields = msgspec.json.Decoder(_Fields).decode
+_options = msgspec.json.Decoder(_Options).decode
 
 
 class CacheHint(msgspec.Struct, frozen=True):
@@ -49,7 +56,17 @@ def read_hint(request: Request, body: bytes) -> CacheHint | None:
     if not key and (session := request.headers.get("x-session-id")):
         check_key(session, "X-Session-ID")
         key = session
-    return CacheHint(key or "", RETENTION[retention or "in_memory"]) if key else None
+    seconds = RETENTION[retention] if retention else _ttl(given.prompt_cache_options)
+    return CacheHint(key or "", seconds) if key or seconds > RETENTION["in_memory"] else None
+
+
+def _ttl(options: msgspec.Raw | msgspec.UnsetType) -> float:
+    """Return the seconds that `prompt_cache_options` of a body says, if it is what OpenAI means by it."""
+    try:
+        ttl = None if options is msgspec.UNSET else _options(options).ttl
+    except msgspec.ValidationError:
+        ttl = None
+    return _TTL.get(ttl, RETENTION["in_memory"]) if isinstance(ttl, str) else RETENTION["in_memory"]
 
 
 def wanted_for(identity: dict[str, Any], seconds: float, name: str = "") -> dict[str, Any]:
@@ -59,7 +76,9 @@ def wanted_for(identity: dict[str, Any], seconds: float, name: str = "") -> dict
     if seconds <= 0:
         return identity
     seconds = min(max(seconds, identity.get("cache_seconds", 0.0)), MAX_SECONDS)
-    key = identity.get("cache_key") or f"{identity.get('tenant') or ''}/{name}"
+    key = identity.get("cache_key") or ""
+    if not key.partition("/")[2]:
+        key = f"{identity.get('tenant') or ''}/{name}"
     return identity | {"cache_key": key, "cache_seconds": seconds}
 
 

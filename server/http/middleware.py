@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.error_shapes import body_of, internal_body
 from quire.server.errors import ApiError, EngineError, Forbidden
 from quire.server.http import needs
+from quire.server.http.parse_body import Ignored
 from quire.server.incidents import Incidents
 from quire.server.keys.account import close_account
 
@@ -213,8 +214,16 @@ def _extra_headers(scope: Scope, keep_alive: bytes) -> list[tuple[bytes, bytes]]
         headers.append((b"connection", b"close"))
     elif b"close" not in (header(scope, b"connection") or b"").lower():
         headers.append((b"keep-alive", keep_alive))  # clients then do not use a connection that is about to close
-    if unknown := scope.get("unknown_parameters"):
-        names = ", ".join(unknown[:20]).encode("ascii", "backslashreplace").decode("ascii")
-        text = "".join(c if c.isprintable() and c not in '"\\' else "?" for c in names)
-        headers.append((b"warning", f'199 quire "unknown parameters ignored: {text}"'.encode("ascii")))
+    if (ignored := scope.get("ignored")) is not None:
+        headers.append((b"warning", f'199 quire "{_warning(ignored)}"'.encode("ascii")))
     return headers
+
+
+def _warning(ignored: Ignored) -> str:
+    """The text of the Warning header: what of the request had no effect."""
+    what = {"unknown parameters ignored": ignored.unknown, "parameters without effect here": ignored.hints}
+    text = "; ".join(f"{about}: {', '.join(names[:20])}" for about, names in what.items() if names)
+    return "".join(
+        c if c.isprintable() and c not in '"\\' else "?"
+        for c in text.encode("ascii", "backslashreplace").decode("ascii")
+    )

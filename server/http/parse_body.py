@@ -2,13 +2,17 @@
 (`messages.0.role`).
 
 Only declared fields are decoded. Undeclared fields are skipped and then checked by name, so that a body with a million
-of them uses no memory.
+of them uses no memory. What has no effect is noted: unknown fields, the `hints` of a type unless they hold a neutral
+value, and what a type's method `without_effect` returns: paths of values of declared fields, below its own, and the
+type of each, "" for none.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Any, TypeVar
+from collections.abc import Collection
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -34,8 +38,26 @@ _members = msgspec.json.Decoder(_Members).decode
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
-    """The request, and the dotted names of at most `MAX_UNKNOWN` unknown fields.
+class Ignored(msgspec.Struct):
+    """Dotted names of what has no effect, at most `MAX_UNKNOWN` of each: fields that nobody knows, and known hints."""
+
+    unknown: list[str] = []
+    hints: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.unknown or self.hints)
+
+    def note_unknown(self, name: str) -> None:
+        if len(self.unknown) < MAX_UNKNOWN:
+            self.unknown.append(name)
+
+    def note_hint(self, name: str) -> None:
+        if len(self.hints) < MAX_UNKNOWN:
+            self.hints.append(name)
+
+
+def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, Ignored]:
+    """The request, and what of it has no effect.
 
     Raises BadRequest; for unknown fields only when `strict`.
     """
@@ -59,12 +81,12 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, list[s
         raise BadRequest(
             f"chat_template_kwargs is nested more than {MAX_NESTING} levels deep.", param="chat_template_kwargs"
         )
-    unknown: list[str] = []
-    _check_undeclared(members, request, "", unknown)
-    if unknown and strict:
+    ignored = Ignored()
+    _check_undeclared(members, request, "", ignored)
+    if strict and (unknown := ignored.unknown):
         param = unknown[0].partition(" (")[0]
         raise BadRequest(f"Unknown parameter: {', '.join(unknown[:10])}.", param=param, code="unknown_parameter")
-    return request, unknown
+    return request, ignored
 
 
 def _untyped(body: bytes) -> Any:
@@ -139,33 +161,60 @@ def _value_at(data: Json, keys: list) -> str:
     return ""
 
 
-def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, unknown: list[str]) -> None:
-    """Refuse unsupported fields and collect unknown ones, in `value` and in the Structs it contains."""
+def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, ignored: Ignored) -> None:
+    """Refuse unsupported fields and note what has no effect, in `value` and in the Structs it contains."""
     if len(members) > MAX_FIELDS:
         raise BadRequest(
             f"{prefix.rstrip('.') or 'The body'} has {len(members)} fields, which is more than {MAX_FIELDS}.",
             param=prefix.rstrip(".") or None,
         )
-    cls = type(value)
-    declared = cls.__struct_fields__
+    rules = _rules(type(value))
+    if idle := value.without_effect() if rules.may_be_idle else ():
+        for path, kind in idle.items():
+            ignored.note_hint(f"{prefix}{path} ({kind})" if kind else f"{prefix}{path}")
     for name, raw in members.items():
         path = f"{prefix}{name[:100]}"
-        if name in declared:
+        if name in rules.declared:
             child = getattr(value, name)
             if isinstance(child, msgspec.Struct):
-                _check_undeclared(_members(raw), child, f"{path}.", unknown)
-            elif isinstance(child, list) and any(issubclass(kind, msgspec.Struct) for kind in set(map(type, child))):
-                for i, (item_raw, item) in enumerate(zip(_items(raw), child, strict=True)):
-                    if is_left_out(item):
-                        if len(unknown) < MAX_UNKNOWN:
-                            unknown.append(f"{path}.{i} ({item.type})")
-                    elif isinstance(item, msgspec.Struct):  # documents of a rerank may be texts, too
-                        _check_undeclared(_members(item_raw), item, f"{path}.{i}.", unknown)
-        elif name in getattr(cls, "unsupported", ()):
-            if not _neutral(raw, cls.unsupported[name]):
+                _check_undeclared(_members(raw), child, f"{path}.", ignored)
+            elif isinstance(child, list):
+                _check_items(raw, child, path, {one.removeprefix(f"{name}.") for one in idle} if idle else (), ignored)
+        elif name in rules.unsupported:
+            if not _neutral(raw, rules.unsupported[name]):
                 raise BadRequest(f"{path} is not supported by this server.", param=path, code="unsupported_parameter")
-        elif name not in getattr(cls, "harmless", ()) and path not in EVERYWHERE and len(unknown) < MAX_UNKNOWN:
-            unknown.append(path)
+        elif name in rules.hints:
+            if not _neutral(raw, rules.hints[name]):
+                ignored.note_hint(path)
+        elif name not in rules.harmless and path not in EVERYWHERE:
+            ignored.note_unknown(path)
+
+
+class _Rules(NamedTuple):
+    """The names of fields of a type, by what becomes of them."""
+
+    declared: tuple[str, ...]
+    unsupported: dict[str, tuple]
+    hints: dict[str, tuple]
+    harmless: frozenset[str]
+    may_be_idle: bool
+
+
+@functools.cache
+def _rules(cls: type[msgspec.Struct]) -> _Rules:
+    classed = (getattr(cls, name, {}) for name in ("unsupported", "hints", "harmless"))
+    return _Rules(cls.__struct_fields__, *classed, hasattr(cls, "without_effect"))
+
+
+def _check_items(raw: msgspec.Raw, items: list[Any], path: str, idle: Collection[str], ignored: Ignored) -> None:
+    """Check the Structs in a list, except the `idle` ones."""
+    if not any(issubclass(kind, msgspec.Struct) for kind in set(map(type, items))):
+        return
+    for i, (item_raw, item) in enumerate(zip(_items(raw), items, strict=True)):
+        if is_left_out(item):
+            ignored.note_unknown(f"{path}.{i} ({item.type})")
+        elif isinstance(item, msgspec.Struct) and not (idle and str(i) in idle):  # a document may be a text, too
+            _check_undeclared(_members(item_raw), item, f"{path}.{i}.", ignored)
 
 
 def _neutral(raw: msgspec.Raw, neutral: tuple) -> bool:

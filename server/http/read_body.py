@@ -5,6 +5,7 @@ small. That function must not wait, or write to shared state.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ from quire.server.http import needs, sse
 from quire.server.http.cache_hint import read_hint
 from quire.server.http.gzip_body import decompress, largest_result
 from quire.server.http.numbers import bounded_int
-from quire.server.http.parse_body import parse
+from quire.server.http.parse_body import Ignored, parse
 from quire.server.http.time_limit import read_timeout
 from quire.server.turns.fair_queue import tenant_of
 from quire.server.turns.threads import SMALL, Deferred
@@ -30,13 +31,14 @@ MIN_BODY_BYTES = 2 * 2**20  # default limit of a body
 MIN_BYTES_WITH_IMAGES = 32 * 2**20  # the same for models that read images
 BYTES_PER_TOKEN = 32  # default limit per token of a long context; JSON encodes a character in up to 6 bytes
 _OF_COMPRESSED = (b"content-encoding", b"content-length")  # headers that do not describe what it decompresses to
-_MAX_NAMES = 1000  # maximum number of logged unknown names
+_MAX_NAMES = 1000  # maximum number of logged names of fields without an effect
+_INDEX = re.compile(r"\.\d+(?=[. ]|$)")
 _RENDERED = frozenset({"messages", "instructions", "system"})  # fields of bodies whose prompt a chat template renders
 
 
 async def use_body(request: Request, cls: type[T], state: needs.Body, use: Callable[[T], R | Deferred[R]]) -> R:
     """The result of `use(body)`, with `body` parsed as `cls`, or of the work that it defers. The event loop frees the
-    parts of a large body that `use` keeps. Unknown fields are noted for the response's `Warning` header.
+    parts of a large body that `use` keeps. What has no effect is noted for the response's `Warning` header.
 
     Raises BadRequest, PayloadTooLarge, UnsupportedMediaType, the errors of `use`, and ClientGone if the client
     disconnects, which cancels work that still waits for a thread.
@@ -51,14 +53,14 @@ async def use_body(request: Request, cls: type[T], state: needs.Body, use: Calla
     num_bytes, unparsed = len(raw), [raw]
     del raw
 
-    unknown: list[str] = []
+    ignored = Ignored()
 
     def work() -> R | Deferred[R]:
         body = unparsed.pop()
         parsed, found = parse(body, cls, strict=state.config.server.strict_params)
         request.scope["cache_hint"] = read_hint(request, body)
         request.scope["timeout"] = read_timeout(body)
-        unknown.extend(found)
+        ignored.unknown, ignored.hints = found.unknown, found.hints
         del body
         return use(parsed)
 
@@ -69,9 +71,9 @@ async def use_body(request: Request, cls: type[T], state: needs.Body, use: Calla
     # not before deferred work has ended: until then the images of the body are in memory
     if (connection := request.scope.get("state", {}).get("connection")) is not None:
         connection.forget_body()
-    if unknown:
-        request.scope["unknown_parameters"] = unknown
-        _log_once(unknown, state)
+    if ignored:
+        request.scope["ignored"] = ignored
+        _log_once(ignored, state)
     return used
 
 
@@ -180,11 +182,13 @@ def _too_large(limit: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"The body is larger than {limit} bytes, the limit that --max-body-size sets.")
 
 
-def _log_once(unknown: list[str], state: needs.Body) -> None:
-    for name in unknown:
-        if name not in state.unknown_fields and len(state.unknown_fields) < _MAX_NAMES:
-            state.unknown_fields.add(name)
-            logger.warning(
-                "requests have a field that is not known and is ignored (--strict-params refuses it): %s",
-                name.encode("unicode_escape").decode("ascii"),
-            )
+def _log_once(ignored: Ignored, state: needs.Body) -> None:
+    what = {
+        "a field that is not known and is ignored (--strict-params refuses it)": ignored.unknown,
+        "a field that has no effect here": ignored.hints,
+    }
+    for about, names in what.items():
+        for name in dict.fromkeys(_INDEX.sub(".*", name) for name in names):
+            if name not in state.unknown_fields and len(state.unknown_fields) < _MAX_NAMES:
+                state.unknown_fields.add(name)
+                logger.warning("requests have %s: %s", about, name.encode("unicode_escape").decode("ascii"))

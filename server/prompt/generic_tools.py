@@ -17,7 +17,7 @@ The results come in the next message. If no call is needed, answer in plain text
 
 def with_generic_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages as a template without tools takes them: a system message first, no calls, no role `tool`."""
-    plain = _joined([_plain(message) for message in messages])
+    plain = _joined(messages)
     if not tools:
         return plain
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
@@ -46,14 +46,20 @@ def _call(function: dict[str, Any]) -> str:
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Several results are one message: many templates want user and assistant in turn."""
+    """Write calls and results as text. Results and what the user says next to them are one message: many templates want
+    user and assistant in turn.
+    """
     out: list[dict[str, Any]] = []
+    after_result = False
     for message in messages:
-        results = isinstance(message.get("content"), str) and message["content"].startswith("Result")
-        if out and message["role"] == out[-1]["role"] == "user" and results and isinstance(out[-1]["content"], str):
-            out[-1] = {**out[-1], "content": f"{_text(out[-1])}\n{_text(message)}"}
+        is_result, plain = message["role"] == "tool", _plain(message)
+        last = out[-1] if out else {}
+        of_user = plain["role"] == last.get("role") == "user" and (is_result or after_result)
+        if of_user and isinstance(plain["content"], str) and isinstance(last["content"], str):
+            out[-1] = {**last, "content": f"{last['content']}\n{plain['content']}"}
         else:
-            out.append(message)
+            out.append(plain)
+        after_result = is_result
     return out
 
 

@@ -28,7 +28,8 @@ class Attached:
 class GenerationRequest:
     """n choices of one prompt, checked and ready for the engine.
 
-    `sampling.seed` is the seed of the first choice; choice i has `seed + i`. `prompt_text` is the prompt if it was
+    `sampling.seed` is the seed of the first choice; choice i has `seed + i`. Choices that are not sampled are equal:
+    the engine computes one (`num_copies`). `prompt_text` is the prompt if it was
     given as text and not truncated. `structure` must be compiled into `sampling` before the request is sent.
     """
 
@@ -59,6 +60,11 @@ class GenerationRequest:
     media: list[Attached] = field(default_factory=list)
     adapters: list[Chosen] = field(default_factory=list)  # of LoRA
     progress: PrefillProgress | None = None  # is told how much of the prompt is computed
+
+    @property
+    def num_copies(self) -> int:
+        """Choices that one sequence of the engine answers: all, if none is sampled, because they are equal."""
+        return self.n if self.sampling.temperature == 0.0 else 1
 
     @property
     def num_image_tokens(self) -> int:

@@ -106,11 +106,7 @@ def to_sampling_params(spec: GenerationSpec, model: ModelInfo, tokenizer: BatchE
     options = spec.options
     pick = _Picker(options, model, spec.dialect_defaults)
     temperature = pick("temperature")
-    temperature = 0.0 if temperature < GREEDY_BELOW else temperature
-    if temperature == 0.0 and options.n > 1:
-        raise BadRequest(
-            "n must be 1 when using greedy sampling (temperature 0): all choices would be the same.", param="n"
-        )
+    temperature = 0.0 if is_greedy(temperature) else temperature
     max_tokens = _max_tokens(spec, model)
     min_tokens = options.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
@@ -143,6 +139,11 @@ def to_sampling_params(spec: GenerationSpec, model: ModelInfo, tokenizer: BatchE
         logprobs=_logprobs(spec, model),
         prompt_logprobs=_prompt_logprobs(spec, model),
     )
+
+
+def is_greedy(temperature: float | None) -> bool:
+    """Return whether every token is the most likely one; False for None, which leaves it to the defaults."""
+    return temperature is not None and temperature < GREEDY_BELOW
 
 
 def fit(sampling: SamplingParams, num_prompt_tokens: int, model: ModelInfo, param: str) -> SamplingParams:

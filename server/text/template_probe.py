@@ -58,7 +58,9 @@ def probe_tools(render: Render, source: str) -> ToolSupport:
             return support
         if results_only is None and text is not None and _prints_result(text):
             results_only = support
-    return (results_only if "tool" in source else None) or ToolSupport(tools, calls=failed_always)
+    if "tool" not in source:
+        return ToolSupport(tools, calls=False)
+    return results_only or ToolSupport(tools, calls=failed_always)
 
 
 def _variants(user: dict[str, Any], tools: bool) -> Iterator[tuple[ToolSupport, list[dict[str, Any]]]]:

@@ -72,7 +72,8 @@ def _prepare(request: Request, body: MessagesRequest, state: needs.Preparing) ->
 def _whole(
     message: MessageResponse, choice: deltas.Choice, one: GenerationRequest, clipped: bool, cached: Caching
 ) -> Response:
-    message.content = streams.blocks(choice.events if one.parsing else [Content(choice.text)])
+    if one.sampling.max_tokens:
+        message.content = streams.blocks(choice.events if one.parsing else [Content(choice.text)])
     message.stop_reason, message.stop_sequence = streams.stopped(choice.finish_reason, choice.stop_reason, clipped)
     message.usage = cached.usage(len(one.prompt_token_ids), choice.num_cached_tokens, len(choice.token_ids))
     return sse.JsonResponse(message)

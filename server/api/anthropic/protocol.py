@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from quire.server.api.anthropic import foreign_blocks
+from quire.server.api.anthropic.block import NOTHING, OF_BLOCK, BaseBlock, CacheControl, JsonObject, Name
 from quire.server.request.limits import (
     MAX_STOP,
     AtLeastMinusOne,
@@ -21,41 +23,18 @@ from quire.server.request.limits import (
 from quire.server.values import Json
 
 MAX_MESSAGES, MAX_BLOCKS, MAX_TOOLS = 10_000, 1_000, 1024
-MAX_SCHEMA_FIELDS = 4096
-Name = Annotated[str, Meta(max_length=256)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:/-]+$(?![\s\S])")]
-JsonObject = Annotated[dict[str, Any], Meta(max_length=MAX_SCHEMA_FIELDS)]
-_NOTHING: dict[str, tuple] = {}
-# `type` tells the kinds of a block apart, and is no field of the types here
-_BLOCK = frozenset({"type"})
 
 
-class CacheControl(msgspec.Struct, kw_only=True):
-    """The prompt up to here is wanted again, within `ttl`."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-    harmless: ClassVar = frozenset({"scope"})
-    unsupported: ClassVar = _NOTHING
-
-
-class _Block(msgspec.Struct, kw_only=True, tag_field="type"):
-    cache_control: CacheControl | None = None
-
-    harmless: ClassVar = _BLOCK
-    unsupported: ClassVar = _NOTHING
-
-
-class TextBlock(_Block, tag="text"):
+class TextBlock(BaseBlock, tag="text"):
     text: Text
 
-    harmless: ClassVar = _BLOCK | {"citations"}
+    harmless: ClassVar = OF_BLOCK | {"citations"}
 
 
 class _Source(msgspec.Struct, kw_only=True, tag_field="type"):
     harmless: ClassVar = frozenset({"type"})
-    unsupported: ClassVar = _NOTHING
+    unsupported: ClassVar = NOTHING
 
 
 class Base64Source(_Source, tag="base64"):
@@ -67,34 +46,51 @@ class UrlSource(_Source, tag="url"):
     url: ImageText
 
 
-class ImageBlock(_Block, tag="image"):
+class ImageBlock(BaseBlock, tag="image"):
     source: Base64Source | UrlSource
 
 
-class ThinkingBlock(_Block, tag="thinking"):
+class ThinkingBlock(BaseBlock, tag="thinking"):
     thinking: Text
     signature: Text | None = None
 
 
-class RedactedThinking(_Block, tag="redacted_thinking"):
-    data: Text
-
-
-class ToolUse(_Block, tag="tool_use"):
+class ToolUse(BaseBlock, tag="tool_use"):
     id: Name
     name: Name
     input: JsonObject
 
-    harmless: ClassVar = _BLOCK | {"caller"}
+    harmless: ClassVar = OF_BLOCK | {"caller"}
 
 
-class ToolResult(_Block, tag="tool_result"):
+class ToolResult(BaseBlock, tag="tool_result"):
     tool_use_id: Name
-    content: Text | Annotated[list[TextBlock | ImageBlock], Meta(max_length=MAX_BLOCKS)] | None = None
+    content: (
+        Text
+        | Annotated[list[TextBlock | ImageBlock | foreign_blocks.OfResult], Meta(max_length=MAX_BLOCKS)]
+        | None
+    ) = None
     is_error: bool | None = None
 
+    harmless: ClassVar = OF_BLOCK | {"toolset_name"}
 
-Block = TextBlock | ImageBlock | ThinkingBlock | RedactedThinking | ToolUse | ToolResult
+    def unread(self) -> dict[int, str]:
+        """Return the places and types of the blocks that no prompt has."""
+        return foreign_blocks.left_out(self.content) if isinstance(self.content, list) else {}
+
+    def without_effect(self) -> dict[str, str]:
+        return {f"content.{i}": kind for i, kind in self.unread().items()}
+
+
+Block = (
+    TextBlock
+    | ImageBlock
+    | ThinkingBlock
+    | ToolUse
+    | ToolResult
+    | foreign_blocks.OfAssistant
+    | foreign_blocks.OfResult
+)
 TextBlocks = Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)]
 
 
@@ -103,7 +99,14 @@ class InputMessage(msgspec.Struct, kw_only=True):
     content: Text | Annotated[list[Block], Meta(max_length=MAX_BLOCKS)]
 
     harmless: ClassVar = frozenset()
-    unsupported: ClassVar = _NOTHING
+    unsupported: ClassVar = NOTHING
+
+    def unread(self) -> dict[int, str]:
+        """Return the places and types of the blocks that no prompt has."""
+        return foreign_blocks.left_out(self.content) if isinstance(self.content, list) else {}
+
+    def without_effect(self) -> dict[str, str]:
+        return {f"content.{i}": kind for i, kind in self.unread().items()}
 
 
 class Tool(msgspec.Struct, kw_only=True):
@@ -115,7 +118,8 @@ class Tool(msgspec.Struct, kw_only=True):
     cache_control: CacheControl | None = None
 
     harmless: ClassVar = frozenset({"eager_input_streaming"})
-    unsupported: ClassVar[dict[str, tuple]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
+    unsupported: ClassVar = NOTHING
+    hints: ClassVar[dict[str, tuple]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
@@ -124,15 +128,15 @@ class ToolChoice(msgspec.Struct, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
     harmless: ClassVar = frozenset()
-    unsupported: ClassVar = _NOTHING
+    unsupported: ClassVar = NOTHING
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]  # between_tools: as adaptive
     budget_tokens: NonNegative | None = None
 
     harmless: ClassVar = frozenset()
-    unsupported: ClassVar = _NOTHING
+    unsupported: ClassVar = NOTHING
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):
@@ -140,7 +144,7 @@ class OutputFormat(msgspec.Struct, kw_only=True):
     schema: JsonObject
 
     harmless: ClassVar = frozenset()
-    unsupported: ClassVar = _NOTHING
+    unsupported: ClassVar = NOTHING
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
@@ -148,7 +152,8 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     format: OutputFormat | None = None
 
     harmless: ClassVar = frozenset()
-    unsupported: ClassVar[dict[str, tuple]] = {"task_budget": ()}
+    unsupported: ClassVar = NOTHING
+    hints: ClassVar[dict[str, tuple]] = {"task_budget": ()}
 
 
 class PromptFields(msgspec.Struct, kw_only=True):
@@ -164,16 +169,21 @@ class PromptFields(msgspec.Struct, kw_only=True):
     output_format: OutputFormat | None = None  # the older place of `output_config.format`
     cache_control: CacheControl | None = None  # as that of the last block
 
-    harmless: ClassVar = frozenset(
-        {"metadata", "service_tier", "inference_geo", "context_management", "betas", "user_profile_id"}
-    )
-    unsupported: ClassVar[dict[str, tuple]] = {"mcp_servers": ([],), "container": (), "speed": ("standard",)}
+    harmless: ClassVar = frozenset({"metadata", "betas", "user_profile_id"})
+    unsupported: ClassVar[dict[str, tuple]] = {"mcp_servers": ([],)}
+    hints: ClassVar[dict[str, tuple]] = {
+        "service_tier": ("auto", "standard_only"),
+        "inference_geo": (),
+        "context_management": ({}, {"edits": []}),
+        "container": (),
+        "speed": ("standard",),
+    }
 
 
 class MessagesRequest(PromptFields, kw_only=True):
     """POST /v1/messages"""
 
-    max_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    max_tokens: NonNegative  # 0: the prompt is computed, for the cache
     stream: bool | None = None
     stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOP)] | None = None
     temperature: Temperature | None = None

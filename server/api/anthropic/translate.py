@@ -6,13 +6,14 @@ from typing import Any
 
 import msgspec
 
+from quire.server.api.anthropic import foreign_blocks
+from quire.server.api.anthropic.foreign_blocks import Compaction, Document, ForeignCall, ForeignResult, SearchResult
 from quire.server.api.anthropic.protocol import (
     Base64Source,
     ImageBlock,
     InputMessage,
     MessagesRequest,
     PromptFields,
-    RedactedThinking,
     TextBlock,
     ThinkingBlock,
     Tool,
@@ -26,6 +27,8 @@ from quire.server.request import tools as neutral
 from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
+
+_OF_USER = (ImageBlock, Document, SearchResult)
 
 
 def spec(body: MessagesRequest, thinks: bool, **identity: Json) -> GenerationSpec:
@@ -73,7 +76,8 @@ def _text(content: str | list[TextBlock] | None) -> str:
     return "\n".join(block.text for block in content)
 
 
-Illustrated = list[tuple[TextBlock | ImageBlock, str]]  # blocks, and where in the request they are
+# blocks, and where in the request they are
+Illustrated = list[tuple[TextBlock | ImageBlock | Document | SearchResult, str]]
 
 
 def _content(blocks: Illustrated) -> str | list[dict[str, Any]]:
@@ -82,10 +86,12 @@ def _content(blocks: Illustrated) -> str | list[dict[str, Any]]:
     for block, path in blocks:
         if isinstance(block, ImageBlock):
             parts.append({"type": "image", "image": _image(block, path)})
-        elif parts and parts[-1]["type"] == "text":
-            parts[-1]["text"] += f"\n{block.text}"
+            continue
+        text = block.text if isinstance(block, TextBlock) else foreign_blocks.text_of(block, path)
+        if parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += f"\n{text}"
         else:
-            parts.append({"type": "text", "text": block.text})
+            parts.append({"type": "text", "text": text})
     if len(parts) == 1 and parts[0]["type"] == "text":
         return parts[0]["text"]
     return parts
@@ -100,8 +106,10 @@ def _image(block: ImageBlock, path: str) -> ImageInput:
 
 def _result(result: ToolResult, path: str) -> str | list[dict[str, Any]]:
     """The content of a tool's result; that of a failure begins with "Error: "."""
-    if isinstance(result.content, list) and result.content:
-        content = _content([(block, f"{path}.content.{i}") for i, block in enumerate(result.content)])
+    if isinstance(result.content, list):
+        left_out = result.unread()
+        blocks = [(block, f"{path}.content.{i}") for i, block in enumerate(result.content) if i not in left_out]
+        content = _content(blocks) if blocks else ""
     else:
         content = result.content or ""
     if not result.is_error:
@@ -127,9 +135,12 @@ def _user(message: InputMessage, path: str) -> list[dict[str, Any]]:
             out.append({"role": message.role, "content": _content(said)})
             said.clear()
 
+    left_out = message.unread()
     for i, block in enumerate(message.content):
         where = f"{path}.content.{i}"
-        if isinstance(block, TextBlock) or (isinstance(block, ImageBlock) and message.role == "user"):
+        if i in left_out:
+            continue
+        if isinstance(block, TextBlock) or (isinstance(block, _OF_USER) and message.role == "user"):
             said.append((block, where))
         elif isinstance(block, ToolResult) and message.role == "user":
             flush()
@@ -142,34 +153,73 @@ def _user(message: InputMessage, path: str) -> list[dict[str, Any]]:
 
 
 def _assistant(message: InputMessage, path: str) -> list[dict[str, Any]]:
-    texts: list[TextBlock] = []
-    calls, thoughts = [], []
+    """A message of the assistant; the results of tools that its server ran end one message, and begin the next."""
+    left_out, out, turn = message.unread(), [], _Turn()
     for i, block in enumerate(message.content):
+        where = f"{path}.content.{i}"
+        if i in left_out:
+            continue
+        if isinstance(block, ForeignResult):
+            turn.calls.append(foreign_blocks.call_of(turn.pending.pop(block.tool_use_id, None), block))
+            result = foreign_blocks.result_of(block, where)
+            out += [turn.message(), {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}]
+            turn = _Turn(turn.pending)
+        elif not turn.take(block, where):
+            raise _misplaced(block, message.role, where)
+    return out if out and turn.is_empty else [*out, turn.message()]
+
+
+class _Turn:
+    """A message of the assistant as templates expect it. `pending` are calls whose results come later in the same
+    message of the request.
+    """
+
+    def __init__(self, pending: dict[str, ForeignCall] | None = None):
+        self.texts: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+        self.thoughts: list[str] = []
+        self.pending = pending or {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.texts or self.calls or self.thoughts)
+
+    def take(self, block: msgspec.Struct, path: str) -> bool:
+        """Return whether the assistant may say such a block. Raises BadRequest."""
         match block:
             case TextBlock():
-                texts.append(block)
+                self.texts.append(block.text)
+            case Compaction():
+                self.texts.append(block.content)
             case ThinkingBlock():
-                thoughts.append(block.thinking)
-            case RedactedThinking():  # of another server: nothing that this model could read
-                pass
+                self.thoughts.append(block.thinking)
             case ToolUse():
-                if deeper_than(block.input, MAX_NESTING):
-                    where = f"{path}.content.{i}.input"
-                    raise BadRequest(f"{where} is nested more than {MAX_NESTING} levels deep.", param=where)
+                _check_nesting(block.input, path)
                 function = {"name": block.name, "arguments": block.input}
-                calls.append({"id": block.id, "type": "function", "function": function})
+                self.calls.append({"id": block.id, "type": "function", "function": function})
+            case ForeignCall():
+                _check_nesting(block.input, path)
+                self.pending[block.id] = block
             case _:
-                raise _misplaced(block, message.role, f"{path}.content.{i}")
-    out: dict[str, Any] = {"role": "assistant", "content": _text(texts)}
-    if thoughts:
-        out["reasoning_content"] = out["reasoning"] = "\n".join(thoughts)
-    if calls:
-        out["tool_calls"] = calls
-    return [out]
+                return False
+        return True
+
+    def message(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"role": "assistant", "content": "\n".join(self.texts)}
+        if self.thoughts:
+            out["reasoning_content"] = out["reasoning"] = "\n".join(self.thoughts)
+        if self.calls:
+            out["tool_calls"] = self.calls
+        return out
+
+
+def _check_nesting(value: Json, path: str) -> None:
+    if deeper_than(value, MAX_NESTING):
+        raise BadRequest(f"{path}.input is nested more than {MAX_NESTING} levels deep.", param=f"{path}.input")
 
 
 def _misplaced(block: msgspec.Struct, role: str, path: str) -> BadRequest:
-    kind = type(block).__struct_config__.tag
+    kind = foreign_blocks.kind_of(block)
     return BadRequest(f"{path}: a message of role {role} has no {kind} block.", param=path)
 
 

@@ -25,6 +25,11 @@ def keep_alive_seconds(value: str | float | None) -> float:
     return MAX_SECONDS if seconds < 0 else min(seconds, MAX_SECONDS)
 
 
+def asks_to_unload(value: str | float | None) -> bool:
+    """Return whether a request without a prompt asks to unload the model, rather than to load it."""
+    return value not in (None, "") and keep_alive_seconds(value) == 0
+
+
 def _duration(text: str) -> float:
     sign, digits = (-1, text[1:]) if text.startswith("-") else (1, text.removeprefix("+"))
     if re.fullmatch(r"[0-9]{1,18}", digits):

@@ -72,10 +72,13 @@ class Options(msgspec.Struct, kw_only=True):
     unsupported: ClassVar[dict[str, tuple]] = {
         "repeat_last_n": (-1, 64),  # a penalty looks at the whole text
         "typical_p": (1.0,),
-        "tfs_z": (1.0,),
         "mirostat": (0,),
+    }
+    # without mirostat the next two say nothing; Ollama ignores the others as well
+    hints: ClassVar[dict[str, tuple]] = {
         "mirostat_tau": (5.0,),
         "mirostat_eta": (0.1,),
+        "tfs_z": (1.0,),
         "penalize_newline": (True,),
     }
 
@@ -92,8 +95,9 @@ class _Generation(msgspec.Struct, kw_only=True):
     speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
     return_progress: bool | None = None  # of the prompt, in lines with `prompt_progress`
 
-    harmless: ClassVar = frozenset({"shift", "truncate"})
+    harmless: ClassVar = frozenset()
     unsupported: ClassVar[dict[str, tuple]] = {"prediction": ()}
+    hints: ClassVar[dict[str, tuple]] = {"shift": (False,), "truncate": (False,)}  # a long prompt is never cut here
 
 
 class CallFunction(msgspec.Struct, kw_only=True):
@@ -242,7 +246,7 @@ class _Answer(msgspec.Struct, kw_only=True):
     model: str
     created_at: str
     done: bool
-    done_reason: Literal["stop", "length", "load"] | UnsetType = UNSET
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET

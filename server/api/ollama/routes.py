@@ -12,7 +12,7 @@ from starlette.responses import Response
 from quire.server.api import needs
 from quire.server.api.ollama import protocol
 from quire.server.api.ollama.answer import Answer, now
-from quire.server.api.ollama.keep_alive import keep_alive_seconds
+from quire.server.api.ollama.keep_alive import asks_to_unload, keep_alive_seconds
 from quire.server.api.ollama.models import running, served_name, show, shown_name, tags, version
 from quire.server.api.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
 from quire.server.api.ollama.translate import chat_spec, generate_spec
@@ -85,12 +85,12 @@ async def _respond(
     request: Request, state: needs.Completion, body: ChatRequest | GenerateRequest, one: GenerationRequest | None
 ) -> Response:
     answer_to_chat = isinstance(body, ChatRequest)
-    if one is None:  # a request to load the model, which it is
+    if one is None:  # a request to load the model, which it is, or to unload it, which only the server's end does
         empty: dict[str, Any] = {
             "model": shown_name(body.model, state),
             "created_at": now(),
             "done": True,
-            "done_reason": "load",
+            "done_reason": "unload" if asks_to_unload(body.keep_alive) else "load",
         }
         text = {"message": {"role": "assistant", "content": ""}} if answer_to_chat else {"response": ""}
         return sse.JsonResponse(empty | text)

@@ -41,7 +41,7 @@ class EmbeddingRequest(VectorFields, kw_only=True):
     normalize: bool | None = None  # default: as the model's modules.json says
     use_activation: bool | None = None  # vLLM's name of `normalize`
 
-    unsupported: ClassVar[dict[str, tuple]] = VectorFields.unsupported | {"input_type": ()}
+    hints: ClassVar[dict[str, tuple]] = {"input_type": ()}  # no model here has prompts of its own for it
 
 
 class Embedding(msgspec.Struct):

@@ -2,9 +2,10 @@
 
 A field that is `None` was absent or null, which mean the same. Every list, text and number has its range in its type,
 so that the parser, its messages and the OpenAPI document agree, and later code can rely on it. Fields a request type
-does not declare fall in three classes (see `parse_body.py`): `harmless` ones change nothing about the answer and are
-accepted; `unsupported` ones mean something we cannot do and are refused unless they hold a neutral value (null, or one
-listed); any other is unknown, and answered with a `Warning` header, or refused under `--strict-params`.
+does not declare fall in four classes (see `parse_body.py`): `harmless` ones change nothing about the answer and are
+accepted; `hints` are accepted and named in a `Warning` header, `unsupported` ones mean something we cannot do and are
+refused, both unless they hold a neutral value (null, or one listed); any other is unknown, and answered with a
+`Warning` header, or refused under `--strict-params`.
 """
 
 from __future__ import annotations
@@ -90,19 +91,24 @@ HARMLESS = frozenset(
     {
         "user",
         "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
         "guided_decoding_backend",  # one library serves every structure
     }
 )
+# for another server's books, or for a way of working that is not here
+HINTS: dict[str, tuple] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "safety_identifier": (),
+    "verbosity": ("medium",),
+    "stream_interval": (1,),
+    "length_penalty": (1.0,),  # of beams
+    "early_stopping": (False,),
+}
 UNSUPPORTED: dict[str, tuple] = {
     # other ways to search or sample
     "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
     "typical_p": (1.0,),
     "mirostat": (0,),
     "dry_multiplier": (0,),
@@ -123,15 +129,16 @@ UNSUPPORTED: dict[str, tuple] = {
     "return_hidden_states": (False,),
     "return_prompt_text": (False,),
     "return_meta_info": (False,),
-    "stream_interval": (),
     "moderation": (),  # a client that asks for it relies on it
 }
 # of conversations; a text completion has neither
-TOOLS_AND_REASONING: dict[str, tuple] = {
+TOOLS: dict[str, tuple] = {
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
+}
+REASONING: dict[str, tuple] = {
     "reasoning_effort": ("none",),
     "reasoning": (),
     "include_reasoning": (),
@@ -152,10 +159,11 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class PromptCacheOptions(msgspec.Struct, kw_only=True):
-    """Nothing of it is served: every prefix is cached."""
+    """Every prefix is cached; `ttl` is read with the other hints of the cache (`cache_hint.py`)."""
 
-    harmless: ClassVar = frozenset({"mode", "ttl"})
-    unsupported: ClassVar[dict[str, tuple]] = {"prewarm": (False,), "comparison_response_id": ()}
+    harmless: ClassVar = frozenset({"mode"})
+    unsupported: ClassVar[dict[str, tuple]] = {}
+    hints: ClassVar[dict[str, tuple]] = {"ttl": ("30m", "12h"), "prewarm": (False,), "comparison_response_id": ()}
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
@@ -270,10 +278,13 @@ class ImageUrl(msgspec.Struct, kw_only=True):
     """
 
     url: ImageText | None = None
-    detail: Literal["low", "high", "auto"] | None = None
+    detail: Literal["low", "high", "auto", "original"] | None = None  # original counts as high
 
     harmless: ClassVar = frozenset()
     unsupported: ClassVar[dict[str, tuple]] = {}
+
+
+READ_PARTS = frozenset({"text", "refusal", "image_url"})
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -295,6 +306,16 @@ class ContentPart(msgspec.Struct, kw_only=True):
     }
 
 
+class SpokenAnswer(msgspec.Struct, kw_only=True):
+    """What the assistant said aloud: its text, or only its id at another server."""
+
+    id: Name | None = None
+    transcript: Text | None = None
+
+    harmless: ClassVar = frozenset({"data", "expires_at"})
+    unsupported: ClassVar[dict[str, tuple]] = {}
+
+
 class Message(msgspec.Struct, kw_only=True):
     role: Annotated[str, Meta(max_length=256, extra_json_schema={"enum": ROLES})]
     content: Text | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
@@ -306,9 +327,31 @@ class Message(msgspec.Struct, kw_only=True):
     reasoning: Text | None = None
     reasoning_content: Text | None = None
     tool_call_id: CallId | None = None  # of the result of a tool
+    audio: SpokenAnswer | None = None
 
     harmless: ClassVar = frozenset({"annotations", "reasoning_details"})
-    unsupported: ClassVar[dict[str, tuple]] = {"audio": ()}
+    unsupported: ClassVar[dict[str, tuple]] = {}
+
+    def parts(self) -> dict[int, ContentPart]:
+        """Return the parts of the content that the model reads, by place: of the assistant's those with text, whatever
+        server made them.
+        """
+        parts = dict(enumerate(self.content)) if isinstance(self.content, list) else {}
+        if self.role != "assistant":
+            return parts
+        return {
+            i: part if part.type in READ_PARTS else ContentPart(type="text", text=part.text)
+            for i, part in parts.items()
+            if part.type in READ_PARTS or part.text is not None
+        }
+
+    def without_effect(self) -> dict[str, str]:
+        heard = self.audio is None or (self.content is None and self.audio.transcript)
+        out = {} if heard else {"audio": ""}
+        if self.role == "assistant" and isinstance(self.content, list):
+            read = self.parts()
+            out |= {f"content.{i}": part.type for i, part in enumerate(self.content) if i not in read}
+        return out
 
 
 class ReasoningSwitch(msgspec.Struct, kw_only=True):
@@ -354,10 +397,10 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None
 
     harmless: ClassVar = HARMLESS
+    hints: ClassVar[dict[str, tuple]] = HINTS
     unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | {
         "modalities": (["text"],),
         "audio": (),
-        "verbosity": ("medium",),
         "web_search_options": (),
         "echo": (False,),
         "suffix": (),
@@ -370,12 +413,13 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
     prompt: Text | Prompts
     echo: bool | None = None
-    best_of: Count | None = None  # only n itself
+    best_of: Count | None = None  # n itself; more at temperature 0
     logprobs: AtLeastMinusOne | None = None
     suffix: Text | None = None  # for models with tokens for filling in the middle
 
     harmless: ClassVar = HARMLESS
-    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | TOOLS_AND_REASONING | {"mm_processor_kwargs": ()}
+    hints: ClassVar[dict[str, tuple]] = HINTS | REASONING
+    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | TOOLS | {"mm_processor_kwargs": ()}
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -397,6 +441,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     harmless: ClassVar = HARMLESS
     unsupported: ClassVar[dict[str, tuple]] = {}
+    hints: ClassVar[dict[str, tuple]] = HINTS
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -407,3 +452,4 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     harmless: ClassVar = HARMLESS
     unsupported: ClassVar[dict[str, tuple]] = {}
+    hints: ClassVar[dict[str, tuple]] = HINTS

@@ -129,7 +129,7 @@ class MessageToolCall(msgspec.Struct, kw_only=True):
     """A call in the history."""
 
     id: CallId | None = None
-    type: Literal["function", "custom"] = "function"
+    type: Annotated[str, Meta(max_length=256)] = "function"  # custom, or another server's name of function
     function: CalledFunction | None = None
     custom: CalledCustom | None = None
 
@@ -243,7 +243,7 @@ def known_names(references: list[tuple[str, bool]], tools: list[Tool], param: st
 
 def template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
     """A call in the form that templates expect. Raises BadRequest."""
-    if call.type == "function":
+    if call.type != "custom":
         function = required(call.function, f"{path}.function")
         name, arguments = function.name, function.arguments or ""
         if deeper_than(arguments, MAX_NESTING):

@@ -21,6 +21,7 @@ from quire.server.errors import BadRequest
 from quire.server.media.inputs import ImageInput
 from quire.server.request.ngrams import of_sglang, of_vllm
 from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.request.sampling import is_greedy
 from quire.server.request.tools import Reasoning
 from quire.server.values import Json
 
@@ -73,8 +74,7 @@ def chat_spec(body: ChatCompletionRequest, **identity: Json) -> GenerationSpec:
 
 def completion_spec(body: CompletionRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
-    if body.best_of not in (None, body.n or 1):
-        raise BadRequest(f"best_of must equal n ({body.n or 1}): candidates are not ranked here.", param="best_of")
+    _check_best_of(body)
     if body.max_tokens == 0 and not body.echo:
         raise BadRequest("max_tokens must be at least 1 unless echo is true.", param="max_tokens")
     return GenerationSpec(
@@ -87,6 +87,16 @@ def completion_spec(body: CompletionRequest, **identity: Json) -> GenerationSpec
         echo=bool(body.echo),
         cache_salt=body.cache_salt,
         **identity,
+    )
+
+
+def _check_best_of(body: CompletionRequest) -> None:
+    """Raises BadRequest if the best candidates would have to be found: without sampling all are equal."""
+    n, best_of = body.n or 1, body.best_of
+    if best_of in (None, n) or (best_of > n and is_greedy(body.temperature)):
+        return
+    raise BadRequest(
+        f"best_of must equal n ({n}), or exceed it at temperature 0: candidates are not ranked here.", param="best_of"
     )
 
 
@@ -191,10 +201,14 @@ def template_message(message: Message, path: str) -> dict[str, Any]:
         )
     content: str | list[dict[str, Any]] | None
     if isinstance(message.content, list):
-        content = [_part(part, f"{path}.content.{i}") for i, part in enumerate(message.content)]
+        content = [_part(part, f"{path}.content.{i}") for i, part in message.parts().items()]
+        if message.content and not content:
+            content = ""
     else:
         content = message.refusal if message.content is None else message.content
     calls = _calls(message, path)
+    if content is None and message.audio is not None:
+        content = message.audio.transcript or ""
     if content is None and (message.role == "tool" or message.reasoning or message.reasoning_content):
         content = ""
     if calls and message.role != "assistant":
@@ -248,7 +262,8 @@ def _image(part: ContentPart, path: str) -> ImageInput:
     if given.url is None and part.uuid is None:
         param = f"{path}.image_url"
         raise BadRequest(f"Missing required parameter: {param}.", param=param, code="missing_required_parameter")
-    return ImageInput(param=f"{path}.image_url", url=given.url, detail=given.detail, uuid=part.uuid)
+    detail = "high" if given.detail == "original" else given.detail
+    return ImageInput(param=f"{path}.image_url", url=given.url, detail=detail, uuid=part.uuid)
 
 
 def _part_text(part: ContentPart, path: str) -> str:

@@ -50,10 +50,10 @@ class Parameters(msgspec.Struct, kw_only=True):
     return_full_text: bool | None = None
     details: bool | None = None
     adapter_id: AdapterName | None = None  # a LoRA adapter
+    best_of: Count | None = None  # 1; more without sampling
 
     harmless: ClassVar = frozenset()
     unsupported: ClassVar[dict[str, tuple]] = {
-        "best_of": (1,),
         "typical_p": (1.0,),
         "watermark": (False,),
         "decoder_input_details": (False,),
@@ -92,8 +92,8 @@ class SamplingParameters(msgspec.Struct, kw_only=True):
         "no_stop_trim": (False,),
         "stop_regex": (),
         "logit_bias": (),
-        "stream_interval": (),
     }
+    hints: ClassVar[dict[str, tuple]] = {"stream_interval": (1,)}
 
 
 class TextRequest(msgspec.Struct, kw_only=True):

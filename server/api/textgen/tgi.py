@@ -15,6 +15,7 @@ from quire.server.http import sse
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.request import GenerationOptions, GenerationSpec
+from quire.server.request.sampling import is_greedy
 from quire.server.values import Json
 
 DEFAULT_MAX_TOKENS = 100
@@ -26,6 +27,11 @@ def spec(body: TextRequest, **identity: Json) -> GenerationSpec:
     if body.custom_logit_processor is not None:
         raise BadRequest("custom_logit_processor needs text or input_ids.", param="custom_logit_processor")
     greedy = given.do_sample is False or (given.do_sample is None and given.temperature is None)
+    if given.best_of not in (None, 1) and not (greedy or is_greedy(given.temperature)):
+        raise BadRequest(
+            "parameters.best_of must be 1 unless do_sample is false: candidates are not ranked here.",
+            param="parameters.best_of",
+        )
     options = GenerationOptions(
         max_tokens=given.max_new_tokens,
         temperature=0.0 if greedy else given.temperature,

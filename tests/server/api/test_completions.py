@@ -235,11 +235,11 @@ def test_special_tokens(server):
         ({"prompt": [5] * 512}, "prompt"),
         ({"best_of": 2}, "best_of"),
         ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 2, "n": 3, "temperature": 0}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"n": 2, "temperature": 0}, "n"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
 )
@@ -252,6 +252,7 @@ def test_accepted_combinations(server):
     for fields in (
         {"best_of": 2, "n": 2},
         {"best_of": 1},
+        {"best_of": 3, "n": 2, "temperature": 0},
         {"suffix": ""},
         {"suffix": None},
         {"user": "u"},

@@ -87,6 +87,14 @@ def test_outputs_keep_the_order_of_prompts_and_params(llm):
     assert len({output.request_id for output in outputs}) == 50
 
 
+def test_choices_without_sampling_are_equal(llm):
+    params = SamplingParams(n=3, temperature=0, seed=3, max_tokens=8, ignore_eos=True, logprobs=1)
+    for output in llm.generate([[5, 6, 7], [8]], params, use_tqdm=False):
+        assert [one.index for one in output.outputs] == [0, 1, 2]
+        ids = fake_outputs(output.prompt_token_ids, seed=3, max_tokens=8)
+        assert all(one.token_ids == ids and one.logprobs == output.outputs[0].logprobs for one in output.outputs)
+
+
 def test_n_choices_and_logprobs(llm):
     (output,) = llm.generate(
         [[5, 6, 7]],
@@ -201,7 +209,6 @@ def test_wrong_params_are_named_when_made(wrong, message):
         ([list(range(1, MAX_LEN + 2))], GREEDY, "maximum context length is 64"),
         ([[VOCAB_SIZE]], GREEDY, "token ids must be between 0 and"),
         ([[1]], [GREEDY, GREEDY], "2 for 1 prompts"),
-        ([[1]], SamplingParams(n=2, temperature=0), "n must be 1"),
         ([[1]], SamplingParams(max_tokens=65), "max_tokens is too large"),
         ([[1]], SamplingParams(logprobs=21), "limit of 20"),
         ([[1]], SamplingParams(min_tokens=9, max_tokens=8), "min_tokens"),

@@ -180,7 +180,7 @@ class Stub:
     """A generation of two choices, which end like this."""
 
     def __init__(self, reasons: list[str]):
-        self.request, self.client = SimpleNamespace(n=2), None
+        self.request, self.client = SimpleNamespace(n=2, num_copies=1), None
         self.deltas = [Delta(i, "", [], None, None, reason, None, 0, None) for i, reason in enumerate(reasons)]
         self.called: list[int] = []
 
@@ -207,3 +207,38 @@ def test_tool_calls_are_told_to_the_engine():
         return [(i, index) for i, stub in enumerate(stubs) for index in stub.called]
 
     assert asyncio.run(run()) == [(1, 0), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "seconds"),
+    [
+        ({"prompt_cache_retention": "24h"}, "/", 86400),
+        ({"prompt_cache_options": {"ttl": "12h"}}, "/", 43200),
+        ({"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}, "prompt_cache_key": "k"}, "/k", 1800),
+        ({"prompt_cache_options": {"ttl": "12h"}, "prompt_cache_retention": "in_memory", "session_id": "s"}, "/s", 600),
+        ({"prompt_cache_retention": "in_memory"}, None, 0),
+        ({"prompt_cache_options": None}, None, 0),
+        ({"prompt_cache_options": {}}, None, 0),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_how_long_a_prompt_without_a_name_is_wanted(server, sent, path, fields, key, seconds):
+    answer = post(server, path, **fields)
+    assert answer.status_code == 200 and "warning" not in answer.headers
+    assert [(one.cache_key, one.cache_seconds) for one in sent] == [(key, seconds)]
+
+
+@pytest.mark.parametrize("given", ["x", 7, [1], {"ttl": 5}, {"ttl": "2h"}])
+def test_a_time_that_is_not_known_is_told(server, sent, given):
+    """Where `prompt_cache_options` is no parameter of the dialect, any value is."""
+    paths = ["/api/generate"] + (["/v1/chat/completions"] if isinstance(given, dict) else [])
+    for path in paths:
+        answer = post(server, path, prompt_cache_options=given)
+        assert answer.status_code == 200 and "prompt_cache_options" in answer.headers["warning"]
+    assert {one.cache_seconds for one in sent} == {0}
+
+
+def test_the_conversation_of_a_chain_names_what_a_retention_does_not(server, sent):
+    first = post(server, "/v1/responses").json()
+    post(server, "/v1/responses", previous_response_id=first["id"], prompt_cache_retention="24h")
+    assert (sent[-1].cache_key, sent[-1].cache_seconds) == (f"/{first['id']}", 86400)

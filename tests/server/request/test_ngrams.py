@@ -28,8 +28,8 @@ SGLANG = serialized("DeepseekOCRNoRepeatNGramLogitProcessor")
 
 
 def sglang(**fields) -> NoRepeatNgram | None:
-    request, unknown = parse(json.dumps({"text": "x", **fields}).encode(), TextRequest)
-    assert not unknown
+    request, ignored = parse(json.dumps({"text": "x", **fields}).encode(), TextRequest)
+    assert not ignored
     return to_sampling_params(sglang_spec(request, request_id="x"), MODEL, Words()).no_repeat_ngram
 
 
@@ -90,8 +90,8 @@ def test_offline_out_of_range(fields, message):
 
 @pytest.mark.parametrize("cls, base", [(ChatCompletionRequest, {"messages": []}), (CompletionRequest, {"prompt": "x"})])
 def test_unknown_arguments_are_reported(cls, base):
-    _, unknown = parse(json.dumps({**base, "messages": [{"role": "user"}], "vllm_xargs": {"ngrams": 3}}).encode(), cls)
-    assert any("ngrams" in name for name in unknown)
+    _, ignored = parse(json.dumps({**base, "messages": [{"role": "user"}], "vllm_xargs": {"ngrams": 3}}).encode(), cls)
+    assert any("ngrams" in name for name in ignored.unknown)
 
 
 @pytest.mark.parametrize(

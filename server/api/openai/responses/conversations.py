@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.api.openai.responses import needs
+from quire.server.api.openai.responses.foreign_items import called_as
 from quire.server.api.openai.responses.items import check_items, stored
 from quire.server.api.openai.responses.objects import ConversationObject, DeletedObject, ItemList
 from quire.server.api.openai.responses.protocol import (
@@ -36,10 +37,11 @@ class _Posting(needs.Body, needs.Responses, Protocol):
 
 
 class _Call(msgspec.Struct):
-    """The type of an item, if it is a call."""
+    """The type of an item, and its names if it is a call."""
 
     type: str
     call_id: str | None = None
+    id: str | None = None
 
 
 _calls = msgspec.json.Decoder(list[_Call]).decode
@@ -111,7 +113,8 @@ async def create_items(request: Request, state: _Posting) -> Response:
 
     def edit(conversation: Stored) -> None:
         known = _calls(conversation.items)
-        check_items(items, {one.call_id for one in known if one.type.endswith("_call")}, "items")
+        called = {name for one in known for name in called_as(one.type, one.call_id, one.id)}
+        check_items(items, called, "items")
         conversation.items = _joined(conversation.items, encoded)
 
     await _change(request, state, edit)

@@ -33,7 +33,13 @@ from quire.server.api.openai.responses.protocol import (
     TextFormat,
 )
 from quire.server.api.openai.responses.store import Stored
-from quire.server.api.openai.responses.translate import conversation, spec, truncate, wants_logprobs
+from quire.server.api.openai.responses.translate import (
+    conversation,
+    prewarms,
+    spec,
+    truncate,
+    wants_logprobs,
+)
 from quire.server.errors import BadRequest, NotFound
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
@@ -165,6 +171,7 @@ def _prepared(body: ResponsesRequest, one: GenerationRequest, state: needs.Prepa
         "reasoning.encrypted_content" in (body.include or ()),
         Formatter(state.tokenizer, body.top_logprobs or 0) if wants_logprobs(body) else None,
         one.num_image_tokens,
+        prewarms(body),
     )
     return _Prepared(one, Answer(response, output), items)
 

@@ -85,16 +85,23 @@ def _fetch(responses: Responses, body: ResponsePrompt, who: str, max_bytes: int)
         out.conversation = store.get(conversation, who, "conversation")
         if out.size > max_bytes:
             raise BadRequest(f"conversation: its items have more than {max_bytes} bytes.", param="conversation")
-    keys: dict[str, str] = {}
+    keys: dict[str, tuple[int, InputItem]] = {}
     for i, item in _references(body):
-        keys.setdefault((item.id or "").partition("_")[2][:_KEY], f"input.{i}.id")
+        keys.setdefault((item.id or "").partition("_")[2][:_KEY], (i, item))
         if len(keys) > MAX_REFERENCES:
             raise BadRequest(f"input: more than {MAX_REFERENCES} responses are referred to.", param="input")
-    for key, param in keys.items():
-        out.referenced.append(store.get(f"resp_{key}", who, param))
+    for key, (i, item) in keys.items():
+        try:
+            out.referenced.append(store.get(f"resp_{key}", who, f"input.{i}.id"))
+        except NotFound:
+            raise _no_item(i, item) from None
         if out.size > max_bytes:
             raise BadRequest(f"input: what is referred to has more than {max_bytes} bytes.", param="input")
     return out
+
+
+def _no_item(i: int, item: InputItem) -> NotFound:
+    return NotFound(f"input.{i}: no item with id '{(item.id or '')[:100]}' is stored.", param=f"input.{i}.id")
 
 
 def resolve(body: ResponsePrompt, history: History) -> list[InputItem]:
@@ -114,6 +121,6 @@ def resolve(body: ResponsePrompt, history: History) -> list[InputItem]:
         known |= {item.id: item for item in (*_items(stored.items), *_past(stored.body).output)}
     for i, item in _references(body):
         if item.id not in known:
-            raise NotFound(f"input.{i}: no item with id '{(item.id or '')[:100]}' is stored.", param=f"input.{i}.id")
+            raise _no_item(i, item)
         body.input[i] = known[item.id]
     return out

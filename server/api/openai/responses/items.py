@@ -6,22 +6,22 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from quire.server.api.openai.responses.protocol import InputItem, InputPart
+from quire.server.api.openai.responses import foreign_items
+from quire.server.api.openai.responses.foreign_items import OWN_THOUGHTS
+from quire.server.api.openai.responses.protocol import TEXT_PARTS, InputItem, InputPart, Screenshot
 from quire.server.api.openai.tools import CalledCustom, CalledFunction, MessageToolCall, required, template_call
 from quire.server.errors import BadRequest
 from quire.server.media.inputs import ImageInput
 
-_TEXTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
-_OPAQUE = "quire1."  # begins the `encrypted_content` of this server's thoughts, which is their text in base64
-
 
 def opaque(thoughts: str) -> str:
     """The `encrypted_content` of thoughts. It hides nothing: `content` has the same text."""
-    return _OPAQUE + base64.urlsafe_b64encode(thoughts.encode()).decode()
+    return OWN_THOUGHTS + base64.urlsafe_b64encode(thoughts.encode()).decode()
 
 
 def as_items(given: str | list[InputItem] | None) -> list[InputItem]:
@@ -47,7 +47,7 @@ def messages_of(instructions: str | None, items: list[InputItem], param: str) ->
 def check_items(items: list[InputItem], called: set[str | None], param: str) -> None:
     """Raises BadRequest for items that no conversation may have. `called`: the calls that it has already."""
     writer = _Writer()
-    writer.called |= called
+    writer.called |= dict.fromkeys(called)
     for i, item in enumerate(items):
         writer.add(item, f"{param}.{i}")
 
@@ -56,9 +56,11 @@ class _Writer:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.thoughts: list[str] = []  # of the answer that follows
-        self.called: set[str | None] = set()
+        self.called: dict[str | None, str | None] = {}  # the names of a call -> its id in the messages
 
     def add(self, item: InputItem, path: str) -> None:
+        if foreign_items.is_left_out(item):
+            return
         match item.type or "message":
             case "message":
                 self._message(item, path)
@@ -73,7 +75,14 @@ class _Writer:
                 custom = CalledCustom(name=required(item.name, f"{path}.name"), input=required(item.input, path))
                 self._call(item, MessageToolCall(id=item.call_id, type="custom", custom=custom), path)
             case "function_call_output" | "custom_tool_call_output":
-                self._output(item, path)
+                content = content_of(required(item.output, f"{path}.output"), f"{path}.output")
+                self._output(item, item.call_id, content, path)
+            case kind if foreign_items.is_call(kind):
+                self._call(item, call := foreign_items.call_of(item), path)
+                if (result := foreign_items.result_of(item, path)) is not None:
+                    self._output(item, call.id, result, path)
+            case kind if kind in foreign_items.OUTPUTS:
+                self._output(item, item.call_id or item.id, foreign_items.output_of(item, path), path)
             case other:
                 raise BadRequest(
                     f"{path}.type: items of type '{other[:100]}' are not supported by this server.",
@@ -88,7 +97,8 @@ class _Writer:
 
     def _message(self, item: InputItem, path: str) -> None:
         role = required(item.role, f"{path}.role")
-        content = content_of(required(item.content, f"{path}.content"), f"{path}.content")
+        given = required(item.content, f"{path}.content")
+        content = content_of(given if isinstance(given, str) else item.parts(), f"{path}.content")
         if role == "assistant":
             self._answer()["content"] = content
             return
@@ -105,54 +115,60 @@ class _Writer:
         return message
 
     def _call(self, item: InputItem, call: MessageToolCall, path: str) -> None:
-        self.called.add(required(item.call_id, f"{path}.call_id"))
+        call_id = required(call.id, f"{path}.call_id")
+        self.called |= dict.fromkeys(foreign_items.called_as(item.type, call_id, item.id), call_id)
         last = self.messages[-1] if self.messages else None
         if last is None or last["role"] != "assistant" or self.thoughts:
             last = self._answer()
         last.setdefault("tool_calls", []).append(template_call(call, path))
 
-    def _output(self, item: InputItem, path: str) -> None:
-        if required(item.call_id, f"{path}.call_id") not in self.called:
+    def _output(self, item: InputItem, call_id: str | None, content: str | list[dict[str, Any]], path: str) -> None:
+        if required(call_id, f"{path}.call_id") not in self.called:
             raise BadRequest(
-                f"{path}.call_id: no call before it has the call_id '{item.call_id[:100]}'.", param=f"{path}.call_id"
+                f"{path}.call_id: no call before it has the call_id '{call_id[:100]}'.", param=f"{path}.call_id"
             )
         self.finish()
-        content = content_of(required(item.output, f"{path}.output"), f"{path}.output")
-        self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+        self.messages.append({"role": "tool", "tool_call_id": self.called[call_id] or call_id, "content": content})
 
 
 def _thoughts(item: InputItem, path: str) -> str:
-    """The text of a reasoning item; empty for one that only another server can read."""
+    """The text of a reasoning item."""
     if item.content or item.summary:
         name = "content" if item.content else "summary"
         return text_of(getattr(item, name), f"{path}.{name}")
-    given = item.encrypted_content or ""
-    if not given.startswith(_OPAQUE):
-        return ""
     try:
-        return base64.urlsafe_b64decode(given.removeprefix(_OPAQUE)).decode()
+        return base64.urlsafe_b64decode(item.encrypted_content.removeprefix(OWN_THOUGHTS)).decode()
     except (binascii.Error, UnicodeError):
         where = f"{path}.encrypted_content"
         raise BadRequest(f"{where} is damaged.", param=where) from None
 
 
-def content_of(content: str | list[InputPart], path: str) -> str | list[dict[str, Any]]:
+Content = str | list[InputPart] | dict[int, InputPart]  # of several parts all, or some by place
+
+
+def content_of(content: Content | Screenshot, path: str) -> str | list[dict[str, Any]]:
     """Content as templates expect it: one text, or parts if there are images. Raises BadRequest."""
-    if isinstance(content, str) or not any(part.type == "input_image" for part in content):
+    if isinstance(content, Screenshot):
+        raise BadRequest(f"{path}: expected str | array, got object.", param=path)
+    if isinstance(content, str) or not any(part.type == "input_image" for _, part in _placed(content)):
         return text_of(content, path)
     return [
         {"type": "image", "image": _image(part, f"{path}.{i}")}
         if part.type == "input_image"
         else {"type": "text", "text": _text(part, f"{path}.{i}")}
-        for i, part in enumerate(content)
+        for i, part in _placed(content)
     ]
 
 
-def text_of(content: str | list[InputPart], path: str) -> str:
+def text_of(content: Content, path: str) -> str:
     """Raises BadRequest for a part that is no text."""
     if isinstance(content, str):
         return content
-    return "".join(_text(part, f"{path}.{i}") for i, part in enumerate(content))
+    return "".join(_text(part, f"{path}.{i}") for i, part in _placed(content))
+
+
+def _placed(parts: list[InputPart] | dict[int, InputPart]) -> Iterable[tuple[int, InputPart]]:
+    return parts.items() if isinstance(parts, dict) else enumerate(parts)
 
 
 def _preceded(instructions: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
@@ -170,9 +186,9 @@ def _image(part: InputPart, path: str) -> ImageInput:
 def _text(part: InputPart, path: str) -> str:
     if part.type == "refusal":
         return required(part.refusal, f"{path}.refusal")
-    if part.type not in _TEXTS:
+    if (kind := required(part.type, f"{path}.type")) not in TEXT_PARTS:
         raise BadRequest(
-            f"{path}.type: content of type '{part.type[:100]}' is not supported here, only text and input_image.",
+            f"{path}.type: content of type '{kind[:100]}' is not supported here, only text and input_image.",
             param=f"{path}.type",
             code="unsupported_parameter",
         )

@@ -36,6 +36,7 @@ class Output:
 
     key: prefix of the item ids. custom: the names of tools that take a text. summarized: thoughts are
     given as a summary. encrypted: thoughts have an `encrypted_content`. formatter: of log-probabilities, None without.
+    prewarm: the request asks for no output.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class Output:
         encrypted: bool,
         formatter: Formatter | None,
         num_image_tokens: int = 0,
+        prewarm: bool = False,
     ):
         self.key, self.num_input_tokens, self.custom = key, num_input_tokens, custom
-        self.num_image_tokens = num_image_tokens
+        self.num_image_tokens, self.prewarm = num_image_tokens, prewarm
         self.summarized, self.encrypted, self.formatter = summarized, encrypted, formatter
         self.items: list[OutputItem] = []
         self.open = False  # whether the last item may grow
@@ -74,7 +76,7 @@ class Output:
             yield from self.add(event, told)
             logprobs = [] if told else logprobs
         if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
+            self.finish_reason = "stop" if self.prewarm else delta.finish_reason
             yield from self.finish()
 
     def usage(self) -> ResponseUsage:
@@ -110,8 +112,8 @@ class Output:
                 yield self._delta("custom_tool_call_input" if custom else "function_call_arguments", text)
 
     def finish(self) -> Iterator[ServerEvent]:
-        """The answer has ended. One without anything is an empty message."""
-        if not self.items:
+        """The answer has ended. One without anything is an empty message, unless none was asked for."""
+        if not self.items and not self.prewarm:
             yield from self._begin(OutputMessage(id=self._id("msg")))
             if self.space:
                 yield self._delta("output_text", self.space, logprobs=[])

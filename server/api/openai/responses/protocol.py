@@ -6,10 +6,11 @@ import re
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from quire.server.api.openai.protocol import (
     HARMLESS,
+    HINTS,
     MAX_MESSAGES,
     MAX_PARTS,
     UNSUPPORTED,
@@ -18,6 +19,7 @@ from quire.server.api.openai.protocol import (
     PromptCacheOptions,
     TemplateKwargs,
 )
+from quire.server.api.openai.responses.foreign_items import ForeignFields, is_left_out
 from quire.server.api.openai.tools import MAX_GRAMMAR, MAX_TOOLS, CallId, Description, Schema, ToolName
 from quire.server.request.limits import (
     INT64_MAX,
@@ -30,6 +32,8 @@ from quire.server.request.limits import (
     Penalty,
     ProcessorOptions,
     RepetitionPenalty,
+    Stop,
+    Stops,
     Temperature,
     Text,
     TopP,
@@ -55,18 +59,23 @@ Include = Annotated[
     list[Annotated[str, Meta(max_length=256, extra_json_schema={"enum": [*INCLUDED, *INCLUDES_NOTHING]})]],
     Meta(max_length=64),
 ]
+TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
+READ_PARTS = TEXT_PARTS | {"refusal", "input_image"}
 _NOTHING: dict[str, tuple] = {}
 
 
 class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A part of a message, of a tool's output, or of thoughts."""
+    """A part of a message, of a tool's output, or of thoughts. That of a shell's output has no type."""
 
-    type: Name
+    type: Name | None = None
     text: Text | None = None
     refusal: Text | None = None
     image_url: ImageText | None = None  # a data: URL, or one that the server's settings allow
     detail: Literal["low", "high", "auto", "original"] | None = None  # of an image; original counts as high
     annotations: Annotated[list[Any], Meta(max_length=MAX_PARTS)] | None = None
+    stdout: Text | None = None
+    stderr: Text | None = None
+    outcome: msgspec.Raw | UnsetType = UNSET  # of a command
 
     harmless: ClassVar = frozenset({"logprobs", "prompt_cache_breakpoint", "cache_control"})
     unsupported: ClassVar[dict[str, tuple]] = dict.fromkeys(("file_id", "file_url", "file_data", "input_audio"), ())
@@ -75,7 +84,18 @@ class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
 Parts = Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]
 
 
-class InputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Screenshot(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The output of a computer."""
+
+    type: Name | None = None
+    image_url: ImageText | None = None
+    file_id: Name | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar = _NOTHING
+
+
+class InputItem(ForeignFields, kw_only=True, omit_defaults=True):
     """A message, a call, the output of one, thoughts, or a reference to an item that is stored. `type` may be left out
     of a message.
     """
@@ -88,13 +108,40 @@ class InputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     encrypted_content: Text | None = None
     call_id: CallId | None = None
     name: Name | None = None  # a model may have made it up
-    arguments: Text | None = None
+    arguments: Text | Schema | None = None
     input: Text | None = None
-    output: Text | Parts | None = None
+    output: Text | Parts | Screenshot | None = None
     status: Name | None = None
 
     harmless: ClassVar = frozenset({"phase", "caller", "created_by"})
-    unsupported: ClassVar[dict[str, tuple]] = {"namespace": (), "async": (False,)}
+    unsupported: ClassVar[dict[str, tuple]] = _NOTHING
+    hints: ClassVar[dict[str, tuple]] = {"namespace": (), "async": (False,)}
+
+    def parts(self) -> dict[int, InputPart]:
+        """Return the parts of the content that the model reads, by place: of the assistant's those with text, whatever
+        server made them.
+        """
+        parts = dict(enumerate(self.content)) if isinstance(self.content, list) else {}
+        if self.role != "assistant":
+            return parts
+        return {
+            i: part if part.type in READ_PARTS else InputPart(type="text", text=part.text)
+            for i, part in parts.items()
+            if part.type in READ_PARTS or part.text is not None
+        }
+
+    def without_effect(self) -> dict[str, str]:
+        if self.role != "assistant" or not isinstance(self.content, list):
+            return {}
+        read = self.parts()
+        return {f"content.{i}": part.type or "" for i, part in enumerate(self.content) if i not in read}
+
+
+def left_out_items(items: str | list[InputItem] | None, name: str) -> dict[str, str]:
+    """Return the paths of items that are left out of prompts, and their types. `name` is the field that has them."""
+    if not isinstance(items, list):
+        return {}
+    return {f"{name}.{i}": item.type or "" for i, item in enumerate(items) if is_left_out(item)}
 
 
 Items = Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
@@ -126,7 +173,8 @@ class ResponseTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     format: ResponseToolFormat | None = None
 
     harmless: ClassVar = frozenset({"cache_control"})
-    unsupported: ClassVar[dict[str, tuple]] = {
+    unsupported: ClassVar[dict[str, tuple]] = _NOTHING
+    hints: ClassVar[dict[str, tuple]] = {
         "defer_loading": (False,),
         "allowed_callers": (["direct"],),
         "async": (False,),
@@ -169,7 +217,8 @@ class TextOptions(msgspec.Struct, kw_only=True):
     format: TextFormat | None = None
 
     harmless: ClassVar = frozenset()
-    unsupported: ClassVar[dict[str, tuple]] = {"verbosity": ("medium",)}
+    unsupported: ClassVar = _NOTHING
+    hints: ClassVar[dict[str, tuple]] = {"verbosity": ("medium",)}
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
@@ -180,7 +229,14 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None  # the older name
 
     harmless: ClassVar = frozenset()
-    unsupported: ClassVar[dict[str, tuple]] = {"mode": ("standard",), "context": ("auto",)}
+    unsupported: ClassVar = _NOTHING
+    hints: ClassVar[dict[str, tuple]] = {"mode": ("standard",), "context": ("auto",)}
+
+
+class ResponseCacheOptions(PromptCacheOptions, kw_only=True):
+    prewarm: bool | None = None  # the prompt is computed, and nothing else
+
+    hints: ClassVar[dict[str, tuple]] = {"ttl": ("30m", "12h"), "comparison_response_id": ()}
 
 
 class ConversationReference(msgspec.Struct, kw_only=True):
@@ -204,13 +260,17 @@ class ResponsePrompt(msgspec.Struct, kw_only=True):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_options: ResponseCacheOptions | None = None
     # in addition to OpenAI's own, as in chat
     chat_template_kwargs: TemplateKwargs | None = None
     mm_processor_kwargs: ProcessorOptions | None = None
 
     harmless: ClassVar = HARMLESS
-    unsupported: ClassVar[dict[str, tuple]] = {"personality": (), "moderation": ()}
+    unsupported: ClassVar[dict[str, tuple]] = {"moderation": ()}
+    hints: ClassVar[dict[str, tuple]] = HINTS | {"personality": ()}
+
+    def without_effect(self) -> dict[str, str]:
+        return left_out_items(self.input, "input")
 
 
 class InputTokensRequest(ResponsePrompt, kw_only=True):
@@ -230,6 +290,7 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
     top_p: TopP | None = None
     top_logprobs: AtLeastMinusOne | None = None
     # beside OpenAI's own, as in chat
+    stop: Stop | Stops | None = None
     top_k: AtLeastMinusOne | None = None
     min_p: MinP | None = None
     seed: Int64 | None = None
@@ -246,13 +307,9 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
     return_progress: bool | None = None
 
     # `max_tool_calls` counts the calls of tools that the server runs; it runs none
-    harmless: ClassVar = (HARMLESS - {"metadata", "store"}) | {"max_tool_calls", "stream_options", "access_programs"}
-    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | {
-        "prompt": (),
-        "context_management": ([],),
-        "image": (),
-        "modalities": (["text"],),
-    }
+    harmless: ClassVar = HARMLESS | {"max_tool_calls", "stream_options", "access_programs"}
+    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | {"prompt": (), "modalities": (["text"],)}
+    hints: ClassVar[dict[str, tuple]] = ResponsePrompt.hints | {"context_management": ([],), "image": ()}
 
 
 class ConversationRequest(msgspec.Struct, kw_only=True):
@@ -263,6 +320,9 @@ class ConversationRequest(msgspec.Struct, kw_only=True):
 
     harmless: ClassVar = frozenset()
     unsupported: ClassVar = _NOTHING
+
+    def without_effect(self) -> dict[str, str]:
+        return left_out_items(self.items, "items")
 
 
 class ConversationUpdate(msgspec.Struct, kw_only=True):
@@ -281,3 +341,6 @@ class NewItems(msgspec.Struct, kw_only=True):
 
     harmless: ClassVar = frozenset()
     unsupported: ClassVar = _NOTHING
+
+    def without_effect(self) -> dict[str, str]:
+        return left_out_items(self.items, "items")

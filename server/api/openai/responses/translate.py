@@ -35,6 +35,7 @@ _SAME = (
     "no_repeat_ngram_size",
     "no_repeat_ngram_window_size",
     "speculation",
+    "stop",
 )
 
 
@@ -44,7 +45,7 @@ def spec(body: ResponsesRequest, history: list[InputItem], **identity: Json) -> 
     return GenerationSpec(
         prompts=conversation(body, history),
         options=GenerationOptions(
-            max_tokens=body.max_output_tokens,
+            max_tokens=0 if prewarms(body) else body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
             no_repeat_ngram=of_vllm(body.vllm_xargs),
             prediction=None if body.prediction is None else body.prediction.text,
@@ -66,6 +67,11 @@ def check(body: ResponsesRequest) -> None:
             raise BadRequest(f"include.{i}: '{name[:100]}' is not one of {known}.", param=f"include.{i}")
     if body.background and body.store is False:
         raise BadRequest("background needs the response to be stored: store must not be false.", param="background")
+
+
+def prewarms(body: ResponsesRequest) -> bool:
+    """Return whether the request computes its prompt, for the cache, and no output."""
+    return body.prompt_cache_options is not None and bool(body.prompt_cache_options.prewarm)
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:

@@ -224,7 +224,7 @@ def test_models_in_anthropics_form(plain):
     [
         ({"model": "none"}, 404, "not_found_error", "does not exist"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
-        ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
+        ({"max_tokens": -1}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": []}, 400, "invalid_request_error", "messages"),
         ({"temperature": 3}, 400, "invalid_request_error", "temperature"),
         (

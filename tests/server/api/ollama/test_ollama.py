@@ -84,6 +84,26 @@ def test_generate_with_and_without_a_template(plain):
     assert client_of(server).chat(MODEL).done_reason == "load"
 
 
+@pytest.mark.parametrize("keep_alive", [0, 0.0, "0", "0s", "0m"])
+def test_without_a_prompt_a_model_is_unloaded_or_loaded(plain, keep_alive):
+    """As Ollama says it, whole and with `stream`; `load` for every other time."""
+    client, number = client_of(plain[0]), len(plain[1].requests)
+    for answer in (
+        client.generate(MODEL, keep_alive=keep_alive),
+        client.generate(MODEL, "", keep_alive=keep_alive),
+        client.chat(MODEL, keep_alive=keep_alive),
+        client.chat(MODEL, [], keep_alive=keep_alive),
+        *client.generate(MODEL, keep_alive=keep_alive, stream=True),
+        *client.chat(MODEL, keep_alive=keep_alive, stream=True),
+    ):
+        assert answer.done and answer.done_reason == "unload"
+    for other in (None, "5m", -1, 300):
+        assert client.generate(MODEL, keep_alive=other).done_reason == "load"
+        assert client.chat(MODEL, keep_alive=other).done_reason == "load"
+    assert len(plain[1].requests) == number
+    assert client.generate(MODEL, "Hello", keep_alive=keep_alive).done_reason == "stop"
+
+
 def test_options_reach_the_sampler(plain):
     server, script = plain
     script.says("x", finish_reason="length")

@@ -441,18 +441,15 @@ def user(*parts):
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools.0.type", "'mcp'"),
         ({"tools": [{"type": "function"}]}, "tools.0.name", "Missing"),
         ({"tools": TOOLS[:1] * 2}, "tools", "two tools"),
-        ({"tools": [WEATHER | {"defer_loading": True}]}, "tools.0.defer_loading", "not supported"),
         ({"tool_choice": "required"}, "tool_choice", "only allowed"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "'x'"),
         ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice.type", "file_search"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Missing"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),
-        ({"context_management": [{"type": "compaction"}]}, "context_management", "not supported"),
         ({"background": True, "store": False}, "background", "stored"),
         ({"input": user({"type": "input_image", "image_url": "data:"})}, "input.0.content.0.image_url", "no images"),
         ({"input": user({"type": "input_file"})}, "input.0.content.0.type", "input_file"),
-        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0.type", "web_search_call"),
+        ({"input": [{"type": "mesage", "content": "x"}]}, "input.0.type", "mesage"),
         ({"input": [{"content": "x"}]}, "input.0.role", "Missing"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role", "robot"),
         (
@@ -460,7 +457,8 @@ def user(*parts):
             "input.0.call_id",
             "no call before",
         ),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.id", "stored"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.id", "no item with id 'msg_1' is stored"),
+        ({"input": [{"type": "item_reference", "id": "fc_1"}]}, "input.0.id", "no item with id 'fc_1' is stored"),
         ({"conversation": "conv_1"}, "conversation", "stored"),
         ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation", "exclude"),
         ({"input": "x " * 6000}, "input", "maximum context"),
@@ -495,6 +493,5 @@ def test_async_client_streams(plain):
 def test_what_the_sdk_has_and_this_server_has_not(server):
     with pytest.raises(openai.NotFoundError, match="makes no compacted items"):
         server.openai.responses.compact(model=MODEL, input="hi")
-    for fields in ({"moderation": {"model": "m"}}, {"prompt_cache_options": {"prewarm": True}}):
-        with pytest.raises(openai.BadRequestError, match="not supported"):
-            server.openai.responses.create(model=MODEL, input="hi", **fields)
+    with pytest.raises(openai.BadRequestError, match="not supported"):
+        server.openai.responses.create(model=MODEL, input="hi", moderation={"model": "m"})

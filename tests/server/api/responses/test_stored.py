@@ -421,6 +421,6 @@ def test_conversations(pair):
     ):
         with pytest.raises(openai.NotFoundError):
             refused()
-    for wrong in ({"type": "function_call_output", "call_id": "x", "output": "x"}, {"type": "mcp_call"}):
+    for wrong in ({"type": "function_call_output", "call_id": "x", "output": "x"}, {"type": "mesage"}):
         with pytest.raises(openai.BadRequestError, match=r"items\.0"):
             client.create(items=[wrong])
