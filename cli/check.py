@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from quire.checkpoints import hub
 from quire.checkpoints.files import check_model_folder
-from quire.checkpoints.lora import local_modules
+from quire.checkpoints.lora import check_modules, local_modules
 from quire.checkpoints.weight_summary import weight_summary
 from quire.configs.config import Config
 from quire.configs.speculation import draft_model_of
@@ -56,6 +56,7 @@ def plan(config: Config, target: str) -> str:
         check_model_folder(draft, needs_weights=False)
         config = config.with_draft_model(draft)
     modules = local_modules(config.lora.lora_modules, options.download_dir)
+    check_modules(modules)
     config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, lora_modules=modules))
     # imported by name: torch loads only when this command runs
     model = importlib.import_module("quire.worker.weights.loader").check_model(config, files=has_weights)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from quire.checkpoints import hub
 from quire.checkpoints.files import check_model_folder
-from quire.checkpoints.lora import local_modules, parse_module
+from quire.checkpoints.lora import check_modules, local_modules, parse_module
 from quire.configs.config import Config
 from quire.configs.speculation import draft_model_of
 from quire.engine.messages import EngineStats, Progress, WorkerReady
@@ -77,6 +77,7 @@ class EngineGroup:
         """
         check_model_folder(folder, needs_weights=self.config.model.load_format != "dummy")
         self.folder = folder
+        check_modules(self.config.lora.lora_modules)
         config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=folder))
         if draft is not None:
             check_model_folder(draft, needs_weights=self.config.model.load_format != "dummy")
