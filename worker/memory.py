@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from quire.checkpoints.sizes import format_bytes, format_each
 from quire.configs.config import Config
 from quire.configs.speculation import MAX_DRAFT
 from quire.worker.cache.spec import CachePlan, add_drafting, plan_cache
@@ -109,13 +110,15 @@ def plan_memory(
     left_for_blocks = kv_bytes if override else kv_bytes - num_states * state
     num_blocks = override or (left_for_blocks // block if block else 2)
     if num_blocks < 2:
+        sizes = available, weights, activations + graphs, images, adapters, offload, 2 * block
+        free, taken, computing, of_images, of_adapters, below, least = format_each(*sizes)
         raise ValueError(
-            f"no room for a KV cache: {_size(available)} are available on {device}, of which {utilization:.0%} "
-            f"may be used; weights take {_size(weights)}, activations {_size(activations + graphs)}, "
-            f"{f'images {_size(images)}, ' if images else ''}"
-            f"{f'LoRA adapters {_size(adapters)} (--max-loras, --max-lora-rank), ' if adapters else ''}"
-            f"{f'blocks that leave it {_size(offload)} (--kv-offload-gib), ' if offload else ''}"
-            f"and a KV cache needs at least {_size(2 * block)}. "
+            f"no room for a KV cache: {free} are available on {device}, of which {utilization:.0%} "
+            f"may be used; weights take {taken}, activations {computing}, "
+            f"{f'images {of_images}, ' if images else ''}"
+            f"{f'LoRA adapters {of_adapters} (--max-loras, --max-lora-rank), ' if adapters else ''}"
+            f"{f'blocks that leave it {below} (--kv-offload-gib), ' if offload else ''}"
+            f"and a KV cache needs at least {least}. "
             f"Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) or --max-num-seqs "
             f"({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory"
         )
@@ -137,18 +140,19 @@ def _num_states(config: Config, limits: Limits, state: int, kv_bytes: int, block
     most = int(kv_bytes * _MOST_STATES) if blocks else kv_bytes
     fitting, wanted = most // state // _STATES_PER_REQUEST, limits.max_num_seqs
     if fitting < (config.scheduler.max_num_seqs or 1):
+        needed, found = format_each(_STATES_PER_REQUEST * wanted * state, most)
         raise ValueError(
             f"--max-num-seqs {wanted}: the recurrent states of {wanted} requests need "
-            f"{_size(_STATES_PER_REQUEST * wanted * state)}, but the KV cache's memory has {_size(most)} for them: set "
-            f"--max-num-seqs to at most {fitting}, or raise --gpu-memory-utilization or --kv-cache-memory-bytes"
+            f"{needed}, but the KV cache's memory has {found} for them: set --max-num-seqs to at most {fitting}, or "
+            "raise --gpu-memory-utilization or --kv-cache-memory-bytes"
             if fitting
-            else f"no room for the recurrent states of a request, {_size(_STATES_PER_REQUEST * state)}: raise "
+            else f"no room for the recurrent states of a request, {format_bytes(_STATES_PER_REQUEST * state)}: raise "
             "--gpu-memory-utilization or --kv-cache-memory-bytes, or free memory"
         )
     running = min(fitting, wanted)
     room = max(int(kv_bytes * _CHECKPOINTS), kv_bytes - blocks)
     num_states = max(_STATES_PER_REQUEST * running, min(_most_states(limits), room // state))
-    reason = f"{_size(state)} each, two per request and the rest for cached prefixes"
+    reason = f"{format_bytes(state)} each, two per request and the rest for cached prefixes"
     choices = [("recurrent states", str(num_states), reason)]
     if running < wanted:
         choices.append(("max_num_seqs", str(running), "the recurrent states of so many requests fit"))
@@ -188,9 +192,10 @@ def fit_model_len(
     if not limits.auto_model_len:
         if limits.max_model_len > fitting:
             needed = (most_blocks(groups, limits.max_model_len, block_size, chunk) + 1) * plan.bytes_per_block
+            wanted, found = format_each(needed, plan.kv_cache)
             raise ValueError(
-                f"--max-model-len {limits.max_model_len} needs {_size(needed)} of KV cache, but it has "
-                f"{_size(plan.kv_cache)}: set --max-model-len to at most {fitting} (or auto), or enlarge the KV cache "
+                f"--max-model-len {limits.max_model_len} needs {wanted} of KV cache, but it has {found}: set "
+                f"--max-model-len to at most {fitting} (or auto), or enlarge the KV cache "
                 f"with --kv-cache-memory-bytes {needed} or a higher --gpu-memory-utilization"
             )
         return limits.max_model_len, []
@@ -307,7 +312,7 @@ def _kv_cache_bytes(
     if requested is not None:
         if requested > left:
             raise ValueError(
-                f"--kv-cache-memory-bytes {requested} ({_size(requested)}) is more than weights and activations "
+                f"--kv-cache-memory-bytes {requested} ({format_bytes(requested)}) is more than weights and activations "
                 f"leave: set it to at most {max(left, 0)}"
             )
         if requested < 2 * block and not config.cache.num_gpu_blocks_override:
@@ -326,18 +331,14 @@ def _kv_cache_bytes(
         return most, [
             (
                 "KV cache",
-                _size(most),
+                format_bytes(most),
                 f"at most, as it fills: {need}; --kv-cache-memory-bytes sets another size",
             )
         ]
     return free, [
         (
             "KV cache",
-            _size(free // block * block if block else free),
+            format_bytes(free // block * block if block else free),
             f"gpu_memory_utilization {config.cache.gpu_memory_utilization:g} minus weights and activations",
         )
     ] if free > 0 else []
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 // 10 else f"{count / 2**20:.1f} MiB"

@@ -15,6 +15,7 @@ from torch import nn
 
 from quire.checkpoints.lora import DEFAULT_MAX_LORAS, folders_at_start, max_rank, most_values, read_lora
 from quire.checkpoints.lora_files import LoraFiles
+from quire.checkpoints.sizes import format_each
 from quire.configs.serving import LoraConfig
 from quire.worker.batch.input_batch import InputBatch
 from quire.worker.layers.linear import Linear
@@ -91,9 +92,9 @@ class Adapters:
         adapted = self._read(read_lora(folder))
         size = sum(weights.nbytes for _, weights in adapted)
         if size > self._most_bytes:
+            taken, most = format_each(size, self._most_bytes)
             raise ValueError(
-                f"the adapter takes {size / 2**20:.1f} MiB, more than the {self._most_bytes / 2**20:.1f} MiB planned "
-                "for all: name one of its size at start (--lora-modules), or raise --max-cpu-loras"
+                f"the adapter takes {taken}, more than the {most} planned for all: name one of its size at start (--lora-modules), or raise --max-cpu-loras"
             )
         self._loaded[key], self._bytes[key] = adapted, size
         self._drop_some(keep={key})
