@@ -19,7 +19,7 @@ from quire.configs.speculation import draft_model_of
 from quire.engine.messages import EngineStats, Progress, WorkerReady
 from quire.server.engines.process import EngineProcess
 from quire.server.engines.supervisor import Supervisor, in_thread
-from quire.server.model_info import ModelInfo, known_token_ids
+from quire.server.model_info import ModelInfo, context_length, known_token_ids
 
 if TYPE_CHECKING:  # imported late, because these imports are slow
     from quire.server.engines.client import EngineClient
@@ -198,7 +198,7 @@ async def load_tokenizer(config: Config, folder: str, images: Images, model_fold
 def model_info(config: Config, worker: WorkerReady, tokenizer: Tokenizer, sampling: SamplingDefaults) -> ModelInfo:
     """The facts about the model that requests are checked against."""
     return ModelInfo(
-        worker.max_model_len,
+        context_length(worker),
         worker.vocab_size,
         known_token_ids(tokenizer.eos_token_ids, worker.vocab_size),
         sampling.declared,
