@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quire.server.lora.served import ChangeableAdapters
     from quire.server.media.service import Images as ImagesOfModel
     from quire.server.metrics.sink import MetricsSink
+    from quire.server.metrics.view import View
     from quire.server.model_info import ModelInfo
     from quire.server.queue_wait import QueueWait
     from quire.server.startup.model_details import LazyDetails
@@ -148,7 +149,7 @@ class Scrape(Readiness, Protocol):
     """The metrics, of all frontends if there are several."""
 
     metrics: MetricsSink | None
-    scrape: Callable[[], Awaitable[bytes]] | None
+    scrape: Callable[[View], Awaitable[bytes]] | None
 
 
 # ---- the parts for one job

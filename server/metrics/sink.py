@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from quire.engine.messages import EngineStats, RequestTiming
+from quire.server.metrics.view import ALL, View
 
 if TYPE_CHECKING:
     from quire.server.generate.generation_request import GenerationRequest
@@ -49,5 +50,5 @@ class MetricsSink(Protocol):
 
     def observe_key_refusal(self, name: str, code: str) -> None: ...
 
-    def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+    def render(self, view: View = ALL) -> bytes:
+        """The metrics in Prometheus' text format."""

@@ -17,6 +17,7 @@ from quire.server.errors import EngineError, Unavailable
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import JsonResponse
 from quire.server.incidents import Failure, Incidents, Restarts
+from quire.server.metrics.view import view_for
 from quire.server.startup.model_names import without_folders
 from quire.server.structured.schema import structured_output
 from quire.server.values import Json
@@ -84,12 +85,17 @@ async def version(request: Request, state: needs.Version) -> Response:
     return JsonResponse({"version": state.version})
 
 
-async def metrics(request: Request, state: needs.Scrape) -> Response:
+class _Scraped(needs.Scrape, needs.Accounts, Protocol):
+    """The metrics, and who may see which."""
+
+
+async def metrics(request: Request, state: _Scraped) -> Response:
     """Prometheus text, of all frontends."""
     if state.metrics is None:
         state.require_ready()
+    view = view_for(request.scope.get("key"), state.keys is not None, "owner" not in request.scope)
     try:
-        page = state.metrics.render() if state.scrape is None else await state.scrape()
+        page = state.metrics.render(view) if state.scrape is None else await state.scrape(view)
     except TimeoutError:
         raise Unavailable("The other frontends did not report their metrics in time.") from None
     return Response(page, media_type=METRICS_TYPE)
