@@ -26,8 +26,8 @@ def read_media_limits(text: str | None) -> int:
 
 def unused_sizes(text: str | None) -> list[str]:
     """Return the names of checked limits that have no effect: sizes, by which vLLM plans memory."""
-    given = json.loads(text or "{}")
-    return [f"{name}.{key}" for name, value in given.items() if isinstance(value, dict) for key in _SIZES if key in value]
+    objects = {name: value for name, value in json.loads(text or "{}").items() if isinstance(value, dict)}
+    return [f"{name}.{key}" for name, value in objects.items() for key in _SIZES if key in value]
 
 
 def _count(name: str, value: Any) -> int:

@@ -228,7 +228,7 @@ def test_sizes_that_a_message_compares_look_different(folder, monkeypatch):
     whole = memory.preview(Config.from_flat(**settings, kv_cache_memory_bytes=64 << 20)).plan.bytes_per_block
     blocks = 2048 // memory.preview(Config.from_flat(**settings)).block_size  # one too few: the first is for padding
     short = settings | {"max_model_len": "2048", "kv_cache_memory_bytes": blocks * whole}
-    with pytest.raises(ValueError, match="--max-model-len 2048 needs .* of KV cache") as error:
+    with pytest.raises(ValueError, match=r"--max-model-len 2048 needs .* of KV cache") as error:
         memory.preview(Config.from_flat(**short))
     needed, found = _sizes(str(error.value))
     assert needed != found

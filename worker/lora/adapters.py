@@ -94,7 +94,8 @@ class Adapters:
         if size > self._most_bytes:
             taken, most = format_each(size, self._most_bytes)
             raise ValueError(
-                f"the adapter takes {taken}, more than the {most} planned for all: name one of its size at start (--lora-modules), or raise --max-cpu-loras"
+                f"the adapter takes {taken}, more than the {most} planned for all: name one of its size at "
+                "start (--lora-modules), or raise --max-cpu-loras"
             )
         self._loaded[key], self._bytes[key] = adapted, size
         self._drop_some(keep={key})

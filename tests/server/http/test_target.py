@@ -18,7 +18,9 @@ from tests.server.test_tls import certificate
 CHAT = "/v1/chat/completions"
 
 
-def exchange(connection: socket.socket, method: str, target: str, body: bytes = b"", **fields: str) -> tuple[int, bytes]:
+def exchange(
+    connection: socket.socket, method: str, target: str, body: bytes = b"", **fields: str
+) -> tuple[int, bytes]:
     """(status, body) of one request with this target, byte for byte."""
     given = {"Host": "localhost", "Connection": "close", "Content-Type": "application/json"} | fields
     given["Content-Length"] = str(len(body))
