@@ -334,6 +334,13 @@ def check_modules(modules: list[str]) -> None:
             raise ValueError(f"--lora-modules {name}: {error} ({path})") from None
 
 
+def check_counts(max_loras: int | None, max_cpu_loras: int | None) -> None:
+    """Raise ValueError if fewer adapters may be in RAM than in a step."""
+    most = max_loras or DEFAULT_MAX_LORAS
+    if max_cpu_loras is not None and max_cpu_loras < most:
+        raise ValueError(f"--max-cpu-loras {max_cpu_loras} must be at least --max-loras {most}")
+
+
 def max_rank(setting: int | None, modules: list[str], folder: str | None) -> int:
     """--max-lora-rank, by default the largest rank of the adapters at start, at least LEAST_MAX_RANK."""
     if setting is not None:

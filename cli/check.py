@@ -79,7 +79,8 @@ def plan(config: Config, target: str) -> str:
         chat = "yes"
     elif images.why_not is None:
         chat = "none: a conversation is the contents of its messages, one after another"
-    lines = [plan_table(ready), f"chat template: {chat}", *_about(images, folder), *adapters]
+    warnings = [f"warning: {warning}" for warning in ready.warnings]
+    lines = [plan_table(ready), *warnings, f"chat template: {chat}", *_about(images, folder), *adapters]
     lines.append(f"default sampling parameters: {defaults.describe()}")
     return "\n".join([_checkpoint(config, folder), *lines] if has_weights else lines)
 

@@ -240,6 +240,8 @@ class Launcher:
 
         self.shown.close()
         logger.info("%s", plan_table(ready.worker))
+        for warning in ready.worker.warnings:
+            logger.warning("%s", warning)
         self._start_logging(ready.worker.plan.device)
         self._announce(ready)
 

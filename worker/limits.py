@@ -54,7 +54,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     """
     choices: list[Choice] = []
     tp, stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    _check_divisible(spec, tp, stages, config.parallel.enable_expert_parallel)
+    check_settings(config, spec)
     dtype, reason = (
         _quantized_dtype(config)
         if config.model.quantization
@@ -103,6 +103,23 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
         draft,
         choices,
     )
+
+
+def check_settings(config: Config, spec: ModelSpec) -> None:
+    """Raise ValueError for settings that do not fit config.json, on whatever device: a rank looks before it waits for
+    others.
+    """
+    parallel = config.parallel
+    _check_divisible(
+        spec, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel
+    )
+    model_len, auto = _requested_model_len(config.model.max_model_len, spec)
+    if spec.is_encoder:
+        _whole_prompts(config, model_len, 0, auto)
+    if config.model.quantization:
+        _quantized_dtype(config)
+    if config.lora.enabled and spec.is_encoder:
+        raise ValueError("LoRA adapters are for models that generate text, and this model is an encoder")
 
 
 def attention_specs(

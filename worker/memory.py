@@ -13,6 +13,7 @@ import msgspec
 from quire.checkpoints.sizes import format_bytes, format_each
 from quire.configs.config import Config
 from quire.configs.speculation import MAX_DRAFT
+from quire.worker.cache.shift import why_not
 from quire.worker.cache.spec import CachePlan, add_drafting, plan_cache
 from quire.worker.cache.tiers.sizes import disk_bytes, offload_bytes
 from quire.worker.estimates import (
@@ -26,7 +27,7 @@ from quire.worker.estimates import (
     media_info,
     uses_graphs,
 )
-from quire.worker.limits import Choice, Limits, resolve_limits
+from quire.worker.limits import Choice, Limits, check_settings, resolve_limits
 from quire.worker.messages import CacheGroup, MemoryPlan, WorkerReady, longest_request, most_blocks
 from quire.worker.models import describe
 from quire.worker.models.registry import read_model_spec
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 # half of the memory of a model that also attends. Checkpoints of prefixes raise the states' part to a tenth, or further
 # if there is room.
 _STATES_PER_REQUEST, _MOST_PER_REQUEST, _MOST_STATES, _CHECKPOINTS = 2, 10, 0.5, 0.1
+_ENDLESS = 1 << 60  # bytes
+_SHORT = 4  # a context is short below 1 / _SHORT of what was asked for
 # The default KV cache on CPU has room for --max-num-seqs requests of _CPU_TOKENS, and for _CPU_REQUESTS of full length.
 _CPU_TOKENS, _CPU_REQUESTS = 2048, 4
 
@@ -191,12 +194,12 @@ def fit_model_len(
     )
     if not limits.auto_model_len:
         if limits.max_model_len > fitting:
-            needed = (most_blocks(groups, limits.max_model_len, block_size, chunk) + 1) * plan.bytes_per_block
+            needed, enough = _bytes_for_context(limits, plan, groups)
             wanted, found = format_each(needed, plan.kv_cache)
             raise ValueError(
                 f"--max-model-len {limits.max_model_len} needs {wanted} of KV cache, but it has {found}: set "
                 f"--max-model-len to at most {fitting} (or auto), or enlarge the KV cache "
-                f"with --kv-cache-memory-bytes {needed} or a higher --gpu-memory-utilization"
+                f"with --kv-cache-memory-bytes {enough} or a higher --gpu-memory-utilization"
             )
         return limits.max_model_len, []
     if limits.max_model_len <= fitting:
@@ -204,6 +207,42 @@ def fit_model_len(
     return fitting, [
         ("max_model_len", str(fitting), f"fits into the KV cache; the model's maximum is {limits.max_model_len}")
     ]
+
+
+def _bytes_for_context(limits: Limits, plan: MemoryPlan, groups: Sequence[CacheGroup]) -> tuple[int, int]:
+    """Return (bytes of the blocks for one request of the whole context, --kv-cache-memory-bytes that has room for them
+    and for the recurrent states, which take half of it at most, or two of a request).
+    """
+    blocks = most_blocks(groups, limits.max_model_len, limits.attention.block_size, limits.max_num_batched_tokens) + 1
+    needed = blocks * plan.bytes_per_block
+    return needed, 2 * (needed + plan.states) if plan.states else needed
+
+
+def _warnings(limits: Limits, max_model_len: int, plan: MemoryPlan, groups: Sequence[CacheGroup]) -> list[str]:
+    """A context that is much shorter than the model's."""
+    if max_model_len * _SHORT > limits.max_model_len:
+        return []
+    _, enough = _bytes_for_context(limits, plan, groups)
+    return [
+        f"requests may have {max_model_len} tokens only, of the model's {limits.max_model_len}: the KV cache of "
+        f"{format_bytes(plan.kv_cache)} has no room for more, and longer prompts are refused. "
+        f"--kv-cache-memory-bytes {enough} has room for all, as may a higher --gpu-memory-utilization; "
+        f"--max-model-len {max_model_len} asks for the short context"
+    ]
+
+
+def check_cache(config: Config, spec: ModelSpec, limits: Limits) -> None:
+    """Raise ValueError, before weights are loaded, if the KV cache of the settings is too small, however much memory
+    there is, or cannot be as they ask.
+    """
+    groups = cache_plan(config, spec, limits).groups
+    if config.cache.cache_reuse and (why := why_not(spec, groups, limits.kv, limits.draft is not None)):
+        raise ValueError(f"--cache-reuse {config.cache.cache_reuse}: {why}")
+    if config.cache.kv_cache_memory_bytes is None and (config.cache.num_gpu_blocks_override or 0) < 2:
+        return
+    everything = {"device": "any device", "total": _ENDLESS, "available": _ENDLESS, "weights": 0, "activations": 0}
+    plan, num_blocks, _, _ = plan_memory(config, spec, limits, **everything)
+    fit_model_len(limits, num_blocks, plan, groups)
 
 
 def preview(config: Config) -> WorkerReady:
@@ -216,6 +255,7 @@ def preview(config: Config) -> WorkerReady:
     spec = read_model_spec(options.model, options.model_impl, images=not options.language_model_only)
     tp, pp = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     num_ranks = tp * pp * config.parallel.data_parallel_size
+    check_settings(config, spec)
     started = platform.start(
         config.device.num_threads,
         num_ranks,
@@ -229,6 +269,7 @@ def preview(config: Config) -> WorkerReady:
         logger.warning("%s", warning)
     limits = resolve_limits(config, spec, platform)
     spec = limits.with_drafts(spec)
+    check_cache(config, spec, limits)
     total, available = platform.memory(num_ranks)
     offload = 0 if spec.is_encoder else offload_bytes(config, platform)
     plan, num_blocks, num_states, choices = plan_memory(
@@ -297,6 +338,7 @@ def report(
         groups=list(groups),
         media=media_info(spec, limits, platform),
         num_states=num_states,
+        warnings=_warnings(limits, max_model_len, plan, groups),
     )
 
 

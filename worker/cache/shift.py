@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from quire.worker.cache.allocation import attention_layers
-from quire.worker.cache.scaled import ScaledCache, ScaledLatents
+from quire.worker.cache.storage import KVStorage
 from quire.worker.layers.rotary import RotaryEmbedding, apply_rotary
 from quire.worker.messages import CacheGroup, Shift
 from quire.worker.transformer.config import ModelSpec
@@ -29,16 +29,16 @@ FAMILIES = (
 CHUNK = 4096  # tokens at once
 
 
-def why_not(spec: ModelSpec, groups: Sequence[CacheGroup], model: nn.Module) -> str:
+def why_not(spec: ModelSpec, groups: Sequence[CacheGroup], kv: KVStorage, has_draft: bool) -> str:
     """Why the entries of this model cannot be shifted, "" if they can."""
     if spec.architecture not in FAMILIES or spec.implementation != "quire":
         return f"{spec.architecture} is not one of {', '.join(FAMILIES)}"
     if [(group.kind, group.window) for group in groups] != [("full", 0)]:
         return f"some layers of this {spec.architecture} do not attend to all tokens"
-    tables = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
-    if len(tables) != 1 or tables[0].axes is not None or any(layer.rope is None for layer in spec.layers):
+    ropes = {layer.rope for layer in spec.layers}
+    if None in ropes or len(ropes) != 1 or spec.ropes[ropes.pop()].axes or has_draft:
         return f"the layers of this {spec.architecture} have not one rotary embedding in common"
-    if any(isinstance(layer.k_cache, ScaledCache | ScaledLatents) for layer in attention_layers(model)):
+    if kv.scaled:
         return "the KV cache has 8 bits per entry (--kv-cache-dtype)"
     return ""
 
