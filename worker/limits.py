@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quire.checkpoints.early import longer_than_model
 from quire.configs.config import Config
 from quire.worker.attention.base import AttentionSpec
 from quire.worker.attention.registry import Selection, select_backend
@@ -215,10 +216,7 @@ def _requested_model_len(requested: str, spec: ModelSpec) -> tuple[int, bool]:
     if not requested.isdigit() or int(requested) == 0:
         raise ValueError(f"--max-model-len {requested!r} must be a positive number of tokens, or auto")
     if int(requested) > most:
-        raise ValueError(
-            f"--max-model-len {requested} is more than this model's {most} tokens{why}: set it to at most {most}, or "
-            "auto"
-        )
+        raise ValueError(longer_than_model(requested, most, why))
     return int(requested), False
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from quire.checkpoints import hub
+from quire.checkpoints.early import refuse_early
 from quire.checkpoints.files import check_model_folder
 from quire.checkpoints.lora import check_counts, check_modules, local_modules, parse_module
-from quire.checkpoints.ranks import check_ranks
 from quire.configs.config import Config
 from quire.configs.speculation import draft_model_of
 from quire.engine.messages import EngineStats, Progress, WorkerReady
@@ -79,7 +79,8 @@ class EngineGroup:
         check_model_folder(folder, needs_weights=self.config.model.load_format != "dummy")
         self.folder = folder
         parallel, lora = self.config.parallel, self.config.lora
-        check_ranks(folder, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        refuse_early(folder, *sizes, self.config.model.max_model_len)
         check_counts(lora.max_loras, lora.max_cpu_loras)
         check_modules(lora.lora_modules)
         config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=folder))

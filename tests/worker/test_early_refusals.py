@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.checkpoints.ranks import check_ranks
+from quire.checkpoints.early import refuse_early
 from quire.configs.config import Config
 from quire.server.startup.engine_group import EngineGroup
 from quire.worker import limits, memory
@@ -41,22 +41,27 @@ def refusal(check, *arguments) -> str | None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_ranks_are_refused_early_only_if_the_worker_refuses_them(name, tmp_path):
+def test_early_refusals_are_those_of_the_worker(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     spec = parse_model_spec(CONFIGS[name])
     for tp in range(1, 33):
         for pp in (1, 2, 1000):
-            early = refusal(check_ranks, str(tmp_path), tp, pp)
+            early = refusal(refuse_early, str(tmp_path), tp, pp, "auto")
             late = refusal(limits._check_divisible, spec, tp, pp)
             assert early is None or late is not None, (tp, pp, early)
+    for asked in (1, spec.max_model_len, spec.max_model_len + 1, 1 << 40):
+        early = refusal(refuse_early, str(tmp_path), 1, 1, str(asked))
+        late = refusal(limits._requested_model_len, str(asked), spec)
+        assert early is None or early == late
 
 
 def test_most_published_models_are_refused_early(tmp_path):
-    found = 0
+    found = lengths = 0
     for raw in CONFIGS.values():
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        found += refusal(check_ranks, str(tmp_path), 7, 1) is not None
-    assert found > 0.8 * len(CONFIGS)
+        found += refusal(refuse_early, str(tmp_path), 7, 1, "auto") is not None
+        lengths += refusal(refuse_early, str(tmp_path), 1, 1, str(1 << 40)) is not None
+    assert found > 0.8 * len(CONFIGS) and lengths > 0.5 * len(CONFIGS)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +71,7 @@ def test_most_published_models_are_refused_early(tmp_path):
         ({"pipeline_parallel_size": 99}, "pipeline_parallel_size 99 is more than the model's num_hidden_layers"),
         ({"tensor_parallel_size": 3, "distributed_executor_backend": "ray"}, "num_attention_heads 4 cannot be split"),
         ({"tensor_parallel_size": 3, "data_parallel_size": 2}, "num_attention_heads 4 cannot be split over"),
+        ({"max_model_len": "2049"}, "--max-model-len 2049 is more than this model's 2048 tokens: set"),
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "--max-cpu-loras 2 must be at least --max-loras 4"),
     ],
 )
@@ -85,7 +91,7 @@ def test_a_text_part_and_keys_of_other_kinds(tmp_path):
         ({"vocab_size": 5}, False),
     ):
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        assert (refusal(check_ranks, str(tmp_path), 7, 9) is not None) == refused
+        assert (refusal(refuse_early, str(tmp_path), 7, 9, "auto") is not None) == refused
 
 
 @pytest.mark.parametrize(
@@ -170,4 +176,4 @@ def test_the_warning_is_in_the_log_of_a_server(tmp_path, caplog):
 def test_a_config_that_is_no_json_is_still_named(tmp_path):
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(ValueError, match=r"config\.json"):
-        check_ranks(str(tmp_path), 2, 1)
+        refuse_early(str(tmp_path), 2, 1, "auto")
