@@ -70,18 +70,18 @@ class CacheReset(msgspec.Struct):
 
 
 async def live(request: Request, state: object) -> Response:
-    """The process answers; nothing is asked of the engine."""
+    """Tell that the process answers; nothing is asked of the engine."""
     return JsonResponse({"status": "live"})
 
 
 async def ready(request: Request, state: needs.Health) -> Response:
-    """200 once the engine has completed a step; 503 with phase and percentage before, and while shutting down."""
+    """Answer 200 once the engine has completed a step, and 503 with phase and percentage before, and at the end."""
     up = state.status == "ready"
     return JsonResponse(state.health(), status_code=200 if up else 503, headers=None if up else {"Retry-After": "2"})
 
 
 async def version(request: Request, state: needs.Version) -> Response:
-    """The version of quire."""
+    """Return the version of quire."""
     return JsonResponse({"version": state.version})
 
 
@@ -90,7 +90,7 @@ class _Scraped(needs.Scrape, needs.Accounts, Protocol):
 
 
 async def metrics(request: Request, state: _Scraped) -> Response:
-    """Prometheus text, of all frontends."""
+    """Return the metrics of all frontends in the text format of Prometheus, those that the key may see."""
     if state.metrics is None:
         state.require_ready()
     view = view_for(request.scope.get("key"), state.keys is not None, "owner" not in request.scope)
@@ -102,7 +102,7 @@ async def metrics(request: Request, state: _Scraped) -> Response:
 
 
 async def server_info(request: Request, state: _Server) -> Response:
-    """The effective configuration, values chosen automatically, and the memory plan."""
+    """Return the effective configuration, values chosen automatically, and the memory plan."""
     return JsonResponse(
         {
             "version": state.version,
