@@ -5,7 +5,6 @@ The engine has the fake executor.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -17,15 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import httpx
 import psutil
 import pytest
 
-from quire.configs.config import Config
-from quire.server import launch
-from quire.server.launch import Launcher
 from tests.server.conftest import poll
 from tests.server.test_chat import HELLO, events
 
@@ -216,39 +211,6 @@ def test_sigterm_twice_in_a_moment_loses_no_stream(model_folder, tmp_path):
         stream.read()
         assert events(stream)[-2]["choices"][0]["finish_reason"] == "length"
         assert server.wait() == 0
-
-
-TERM, INT = signal.SIGTERM, signal.SIGINT
-
-
-@pytest.mark.parametrize(
-    ("signals", "ends"),
-    [
-        ([(TERM, 0.0), (TERM, 0.1), (TERM, 1.9)], None),
-        ([(TERM, 0.0), (TERM, 2.1)], TERM),
-        ([(INT, 0.0), (INT, 0.1)], INT),
-        ([(TERM, 0.0), (INT, 0.1)], None),
-        ([(TERM, 0.0), (INT, 0.1), (TERM, 0.2), (INT, 0.3)], INT),
-        ([(INT, 0.0), (TERM, 0.1)], None),
-        ([(INT, 0.0), (TERM, 3.0)], TERM),
-        ([(TERM, 0.0), (INT, 3.0)], INT),
-    ],
-)
-def test_which_signals_end_at_once(monkeypatch, signals, ends):
-    launcher = Launcher.__new__(Launcher)
-    launcher.engines, launcher.frontend, launcher.config = MagicMock(), MagicMock(num_in_flight=1), Config()
-    launcher.stop, launcher.announced = asyncio.Event(), True
-    launcher._interrupted, launcher._signalled = False, 0.0
-    monkeypatch.setattr(launch.os, "_exit", MagicMock(side_effect=SystemExit))
-    for number, (sent, when) in enumerate(signals, start=1):
-        monkeypatch.setattr(launch.time, "monotonic", lambda when=when: 100.0 + when)
-        if ends is not None and number == len(signals):
-            with pytest.raises(SystemExit):
-                launcher.on_signal(sent)
-            launch.os._exit.assert_called_once_with(128 + ends)
-        else:
-            launcher.on_signal(sent)
-            assert launcher.stop.is_set() and not launch.os._exit.called
 
 
 def test_a_second_ctrl_c_ends_at_once(model_folder, tmp_path):
