@@ -11,7 +11,8 @@ from typing import Any
 
 from quire.checkpoints.rules import FLAG, MAX_LAYERS, OBJECT, TEXT, TEXTS, Kind, Number, Rule, Whole, shown
 
-_PARTS = ("text_config", "language_config", "llm_config", "linear_attn_config")
+TEXT_PARTS = ("text_config", "language_config", "llm_config")  # of wrappers that add an encoder to a language model
+_PARTS = (*TEXT_PARTS, "linear_attn_config")
 _DEEPEST = 64  # nested objects and lists
 
 

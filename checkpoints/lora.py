@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.checkpoints.files import unreadable
 from quire.checkpoints.gguf.header import is_gguf
 from quire.checkpoints.hub import adapter_folder
 from quire.checkpoints.lora_files import CONFIG, MAX_RANK, WEIGHTS, LoraFiles, LoraMatrices
@@ -24,6 +27,7 @@ from quire.checkpoints.safetensors import StoredTensor, read_header
 LEAST_MAX_RANK = 64  # ranks that a server accepts at least, if --max-lora-rank is not set
 DEFAULT_MAX_LORAS = 8
 _LARGEST_CONFIG = 4 << 20
+_WANTED = "give the folder of a PEFT adapter, or a GGUF adapter"
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
 _TYPES = ("F32", "F16", "BF16")
 # initialisations that leave the base model's weights as they are; others change them
@@ -49,6 +53,7 @@ def read_lora(folder: str | Path) -> LoraFiles:
     Raises ValueError with what is wrong or not supported.
     """
     folder = Path(folder)
+    require_adapter(folder)
     if file := gguf_of(folder):
         return read_gguf_lora(file)
     config = read_config(folder)
@@ -67,6 +72,25 @@ def read_lora(folder: str | Path) -> LoraFiles:
     return LoraFiles(folder, modules, rank, base if isinstance(base, str) and base else None)
 
 
+def require_adapter(path: Path) -> None:
+    """Raise ValueError unless `path` is a folder that can be read, or a GGUF file."""
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            if not (path / CONFIG).is_file():
+                os.listdir(path)
+            return
+        if stat.S_ISREG(mode):
+            with path.open("rb") as file:
+                file.read(1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"the path does not exist: {_WANTED}") from None
+    except OSError as error:
+        raise ValueError(f"the path cannot be read: {error.strerror}") from None
+    if not (stat.S_ISREG(mode) and is_gguf(path)):
+        raise ValueError(f"the path is neither a folder nor a GGUF file: {_WANTED}")
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json. Raises ValueError."""
     path = folder / CONFIG
@@ -75,7 +99,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{CONFIG} is larger than {_LARGEST_CONFIG >> 20} MiB")
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ValueError(f"there is no {CONFIG}: give the folder of a PEFT adapter, or a GGUF adapter") from None
+        raise ValueError(_no_config(folder)) from None
     except OSError as error:
         raise ValueError(f"cannot read {CONFIG}: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -83,6 +107,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{CONFIG} must be a JSON object")
     return config
+
+
+def _no_config(folder: Path) -> str:
+    """Why a folder without adapter_config.json is no adapter: `gguf_of` found no GGUF file in it either."""
+    names = sorted(path.name for path in folder.glob("*.gguf"))
+    if len(names) > 1:
+        return f"there is no {CONFIG}, and more than one GGUF file ({', '.join(names[:3])}): give one of them"
+    if names:
+        return f"there is no {CONFIG}, and {names[0]} is no GGUF file"
+    return f"there is no {CONFIG}: {_WANTED}"
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
@@ -278,13 +312,33 @@ def folders_at_start(modules: list[str], folder: str | None) -> list[tuple[str, 
         found[name] = name, Path(path).expanduser(), True
     if folder is not None:
         base = Path(folder).expanduser()
-        if not base.is_dir():
-            raise ValueError(f"--lora-dir: there is no folder {folder}")
-        for path in sorted(base.iterdir()):
+        try:
+            paths = sorted(base.iterdir())
+        except FileNotFoundError:
+            raise ValueError(f"--lora-dir: there is no folder {folder}") from None
+        except OSError as error:
+            raise ValueError(f"--lora-dir: {unreadable(folder, error)}") from None
+        for path in paths:
             name = path.stem if path.suffix == ".gguf" and path.is_file() and is_gguf(path) else path.name
             if name not in found and (path.is_dir() or name != path.name) and not name.startswith("."):
                 found[name] = name, path, False
     return list(found.values())
+
+
+def check_modules(modules: list[str]) -> None:
+    """Raise ValueError for the first adapter of --lora-modules that cannot be read. They are on this machine."""
+    for name, path, _ in folders_at_start(modules, None):
+        try:
+            read_lora(path)
+        except ValueError as error:
+            raise ValueError(f"--lora-modules {name}: {error} ({path})") from None
+
+
+def check_counts(max_loras: int | None, max_cpu_loras: int | None) -> None:
+    """Raise ValueError if fewer adapters may be in RAM than in a step."""
+    most = max_loras or DEFAULT_MAX_LORAS
+    if max_cpu_loras is not None and max_cpu_loras < most:
+        raise ValueError(f"--max-cpu-loras {max_cpu_loras} must be at least --max-loras {most}")
 
 
 def max_rank(setting: int | None, modules: list[str], folder: str | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import ssl
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,15 +15,34 @@ class ServerError(Exception):
     """The server could not be reached or refused the request; the message is for the terminal."""
 
 
-class Server:
-    """The server at a base URL such as http://127.0.0.1:8000/v1."""
+def tls_context(insecure: bool) -> ssl.SSLContext:
+    """Return the settings of a TLS client; `insecure` accepts every certificate."""
+    context = ssl.create_default_context()
+    if insecure:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
-    def __init__(self, url: str, api_key: str | None, timeout: float | None = None):
+
+def explain(error: Exception, url: str) -> str:
+    """Return why a server was not reached, with what to do if it has TLS."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{error.verify_message}: --insecure accepts the certificate"
+    broken = isinstance(error, (http.client.BadStatusLine, ConnectionResetError, EOFError))
+    if broken and not url.startswith("https://"):
+        why = "the server closed the connection" if isinstance(error, EOFError) else str(error)
+        return f"{why}; if it has TLS, name it as https://{url.rpartition('://')[2]}"
+    return str(error)
+
+
+class Server:
+    """The server at a base URL such as http://127.0.0.1:8000/v1. `insecure` accepts every certificate."""
+
+    def __init__(self, url: str, api_key: str | None, timeout: float | None = None, insecure: bool = False):
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerError(f"--url: expected http://HOST:PORT/v1, got {url!r}")
         self.url, self.parts, self.timeout = url, parts, timeout  # seconds without data; None: any number
-        self.path = parts.path.rstrip("/") or "/v1"
+        self.insecure, self.path = insecure, parts.path.rstrip("/") or "/v1"
         self.headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {api_key}"} if api_key else {}
         )
@@ -33,8 +53,7 @@ class Server:
 
         Raises ServerError.
         """
-        connect = http.client.HTTPSConnection if self.parts.scheme == "https" else http.client.HTTPConnection
-        connection = connect(self.parts.hostname, self.parts.port, timeout=self.timeout)
+        connection = self._connection()
         try:
             connection.request(method, self.path + path, json.dumps(body) if body is not None else None, self.headers)
             response = connection.getresponse()
@@ -42,9 +61,16 @@ class Server:
                 raise ServerError(f"HTTP {response.status}: {error_message(response.read())}")
             yield response
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"{self.url}: {error}") from error
+            raise ServerError(f"{self.url}: {explain(error, self.url)}") from error
         finally:
             connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port = self.parts.hostname, self.parts.port
+        if self.parts.scheme == "https":
+            context = tls_context(self.insecure)
+            return http.client.HTTPSConnection(host, port, timeout=self.timeout, context=context)
+        return http.client.HTTPConnection(host, port, timeout=self.timeout)
 
     def first_model(self) -> str:
         with self.request("GET", "/models") as response:
@@ -52,7 +78,7 @@ class Server:
 
     def makes_no_text(self, model: str) -> bool:
         """Whether the server says so, in Ollama's route; others than quire and Ollama do not."""
-        root = Server(f"{self.parts.scheme}://{self.parts.netloc}/api", None, self.timeout)
+        root = Server(f"{self.parts.scheme}://{self.parts.netloc}/api", None, self.timeout, self.insecure)
         root.headers = self.headers
         try:
             with root.request("POST", "/show", {"model": model}) as response:

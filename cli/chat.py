@@ -37,8 +37,15 @@ def _parser(name: str, description: str) -> Parser:
     parser.add_argument(
         "--model", "--model-name", metavar="NAME", help="name of the model (default: the first that the server lists)"
     )
+    add_tls_flag(parser)
     add_sampling_flags(parser)
     return parser
+
+
+def add_tls_flag(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--insecure", action="store_true", help="accept every certificate of a server with TLS, such as its own"
+    )
 
 
 def add_sampling_flags(group: argparse._ActionsContainer) -> None:
@@ -73,7 +80,7 @@ def chat(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
 
     def run() -> None:
-        server = Server(arguments.url, arguments.api_key)
+        server = Server(arguments.url, arguments.api_key, insecure=arguments.insecure)
         converse(server, arguments.model or server.first_model(), arguments)
 
     return guarded(parser, run)
@@ -107,7 +114,7 @@ def complete(argv: list[str]) -> int:
 
 
 def _complete(arguments: argparse.Namespace) -> None:
-    server = Server(arguments.url, arguments.api_key)
+    server = Server(arguments.url, arguments.api_key, insecure=arguments.insecure)
     options = request_options(arguments, arguments.model or server.first_model())
     if arguments.quick is not None:
         _continue(server, options, arguments.quick)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from quire.checkpoints import hub
 from quire.checkpoints.files import check_model_folder
-from quire.checkpoints.lora import local_modules
+from quire.checkpoints.lora import check_modules, local_modules
 from quire.checkpoints.weight_summary import weight_summary
 from quire.configs.config import Config
 from quire.configs.options import removed_settings
@@ -59,6 +59,7 @@ def plan(config: Config, target: str) -> str:
         check_model_folder(draft, needs_weights=False)
         config = config.with_draft_model(draft)
     modules = local_modules(config.lora.lora_modules, options.download_dir)
+    check_modules(modules)
     config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, lora_modules=modules))
     # imported by name: torch loads only when this command runs
     model = importlib.import_module("quire.worker.weights.loader").check_model(config, files=has_weights)
@@ -81,7 +82,8 @@ def plan(config: Config, target: str) -> str:
         chat = "yes"
     elif images.why_not is None:
         chat = "none: a conversation is the contents of its messages, one after another"
-    lines = [plan_table(ready), f"chat template: {chat}", *_about(images, folder), *adapters]
+    warnings = [f"warning: {warning}" for warning in ready.warnings]
+    lines = [plan_table(ready), *warnings, f"chat template: {chat}", *_about(images, folder), *adapters]
     lines.append(f"default sampling parameters: {defaults.describe()}")
     return "\n".join([_checkpoint(config, folder), *lines] if has_weights else lines)
 

@@ -62,12 +62,10 @@ def ask(address: str, timeout: float = TIMEOUT, certificate: tuple[str, str | No
     checked, because it rarely has the name by which its machine asks, and nothing secret is sent.
     """
     try:
-        with _connect(address.removeprefix(_HTTPS), timeout) as plain:
-            connection = _secured(plain, certificate) if address.startswith(_HTTPS) else plain
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            answer = b""
-            while part := connection.recv(65536):
-                answer += part
+        answer = _answer(address, timeout, certificate)
+        if not answer.startswith(b"HTTP/") and not address.startswith(_HTTPS):
+            answer, address = _answer(_HTTPS + address, timeout, certificate), _HTTPS + address
+            print(f"{address.removeprefix(_HTTPS)} has TLS: asked {address}", file=sys.stderr)
     except OSError as error:
         raise Unhealthy(f"{address}: {error}") from None
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -77,6 +75,24 @@ def ask(address: str, timeout: float = TIMEOUT, certificate: tuple[str, str | No
             f"{address}: HTTP {b''.join(status).decode(errors='replace')} {body.decode(errors='replace')[:500]}"
         )
     return body.decode(errors="replace")
+
+
+def _answer(address: str, timeout: float, certificate: tuple[str, str | None] | None) -> bytes:
+    """The bytes of the answer: none, or some that are not HTTP, from a server with TLS that is asked without. Raises
+    OSError.
+    """
+    answer = b""
+    with _connect(address.removeprefix(_HTTPS), timeout) as plain:
+        secure = address.startswith(_HTTPS)
+        connection = _secured(plain, certificate) if secure else plain
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        try:
+            while part := connection.recv(65536):
+                answer += part
+        except ConnectionResetError:
+            if secure or answer.startswith(b"HTTP/"):
+                raise
+    return answer
 
 
 def _secured(plain: socket.socket, certificate: tuple[str, str | None] | None) -> socket.socket:
@@ -133,6 +149,11 @@ def main(argv: Sequence[str]) -> int:
         "(default: from QUIRE_ADDRESS_FILE, QUIRE_UDS, QUIRE_HOST and QUIRE_PORT, as for the server)",
     )
     parser.add_argument("--url", "--base-url", metavar="URL", help="the same as a URL, as other commands take it")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="accept every certificate: this command always does, because it sends no secret",
+    )
     parser.add_argument("--cert", metavar="FILE", help="a client's certificate, for a server that asks for one")
     parser.add_argument("--key", metavar="FILE", help="key of --cert (default: in the same file)")
     arguments = parser.parse_args(argv)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 
+from quire.cli.api_client import tls_context
 from quire.server.startup import progress
 
 TIMEOUT = 2.0  # seconds for an answer
+_HTTPS = "https://"
 
 
 class Loading:
@@ -28,7 +30,7 @@ class Loading:
         self.shown.close()
 
     def is_ready(self, address: str) -> bool:
-        """Whether the server at HOST:PORT is ready; shows what it does until then."""
+        """Whether the server at HOST:PORT, or https://HOST:PORT, is ready; shows what it does until then."""
         health = _health(address)
         if health.get("status") == "ready":
             return True
@@ -38,8 +40,13 @@ class Loading:
 
 
 def _health(address: str) -> dict[str, Any]:
-    host, _, port = address.rpartition(":")
-    connection = HTTPConnection(host.strip("[]"), int(port), timeout=TIMEOUT)
+    host, _, port = address.removeprefix(_HTTPS).rpartition(":")
+    place = (host.strip("[]"), int(port))
+    connection = (
+        HTTPSConnection(*place, timeout=TIMEOUT, context=tls_context(insecure=True))  # our own server
+        if address.startswith(_HTTPS)
+        else HTTPConnection(*place, timeout=TIMEOUT)
+    )
     try:
         connection.request("GET", "/health")
         return json.load(connection.getresponse())

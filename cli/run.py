@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from quire.cli.api_client import Server, ServerError
-from quire.cli.chat import add_chat_flags, add_sampling_flags, converse, default_key, guarded
+from quire.cli.chat import add_chat_flags, add_sampling_flags, add_tls_flag, converse, default_key, guarded
 from quire.cli.conversation import HELP
 from quire.cli.loading import Loading
 from quire.cli.main import Parser, add_config_flags, read_settings
@@ -31,6 +31,8 @@ POLL_SECONDS = 0.1
 END_TIMEOUT = 15.0  # seconds for our server to end
 _PR_SET_PDEATHSIG = 1
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
+_PLACE = ("host", "port")  # settings that say where the server is, or shall be
+_USELESS = ("uds", "address_file")
 
 
 def main(argv: list[str]) -> int:
@@ -44,12 +46,26 @@ def main(argv: list[str]) -> int:
     group = parser.add_argument_group("Chat")
     group.add_argument("--url", "--base-url", metavar="URL", help="chat with this server, and start none")
     add_chat_flags(group)
+    add_tls_flag(group)
     add_sampling_flags(group)
     add_config_flags(parser, everyday=False)
     arguments = parser.parse_args(argv)
     _end_on_signals()
     settings = read_settings(parser, arguments)
+    _refuse_useless(parser, settings, arguments.url)
     return guarded(parser, lambda: _run(arguments, settings))
+
+
+def _refuse_useless(parser: Parser, settings: Settings, url: str | None) -> None:
+    """End with an error if a flag cannot have an effect on this command."""
+    given = [name for name, source in settings.sources.items() if source == "command line"]
+    if url is not None and (names := [name for name in _PLACE if name in given]):
+        parser.error(f"the server is named twice, by --url and by --{names[0].replace('_', '-')}")
+    for name in _USELESS:
+        if name in given:
+            parser.error(f"--{name.replace('_', '-')}: this command talks to its server by TCP: omit it, or use --port")
+    if settings.config().server.ssl_cert_reqs == "required":
+        parser.error("--ssl-cert-reqs required: this command has no certificate to show to its server")
 
 
 def _end_on_signals() -> None:
@@ -85,40 +101,63 @@ def _run(arguments: argparse.Namespace, settings: Settings) -> None:
     config = settings.config()
     key = config.server.api_key[0] if config.server.api_key else default_key()
     if arguments.url:
-        server = Server(arguments.url, key)
+        server = Server(arguments.url, key, insecure=arguments.insecure)
+        _note_unused(settings)
         converse(server, server.first_model(), arguments)
         return
-    if (found := find_server(config, key, any_model=settings.source("model").startswith("default"))) is not None:
+    any_model = settings.source("model").startswith("default")
+    if (found := find_server(config, key, any_model, arguments.insecure)) is not None:
         print(f"using the server at {found[0].url}", file=sys.stderr)
+        _note_unused(settings)
         converse(*found, arguments)
         return
     with _started(settings) as url:
-        server = Server(url, key)
+        server = Server(url, key, insecure=True)  # our own
         converse(server, server.first_model(), arguments)
 
 
-def find_server(config: Config, key: str | None, any_model: bool) -> tuple[Server, str] | None:
+def _note_unused(settings: Settings) -> None:
+    """Name the flags that a server which runs already does not see."""
+    used = {"model", "served_model_name", "api_key", *_PLACE}
+    names = [name for name, source in settings.sources.items() if source == "command line" and name not in used]
+    if names:
+        flags = ", ".join("--" + name.replace("_", "-") for name in names)
+        print(f"no effect on a server that runs already: {flags}", file=sys.stderr)
+
+
+def find_server(config: Config, key: str | None, any_model: bool, insecure: bool) -> tuple[Server, str] | None:
     """The server at host and port of the settings and its name of the model, if one runs there and has the model.
     `any_model`: the user named none.
     """
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.server.host, config.server.host)
-    server = Server(f"http://{host}:{config.server.port}/v1", key, timeout=FIND_TIMEOUT)
-    try:
-        with server.request("GET", "/models") as response:
-            names = [model["id"] for model in json.load(response)["data"]]
-    except (ServerError, ValueError, KeyError, TypeError):
-        return None  # none there, or none for us: start our own
-    wanted = {*served_names(config), *accepted_names(config)}
-    name = next((name for name in names if any_model or name in wanted), None)
-    return None if name is None else (Server(server.url, key), name)
+    has_tls = config.server.ssl_certfile is not None
+    insecure = insecure or has_tls
+    for scheme in ("https",) if has_tls else ("http", "https"):
+        server = Server(f"{scheme}://{host}:{config.server.port}/v1", key, FIND_TIMEOUT, insecure)
+        try:
+            with server.request("GET", "/models") as response:
+                names = [model["id"] for model in json.load(response)["data"]]
+        except (ServerError, ValueError, KeyError, TypeError):
+            continue  # none there, or none for us: start our own
+        wanted = {*served_names(config), *accepted_names(config)}
+        name = next((name for name in names if any_model or name in wanted), None)
+        return None if name is None else (Server(server.url, key, insecure=insecure), name)
+    return None
 
 
 @contextlib.contextmanager
 def _started(settings: Settings) -> Iterator[str]:
-    """The URL of a server of our own, which ends with the block. Raises ServerError if it cannot start."""
+    """The URL of a server of our own, which ends with the block. It listens at the host and port of the settings, else
+    on a free port of this machine. Raises ServerError if it cannot start.
+    """
     with tempfile.TemporaryDirectory(prefix="quire-run-") as folder, tempfile.TemporaryFile() as log:
         address_file, file = Path(folder, "address"), Path(folder, "settings.yaml")
-        values: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "uds": None, "address_file": str(address_file)}
+        if settings.values.get("uds"):
+            where = settings.source("uds")
+            print(f"uds ({where}) is not used: this command talks to its server by TCP", file=sys.stderr)
+        values: dict[str, Any] = {"uds": None, "address_file": str(address_file)}
+        free = {"host": "127.0.0.1", "port": 0}
+        values |= {name: value for name, value in free.items() if name not in settings.sources}
         file.touch(mode=0o600)  # it may have keys
         file.write_text(json.dumps(settings.values | values))
         command = [sys.executable, "-m", "quire", "serve", "--config", str(file)]
@@ -135,7 +174,7 @@ def _started(settings: Settings) -> Iterator[str]:
         )
         try:
             address = _wait_ready(process, address_file, log)
-            yield f"http://{address}/v1"
+            yield f"{'' if '://' in address else 'http://'}{address}/v1"
         finally:
             process.terminate()
             try:
@@ -152,7 +191,9 @@ def _end_with_parent() -> None:
 
 
 def _wait_ready(process: subprocess.Popen, address_file: Path, log: IO[bytes]) -> str:
-    """HOST:PORT of the server once it is ready; shows its progress. Raises ServerError if it ends."""
+    """The server's address, HOST:PORT or https://HOST:PORT, once it is ready; shows its progress. Raises ServerError if
+    it ends.
+    """
     with Loading() as loading:
         while process.poll() is None:
             time.sleep(POLL_SECONDS)

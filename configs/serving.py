@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.configs.fields import opt
+from quire.configs.media_limits import read_media_limits
 from quire.configs.proxies import read_proxies
 
 
@@ -245,7 +246,10 @@ class MediaConfig:
         None, "folder below which images may be loaded by file:// URL (default: none may)", metavar="DIR"
     )
     limit_mm_per_prompt: str | None = opt(
-        None, 'maximum number of images of a prompt, as image=4 or {"image": 4} (default: 32)', unit="mapping"
+        None,
+        'maximum number of images of a prompt, as image=4 or {"image": 4} (default: 32)',
+        unit="mapping",
+        check=read_media_limits,
     )
     mm_processor_kwargs: str | None = opt(
         None,

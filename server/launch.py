@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from quire.server.metrics.stats_log import StatsLog
 
 logger = logging.getLogger("quire")
+REPEAT_SECONDS = 2.0  # within which a repeated SIGTERM belongs to the first
 _FIRST_OF_SYSTEMD = 3  # descriptor
 
 
@@ -178,6 +179,7 @@ class Launcher:
         self.announced = False
         self.shown = StartProgress()
         self.stop = asyncio.Event()
+        self._interrupted, self._signalled = False, 0.0  # whether SIGINT came, and when the first signal did
         self.engines.start_if_local()
         self.frontend = self._make_frontend()
 
@@ -241,6 +243,8 @@ class Launcher:
 
         self.shown.close()
         logger.info("%s", plan_table(ready.worker))
+        for warning in ready.worker.warnings:
+            logger.warning("%s", warning)
         self._start_logging(ready.worker.plan.device)
         self._announce(ready)
 
@@ -286,14 +290,21 @@ class Launcher:
     # ---- end
 
     def on_signal(self, number: int) -> None:
-        """Drain on the first signal, exit immediately on the second."""
-        name = signal.Signals(number).name
+        """Drain on the first signal; exit immediately on the second SIGINT, or on any signal REPEAT_SECONDS after the
+        first. Supervisors send SIGTERM more than once in a moment, to a group of processes and to one of them.
+        """
+        name, twice = signal.Signals(number).name, number == signal.SIGINT and self._interrupted
+        self._interrupted |= number == signal.SIGINT
         if self.stop.is_set():
+            if not twice and time.monotonic() - self._signalled < REPEAT_SECONDS:
+                logger.info("%s again within %g s: draining goes on", name, REPEAT_SECONDS)
+                return
             logger.warning("%s again: exiting immediately", name)
             self.engines.kill()
             self.frontend.kill()
             logging.shutdown()
             os._exit(128 + number)
+        self._signalled = time.monotonic()
         self.frontend.refuse()
         self.stop.set()
         if not self.announced:
@@ -301,10 +312,11 @@ class Launcher:
             logger.info("%s: stopping before the model is loaded", name)
             return
         logger.info(
-            "%s: draining: %d requests in flight have %g s to finish; send the signal again to exit immediately",
+            "%s: draining: %d requests in flight have %g s to finish; %s exits immediately",
             name,
             self.frontend.num_in_flight,
             self.config.server.shutdown_timeout,
+            "Ctrl-C again" if number == signal.SIGINT else f"SIGTERM again after {REPEAT_SECONDS:g} s",
         )
 
     async def _drain(self) -> int:

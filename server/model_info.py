@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine.messages import PoolingInfo
+from quire.engine.messages import PoolingInfo, WorkerReady
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 class ModelInfo:
     """Facts about the served model that requests are checked against; known once the engine is ready."""
 
-    max_model_len: int
+    max_model_len: int  # see `context_length`
     vocab_size: int
     eos_token_ids: list[int]
     sampling_defaults: dict[str, Any]  # from generation_config.json, under our parameter names
@@ -24,6 +24,16 @@ class ModelInfo:
     pooling: PoolingInfo | None = None  # None: it makes no embeddings
     keeps_states: bool = False  # whether layers have recurrent states, whose checkpoints are sparse
     other_defaults: dict[str, Any] = field(default_factory=dict)  # of sampling, where the model's files have none
+
+
+def context_length(worker: WorkerReady) -> int:
+    """Return the most tokens that a request may have: the context length, or less if the model generates no text and
+    its files say where they cut texts (sentence-transformers' max_seq_length).
+    """
+    pooling = worker.pooling
+    if pooling is None or pooling.generates or not pooling.max_tokens:
+        return worker.max_model_len
+    return min(pooling.max_tokens, worker.max_model_len)
 
 
 def known_token_ids(token_ids: list[int], vocab_size: int) -> list[int]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +15,7 @@ from quire.server.api.anthropic.protocol import AnthropicErrorResponse
 from quire.server.api.ollama.protocol import OllamaErrorResponse
 from quire.server.api.openai.objects import ErrorResponse
 from quire.server.error_shapes import is_anthropic, is_ollama
-from quire.server.http.route import EVENTS, NDJSON, Route
+from quire.server.http.route import EMPTY, EVENTS, NDJSON, Route
 from quire.server.http.time_limit import TimeLimit
 
 _REF = "#/components/schemas/{name}"
@@ -20,6 +24,27 @@ _RETRY_AFTER = {
 }
 _IN_EVERY_BODY = msgspec.json.schema_components([TimeLimit])[1]["TimeLimit"]["properties"]
 _PARAMETER = re.compile(r"{(\w+)(?::path)?}")
+_RAISES = re.compile(r"\s*\bRaises\b.*?\.(?=\s|$)", re.DOTALL)  # of docstrings: for readers of the code
+_SENTENCE = re.compile(r".+?\.(?=\s|$)", re.DOTALL)
+EXAMPLES = Path(__file__).with_name("examples.json")  # tools/api_examples.py writes them
+_PARAMETERS = {
+    "action": "What is done with the slot.",
+    "after": "List what follows this id.",
+    "after_id": "List what follows this id.",
+    "batch_id": "The id of the batch.",
+    "conversation_id": "The id of the conversation, which begins with conv_.",
+    "file_id": "The id of the file.",
+    "id": "The number of the slot.",
+    "item_id": "The id of the item.",
+    "key": "The `prompt_cache_key` of the requests.",
+    "limit": "The most entries of the list.",
+    "model_id": "A name of the model, or of an adapter.",
+    "order": "Whether the list begins with the oldest (asc) or the newest (desc).",
+    "purpose": "List files with this purpose only.",
+    "response_id": "The id of the response, which begins with resp_.",
+    "starting_after": "With `stream`: the number of the last event that was seen.",
+    "stream": "Whether the answer is a stream of events.",
+}
 Json = dict[str, Any]
 
 
@@ -50,41 +75,59 @@ def document(title: str, version: str, routes: list[Route], with_key: bool = Fal
 
 
 def _operation(route: Route, path: str, schemas: dict[int, Json]) -> Json:
-    name = route.handler.__name__
+    name, example = route.handler.__name__, _examples().get(f"{route.method} {path}", {})
+    text = _RAISES.sub("", " ".join(inspect.cleandoc(route.handler.__doc__ or "").split())).strip()
+    sentence = _SENTENCE.match(text)
     found: Json = {
-        "summary": name.replace("_", " ").capitalize(),
-        "description": (route.handler.__doc__ or "").strip(),
+        "summary": sentence[0] if sentence else text,
+        "description": text,
         "operationId": re.sub(r"\W+", "_", f"{name}_{path}_{route.method.lower()}"),
-        "responses": _responses(route, schemas),
+        "responses": _responses(route, schemas, example),
     }
-    in_path = [{"name": one, "in": "path", "required": True} for one in _PARAMETER.findall(route.path)]
-    parameters = [one | {"schema": {"type": "string", "minLength": 1}} for one in in_path]
+    parameters: list[Json] = [
+        {"name": one, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for one in _PARAMETER.findall(route.path)
+    ]
     parameters += [{"name": one, "in": "query", "schema": schema} for one, schema in route.query.items()]
     if parameters:
-        found["parameters"] = parameters
+        found["parameters"] = [one | {"description": _PARAMETERS[one["name"]]} for one in parameters]
     if isinstance(route.body, dict):
         found["requestBody"] = route.body
     elif route.body is not None:
         found["requestBody"] = {"required": True, "content": _json(schemas[id(route.body)])}
+    if "requestBody" in found and "request" in example:
+        body = found["requestBody"]
+        content = {kind: part | {"example": example["request"]} for kind, part in body["content"].items()}
+        found["requestBody"] = body | {"content": content}
     return found
 
 
-def _responses(route: Route, schemas: dict[int, Json]) -> Json:
+@cache
+def _examples() -> dict[str, Json]:
+    """By route: a request and what a server answered to it."""
+    return json.loads(EXAMPLES.read_bytes())
+
+
+def _responses(route: Route, schemas: dict[int, Json], example: Json) -> Json:
     found: Json = {}
     if route.answer is not None:
-        found["200"] = {"description": "OK"}
+        found[str(route.status)] = {"description": "The answer" if route.answer != EMPTY else "Done; there is no body"}
         content: Json = {route.answer: _text(route.answer)} if isinstance(route.answer, str) else {}
         if answers := [schemas[id(cls)] for cls in route.answers]:
             content = _json(answers[0] if len(answers) == 1 else {"anyOf": answers})
         if route.stream is not None:
             content[route.stream] = _text(route.stream)
         if content:
-            found["200"]["content"] = content
+            found[str(route.status)]["content"] = content
     error = _json(schemas[id(_error_type(route.path))])
     unavailable = {"description": "Loading, full or shutting down", "headers": _RETRY_AFTER, "content": error}
     found |= {"503": unavailable, "default": {"description": "Error", "content": error}}
     for status, cls in route.others.items():
         found[status] = {"description": cls.__name__, "content": _json(schemas[id(cls)])}
+    if "answer" in example:
+        answer = found.setdefault(str(example["status"]), {"description": "Not served", "content": error})
+        kind = example["type"]
+        answer["content"] = answer["content"] | {kind: answer["content"][kind] | {"example": example["answer"]}}
     return found
 
 

@@ -24,14 +24,14 @@ from quire.server.keys.access import names_for, require_model
 
 
 async def models(request: Request, state: needs.Listing) -> Response:
-    """The names this server answers to; in Anthropic's form for its clients."""
+    """List the names this server answers to; in Anthropic's form for its clients."""
     if "anthropic-version" in request.headers:
         return JsonResponse(anthropic_models.model_list(state, names_for(request, state)))
     return JsonResponse(openai_models.model_list(state, names_for(request, state)))
 
 
 async def model(request: Request, state: needs.Listing) -> Response:
-    """One of the names this server answers to."""
+    """Return one of the names this server answers to."""
     name = request.path_params["model_id"]
     if not name:
         raise NotFound("There is no GET /v1/models/; the path is /v1/models.")
@@ -54,7 +54,7 @@ _INVOCATIONS = Route(
     "/invocations",
     by_field(
         "invocations",
-        "The endpoint that the body fits.",
+        "Answer as the endpoint that the body fits: a conversation, a prompt, an input or TGI's inputs.",
         {field: route.handler for field, route in _BY_FIELD.items()},
     ),
     ANY_OBJECT,

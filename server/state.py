@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from quire.server.keys.audit import AuditLog
     from quire.server.keys.ring import KeyRing
     from quire.server.request.formats import Formats
-    from quire.server.request.sink import MetricsSink
+    from quire.server.request.sink import MetricsSink, View
     from quire.server.startup.model_details import LazyDetails
     from quire.server.text.tokenizer import Tokenizer
     from quire.server.traces import Traces
@@ -67,7 +67,7 @@ class ServerState:
     num_in_flight: int = 0  # HTTP requests being answered, except probes
     num_in_flight_elsewhere: int = 0  # HTTP requests in other frontends, as last reported
     # the metrics of all frontends, if there are several; raises TimeoutError
-    scrape: Callable[[], Awaitable[bytes]] | None = None
+    scrape: Callable[[View], Awaitable[bytes]] | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while num_in_flight is 0
     threads: Threads = field(default_factory=Threads)
     queue_wait: QueueWait = field(default_factory=QueueWait)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quire.checkpoints.early import longer_than_model
 from quire.configs.config import Config
 from quire.worker.attention.base import AttentionSpec
 from quire.worker.attention.registry import Selection, select_backend
@@ -54,7 +55,7 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     """
     choices: list[Choice] = []
     tp, stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    _check_divisible(spec, tp, stages, config.parallel.enable_expert_parallel)
+    check_settings(config, spec)
     dtype, reason = (
         _quantized_dtype(config)
         if config.model.quantization
@@ -103,6 +104,23 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
         draft,
         choices,
     )
+
+
+def check_settings(config: Config, spec: ModelSpec) -> None:
+    """Raise ValueError for settings that do not fit config.json, on whatever device: a rank looks before it waits for
+    others.
+    """
+    parallel = config.parallel
+    _check_divisible(
+        spec, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel
+    )
+    model_len, auto = _requested_model_len(config.model.max_model_len, spec)
+    if spec.is_encoder:
+        _whole_prompts(config, model_len, 0, auto)
+    if config.model.quantization:
+        _quantized_dtype(config)
+    if config.lora.enabled and spec.is_encoder:
+        raise ValueError("LoRA adapters are for models that generate text, and this model is an encoder")
 
 
 def attention_specs(
@@ -198,10 +216,7 @@ def _requested_model_len(requested: str, spec: ModelSpec) -> tuple[int, bool]:
     if not requested.isdigit() or int(requested) == 0:
         raise ValueError(f"--max-model-len {requested!r} must be a positive number of tokens, or auto")
     if int(requested) > most:
-        raise ValueError(
-            f"--max-model-len {requested} is more than this model's {most} tokens{why}: set it to at most {most}, or "
-            "auto"
-        )
+        raise ValueError(longer_than_model(requested, most, why))
     return int(requested), False
 
 

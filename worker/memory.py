@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from quire.checkpoints.sizes import format_bytes, format_each
 from quire.configs.config import Config
 from quire.configs.speculation import MAX_DRAFT
 from quire.worker.cache.tiers.sizes import disk_bytes, offload_bytes
@@ -24,7 +25,7 @@ from quire.worker.estimates import (
     media_info,
     uses_graphs,
 )
-from quire.worker.limits import Choice, Limits, resolve_limits
+from quire.worker.limits import Choice, Limits, check_settings, resolve_limits
 from quire.worker.messages import CacheGroup, MemoryPlan, WorkerReady, longest_request, most_blocks
 from quire.worker.models import describe
 from quire.worker.models.registry import read_model_spec
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 # half of the memory of a model that also attends. Checkpoints of prefixes raise the states' part to a tenth, or further
 # if there is room.
 _STATES_PER_REQUEST, _MOST_PER_REQUEST, _MOST_STATES, _CHECKPOINTS = 2, 10, 0.5, 0.1
+_ENDLESS = 1 << 60  # bytes
+_SHORT = 4  # a context is short below 1 / _SHORT of what was asked for
 # The default KV cache on CPU has room for --max-num-seqs requests of _CPU_TOKENS, and for _CPU_REQUESTS of full length.
 _CPU_TOKENS, _CPU_REQUESTS = 2048, 4
 
@@ -109,13 +112,15 @@ def plan_memory(
     left_for_blocks = kv_bytes if override else kv_bytes - num_states * state
     num_blocks = override or (left_for_blocks // block if block else 2)
     if num_blocks < 2:
+        sizes = available, weights, activations + graphs, images, adapters, offload, 2 * block
+        free, taken, computing, of_images, of_adapters, below, least = format_each(*sizes)
         raise ValueError(
-            f"no room for a KV cache: {_size(available)} are available on {device}, of which {utilization:.0%} "
-            f"may be used; weights take {_size(weights)}, activations {_size(activations + graphs)}, "
-            f"{f'images {_size(images)}, ' if images else ''}"
-            f"{f'LoRA adapters {_size(adapters)} (--max-loras, --max-lora-rank), ' if adapters else ''}"
-            f"{f'blocks that leave it {_size(offload)} (--kv-offload-gib), ' if offload else ''}"
-            f"and a KV cache needs at least {_size(2 * block)}. "
+            f"no room for a KV cache: {free} are available on {device}, of which {utilization:.0%} "
+            f"may be used; weights take {taken}, activations {computing}, "
+            f"{f'images {of_images}, ' if images else ''}"
+            f"{f'LoRA adapters {of_adapters} (--max-loras, --max-lora-rank), ' if adapters else ''}"
+            f"{f'blocks that leave it {below} (--kv-offload-gib), ' if offload else ''}"
+            f"and a KV cache needs at least {least}. "
             f"Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) or --max-num-seqs "
             f"({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory"
         )
@@ -137,18 +142,19 @@ def _num_states(config: Config, limits: Limits, state: int, kv_bytes: int, block
     most = int(kv_bytes * _MOST_STATES) if blocks else kv_bytes
     fitting, wanted = most // state // _STATES_PER_REQUEST, limits.max_num_seqs
     if fitting < (config.scheduler.max_num_seqs or 1):
+        needed, found = format_each(_STATES_PER_REQUEST * wanted * state, most)
         raise ValueError(
             f"--max-num-seqs {wanted}: the recurrent states of {wanted} requests need "
-            f"{_size(_STATES_PER_REQUEST * wanted * state)}, but the KV cache's memory has {_size(most)} for them: set "
-            f"--max-num-seqs to at most {fitting}, or raise --gpu-memory-utilization or --kv-cache-memory-bytes"
+            f"{needed}, but the KV cache's memory has {found} for them: set --max-num-seqs to at most {fitting}, or "
+            "raise --gpu-memory-utilization or --kv-cache-memory-bytes"
             if fitting
-            else f"no room for the recurrent states of a request, {_size(_STATES_PER_REQUEST * state)}: raise "
+            else f"no room for the recurrent states of a request, {format_bytes(_STATES_PER_REQUEST * state)}: raise "
             "--gpu-memory-utilization or --kv-cache-memory-bytes, or free memory"
         )
     running = min(fitting, wanted)
     room = max(int(kv_bytes * _CHECKPOINTS), kv_bytes - blocks)
     num_states = max(_STATES_PER_REQUEST * running, min(_most_states(limits), room // state))
-    reason = f"{_size(state)} each, two per request and the rest for cached prefixes"
+    reason = f"{format_bytes(state)} each, two per request and the rest for cached prefixes"
     choices = [("recurrent states", str(num_states), reason)]
     if running < wanted:
         choices.append(("max_num_seqs", str(running), "the recurrent states of so many requests fit"))
@@ -187,11 +193,12 @@ def fit_model_len(
     )
     if not limits.auto_model_len:
         if limits.max_model_len > fitting:
-            needed = (most_blocks(groups, limits.max_model_len, block_size, chunk) + 1) * plan.bytes_per_block
+            needed, enough = _bytes_for_context(limits, plan, groups)
+            wanted, found = format_each(needed, plan.kv_cache)
             raise ValueError(
-                f"--max-model-len {limits.max_model_len} needs {_size(needed)} of KV cache, but it has "
-                f"{_size(plan.kv_cache)}: set --max-model-len to at most {fitting} (or auto), or enlarge the KV cache "
-                f"with --kv-cache-memory-bytes {needed} or a higher --gpu-memory-utilization"
+                f"--max-model-len {limits.max_model_len} needs {wanted} of KV cache, but it has {found}: set "
+                f"--max-model-len to at most {fitting} (or auto), or enlarge the KV cache "
+                f"with --kv-cache-memory-bytes {enough} or a higher --gpu-memory-utilization"
             )
         return limits.max_model_len, []
     if limits.max_model_len <= fitting:
@@ -199,6 +206,40 @@ def fit_model_len(
     return fitting, [
         ("max_model_len", str(fitting), f"fits into the KV cache; the model's maximum is {limits.max_model_len}")
     ]
+
+
+def _bytes_for_context(limits: Limits, plan: MemoryPlan, groups: Sequence[CacheGroup]) -> tuple[int, int]:
+    """Return (bytes of the blocks for one request of the whole context, --kv-cache-memory-bytes that has room for them
+    and for the recurrent states, which take half of it at most, or two of a request).
+    """
+    blocks = most_blocks(groups, limits.max_model_len, limits.attention.block_size, limits.max_num_batched_tokens) + 1
+    needed = blocks * plan.bytes_per_block
+    return needed, 2 * (needed + plan.states) if plan.states else needed
+
+
+def _warnings(limits: Limits, max_model_len: int, plan: MemoryPlan, groups: Sequence[CacheGroup]) -> list[str]:
+    """A context that is much shorter than the model's."""
+    if max_model_len * _SHORT > limits.max_model_len:
+        return []
+    _, enough = _bytes_for_context(limits, plan, groups)
+    return [
+        f"requests may have {max_model_len} tokens only, of the model's {limits.max_model_len}: the KV cache of "
+        f"{format_bytes(plan.kv_cache)} has no room for more, and longer prompts are refused. "
+        f"--kv-cache-memory-bytes {enough} has room for all, as may a higher --gpu-memory-utilization; "
+        f"--max-model-len {max_model_len} asks for the short context"
+    ]
+
+
+def check_cache(config: Config, spec: ModelSpec, limits: Limits) -> None:
+    """Raise ValueError, before weights are loaded, if the KV cache of the settings is too small, however much memory
+    there is, or cannot be as they ask.
+    """
+    groups = cache_plan(config, spec, limits).groups
+    if config.cache.kv_cache_memory_bytes is None and (config.cache.num_gpu_blocks_override or 0) < 2:
+        return
+    everything = {"device": "any device", "total": _ENDLESS, "available": _ENDLESS, "weights": 0, "activations": 0}
+    plan, num_blocks, _, _ = plan_memory(config, spec, limits, **everything)
+    fit_model_len(limits, num_blocks, plan, groups)
 
 
 def preview(config: Config) -> WorkerReady:
@@ -211,6 +252,7 @@ def preview(config: Config) -> WorkerReady:
     spec = read_model_spec(options.model, options.model_impl, images=not options.language_model_only)
     tp, pp = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     num_ranks = tp * pp * config.parallel.data_parallel_size
+    check_settings(config, spec)
     started = platform.start(
         config.device.num_threads,
         num_ranks,
@@ -224,6 +266,7 @@ def preview(config: Config) -> WorkerReady:
         logger.warning("%s", warning)
     limits = resolve_limits(config, spec, platform)
     spec = limits.with_drafts(spec)
+    check_cache(config, spec, limits)
     total, available = platform.memory(num_ranks)
     offload = 0 if spec.is_encoder else offload_bytes(config, platform)
     plan, num_blocks, num_states, choices = plan_memory(
@@ -292,6 +335,7 @@ def report(
         groups=list(groups),
         media=media_info(spec, limits, platform),
         num_states=num_states,
+        warnings=_warnings(limits, max_model_len, plan, groups),
     )
 
 
@@ -307,7 +351,7 @@ def _kv_cache_bytes(
     if requested is not None:
         if requested > left:
             raise ValueError(
-                f"--kv-cache-memory-bytes {requested} ({_size(requested)}) is more than weights and activations "
+                f"--kv-cache-memory-bytes {requested} ({format_bytes(requested)}) is more than weights and activations "
                 f"leave: set it to at most {max(left, 0)}"
             )
         if requested < 2 * block and not config.cache.num_gpu_blocks_override:
@@ -326,18 +370,14 @@ def _kv_cache_bytes(
         return most, [
             (
                 "KV cache",
-                _size(most),
+                format_bytes(most),
                 f"at most, as it fills: {need}; --kv-cache-memory-bytes sets another size",
             )
         ]
     return free, [
         (
             "KV cache",
-            _size(free // block * block if block else free),
+            format_bytes(free // block * block if block else free),
             f"gpu_memory_utilization {config.cache.gpu_memory_utilization:g} minus weights and activations",
         )
     ] if free > 0 else []
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 // 10 else f"{count / 2**20:.1f} MiB"

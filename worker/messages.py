@@ -353,3 +353,4 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     has_slot_files: bool = False  # whether `Worker.call_slots` can write and read them
     disk_bytes: int = 0  # limit of the files of such blocks; 0: there is no folder for them
     max_loras: int = 0  # adapters that a step may use; 0: requests with adapters are refused
+    warnings: list[str] = []  # settings that work, but hardly as they were meant

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from quire.checkpoints.ranks import share
+
 Exchange = tuple[tuple[int, ...], torch.dtype | None]  # shape and dtype of an all-reduce; None for the model's dtype
 
 # name since torch 2.13, then the older one; None in a build without distributed
@@ -208,14 +210,5 @@ def use_groups(tp: Group | None = None, pp: Group | None = None, ep: Group | Non
 
 
 def split_size(name: str, size: int, group: Group) -> int:
-    """Return a rank's share of `size`.
-
-    Raises ValueError naming the size and the tensor-parallel sizes that divide it.
-    """
-    if size % group.size:
-        fitting = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]
-        raise ValueError(
-            f"{name} {size} cannot be split over tensor_parallel_size {group.size}; sizes that divide it: "
-            f"{', '.join(fitting)}"
-        )
-    return size // group.size
+    """Return a rank's share of `size`. Raises ValueError naming the size and the numbers of ranks that divide it."""
+    return share(name, size, group.size)

@@ -21,7 +21,7 @@ from quire.worker.cache.tiers.slots import SlotFiles
 from quire.worker.cache.tiers.store import TierStore
 from quire.worker.cpu.fixed_order_linear import fix_order
 from quire.worker.layers.moe import pack_experts
-from quire.worker.limits import Limits, resolve_limits
+from quire.worker.limits import Limits, check_settings, resolve_limits
 from quire.worker.lora.adapters import Adapters, LoraLimits
 from quire.worker.measuring import make_runner, measure_activations
 from quire.worker.messages import StepInput, WorkerReady
@@ -98,6 +98,8 @@ class Worker:
 
     def _initialize(self, progress: ReportProgress) -> WorkerReady:
         config, tp_size = self.config, self.config.parallel.tensor_parallel_size
+        spec = read_model_spec(config.model.model, config.model.model_impl, images=not config.model.language_model_only)
+        check_settings(config, spec)  # before ranks wait for each other
         platform = get_platform(config.device.device, self.local_rank)
         num_ranks = self.local_size * config.parallel.data_parallel_size  # ranks on this machine
         threads = platform.start(
@@ -112,12 +114,12 @@ class Worker:
             logger.warning("%s", warning)
         total, available = platform.memory(num_ranks)
         offload = offload_bytes(config, platform)  # before any rank promises memory
-        spec = read_model_spec(config.model.model, config.model.model_impl, images=not config.model.language_model_only)
         self._join_ranks(platform)
         (offload,) = self._least([offload], platform)
         pooling = read_pooling(config.model.model, spec, config.model.pooling, config.model.matryoshka)
         limits = resolve_limits(config, spec, platform)
         spec = limits.with_drafts(spec)
+        memory.check_cache(config, spec, limits)
         model = self._load_model(spec, limits, platform, progress)
         one_call = pack_experts(model)
         model.round_for_products()
@@ -274,6 +276,8 @@ class Worker:
         model = build_model(
             spec, limits.dtype, platform.device, limits.max_model_len, options.quantization, platform.ops
         )
+        if limits.speculation.eagle:
+            _check_streams(model)
         load_weights(
             model,
             spec,
@@ -296,8 +300,6 @@ class Worker:
     ) -> CausalLM | None:
         """Build and load the draft model, or the EAGLE-3 head, if there is one: whole, on the last pipeline stage."""
         draft, options = limits.draft, self.config.model
-        if limits.speculation.eagle:
-            _check_streams(target)
         if draft is None or not target.model.last:
             return None
         quantization = draft_quantization(self.config, draft)
@@ -326,8 +328,6 @@ class Worker:
         """The memory for LoRA adapters; None if the server has none."""
         if not self.config.lora.enabled:
             return None
-        if spec.is_encoder:
-            raise ValueError("LoRA adapters are for models that generate text, and this model is an encoder")
         return Adapters(model, platform, LoraLimits.of(self.config.lora), limits.deterministic)
 
     def execute(self, step: StepInput) -> Output:

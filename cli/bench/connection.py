@@ -7,10 +7,11 @@ one split.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
+
+from quire.cli.api_client import tls_context
 
 _LINE_LIMIT = 4 * 2**20  # longest header or event line
 
@@ -84,13 +85,15 @@ class _Connection:
 class Client:
     """Requests to one server over a pool of connections."""
 
-    def __init__(self, base_url: str, api_key: str | None = None):
+    def __init__(self, base_url: str, api_key: str | None = None, insecure: bool = False):
+        """`insecure` accepts every certificate. Raises ValueError for a URL that is none."""
         url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"--base-url: expected http://HOST:PORT or http://HOST:PORT/v1, got {base_url!r}")
         self.host, self.port = url.hostname, url.port or (443 if url.scheme == "https" else 80)
         self.path = url.path.rstrip("/")
-        self.tls = ssl.create_default_context() if url.scheme == "https" else None
+        self.url = f"{url.scheme}://{url.netloc}"
+        self.tls = tls_context(insecure) if url.scheme == "https" else None
         self.authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self.idle: list[_Connection] = []
 

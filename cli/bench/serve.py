@@ -14,11 +14,13 @@ from typing import Any
 
 import msgspec
 
-from quire.cli.bench.connection import Client
+from quire.cli.api_client import explain
+from quire.cli.bench.connection import Client, HttpError
 from quire.cli.bench.datasets import Encoder, Sample, add_dataset_flags, make_samples, non_negative_int, positive_int
 from quire.cli.bench.load import Result, Target, arrival_gaps, run_load, send
 from quire.cli.bench.plot import add_plot_flag, plot_sweep, require_plot
 from quire.cli.bench.report import METRICS, parse_goodput, render, summarize
+from quire.cli.chat import add_tls_flag
 from quire.cli.main import Parser
 from quire.server.startup.bar import Bar
 
@@ -52,6 +54,7 @@ def parser() -> Parser:
         help="tokenizer for exact prompt lengths (default: the served model's, if it is a local folder)",
     )
     server.add_argument("--api-key", metavar="KEY", help="API key of the server")
+    add_tls_flag(server)
     add_dataset_flags(result)
     load = result.add_argument_group("Load")
     load.add_argument(
@@ -173,7 +176,7 @@ async def measure(arguments: argparse.Namespace, goodput: dict[str, float]) -> l
     )
     if with_images and not endpoint.endswith("/chat/completions"):
         raise ValueError("--dataset-name random-mm needs --endpoint /v1/chat/completions")
-    client = Client(url, arguments.api_key)
+    client = Client(url, arguments.api_key, arguments.insecure)
     with contextlib.closing(client):
         model, root = await find_model(client, arguments.model)
         target = Target(client, endpoint, model, arguments.ignore_eos, arguments.temperature, arguments.extra_body)
@@ -204,8 +207,8 @@ async def find_model(client: Client, name: str | None) -> tuple[str, str | None]
     """(model name for requests, its folder or Hub id if the server reports it)."""
     try:
         status, body = await client.fetch("GET", "/v1/models")
-    except OSError as error:
-        raise RuntimeError(f"no server at {client.host}:{client.port}: {error}") from error
+    except (OSError, EOFError, HttpError) as error:
+        raise RuntimeError(f"no server at {client.host}:{client.port}: {explain(error, client.url)}") from error
     if status != 200:
         raise RuntimeError(f"/v1/models answered {status}: {body.decode(errors='replace')[:300]}")
     models = msgspec.json.decode(body)["data"]

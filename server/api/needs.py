@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from quire.server.http.needs import Admission, Body, BodyLimit, Completion, Drain, Health, Preparing, Threads, Vectors
+from quire.server.keys.account import Accounts
 from quire.server.keys.needs import Choice, Names
 from quire.server.request.needs import (
     Adapters,
@@ -12,21 +13,25 @@ from quire.server.request.needs import (
     Encoding,
     Engine,
     Media,
+    Metrics,
     Model,
     Prompting,
     Queue,
     Readiness,
-    Scrape,
     Settings,
     Text,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from quire.engine.messages import EngineStats
     from quire.server.batches.runner import Batches as BatchService
+    from quire.server.request.sink import View
     from quire.server.startup.model_details import LazyDetails
 
 __all__ = [
+    "Accounts",
     "Adapters",
     "Admission",
     "Batches",
@@ -81,6 +86,12 @@ class Load(Protocol):
 
 class Version(Protocol):
     version: str
+
+
+class Scrape(Metrics, Readiness, Protocol):
+    """The metrics, of all frontends if there are several."""
+
+    scrape: Callable[[View], Awaitable[bytes]] | None
 
 
 class Tokenizing(Prompting, Body, Readiness, Choice, Protocol):

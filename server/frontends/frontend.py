@@ -30,6 +30,7 @@ from quire.server.frontends.descriptors import (
 )
 from quire.server.http.middleware import RequestBoundary
 from quire.server.http.startup_gate import StartupGate
+from quire.server.model_info import context_length
 from quire.server.startup.engine_group import load_tokenizer, model_info
 from quire.server.startup.model_names import accepted_names, served_names, without_paths
 from quire.server.state import ServerState
@@ -231,7 +232,7 @@ class Frontend:
             state.metrics = make_metrics(self.config, state.names[0], ready.worker)
         else:  # a new engine may have chosen another context length
             state.model = dataclasses.replace(
-                state.model, max_model_len=ready.worker.max_model_len, vocab_size=ready.worker.vocab_size
+                state.model, max_model_len=context_length(ready.worker), vocab_size=ready.worker.vocab_size
             )
         state.ready = ready
         if first:

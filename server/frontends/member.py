@@ -58,6 +58,7 @@ from quire.server.frontends.messages import (
 )
 from quire.server.heap import keep_large_blocks_apart
 from quire.server.lora.shared import Change, Refusal
+from quire.server.request.sink import View
 
 _PR_SET_PDEATHSIG = 1
 BUSY_INTERVAL = 0.1  # seconds between reports of the number of open requests
@@ -205,11 +206,11 @@ class ManagedFrontend:
         metrics = self.frontend.state.metrics
         return [] if metrics is None else [metrics.of(engine).counts() for engine in range(len(self.clients))]
 
-    async def _scrape(self) -> bytes:
+    async def _scrape(self, view: View) -> bytes:
         """The metrics of all frontends. Raises TimeoutError if the parent does not answer."""
         number = next(self._numbers)
         waiting = self._scrapes[number] = asyncio.get_running_loop().create_future()
-        self.channel.send(Scrape(number))
+        self.channel.send(Scrape(number, view))
         try:
             return await asyncio.wait_for(waiting, SCRAPE_TIMEOUT)
         finally:

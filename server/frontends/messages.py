@@ -7,6 +7,7 @@ import msgspec
 from quire.configs.config import Config
 from quire.server.lora.shared import Change, Listing, Refusal
 from quire.server.metrics.metrics import Counts
+from quire.server.request.sink import View
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):
@@ -163,6 +164,7 @@ class Scrape(_Message):
     """Requests the metrics of all frontends. Answered by `Page`."""
 
     number: int
+    view: View
 
 
 class ChangeAdapters(_Message):

@@ -63,6 +63,7 @@ from quire.server.lora.adapters import Adapters
 from quire.server.lora.shared import Refusal, listing, make
 from quire.server.metrics.metrics import Counts, Metrics
 from quire.server.metrics.pool import MetricsPool, make_metrics
+from quire.server.request.sink import ALL, View
 from quire.server.startup.model_names import served_names
 
 logger = logging.getLogger("quire")
@@ -293,7 +294,7 @@ class FrontendGroup:
                 case Adopted():
                     self._note_answer(message.number, frontend)
                 case Scrape():
-                    self._answer(self._answer_scrape(frontend, message.number))
+                    self._answer(self._answer_scrape(frontend, message))
                 case ChangeAdapters():
                     self._answer(self._answer_change(frontend.channel, message))
                 case Drained():
@@ -398,10 +399,10 @@ class FrontendGroup:
     def on_death(self, engine: int) -> None:
         """No action: `_announce_death` has notified the frontends."""
 
-    async def _answer_scrape(self, frontend: FrontendProcess, number: int) -> None:
-        frontend.send(Page(number, await self.render_metrics()))
+    async def _answer_scrape(self, frontend: FrontendProcess, message: Scrape) -> None:
+        frontend.send(Page(message.number, await self.render_metrics(message.view)))
 
-    async def render_metrics(self) -> bytes:
+    async def render_metrics(self, view: View = ALL) -> bytes:
         """The engines' statistics, and the sum of the counts of all frontends, past and present."""
         await self._collect()
         if self.metrics is None:
@@ -410,7 +411,7 @@ class FrontendGroup:
             self.metrics.of(engine).plus(frontend.counts[engine] for frontend in self.frontends if frontend.counts)
             for engine in range(len(self.addresses))
         ]
-        return MetricsPool(pages).render()
+        return MetricsPool(pages).render(view)
 
     async def _collect(self) -> None:
         """Ask every frontend for its counts; one that does not answer in time keeps its last ones."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from quire.server.keys.needs import Reservation
-from quire.server.request.needs import Encoding, Prompting, Scrape, Settings
+from quire.server.request.needs import Encoding, Metrics, Prompting, Settings
 
 if TYPE_CHECKING:
     from quire.server.engines.handle import EngineHandle
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Encoding",
     "Generation",
+    "Metrics",
     "Prompting",
     "Reservation",
     "Running",
-    "Scrape",
     "Settings",
 ]
 

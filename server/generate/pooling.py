@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 from quire.engine.messages import AddRequest, EngineOutput, PoolingInfo, PoolingParams, SamplingParams
 from quire.server.engines.client import OutputStream
-from quire.server.errors import BadRequest, ContextLengthExceeded, EngineError
+from quire.server.errors import BadRequest, EngineError
 from quire.server.generate import needs
 from quire.server.lora.served import Chosen
 from quire.server.model_info import ModelInfo
 from quire.server.prompt.encode import encode_texts
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.limits import MAX_PROMPTS
-from quire.server.request.sampling import fit
+from quire.server.request.sampling import fit, too_long_text
 from quire.server.text.tokenizer import Tokenizer
 
 PER_TURN = 128  # prompts of one request that are begun before others get their turn
@@ -180,13 +180,10 @@ def to_request(spec: PoolingSpec, ids: list[int], model: ModelInfo) -> Generatio
     param = spec.prompt_param
     if not ids:
         raise BadRequest(f"{param} must not be empty.", param=param)
+    limit = model.pooling.max_tokens if model.pooling is not None else 0
+    if limit and len(ids) > limit:
+        raise too_long_text(len(ids), limit, param)
     fit(_NO_OUTPUT, len(ids), model, param)
-    if len(ids) > (limit := text_limit(model)):
-        raise ContextLengthExceeded(
-            f"This model reads at most {limit} tokens (max_seq_length in its files). However, your {param} resulted in "
-            f"{len(ids)} tokens.",
-            param=param,
-        )
     if max(ids) >= model.vocab_size:
         raise BadRequest(
             f"{param}: token ids must be between 0 and {model.vocab_size - 1}, not {max(ids)}.", param=param
@@ -247,7 +244,7 @@ def _message(request: GenerationRequest) -> AddRequest:
     )
 
 
-def _vector(state: needs.Scrape, request: GenerationRequest, stream: OutputStream, output: EngineOutput) -> Vector:
+def _vector(state: needs.Metrics, request: GenerationRequest, stream: OutputStream, output: EngineOutput) -> Vector:
     """The result of a request, which has one output."""
     if state.metrics is not None:
         metrics = state.metrics.of(stream.engine)

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from quire.server import heap
 from quire.server.errors import error_body
 from quire.server.http.middleware import PROBES
+from quire.server.http.target import use_origin_form
 
 logger = logging.getLogger("quire")
 
@@ -217,9 +218,12 @@ class Connection(H11Protocol):
     async def _run(self, scope: dict, receive: Callable, send: Callable) -> None:
         """Wraps the application: notes the arrival time, and refuses ambiguous or excess requests."""
         scope["state"]["arrived"] = self.loop.time()
+        refusal = use_origin_form(scope)
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:  # request smuggling: a proxy may use the other header
             self._refuse(400, "A request must not have both Content-Length and Transfer-Encoding.")
+        elif refusal is not None:
+            self._refuse(400, refusal)
         elif self.crowded and scope["path"] not in PROBES:
             self._refuse_for_now(f"All {self.limits.max_connections} connections of this server are in use.")
         else:

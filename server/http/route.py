@@ -23,6 +23,8 @@ class Route:
     media type of another, EMPTY for one without a body, or None if there are only errors. `stream`: the media type of
     the streamed answer. `query`: parameters and their schemas. `others`: types of answers with other status codes than
     200 that are no errors of the dialect. `admin`: needs the API key of an administrator, if there are API keys.
+    `status`: of the answer. The handler's docstring describes the route: a sentence, and more; what it raises is left
+    out.
     """
 
     method: str
@@ -34,6 +36,7 @@ class Route:
     query: Mapping[str, Schema] = field(default_factory=dict)
     others: Mapping[str, type] = field(default_factory=dict)
     admin: bool = False
+    status: int = 200
 
     def __post_init__(self) -> None:
         if isinstance(self.body, type):

@@ -32,6 +32,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0  # its share of a busy server, relative to other keys
     max_priority: int | None = None  # the lowest `priority` that it may ask for: lower ones run first
     admin: bool = False  # may use the routes of administrators
+    metrics: bool = False  # may read the metrics of all keys
 
     @property
     def digest(self) -> bytes:

@@ -12,7 +12,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.checkpoints.lora import read_lora
+from quire.checkpoints.lora import read_lora, require_adapter
 from quire.checkpoints.lora_files import CONFIG, FILES, GGUF, WEIGHTS, LoraFiles, content_hash
 from quire.checkpoints.lora_gguf import gguf_of
 from quire.server.private_folder import make_folder, remove_abandoned
@@ -45,13 +45,14 @@ class Snapshots:
 
         Raises ValueError with what is wrong.
         """
+        require_adapter(source)
         copy = Path(tempfile.mkdtemp(dir=self._own_folder()))
         try:
             sources = {name: source / name for name in FILES[:2]} | {GGUF: gguf_of(source)}
             for name, path in sources.items():
                 if path is not None and path.is_file():
                     (_link if link else shutil.copyfile)(path, copy / name)
-            if not (copy / WEIGHTS).is_file() and (copy / CONFIG).is_file():
+            if not ((copy / GGUF).is_file() or ((copy / WEIGHTS).is_file() and (copy / CONFIG).is_file())):
                 read_lora(source)  # says which other files there are
             files = read_lora(copy)
             snapshot = Snapshot(content_hash(copy), files)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.configs.config import Config
+from quire.configs.media_limits import MAX_IMAGES, read_media_limits, unused_sizes
 from quire.server.errors import BadRequest, ContextLengthExceeded, NotInstalled, Unavailable
 from quire.server.media import sources
 from quire.server.media.inputs import ImageInput, Lease
@@ -35,7 +36,6 @@ logger = logging.getLogger("quire.images")
 
 T = TypeVar("T")
 
-MAX_IMAGES = 32  # per prompt, by default
 MAX_WAITING = 256  # prompts whose images wait or are being preprocessed
 MAX_NAMES = 2**14  # uuids that are remembered
 NUM_THREADS = min(4, os.cpu_count() or 1)
@@ -101,7 +101,19 @@ class Images:
         """Read what the model in `folder` does with images; may take a second. Raises ValueError for a wrong setting,
         such as options that the model does not know.
         """
-        self.max_images = _max_images(self._config.limit_mm_per_prompt)
+        try:
+            self.max_images = read_media_limits(self._config.limit_mm_per_prompt)
+        except ValueError as error:
+            raise ValueError(f"--limit-mm-per-prompt: {error}") from None
+        self._open(folder, tokenizer)
+        unused = [f"--limit-mm-per-prompt {name}" for name in unused_sizes(self._config.limit_mm_per_prompt)]
+        if unused:
+            logger.warning("%s: no effect, because memory for images is planned by the largest ones", ", ".join(unused))
+        if self.why_not is not None and self._default_options:
+            names = ", ".join(self._default_options)
+            logger.warning("--mm-processor-kwargs %s: no effect, because images are refused: %s", names, self.why_not)
+
+    def _open(self, folder: str, tokenizer: Tokenizer) -> None:
         self.why_not = why_no_images(read_config(folder))
         if self.why_not is None and self._text_only:
             self.why_not = "the server was started with --language-model-only"
@@ -420,20 +432,6 @@ def _digest_of_picture(picture: object) -> bytes:
     state.update(repr(picture.info.get("transparency")).encode())
     state.update(picture.tobytes())
     return state.digest()
-
-
-def _max_images(limit: str | None) -> int:
-    """Raises ValueError naming the setting."""
-    counts = {
-        name: given.get("count", MAX_IMAGES if name == "image" else 1) if isinstance(given, dict) else given
-        for name, given in json.loads(limit or "{}").items()
-    }
-    for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise ValueError(f"--limit-mm-per-prompt: {name} must be a whole number of at least 0, not {count!r}")
-        if count and name != "image":
-            raise ValueError(f"--limit-mm-per-prompt: {name} must be 0: prompts may contain images only")
-    return counts.get("image", MAX_IMAGES)
 
 
 def _unknown(name: str, processor: ImageProcessor) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.checkpoints.sizes import format_bytes, format_each
 from quire.server.errors import Unavailable
 from quire.server.media.inputs import Lease, PreparedImage
 from quire.server.private_folder import make_folder, remove_abandoned
@@ -96,9 +97,10 @@ class ImageStore:
             excess -= self._entries[key].image.num_bytes
             self._remove(key)
         if excess > 0:
+            taken, most = format_each(self.max_bytes + excess, self.max_bytes)
             raise Unavailable(
-                f"The images of running requests, with this one, take {(self.max_bytes + excess) / 2**30:.2f} GiB, and "
-                f"the limit is {self.max_bytes / 2**30:.2f} GiB (--mm-processor-cache-gb).",
+                f"The images of running requests, with this one, take {taken}, and the limit is {most} "
+                "(--mm-processor-cache-gb).",
                 retry_after=1,
             )
 
@@ -116,7 +118,7 @@ class ImageStore:
             base = self._base or _roomy(self.max_bytes)
             remove_abandoned(base, PREFIX)
             self._folder, self._mark = make_folder(base, PREFIX)
-            logger.info("preprocessed images are kept in %s, at most %.2f GiB", base, self.max_bytes / 2**30)
+            logger.info("preprocessed images are kept in %s, at most %s", base, format_bytes(self.max_bytes))
         return self._folder
 
     def close(self) -> None:

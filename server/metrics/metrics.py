@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire.engine.messages import EngineStats, RequestTiming
 from quire.server.metrics.tiers import SIZES, TierMetrics
+from quire.server.metrics.view import render
+from quire.server.request.sink import ALL, View
 
 if TYPE_CHECKING:
     from quire.server.request.generation_request import GenerationRequest
@@ -298,9 +300,9 @@ class Metrics(Collector):
         """The histogram of this name, without a prefix."""
         return self._histograms[name]
 
-    def render(self) -> bytes:
+    def render(self, view: View = ALL) -> bytes:
         """The metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return render(self.registry, view)
 
     def collect(self) -> Iterator[Any]:
         """Called by the registry on each scrape."""

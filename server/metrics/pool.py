@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.registry import Collector
 
 from quire.configs.config import Config
 from quire.engine.messages import WorkerReady
 from quire.server.metrics.metrics import Metrics
+from quire.server.metrics.view import render
+from quire.server.request.sink import ALL, View
 
 
 def make_metrics(config: Config, model_name: str, worker: WorkerReady) -> Metrics | MetricsPool:
@@ -49,9 +51,9 @@ class MetricsPool(Collector):
     def of(self, engine: int) -> Metrics:
         return self.engines[engine]
 
-    def render(self) -> bytes:
+    def render(self, view: View = ALL) -> bytes:
         """The metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return render(self.registry, view)
 
     def collect(self) -> Iterator[Any]:
         families: dict[str, Any] = {}

@@ -59,7 +59,10 @@ class Runtime:
             self.require_alive()
         finally:
             shown.close()
-        logger.info("%s", plan_table(self.state.client.ready.worker))
+        worker = self.state.client.ready.worker
+        logger.info("%s", plan_table(worker))
+        for warning in worker.warnings:
+            logger.warning("%s", warning)
 
     async def _run(self, progress: Callable[[str, float], None]) -> None:
         """Run the engine until restarts fail; then fail all open and later requests.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Awaitable, Callable
 
     from quire.configs.config import Config
     from quire.engine.messages import EngineStats, Ready
@@ -76,11 +75,8 @@ class Queue(Protocol):
     def require_room(self, num_choices: int = 1, num_tokens: int = 0, param: str | None = None) -> None: ...
 
 
-class Scrape(Readiness, Protocol):
-    """The metrics, of all frontends if there are several."""
-
+class Metrics(Protocol):
     metrics: MetricsSink | None
-    scrape: Callable[[], Awaitable[bytes]] | None
 
 
 class ConfiguredEngine(Engine, Settings, Protocol):

@@ -176,10 +176,21 @@ def check_max_tokens(spec: GenerationSpec, num_prompt_tokens: int, model: ModelI
 
 def too_long(num_prompt_tokens: int, model: ModelInfo, param: str, at_least: bool = False) -> ContextLengthExceeded:
     amount = f"at least {num_prompt_tokens}" if at_least else str(num_prompt_tokens)
+    if model.pooling is not None and not model.pooling.generates and model.pooling.max_tokens == model.max_model_len:
+        return too_long_text(amount, model.max_model_len, param)
     return ContextLengthExceeded(
         f"This model's maximum context length is {model.max_model_len} tokens. However, your {param} resulted in "
         f"{amount} tokens"
         f"{'' if num_prompt_tokens > model.max_model_len else ', which leaves no room for output'}.",
+        param=param,
+    )
+
+
+def too_long_text(amount: int | str, limit: int, param: str) -> ContextLengthExceeded:
+    """The error for a text beyond the limit that the model's files set."""
+    return ContextLengthExceeded(
+        f"This model reads at most {limit} tokens (max_seq_length in its files). However, your {param} resulted in "
+        f"{amount} tokens.",
         param=param,
     )
 

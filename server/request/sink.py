@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from quire.engine.messages import EngineStats, RequestTiming
 
 if TYPE_CHECKING:
     from quire.server.request.generation_request import GenerationRequest
+
+
+class View(msgspec.Struct, frozen=True, array_like=True):
+    """`key`: the name of the only API key whose series are seen, "" for those of no key, None for those of all keys.
+    `shared`: series that count the requests of all keys together are seen, too.
+    """
+
+    key: str | None = None
+    shared: bool = True
+
+
+ALL = View()
 
 
 class EngineMetrics(Protocol):
@@ -49,5 +63,5 @@ class MetricsSink(Protocol):
 
     def observe_key_refusal(self, name: str, code: str) -> None: ...
 
-    def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+    def render(self, view: View = ALL) -> bytes:
+        """The metrics in Prometheus' text format."""

@@ -12,14 +12,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from quire.checkpoints import hub
+from quire.checkpoints.early import refuse_early
 from quire.checkpoints.files import check_model_folder
-from quire.checkpoints.lora import local_modules, parse_module
+from quire.checkpoints.lora import check_counts, check_modules, local_modules, parse_module
 from quire.configs.config import Config
 from quire.configs.speculation import draft_model_of
 from quire.engine.messages import EngineStats, Progress, WorkerReady
 from quire.server.engines.process import EngineProcess
 from quire.server.engines.supervisor import Supervisor, in_thread
-from quire.server.model_info import ModelInfo, known_token_ids
+from quire.server.model_info import ModelInfo, context_length, known_token_ids
 
 if TYPE_CHECKING:  # imported late, because these imports are slow
     from quire.server.engines.client import EngineClient
@@ -77,6 +78,11 @@ class EngineGroup:
         """
         check_model_folder(folder, needs_weights=self.config.model.load_format != "dummy")
         self.folder = folder
+        parallel, lora = self.config.parallel, self.config.lora
+        sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        refuse_early(folder, *sizes, self.config.model.max_model_len)
+        check_counts(lora.max_loras, lora.max_cpu_loras)
+        check_modules(lora.lora_modules)
         config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=folder))
         if draft is not None:
             check_model_folder(draft, needs_weights=self.config.model.load_format != "dummy")
@@ -197,7 +203,7 @@ async def load_tokenizer(config: Config, folder: str, images: Images, model_fold
 def model_info(config: Config, worker: WorkerReady, tokenizer: Tokenizer, sampling: SamplingDefaults) -> ModelInfo:
     """The facts about the model that requests are checked against."""
     return ModelInfo(
-        worker.max_model_len,
+        context_length(worker),
         worker.vocab_size,
         known_token_ids(tokenizer.eos_token_ids, worker.vocab_size),
         sampling.declared,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.checkpoints.sizes import format_bytes
+from quire.checkpoints.sizes import format_bytes, format_each
 from quire.engine.messages import WorkerReady
 
 
@@ -34,12 +34,8 @@ def plan_table(ready: WorkerReady) -> str:
         rows.insert(2, ("LoRA", plan.adapters, "as many adapters of the largest rank as may be loaded"))
     if plan.graphs:
         rows.insert(2, ("CUDA graphs", plan.graphs, "at most, as batch sizes come up"))
-    lines = [
-        (
-            f"memory of {plan.device}: {format_bytes(plan.total)}, of which {format_bytes(plan.available)} were free "
-            "at start"
-        )
-    ]
+    total, free = format_each(plan.total, plan.available)
+    lines = [f"memory of {plan.device}: {total}, of which {free} were free at start"]
     lines += [
         f"  {name:<12} {format_bytes(size):>10}  {_percent(size, plan.available):>4}  {note}".rstrip()
         for name, size, note in rows

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from quire.checkpoints import lora
 from quire.checkpoints.lora_files import content_hash
+from quire.configs.config import Config
+from quire.server.lora.snapshots import Snapshots
+from quire.server.startup.engine_group import EngineGroup
 from quire.worker.lora.reading import open_matrices
 from tests.helpers.models.lora import write_adapter
 
@@ -116,6 +122,77 @@ def test_files_that_are_missing_or_damaged(tmp_path):
     (tmp_path / "adapter_config.json").write_text("[")
     with pytest.raises(ValueError, match="is not JSON"):
         lora.read_lora(tmp_path)
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Path -> the reason why it is no adapter."""
+    (tmp_path / "file").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
+    os.symlink("nowhere", tmp_path / "link")
+    os.symlink("circle", tmp_path / "circle")
+    for folder, names in (("empty", ()), ("two", ("a.gguf", "b.gguf")), ("other", ("a.gguf",))):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_text("x")
+    missing = "the path does not exist: give the folder of a PEFT adapter, or a GGUF adapter"
+    neither, empty = "the path is neither a folder nor a GGUF file", "there is no adapter_config.json: give the folder"
+    reasons = {"missing": missing, "file/x": missing, "link": missing, "file": neither, "pipe": neither, "empty": empty}
+    reasons |= {"x" * 300: "the path cannot be read: File name too long"}
+    reasons |= {"circle": "the path cannot be read: Too many levels of symbolic links"}
+    reasons |= {"two": "more than one GGUF file (a.gguf, b.gguf): give one", "other": "a.gguf is no GGUF file"}
+    return {tmp_path / name: reason for name, reason in reasons.items()}
+
+
+def test_paths_that_are_no_adapter(paths):
+    """At the start, where the path is told, and for a client, who is not told it."""
+    snapshots = Snapshots()
+    for path, reason in paths.items():
+        for read_path in (lora.read_lora, snapshots.take):
+            with pytest.raises(ValueError) as error:
+                read_path(path)
+            assert reason in str(error.value) and str(path.parent) not in str(error.value)
+        with pytest.raises(ValueError, match="--lora-modules sql: ") as error:
+            lora.check_modules([f"sql={path}"])
+        assert reason in str(error.value) and str(path) in str(error.value)
+    snapshots.close()
+
+
+@pytest.mark.parametrize("inner", ["", "inner"])
+def test_folders_without_permission(tmp_path, monkeypatch, inner):
+    """The reason of the system, whether the folder itself or one above it cannot be read. Root reads all: it is told
+    that it may not.
+    """
+    folder = tmp_path / "closed"
+    (folder / inner).mkdir(parents=True)
+
+    def refuse(path, *args, **kwargs):
+        if str(path).startswith(str(folder)):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    name = "stat" if inner else "listdir"
+    real = getattr(os, name)
+    monkeypatch.setattr(os, name, refuse)
+    for read_path in (lora.read_lora, Snapshots().take):
+        with pytest.raises(ValueError, match=r"^the path cannot be read: Permission denied$"):
+            read_path(folder / inner)
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "iterdir", lambda self: refuse(self))
+    with pytest.raises(ValueError, match=r"--lora-dir: cannot read .*closed: permission denied"):
+        lora.folders_at_start([], str(folder))
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--lora-dir: cannot read .*file: Not a directory"):
+        lora.folders_at_start([], str(tmp_path / "file"))
+
+
+def test_a_missing_adapter_is_refused_before_any_process(paths, tmp_path):
+    group = EngineGroup(Config.from_flat(model=str(tmp_path), lora_modules=[f"sql={tmp_path / 'missing'}"]))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="--lora-modules sql: the path does not exist"):
+        group.start(str(tmp_path))
+    assert not group.processes
 
 
 def test_the_hash_is_of_the_contents(tmp_path):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
+from quire.server.model_info import context_length
 from tests.helpers.models.embedders import TEXTS, build_embedder, reference_embeddings
 from tests.helpers.models.encoders import build_encoder
 from tests.helpers.server.running import MODEL, running_server
@@ -74,6 +76,39 @@ def test_what_must_not_be_cut_is_refused(encoder):
     assert embed(encoder, [ids[1:]]).status_code == 200
     refused = embed(encoder, LONG, "/api/embed", truncate=False)
     assert refused.status_code == 400 and f"at most {LIMIT} tokens" in refused.text
+
+
+def test_every_place_tells_the_limit_of_texts(encoder):
+    """Not the length of the position table, which is larger: clients size their texts by it."""
+    http = encoder.http
+    assert encoder.state.ready.worker.max_model_len > LIMIT
+    tokens = {"model": MODEL, "prompt": "a"}
+    told = {
+        "/v1/models": http.get("/v1/models").json()["data"][0]["max_model_len"],
+        "/v1/models/NAME": http.get(f"/v1/models/{MODEL}").json()["max_model_len"],
+        "anthropic": http.get("/v1/models", headers={"anthropic-version": "1"}).json()["data"][0]["max_input_tokens"],
+        "/props": http.get("/props").json()["default_generation_settings"]["n_ctx"],
+        "/slots": http.get("/slots").json()[0]["n_ctx"],
+        "/api/ps": http.get("/api/ps").json()["models"][0]["context_length"],
+        "/api/show": http.post("/api/show", json={"model": MODEL}).json()["model_info"]["bert.context_length"],
+        "/tokenize": http.post("/tokenize", json=tokens).json()["max_model_len"],
+    }
+    assert told == dict.fromkeys(told, LIMIT)
+    for length in (LIMIT + 1, encoder.state.ready.worker.max_model_len + 1):
+        for path, body in (("/v1/embeddings", {"input": [[5] * length]}), ("/pooling", {"input": [[5] * length]})):
+            refused = http.post(path, json={"model": MODEL} | body)
+            assert refused.status_code == 400 and f"at most {LIMIT} tokens" in refused.json()["error"]["message"]
+    cut = http.post("/embed", json={"inputs": LONG})
+    assert cut.json() == http.post("/embed", json={"inputs": LONG, "truncate": True}).json()
+    assert f"at most {LIMIT} tokens" in http.post("/embed", json={"inputs": LONG, "truncate": False}).text
+
+
+def test_a_model_that_also_generates_keeps_its_context(encoder):
+    worker, pooling = encoder.state.ready.worker, encoder.state.model.pooling
+    assert context_length(worker) == LIMIT
+    writer = msgspec.structs.replace(worker, pooling=msgspec.structs.replace(pooling, generates=True))
+    without = msgspec.structs.replace(worker, pooling=None)
+    assert context_length(writer) == context_length(without) == worker.max_model_len > LIMIT
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])

@@ -59,7 +59,7 @@ def test_it_counts_states_and_checkpoints(tmp_path, capsys):
     assert found["240K"] == {"recurrent states": 24, "spare states": 4}
     assert found["120K"] == {"recurrent states": 16}
     assert check(folder, "--load-format", "dummy", "--max-num-seqs", "64", "--kv-cache-memory-bytes", "120K") == 1
-    assert "--max-num-seqs 64: the recurrent states of 64 requests need 0.1 MiB" in capsys.readouterr().err
+    assert "--max-num-seqs 64: the recurrent states of 64 requests need 128 KiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

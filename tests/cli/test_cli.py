@@ -476,6 +476,35 @@ def test_mappings(served, tmp_path, text):
     assert served("m", "--config", str(tmp_path / "f.yaml"))[0].media.limit_mm_per_prompt == wanted
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"video": 1}', "video is 1, but must be 0: prompts may contain images only"),
+        ("audio=2", "audio is 2, but must be 0"),
+        ('{"video": {}}', "video is 1, but must be 0"),
+        ('{"image": 2, "vidoe": 0}', 'unknown modality "vidoe"; the modalities are image, video, audio'),
+        ('{"Image": 2}', 'unknown modality "Image"'),
+        ('{"image": {"count": 2, "size": 5}}', "image: unknown key size; the keys are count, width"),
+        ('{"image": -1}', "image is -1, but must be a whole number of at least 0"),
+        ('{"image": true}', "image is true, but"),
+        ('{"image": {"count": "2"}}', 'image is "2", but'),
+    ],
+)
+def test_limits_of_other_modalities_are_refused_at_once(refused, tmp_path, text, words):
+    assert f"--limit-mm-per-prompt: {words}" in refused("m", "--limit-mm-per-prompt", text)
+    (tmp_path / "f.yaml").write_text(yaml.safe_dump({"limit_mm_per_prompt": text}))
+    assert f"f.yaml: {words}" in refused("m", "--config", str(tmp_path / "f.yaml"))
+
+
+def test_unknown_keys_of_every_json_setting_are_refused(refused):
+    """Except options of a model's image processor, which only the model's files tell; see tests/server/media."""
+    mappings = {option.name for option in all_options().values() if option.unit == "mapping"}
+    assert mappings > {"limit_mm_per_prompt", "mm_processor_kwargs"}
+    for name in mappings - {"mm_processor_kwargs"}:
+        flag = "--" + name.replace("_", "-")
+        assert re.search(rf"{flag}: unknown \w+ .?nonsense", refused("m", flag, '{"nonsense": 1}')), name
+
+
 @pytest.mark.parametrize("text", ["4", "image", "image=", "=4", "{image: 4}", "[1]", '{"image": 4'])
 def test_wrong_mappings(refused, text):
     assert "--limit-mm-per-prompt: expected name=value, or a JSON object" in refused("m", "--limit-mm-per-prompt", text)

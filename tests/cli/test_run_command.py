@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from tests.cli.test_console import read_until
 from tests.helpers.server.running import MODEL, poll
+from tests.server.http.test_tls import certificate
 from tests.server.test_launch import free_port, gone
 
 pytestmark = pytest.mark.slow
@@ -55,6 +61,63 @@ def test_a_running_server_is_used(server, model_folder):
     assert other.returncode == 0 and other.stdout.strip()  # the server that was named, whatever it has
 
 
+def hang_up(listener: socket.socket) -> None:
+    """Accept connections and close them, until the listener is closed."""
+    with contextlib.suppress(OSError):
+        while True:
+            listener.accept()[0].close()
+
+
+def test_its_own_server_listens_at_the_port_of_the_settings(model_folder, tmp_path):
+    """By flag, variable or file; the answer comes from there."""
+    port = free_port()
+    fake = ["--distributed-executor-backend", "fake", "--max-model-len", "512", "-q", "Hi", "--max-tokens", "400"]
+    (tmp_path / "f.yaml").write_text(f"port: {port}")
+    for arguments, environment in (
+        (["--port", str(port)], {}),
+        ([], {"QUIRE_PORT": str(port)}),
+        (["--config", str(tmp_path / "f.yaml")], {}),
+    ):
+        variables = os.environ | environment | {"QUIRE_FAKE": "step_delay=0.05"}
+        started = command(model_folder, *fake, *arguments)
+        with subprocess.Popen(started, env=variables, stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdout.read(1)  # it answers
+                models = httpx.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False).json()["data"]
+                assert models[0]["id"] == Path(model_folder).name
+            finally:
+                process.terminate()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        taken_port = str(taken.getsockname()[1])
+        threading.Thread(target=hang_up, args=(taken,), daemon=True).start()
+        result = run(command(model_folder, *fake, "--port", taken_port))
+        assert result.returncode == 1 and f"cannot listen on 127.0.0.1:{taken_port}" in result.stderr, result
+
+
+def test_flags_that_cannot_have_an_effect(server, tmp_path):
+    port = str(server.listener.getsockname()[1])
+    for flags, words in (
+        (["--url", server.url, "--port", port], "named twice, by --url and by --port"),
+        (["--url", server.url, "--host", "x"], "named twice, by --url and by --host"),
+        (["--uds", str(tmp_path / "s")], "--uds: this command talks to its server by TCP"),
+        (["--address-file", str(tmp_path / "a")], "--address-file: this command"),
+        (["--ssl-cert-reqs", "required"], "--ssl-cert-reqs required: this command has no certificate"),
+    ):
+        result = run(command(*flags, "-q", "Hi"))
+        assert result.returncode == 2 and words in result.stderr, result
+    short = ["-q", "Hi", "--max-tokens", "2", "--max-num-seqs", "3"]
+    for flags in (["--port", port], ["--url", server.url]):
+        result = run(command(*flags, *short))
+        assert result.returncode == 0 and "no effect on a server that runs already: --max-num-seqs" in result.stderr
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_its_own_server_may_have_tls(model_folder, tmp_path):
+    cert, key = certificate(tmp_path, "server", 1)
+    result = run(own(model_folder, "--ssl-certfile", cert, "--ssl-keyfile", key, "-q", "Hi", "--max-tokens", "4"))
+    assert result.returncode == 0 and result.stdout.strip(), result
+
+
 def test_the_embedded_model_has_a_name(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # no folder has the name
     for arguments in (["quire-tiny"], []):
@@ -69,7 +132,8 @@ def test_errors_are_one_line(tmp_path):
         ([str(tmp_path / "empty")], "config.json"),
         (["--url", "http://127.0.0.1:1"], "Connection refused"),
     ):
-        result = run([*command(*arguments), "--port", str(free_port()), "-q", "x"])
+        place = [] if "--url" in arguments else ["--port", str(free_port())]
+        result = run([*command(*arguments), *place, "-q", "x"])
         assert result.returncode == 1 and words in result.stderr and result.stderr.count("\n") == 1, result
     assert run(command("--max-modellen", "3")).stderr.endswith("did you mean --max-model-len?\n")
 

@@ -199,7 +199,21 @@ def test_a_signal_to_all_processes_loses_no_stream(model_folder, tmp_path, count
         assert "died" not in server.log and "disconnected" not in server.log and "Traceback" not in server.log
 
 
-def test_a_second_signal_ends_at_once(model_folder, tmp_path):
+def test_sigterm_twice_in_a_moment_loses_no_stream(model_folder, tmp_path):
+    """As supervisors send it: to the group, and to the main process."""
+    with server_process(model_folder, tmp_path, fake="step_delay=0.05", shutdown_timeout=30.0) as server:
+        server.wait_ready()
+        stream = server.stream(num_tokens=60)
+        server.process.send_signal(signal.SIGTERM)
+        poll(lambda: "SIGTERM: draining" in server.log)
+        server.process.send_signal(signal.SIGTERM)
+        poll(lambda: "SIGTERM again within 2 s: draining goes on" in server.log)
+        stream.read()
+        assert events(stream)[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.wait() == 0
+
+
+def test_a_second_ctrl_c_ends_at_once(model_folder, tmp_path):
     with server_process(model_folder, tmp_path, fake="step_delay=0.1", shutdown_timeout=30.0) as server:
         server.wait_ready()
         engine = server.engine()

@@ -218,6 +218,31 @@ def test_estimates_grow_with_what_they_depend_on(folder):
     assert memory.estimate_weights(spec, torch.bfloat16, 1) == 2 * num_parameters(spec)
 
 
+def _sizes(message: str) -> list[str]:
+    return re.findall(r"[\d.,]+ (?:[KMGT]i)?B\b", message)
+
+
+def test_sizes_that_a_message_compares_look_different(folder, monkeypatch):
+    """Each message about too little room, with one block, state or byte too little."""
+    settings = {"model": folder, "device": "cpu", "max_num_seqs": 1, "max_num_batched_tokens": 64}
+    whole = memory.preview(Config.from_flat(**settings, kv_cache_memory_bytes=64 << 20)).plan.bytes_per_block
+    blocks = 2048 // memory.preview(Config.from_flat(**settings)).block_size  # one too few: the first is for padding
+    short = settings | {"max_model_len": "2048", "kv_cache_memory_bytes": blocks * whole}
+    with pytest.raises(ValueError, match=r"--max-model-len 2048 needs .* of KV cache") as error:
+        memory.preview(Config.from_flat(**short))
+    needed, found = _sizes(str(error.value))
+    assert needed != found
+    fitting = re.search(r"--kv-cache-memory-bytes (\d+)", str(error.value))[1]
+    assert memory.preview(Config.from_flat(**short | {"kv_cache_memory_bytes": int(fitting)})).max_model_len == 2048
+
+    monkeypatch.setattr(CpuPlatform, "free_ram", lambda _: 5 * GIB)
+    with pytest.raises(ValueError, match="--kv-offload-gib 5") as error:
+        memory.preview(Config.from_flat(**settings, kv_offload_gib=5.00001))
+    assert len(set(_sizes(str(error.value)))) == 2
+    most = re.search(r"at most ([\d.]+)", str(error.value))[1]
+    assert memory.offload_bytes(Config.from_flat(kv_offload_gib=float(most)), CpuPlatform())
+
+
 def test_the_ram_tier_is_part_of_the_plan_on_cpu(folder, monkeypatch):
     settings = {"kv_offload_gib": 2.0, "max_num_seqs": 5000, "model": folder, "device": "cpu"}
     spec = read_model_spec(folder)
@@ -233,7 +258,7 @@ def test_the_ram_tier_is_part_of_the_plan_on_cpu(folder, monkeypatch):
     monkeypatch.setattr(CpuPlatform, "free_ram", lambda _: 5 * GIB)
     ready = memory.preview(Config.from_flat(**settings, kv_disk="/kv", kv_disk_gib=0.5))
     assert (ready.offload_bytes, ready.plan.offload, ready.disk_bytes) == (2 * GIB, 2 * GIB, GIB // 2)
-    with pytest.raises(ValueError, match=r"--kv-offload-gib 6: 5\.0 GiB of RAM are free"):
+    with pytest.raises(ValueError, match=r"--kv-offload-gib 6: 6\.00 GiB are more than the 5\.00 GiB of RAM"):
         memory.preview(Config.from_flat(**settings | {"kv_offload_gib": 6}))
 
 

@@ -19,7 +19,7 @@ HELLO = [{"role": "user", "content": "Hello!"}]
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
 RANKED = {"query": "a city", "documents": ["Paris", "a loaf of bread"]}
-BATCH_LINE = {"custom_id": "1", "params": {"max_tokens": 8, "messages": HELLO}}
+BATCH_LINE = {"custom_id": "1", "params": {"model": "quire-tiny", "max_tokens": 8, "messages": HELLO}}
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def ask_all(url: str, headers: dict[str, str] | None = None) -> Iterator[tuple[s
             path = example.path.format(**kept)
             status, text = _ask(url, example, path, headers or {})
             for name, key in example.keep.items():
-                kept[name] = _lookup(json.loads(text), key)
+                kept[name] = lookup(json.loads(text), key)
             yield section, Answered(example, path, status, text)
 
 
@@ -213,7 +213,7 @@ def _ask(url: str, example: Example, path: str, headers: dict[str, str]) -> tupl
         return error.code, error.read().decode()
 
 
-def _lookup(value: Any, key: str) -> str:
+def lookup(value: Any, key: str) -> str:
     for part in key.split("."):
         value = value[int(part) if part.isdigit() else part]
     return value

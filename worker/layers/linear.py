@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quire.checkpoints.ranks import share_kv_heads
 from quire.worker.host import huge_pages
 from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.activation import FUSED, gated
@@ -473,12 +474,7 @@ def split_kv_heads(num_kv_heads: int, group: Group) -> tuple[int, int]:
 
     Raises ValueError if the number of ranks is neither a divisor nor a multiple of the number of KV heads.
     """
+    number = share_kv_heads(num_kv_heads, group.size)
     if num_kv_heads >= group.size:
-        number = split_size("num_key_value_heads", num_kv_heads, group)
         return number, group.rank * number
-    if group.size % num_kv_heads:
-        raise ValueError(
-            f"num_key_value_heads {num_kv_heads} cannot be split over tensor_parallel_size {group.size}: "
-            f"use a size that divides {num_kv_heads} or is a multiple of it"
-        )
-    return 1, group.rank * num_kv_heads // group.size
+    return number, group.rank * num_kv_heads // group.size

@@ -13,8 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from quire.checkpoints.lora import DEFAULT_MAX_LORAS, folders_at_start, max_rank, most_values, read_lora
+from quire.checkpoints.lora import (
+    DEFAULT_MAX_LORAS,
+    check_counts,
+    folders_at_start,
+    max_rank,
+    most_values,
+    read_lora,
+)
 from quire.checkpoints.lora_files import LoraFiles
+from quire.checkpoints.sizes import format_each
 from quire.configs.serving import LoraConfig
 from quire.worker.batch.input_batch import InputBatch
 from quire.worker.layers.linear import Linear
@@ -41,10 +49,8 @@ class LoraLimits:
         """Raises ValueError for settings that are wrong."""
         at_start = len(folders_at_start(config.lora_modules, config.lora_dir))
         max_active = config.max_loras or DEFAULT_MAX_LORAS
-        if (max_loaded := config.max_cpu_loras) is None:
-            max_loaded = max(max_active, at_start)
-        elif max_loaded < max_active:
-            raise ValueError(f"--max-cpu-loras {max_loaded} must be at least --max-loras {max_active}")
+        check_counts(config.max_loras, config.max_cpu_loras)
+        max_loaded = config.max_cpu_loras or max(max_active, at_start)
         rank = max_rank(config.max_lora_rank, config.lora_modules, config.lora_dir)
         return cls(rank, max_active, max_loaded, most_values(config.lora_modules, config.lora_dir))
 
@@ -91,9 +97,10 @@ class Adapters:
         adapted = self._read(read_lora(folder))
         size = sum(weights.nbytes for _, weights in adapted)
         if size > self._most_bytes:
+            taken, most = format_each(size, self._most_bytes)
             raise ValueError(
-                f"the adapter takes {size / 2**20:.1f} MiB, more than the {self._most_bytes / 2**20:.1f} MiB planned "
-                "for all: name one of its size at start (--lora-modules), or raise --max-cpu-loras"
+                f"the adapter takes {taken}, more than the {most} planned for all: name one of its size at "
+                "start (--lora-modules), or raise --max-cpu-loras"
             )
         self._loaded[key], self._bytes[key] = adapted, size
         self._drop_some(keep={key})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
+from quire.checkpoints.ranks import too_many_stages
 from quire.worker.attention.base import GroupedMetadata
 from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.embedding import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
@@ -356,9 +357,7 @@ def stage_layers(layers: Sequence[LayerSpec], rank: int, num_stages: int) -> ran
     divisible = min((layer.kv_from for layer in layers if layer.kv_from is not None), default=num_layers - 1) + 1
     if num_stages > divisible:
         last = "" if divisible == num_layers else f", of which the last {num_layers - divisible + 1} share caches"
-        raise ValueError(
-            f"pipeline_parallel_size {num_stages} is more than the model's num_hidden_layers {num_layers}{last}"
-        )
+        raise ValueError(too_many_stages(num_stages, num_layers, last))
     first = divisible - 1  # the last stage begins here at the latest
     if num_stages == 1 or _even(num_layers, num_stages - 1, num_stages).start <= first:
         return _even(num_layers, rank, num_stages)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from quire.checkpoints.config_schema import TEXT_PARTS
 from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.spec.rope import RopeSpec, read_ropes
 
@@ -29,7 +30,6 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-_TEXT_PARTS = ("text_config", "language_config", "llm_config")  # of wrappers that add an encoder to a language model
 _INHERITED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
 
 GATED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -69,7 +69,7 @@ def text_part(raw: dict[str, Any]) -> dict[str, Any]:
 
     The part inherits keys that it lacks, such as `tie_word_embeddings`, from the wrapper.
     """
-    part = next((raw[key] for key in _TEXT_PARTS if isinstance(raw.get(key), dict)), None)
+    part = next((raw[key] for key in TEXT_PARTS if isinstance(raw.get(key), dict)), None)
     if part is None:
         return raw
     return {key: raw[key] for key in _INHERITED if raw.get(key) is not None} | {

@@ -112,7 +112,7 @@ def _lines(body: MessageBatchRequest) -> io.BytesIO:
 
 
 async def list_batches(request: Request, state: needs.Batches) -> Response:
-    """The caller's batches, newest first."""
+    """List the caller's batches, newest first."""
     batches = state.require_batches()
     limit, after = page_size(request, 100), request.query_params.get("after_id")
     found = await batches.run(batches.store.batches, owner(request), after and _inner_id(after), limit + 1, ENDPOINT)
@@ -128,7 +128,7 @@ async def list_batches(request: Request, state: needs.Batches) -> Response:
 
 
 async def retrieve_batch(request: Request, state: needs.Batches) -> Response:
-    """Status and progress of a batch."""
+    """Return the status and progress of a batch."""
     return JsonResponse(_message_batch(await _batch(request, state), request))
 
 
@@ -152,7 +152,7 @@ async def delete_batch(request: Request, state: needs.Batches) -> Response:
 
 
 async def results(request: Request, state: needs.Batches) -> Response:
-    """One JSON object per line, in no particular order."""
+    """Return the results of a batch, one JSON object per line, in no particular order."""
     batches, batch = state.require_batches(), await _batch(request, state)
     if batch.status in OPEN:
         raise BadRequest("The batch has not ended.", param="batch_id")

@@ -28,7 +28,9 @@ ID_PREFIX = "msg_"
 
 
 async def create_message(request: Request, state: needs.Completion) -> Response:
-    """Raises ApiError for everything that goes wrong before the first byte of the answer."""
+    """Answer a conversation, as a whole or as a stream of events. Raises ApiError for everything that goes wrong before
+    the first byte of the answer.
+    """
     body, one, cached = await use_body(request, MessagesRequest, state, lambda body: _prepare(request, body, state))
     progress = report_progress(body.return_progress, [one])
     generation = await admission.generate(request, state, [one], "messages")
@@ -80,7 +82,7 @@ def _whole(
 
 
 async def count_tokens(request: Request, state: needs.Tokenizing) -> Response:
-    """The size of a prompt, without an answer."""
+    """Count the tokens of a prompt, without an answer."""
 
     def work(body: CountTokensRequest) -> TokenCount | Deferred[TokenCount]:
         state.require_ready()

@@ -32,7 +32,7 @@ class Done(msgspec.Struct):
 
 
 async def list_adapters(request: Request, state: needs.Adapters) -> Response:
-    """The LoRA adapters and their default scales."""
+    """List the LoRA adapters and their default scales."""
     adapters = state.adapters
     return JsonResponse(
         [

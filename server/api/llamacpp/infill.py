@@ -81,7 +81,7 @@ class InfillAnswer(msgspec.Struct, kw_only=True):
 
 
 async def infill(request: Request, state: needs.Completion) -> Response:
-    """The text between two others."""
+    """Return the text between two others."""
     body, one = await use_body(request, InfillRequest, state, lambda body: (body, _prepare(request, body, state)))
     predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
     progress = report_progress(body.return_progress, [one], _progress)

@@ -28,7 +28,7 @@ class Props(msgspec.Struct, kw_only=True):
 
 
 async def props(request: Request, state: _Server) -> Response:
-    """Describes the server and its model."""
+    """Describe the server and its model."""
     model = state.require_ready()
     return JsonResponse(
         Props(

@@ -55,7 +55,7 @@ class NoSlotFiles(ApiError):
 
 
 async def slots(request: Request, state: needs.Engine) -> Response:
-    """One entry for each request that can run at once; the first ones are those that do."""
+    """List the slots, one for each request that can run at once; the first ones are those that do."""
     model = state.require_ready()
     total = state.ready.worker.max_num_seqs if state.ready else 0
     return JsonResponse(

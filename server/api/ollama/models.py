@@ -85,13 +85,13 @@ def _model(name: str, found: ModelDetails, state: needs.Settings) -> dict[str, A
 
 
 async def tags(request: Request, state: _Listing) -> Response:
-    """The models there are."""
+    """List the models there are."""
     found = await _read(state)
     return sse.JsonResponse({"models": [_model(name, found, state) for name in names_for(request, state)]})
 
 
 async def running(request: Request, state: _Running) -> Response:
-    """The models that are loaded."""
+    """List the models that are loaded."""
     found = await _read(state)
     plan = state.ready.worker.plan if state.ready else None
     more = {
@@ -104,7 +104,7 @@ async def running(request: Request, state: _Running) -> Response:
 
 
 async def show(request: Request, state: _Showing) -> Response:
-    """Metadata of the model."""
+    """Return the metadata of the model."""
     body = await use_body(request, ShowRequest, state, lambda body: body)
     name = body.model or body.name
     if not name:

@@ -126,7 +126,7 @@ def _error_line(error: ApiError) -> bytes:
 
 
 async def embed(request: Request, state: needs.Vectors) -> Response:
-    """Embeddings of one or several texts."""
+    """Return the embeddings of one or several texts."""
     started = time.monotonic_ns()
 
     def work(body: EmbedRequest) -> tuple[EmbedRequest, list[GenerationRequest]]:
@@ -148,7 +148,7 @@ async def embed(request: Request, state: needs.Vectors) -> Response:
 
 
 async def embeddings(request: Request, state: needs.Vectors) -> Response:
-    """The embedding of one text."""
+    """Return the embedding of one text."""
 
     def work(body: EmbeddingsRequest) -> list[GenerationRequest]:
         keep_alive_seconds(body.keep_alive)
@@ -179,7 +179,7 @@ def _vector_requests(
 
 
 async def no_such_action(request: Request, state: object) -> Response:
-    """Ollama's other routes change its library of models."""
+    """Refuse to change the library of models: the server serves the one that it was started with."""
     raise NotFound(
         f"{request.method} {request.scope['path']} is not available: this server serves the one model that it was "
         "started with."

@@ -113,7 +113,7 @@ class BatchList(msgspec.Struct, kw_only=True):
 
 
 async def create_batch(request: Request, state: _Posting) -> Response:
-    """Begin a batch. Raises NotFound for its file, BadRequest."""
+    """Begin a batch of the requests in a file. Raises NotFound for its file, BadRequest."""
     body = await use_body(request, BatchRequest, state, lambda body: body)
     batches = state.require_batches()
     if body.endpoint not in ENDPOINTS:
@@ -141,7 +141,7 @@ def _seconds(window: str) -> int:
 
 
 async def list_batches(request: Request, state: _Reading) -> Response:
-    """The caller's batches, newest first."""
+    """List the caller's batches, newest first."""
     batches = state.require_batches()
     limit = page_size(request, 100)
     after = request.query_params.get("after")
@@ -151,7 +151,7 @@ async def list_batches(request: Request, state: _Reading) -> Response:
 
 
 async def retrieve_batch(request: Request, state: _Reading) -> Response:
-    """Status and progress of a batch."""
+    """Return the status and progress of a batch."""
     batches = state.require_batches()
     return _answer(await batches.run(batches.store.batch, request.path_params["batch_id"], owner(request)), state)
 

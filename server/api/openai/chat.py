@@ -36,7 +36,9 @@ ID_PREFIX = "chatcmpl-"
 
 
 async def chat_completions(request: Request, state: needs.Completion) -> Response:
-    """Raises ApiError for everything that goes wrong before the first byte of the answer."""
+    """Answer a conversation with one or several choices, as a whole or as a stream of events. Raises ApiError for
+    everything that goes wrong before the first byte of the answer.
+    """
     body, one = await use_body(request, ChatCompletionRequest, state, lambda body: _prepare(request, body, state))
     answer = ChatAnswer(body, state, ID_PREFIX + request.scope["request_id"], one)
     return await respond(request, state, answer, [one], "messages")

@@ -25,7 +25,9 @@ ID_PREFIX = "cmpl-"
 
 
 async def completions(request: Request, state: needs.Completion) -> Response:
-    """Raises ApiError for everything that goes wrong before the first byte of the answer."""
+    """Continue one or several texts, as a whole or as a stream of events. Raises ApiError for everything that goes
+    wrong before the first byte of the answer.
+    """
     body, requests = await use_body(
         request, CompletionRequest, state, lambda body: (body, _prepare(request, body, state))
     )

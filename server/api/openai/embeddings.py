@@ -60,7 +60,7 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 
 
 async def embeddings(request: Request, state: needs.Vectors) -> Response:
-    """Raises ApiError."""
+    """Return the embeddings of one or several texts. Raises ApiError."""
 
     def prepare(body: EmbeddingRequest) -> tuple[EmbeddingRequest, str, list[GenerationRequest]]:
         request_id = admit(request, body, state, ID_PREFIX)

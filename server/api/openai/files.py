@@ -162,7 +162,7 @@ def _life(form: FormData) -> int | None:
 
 
 async def list_files(request: Request, state: needs.Batches) -> Response:
-    """The caller's files, newest first unless `order` is asc."""
+    """List the caller's files, newest first unless `order` is asc."""
     batches, query = state.require_batches(), request.query_params
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -176,12 +176,12 @@ async def list_files(request: Request, state: needs.Batches) -> Response:
 
 
 async def retrieve_file(request: Request, state: needs.Batches) -> Response:
-    """Metadata of a file."""
+    """Return the metadata of a file."""
     return JsonResponse(_file_object(await _file(request, state)))
 
 
 async def file_content(request: Request, state: needs.Batches) -> Response:
-    """The bytes of a file."""
+    """Return the bytes of a file."""
     batches, file = state.require_batches(), await _file(request, state)
     content = await batches.run(batches.store.open, file.id)
     return StreamingResponse(_parts(content), media_type=BYTES, headers={"content-length": str(file.bytes)})

@@ -35,7 +35,7 @@ class AppliedTemplate(msgspec.Struct):
 
 
 async def render(request: Request, state: needs.Tokenizing) -> Response:
-    """The prompt as text and as token ids, of any length."""
+    """Return the prompt of a conversation as text and as token ids, of any length."""
 
     def show(rendered: Rendered, body: ChatCompletionRequest) -> RenderedPrompt:
         ids = encode_rendered(rendered, state, bool(body.add_special_tokens))
@@ -47,7 +47,7 @@ async def render(request: Request, state: needs.Tokenizing) -> Response:
 
 
 async def apply_template(request: Request, state: needs.Tokenizing) -> Response:
-    """The prompt as text."""
+    """Return the prompt of a conversation as text."""
     return JsonResponse(await _rendered(request, state, lambda rendered, body: AppliedTemplate(rendered.text)))
 
 

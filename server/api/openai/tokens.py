@@ -20,7 +20,7 @@ from quire.server.turns.threads import Deferred
 
 
 async def tokenize(request: Request, state: needs.Tokenizing) -> Response:
-    """Token ids of a prompt or a conversation."""
+    """Return the token ids of a prompt or a conversation."""
     return JsonResponse(await use_body(request, TokenizeRequest, state, lambda body: _tokenized(request, body, state)))
 
 
@@ -46,7 +46,7 @@ def _answer(ids: list[int], body: TokenizeRequest, state: needs.Encoding) -> byt
 
 
 async def detokenize(request: Request, state: needs.Tokenizing) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     found = await use_body(request, DetokenizeRequest, state, lambda body: _detokenized(request, body, state))
     return JsonResponse(found)
 

@@ -65,7 +65,7 @@ class Load(msgspec.Struct, kw_only=True):
 
 
 async def list_requests(request: Request, state: needs.Engine) -> Response:
-    """The requests in the engines, oldest first."""
+    """List the requests in the engines, oldest first."""
     found = [_running_request(one) for one in await _in_engines(state, "requests")]
     return JsonResponse(RequestList(sorted(found, key=lambda one: -one.age)))
 
@@ -79,7 +79,7 @@ async def abort_requests(request: Request, state: _Posting) -> Response:
 
 
 async def load(request: Request, state: needs.Load) -> Response:
-    """How busy the server is."""
+    """Tell how busy the server is."""
     stats = state.stats
     return JsonResponse(
         Load(

@@ -17,7 +17,7 @@ ROUTES = [
     Route("POST", "/reset_prefix_cache", status.reset_prefix_cache, answer=status.CacheReset, admin=True),
     Route("POST", "/v1/load_lora_adapter", lora.load, lora.LoadAdapter, "text/plain", admin=True),
     Route("POST", "/v1/unload_lora_adapter", lora.unload, lora.UnloadAdapter, "text/plain", admin=True),
-    Route("DELETE", "/v1/cache/{key:path}", cache.free, answer=EMPTY),
+    Route("DELETE", "/v1/cache/{key:path}", cache.free, answer=EMPTY, status=204),
     Route("GET", "/tokenizer_info", tokenizer_info, answer=TokenizerInfo),
     Route("GET", "/requests", requests.list_requests, answer=requests.RequestList, admin=True),
     Route("POST", "/abort_requests", requests.abort_requests, requests.AbortBody, answer=requests.Aborted, admin=True),

@@ -9,6 +9,6 @@ from quire.server.api import needs
 
 
 async def ping(request: Request, state: needs.Readiness) -> Response:
-    """200 when requests are served. Raises Unavailable before."""
+    """Answer 200 when requests are served. Raises Unavailable before."""
     state.require_ready()
     return Response(status_code=200)

@@ -17,6 +17,7 @@ from quire.server.errors import EngineError, Unavailable
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import JsonResponse
 from quire.server.incidents import Failure, Incidents, Restarts
+from quire.server.metrics.view import view_for
 from quire.server.startup.model_names import without_folders
 from quire.server.structured.schema import structured_output
 from quire.server.values import Json
@@ -69,34 +70,39 @@ class CacheReset(msgspec.Struct):
 
 
 async def live(request: Request, state: object) -> Response:
-    """The process answers; nothing is asked of the engine."""
+    """Tell that the process answers; nothing is asked of the engine."""
     return JsonResponse({"status": "live"})
 
 
 async def ready(request: Request, state: needs.Health) -> Response:
-    """200 once the engine has completed a step; 503 with phase and percentage before, and while shutting down."""
+    """Answer 200 once the engine has completed a step, and 503 with phase and percentage before, and at the end."""
     up = state.status == "ready"
     return JsonResponse(state.health(), status_code=200 if up else 503, headers=None if up else {"Retry-After": "2"})
 
 
 async def version(request: Request, state: needs.Version) -> Response:
-    """The version of quire."""
+    """Return the version of quire."""
     return JsonResponse({"version": state.version})
 
 
-async def metrics(request: Request, state: needs.Scrape) -> Response:
-    """Prometheus text, of all frontends."""
+class _Scraped(needs.Scrape, needs.Accounts, Protocol):
+    """The metrics, and who may see which."""
+
+
+async def metrics(request: Request, state: _Scraped) -> Response:
+    """Return the metrics of all frontends in the text format of Prometheus, those that the key may see."""
     if state.metrics is None:
         state.require_ready()
+    view = view_for(request.scope.get("key"), state.keys is not None, "owner" not in request.scope)
     try:
-        page = state.metrics.render() if state.scrape is None else await state.scrape()
+        page = state.metrics.render(view) if state.scrape is None else await state.scrape(view)
     except TimeoutError:
         raise Unavailable("The other frontends did not report their metrics in time.") from None
     return Response(page, media_type=METRICS_TYPE)
 
 
 async def server_info(request: Request, state: _Server) -> Response:
-    """The effective configuration, values chosen automatically, and the memory plan."""
+    """Return the effective configuration, values chosen automatically, and the memory plan."""
     return JsonResponse(
         {
             "version": state.version,

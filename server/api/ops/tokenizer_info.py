@@ -18,7 +18,7 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 async def tokenizer_info(request: Request, state: needs.Tokenizing) -> Response:
-    """Special tokens and the chat template."""
+    """Return the special tokens and the chat template."""
     state.require_ready()
     tokenizer = state.tokenizer
     return JsonResponse(

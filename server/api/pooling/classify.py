@@ -27,7 +27,7 @@ from quire.server.turns.fair_queue import tenant_of
 
 
 async def classify(request: Request, state: needs.Vectors) -> Response:
-    """Raises ApiError."""
+    """Return the probabilities of the classes of one or several texts. Raises ApiError."""
 
     def prepare(body: ClassifyRequest) -> tuple[ClassifyRequest, str, list[GenerationRequest]]:
         request_id = admit(request, body, state, "classify-")
@@ -54,7 +54,7 @@ async def classify(request: Request, state: needs.Vectors) -> Response:
 
 
 async def pool(request: Request, state: needs.Vectors) -> Response:
-    """Raises ApiError."""
+    """Return embeddings or, of a classifier, the probabilities of classes, of one or several texts. Raises ApiError."""
 
     def prepare(body: PoolingRequest) -> tuple[PoolingRequest, str, list[GenerationRequest]]:
         request_id = admit(request, body, state, "pool-")

@@ -20,7 +20,8 @@ ROUTES = [
         "/rerank",
         by_field(
             "rerank",
-            "As /v1/rerank with `documents`, as Text Embeddings Inference with `texts`.",
+            "Order texts by their relevance to a query: as /v1/rerank with `documents`, as Text Embeddings Inference "
+            "with `texts`.",
             {"texts": rerank_texts, "documents": rerank},
         ),
         ANY_OBJECT,

@@ -27,7 +27,7 @@ from quire.server.turns.fair_queue import tenant_of
 
 
 async def score(request: Request, state: needs.Vectors) -> Response:
-    """Raises ApiError."""
+    """Score how well pairs of texts fit together. Raises ApiError."""
 
     def prepare(body: ScoreRequest) -> tuple[ScoreRequest, str, Scoring]:
         request_id = admit(request, body, state, "score-")
@@ -52,7 +52,7 @@ async def score(request: Request, state: needs.Vectors) -> Response:
 
 
 async def rerank(request: Request, state: needs.Vectors) -> Response:
-    """Raises ApiError."""
+    """Order documents by their relevance to a query. Raises ApiError."""
 
     def prepare(body: RerankRequest) -> tuple[RerankRequest, str, Scoring]:
         if body.max_tokens_per_doc is not None and body.truncate_prompt_tokens is None:

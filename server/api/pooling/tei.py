@@ -66,7 +66,7 @@ def _spec(request: Request, body: _Fields, state: needs.Admission, param: str) -
 
 
 async def embed(request: Request, state: needs.Vectors) -> Response:
-    """Embeddings as lists of numbers. Raises ApiError."""
+    """Return the embeddings of one or several texts as lists of numbers. Raises ApiError."""
 
     def work(body: TeiEmbedRequest) -> list[GenerationRequest]:
         spec = _spec(request, body, state, "inputs")

@@ -27,7 +27,7 @@ async def generate(request: Request, state: needs.Completion) -> Response:
 
 
 async def generate_stream(request: Request, state: needs.Completion) -> Response:
-    """The same as a stream."""
+    """Continue a text as a stream of events."""
     return await _generate(request, state, True)
 
 

@@ -1,13 +1,6 @@
 "use strict";
 // Everything comes from openapi.json beside this page: its URL is relative, so that a path prefix of a proxy does not matter.
 
-const EXAMPLES = {
-  "/v1/chat/completions": {messages: [{role: "user", content: "Why is the sky blue?"}], max_tokens: 64, stream: true},
-  "/v1/completions": {prompt: "The capital of France is", max_tokens: 16},
-  "/tokenize": {prompt: "Hello"},
-  "/detokenize": {tokens: [1, 2, 3]},
-};
-
 function element(name, attributes = {}, ...children) {
   const node = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) node[key] = value;
@@ -62,9 +55,9 @@ function jsonSchema(part) {
   return content && content.schema;
 }
 
-function tryForm(path, method, hasBody) {
+function tryForm(path, method, hasBody, example) {
   const address = element("input", {value: path.slice(1), size: 50});
-  const body = element("textarea", {rows: 6, value: JSON.stringify(EXAMPLES[path] || {}, null, 2)});
+  const body = element("textarea", {rows: 6, value: JSON.stringify(example || {}, null, 2)});
   const answer = element("pre", {hidden: true});
   const button = element("button", {type: "button"}, "Send");
   button.onclick = async () => {
@@ -84,14 +77,32 @@ function tryForm(path, method, hasBody) {
   return element("div", {}, element("p", {}, address, " ", button), ...(hasBody ? [body] : []), answer);
 }
 
+// The example of a part's first content that has one.
+function exampleOf(part) {
+  return Object.values((part && part.content) || {}).map(content => content.example).find(example => example !== undefined);
+}
+
+function parametersOf(parameters) {
+  return element("ul", {}, ...parameters.map(one => element("li", {}, element("code", {}, one.name), ` (${one.in}, `,
+    ...typeOf(one.schema), ") ", one.description || "")));
+}
+
+function exampleNode(responses) {
+  const [status, response] = Object.entries(responses).find(([, response]) => exampleOf(response) !== undefined) || [];
+  if (!status) return [];
+  const example = exampleOf(response), text = typeof example === "string" ? example : JSON.stringify(example, null, 2);
+  return [element("details", {className: "example"}, element("summary", {}, `Example of an answer (${status})`), element("pre", {}, text))];
+}
+
 function route(path, method, operation) {
   const body = jsonSchema(operation.requestBody);
   const answer = jsonSchema((operation.responses || {})["200"]);
   const node = element("details", {}, element("summary", {}, element("span", {className: "method"}, method.toUpperCase()),
-    element("span", {className: "path"}, path), " ", element("span", {className: "note"}, operation.description || operation.summary || "")));
+    element("span", {className: "path"}, path), " ", element("span", {className: "note"}, operation.description || "")));
+  if (operation.parameters) node.append(parametersOf(operation.parameters));
   if (body) node.append(element("p", {}, "Body: ", ...typeOf(body)));
   if (answer) node.append(element("p", {}, "Answer: ", ...typeOf(answer)));
-  node.append(tryForm(path, method, Boolean(body)));
+  node.append(...exampleNode(operation.responses || {}), tryForm(path, method, Boolean(body), exampleOf(operation.requestBody)));
   return node;
 }
 

@@ -7,6 +7,7 @@ import { Plot } from "./plot.js";
 import { mean, parse, quantile, sum } from "./prometheus.js";
 
 const PERIOD = 2000, CAPACITY = 150;  // milliseconds between readings; readings shown: five minutes
+const SHARED = "quire:num_requests_running";  // of all requests
 const WINDOW = 30;  // readings over which percentiles are taken: one minute
 
 const seconds = value => value < 1 ? `${(1000 * value).toFixed(0)} ms` : `${value.toFixed(1)} s`;
@@ -47,9 +48,10 @@ export class Watch {
     this.unlocked = !hasKey();  // whether the key may read the facts; not tried unasked, as most may not
     this.readings = [];  // {time, values}
     this.plots = PLOTS.map(plot => ({...plot, history: [], card: new Plot(plot.title, plot.series, plot.format, plot)}));
+    this.figures = h("div", {class: "plots"}, this.plots.map(plot => plot.card.node));
     this.facts = h("div", {class: "facts"});
     this.message = h("p", {class: "problem", role: "status"});
-    byId("watch").append(this.message, h("div", {class: "plots"}, this.plots.map(plot => plot.card.node)), this.facts);
+    byId("watch").append(this.message, this.figures, this.facts);
   }
 
   show() {
@@ -61,7 +63,9 @@ export class Watch {
     if (this.reading) return;
     this.reading = true;
     try {
-      this.add(parse(await (await request("metrics")).text()));
+      const values = parse(await (await request("metrics")).text());
+      this.figures.hidden = !(SHARED in values);  // a client's key, of several, sees its own counts only
+      if (!this.figures.hidden) this.add(values);
       if (!byId("watch").hidden) this.showFacts(this.unlocked ? await getPrivileged("server_info") : null);
       this.message.textContent = "";
     } catch (error) {
@@ -102,7 +106,7 @@ export class Watch {
 // ---- facts
 
 function locked(unlock) {
-  return h("section", {class: "card", id: "admin"}, h("h2", {}, "Server"), h("p", {}, "Memory, settings and errors are for administrators."),
+  return h("section", {class: "card", id: "admin"}, h("h2", {}, "Server"), h("p", {}, "Memory, settings and errors are for administrators; so are plots, and for keys with metrics, if there are several keys."),
     button("Show them", unlock));
 }
 

@@ -6,6 +6,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -55,7 +56,9 @@ def test_https_and_a_renewed_certificate(model_folder, tmp_path, monkeypatch, ca
             with pytest.raises(httpx.HTTPError):
                 httpx.get(f"http://127.0.0.1:{port}/live", trust_env=False)
             assert cli.main(["health", url]) == 0 and '"ready"' in capsys.readouterr().out
-            assert cli.main(["health", f"127.0.0.1:{port}"]) == 1
+            for address in (f"127.0.0.1:{port}", f"http://127.0.0.1:{port}/v1"):
+                assert cli.main(["health", address, "--insecure"]) == 0  # by https, and it says so
+                assert f"127.0.0.1:{port} has TLS: asked https://127.0.0.1:{port}" in capsys.readouterr().err
             assert serial_of(port) == 1
             Path(cert).write_text("half a file")
             certificate(tmp_path, "next", 2)
@@ -64,6 +67,31 @@ def test_https_and_a_renewed_certificate(model_folder, tmp_path, monkeypatch, ca
             shutil.move(tmp_path / "next.crt", cert)
             poll(lambda: serial_of(port) == 2)
             assert client.get("/live").status_code == 200  # over the connection from before
+
+
+@pytest.mark.slow
+def test_commands_accept_any_certificate_if_they_are_told_to(model_folder, tmp_path):
+    cert, key = certificate(tmp_path, "server", 1)
+    with running_server(model_folder, ssl_certfile=cert, ssl_keyfile=key) as server:
+        server.wait_ready()
+        url = f"https://127.0.0.1:{server.listener.getsockname()[1]}"
+        short = ["-q", "Hi", "--max-tokens", "2"]
+        load = ["--num-prompts", "2", "--random-input-len", "4", "--random-output-len", "2", "--disable-tqdm"]
+        commands = [["chat", *short], ["complete", *short], ["run", "--url", url, *short], ["bench", "serve", *load]]
+        for command in commands:
+            command += [] if "--url" in command else ["--url", url]
+            refused = run([*command])
+            assert refused.returncode == 1 and "--insecure accepts the certificate" in refused.stderr, refused
+            accepted = run([*command, "--insecure"])
+            assert accepted.returncode == 0 and accepted.stdout.strip(), accepted
+            plain = run([word.replace("https://", "http://") for word in command])
+            assert plain.returncode == 1 and "name it as https://127.0.0.1" in plain.stderr, plain
+            assert "Traceback" not in refused.stderr + plain.stderr
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "quire", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_certificates_of_clients(model_folder, tmp_path):

@@ -198,7 +198,7 @@ def test_usage_in_metrics_and_audit_log(server, folder):
     text = (folder / "audit.jsonl").read_text()
     assert "secret" not in text and "k-plain" not in text
     assert all(row["status"] == 200 or row["status"] is None for row in read_rows(folder))  # refused ones have none
-    page = server.http.get("/metrics", headers=bearer("k-free")).text
+    page = server.http.get("/metrics", headers=bearer("k-admin")).text
     assert 'quire:key_generation_tokens_total{key="key-1"}' in page
     assert 'quire:key_requests_refused_total{code="insufficient_quota",key="day"}' in page
 

@@ -194,6 +194,8 @@ def test_paths(served, adapters, tmp_path):
     assert post(served, "/v1/unload_lora_adapter", lora_name="x").status_code == 200
     broken = post(served, "/v1/load_lora_adapter", lora_name="x", lora_path=str(adapters["one"].parent / "broken"))
     assert broken.status_code == 400 and "there is no adapter_config.json" in broken.json()["error"]["message"]
+    missing = post(served, "/v1/load_lora_adapter", lora_name="x", lora_path=str(adapters["one"].parent / "missing"))
+    assert missing.status_code == 400 and "lora_path: the path does not exist" in missing.json()["error"]["message"]
 
 
 def test_what_is_refused_is_named(served, folder, adapters):

@@ -214,7 +214,7 @@ def test_a_model_of_text_refuses_images(server):
 
 
 def value(server, name: str) -> float:
-    lines = server.http.get("/metrics").text.splitlines()
+    lines = server.http.get("/metrics", headers={"Authorization": "Bearer admin"}).text.splitlines()
     (found,) = [line for line in lines if line.startswith(f"{name}{{")]
     return float(found.split()[-1])
 

@@ -6,8 +6,13 @@ import json
 
 import pytest
 
+from quire.configs.config import Config
 from quire.server.media import registry
 from quire.server.media.registry import load_processor, why_no_images
+from quire.server.media.service import Images
+from quire.server.text.tokenizer import Tokenizer
+from tests.helpers.server.running import write_model_folder
+from tests.server.media.conftest import write_seeing_model
 
 
 class Processor:
@@ -61,3 +66,15 @@ def test_models_without_images_have_no_processor(tmp_path):
     write(tmp_path, "config.json", {"architectures": ["LlamaForCausalLM"]})
     with pytest.raises(ValueError, match="takes no images"):
         load_processor(tmp_path)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_settings_of_images_without_effect_are_named(tmp_path, caplog, reads):
+    folder = write_seeing_model(tmp_path) if reads else str(write_model_folder(tmp_path))
+    settings = {"limit_mm_per_prompt": '{"image": {"count": 2, "width": 9}}'}
+    settings |= {} if reads else {"mm_processor_kwargs": '{"nonsense": 1}'}
+    images = Images(Config.from_flat(model=folder, **settings))
+    images.open(folder, Tokenizer.load(folder))
+    assert images.max_images == 2 and (images.why_not is None) == reads
+    assert "--limit-mm-per-prompt image.width: no effect" in caplog.text
+    assert ("--mm-processor-kwargs nonsense: no effect, because images are refused" in caplog.text) != reads

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from quire.checkpoints.sizes import format_bytes
+from quire.checkpoints.sizes import format_bytes, format_each
 from quire.engine.messages import MemoryPlan, WorkerReady
 from quire.server.startup.plan_table import plan_table
 
@@ -71,7 +73,22 @@ def test_table_says_where_memory_goes_and_what_was_chosen():
         (int(1.5 * GIB), "1.50 GiB"),
         (900 * GIB, "900 GiB"),
         (2**50, "1024 TiB"),
+        (2**20 - 1, "1.00 MiB"),
     ],
 )
 def test_bytes(size, text):
     assert format_bytes(size) == text
+
+
+_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+@given(st.lists(st.integers(0, 2**45), min_size=1, max_size=5), st.lists(st.integers(0, 3), max_size=3))
+def test_different_sizes_look_different(sizes, apart):
+    """Also those that are a few bytes apart, and in the order of the sizes."""
+    sizes += [sizes[0] + more for more in apart]
+    texts = format_each(*sizes)
+    assert len(set(texts)) == len(set(sizes))
+    shown = [float(number.replace(",", "")) * _BYTES[unit] for number, unit in map(str.split, texts)]
+    assert sorted(range(len(sizes)), key=sizes.__getitem__) == sorted(range(len(sizes)), key=shown.__getitem__)
+    assert format_each(sizes[0]) == [format_bytes(sizes[0])]

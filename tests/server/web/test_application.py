@@ -262,6 +262,21 @@ def test_what_administrators_see_is_asked_for_in_watch(browser, seeing):
     browser.wait("document.querySelector('.card dl') !== null && document.querySelector('#admin') === null")
 
 
+def test_plots_of_all_requests_are_hidden_from_one_key_of_several(browser, model_folder):
+    """They show once the page has the key of an administrator."""
+    with running_server(model_folder, api_key=["one", "two"], admin_api_key=["root"]) as server:
+        server.wait_ready()
+        browser.open("about:blank")
+        browser.open(server.url + "/#watch")
+        enter_key(browser, "one")
+        browser.wait("document.querySelector('#admin') !== null && document.querySelector('.plots').hidden")
+        assert "for keys with metrics" in browser.js("document.querySelector('#admin').innerText")
+        browser.click("#admin button")
+        enter_key(browser, "root")
+        browser.wait("document.querySelector('.card dl') !== null && !document.querySelector('.plots').hidden")
+        browser.wait("document.querySelector('.plot polyline')?.getAttribute('points')")
+
+
 def test_stop_an_answer_and_send_images(browser, seeing):
     browser.open(seeing.url + "/llm/")
     enter_key(browser, "secret")

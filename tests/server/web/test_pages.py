@@ -161,6 +161,10 @@ def test_the_page_asks_for_the_key_and_shows_every_route_and_type(server, tmp_pa
     assert shown["asked"] == [["openapi.json", None], ["openapi.json", "Bearer right"]]
     assert "wants an API key" in shown["before"] and shown["after"].startswith("quire ")
     assert all(path in shown["routes"] for path in spec["paths"])
+    examples = [one for methods in spec["paths"].values() for one in methods.values()]
+    assert all(one["description"] in shown["routes"] for one in examples) and "Raises" not in shown["routes"]
+    assert shown["routes"].count("Example of an answer (") > len(examples) - 5
+    assert all(part["description"] in shown["routes"] for one in examples for part in one.get("parameters", ()))
     assert all(name in shown["types"] for name in spec["components"]["schemas"])
     assert (
         "max_tokens" in shown["types"]

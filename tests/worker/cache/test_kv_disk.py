@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import threading
 import time
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
+from quire.worker.cache.tiers import unusable
 from quire.worker.cache.tiers.disk import DiskTier
 from quire.worker.cache.tiers.ram import RamTier
+from quire.worker.cache.tiers.segments import MAGIC, encode
 
 ONE, OTHER = b"\x01" * 32, b"\x02" * 32
 
@@ -86,6 +90,64 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     tier = DiskTier(tmp_path / "file", 1 << 20, ONE)
     assert "only read" in caplog.text and not tier.offer(b"k", b"x") and tier.read(b"k") is None
     tier.clear()
+    tier.stop()
+
+
+def with_header(header: bytes) -> bytes:
+    return MAGIC + len(header).to_bytes(4, "little") + crc32(header).to_bytes(4, "little") + header
+
+
+def test_each_kind_of_unusable_file_is_counted_and_has_one_line(tmp_path, caplog):
+    """A line per reason, however many files there are; the rest is told a minute later."""
+    tier = DiskTier(tmp_path, 1 << 20, ONE)
+    fill(tier, "a", 1)
+    tier.stop()
+    (good,) = tier.folder.glob("*.kv")
+    content, noise = good.read_bytes(), bytes(range(7, 250)) * 20
+    contents = {
+        "it is empty": [b""] * 5,
+        "it is not a file of this format": [noise, b"x", b"\0" * 5000],
+        "its header is damaged": [content[:30], with_header(b"\x91\x05"), content[:20] + b"?" + content[21:]],
+        "it is torn: its size is not that of its blocks": [content[:-1], content + b"x"],
+        "it belongs to another model or format": [b"".join(encode(OTHER, [(b"k", b"content")]))],
+    }
+    for i, one in enumerate(one for each in contents.values() for one in each):
+        (tier.folder / f"{i}.kv").write_bytes(one)
+    others = [tmp_path / "noise.kv", tmp_path / "notes.txt", tier.folder / "notes"]
+    for path in others:
+        path.write_bytes(noise)
+    os.mkfifo(tier.folder / "pipe.kv")
+    (tier.folder / "folder.kv").mkdir()
+    (tmp_path / "lost+found").mkdir()
+
+    tier = DiskTier(tmp_path, 1 << 20, ONE)
+    lines = [record.getMessage() for record in caplog.records if "each is a miss" in record.getMessage()]
+    assert len(lines) == len(contents)
+    for reason, found in contents.items():
+        (line,) = [line for line in lines if f"cannot be used: {reason}; each" in line]
+        more = len(found) - 1 + (5 if "of this format" in reason else 0)
+        assert str(tmp_path) in line and (f" and {more} more" in line if more else "more" not in line)
+    assert tier.unusable.count == sum(map(len, contents.values())) + 5
+    assert tier.read(b"a 0") == bytes(10_000) and tier.read(b"k") is None
+    assert set(tier._files(tier.folder)) and all(path.exists() for path in others)
+    tier._refresh()
+    assert tier.unusable.count == sum(map(len, contents.values())) + 5  # each was counted once
+    tier.stop()
+
+
+def test_changed_blocks_are_counted_and_told_once_a_minute(tmp_path, caplog, monkeypatch):
+    tier = DiskTier(tmp_path, 1 << 20, ONE)
+    for i in range(3):
+        fill(tier, f"{i}", 1)
+    for path in tier.folder.glob("*.kv"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    assert [tier.read(f"{i} 0".encode()) for i in range(3)] == [None] * 3
+    assert caplog.text.count("a block has another checksum") == 1 and tier.unusable.count == 3
+    monkeypatch.setattr(unusable, "INTERVAL", 0.0)
+    tier._refresh()
+    assert caplog.text.count("a block has another checksum") == 2 and " and 1 more" in caplog.text
     tier.stop()
 
 

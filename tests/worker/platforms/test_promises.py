@@ -73,7 +73,7 @@ def test_a_server_plans_with_what_others_leave(other, tmp_path, monkeypatch):
     assert total == 16 * GIB and 2 * GIB <= available < 2.3 * GIB
     gibs = lambda config: offload_bytes(config, platform) / GIB  # noqa: E731
     assert gibs(Config.from_flat(kv_offload_gib=1.5)) == 1.5 and gibs(Config()) == 0
-    with pytest.raises(ValueError, match=r"--kv-offload-gib 3: 2\.\d GiB of RAM are free.*at most 2\."):
+    with pytest.raises(ValueError, match=r"-gib 3: 3\.00 GiB are more than the 2\.\d+ GiB .*at most 2\."):
         gibs(Config.from_flat(kv_offload_gib=3))
     with pytest.raises(ValueError, match=r"--kv-offload-gib 1\.5 for each of 2 engines.*at most 1\."):
         gibs(Config.from_flat(kv_offload_gib=1.5, data_parallel_size=2))

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quire.worker.cache.tiers.segments import Place, encode, read_block, read_places
+from quire.worker.cache.tiers.unusable import Unusable
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ GATHER = 0.05  # seconds that the writer waits for more blocks of a file
 PAUSE = 30.0  # seconds without writes after an error
 REFRESH = 5.0  # seconds between looks for other engines' files
 _PAGE = 4096  # files take whole pages of the disk
+_OURS = (".kv", ".tmp")
 
 
 class DiskTier:
@@ -44,7 +46,8 @@ class DiskTier:
         self.queue_bytes = QUEUE_BYTES
         self.writable = True
         self.used = 0  # bytes of all files when they were last counted
-        self.written = self.num_evicted = self.num_damaged = 0  # bytes, files, files or blocks
+        self.written = self.num_evicted = 0  # bytes, files
+        self.unusable = Unusable(folder)
         self.seconds_writing = 0.0
         self.changes: deque[tuple[bytes, bool]] | None = None  # (block, whether it is here now); None: nobody asks
         self._index: dict[bytes, Place] = {}
@@ -54,7 +57,8 @@ class DiskTier:
         self._batch: set[bytes] = set()  # blocks of the file that is being written
         self._doomed: set[bytes] = set()  # blocks that were removed and that a file may still have
         self._num_cleared = 0  # times that all blocks were removed
-        self._paused_until = self._refreshed = self._warned = 0.0
+        self._foreign: set[Path] = set()  # files of others that were noted
+        self._paused_until = self._refreshed = 0.0
         self._stopped = False
         self._changed = threading.Condition()
         self._open_folder()
@@ -191,15 +195,24 @@ class DiskTier:
 
     def _files(self, folder: Path) -> Iterator[tuple[Path, int, int]]:
         """(path, bytes on disk, time of last use in ns) of our files in a folder."""
-        try:
-            entries = list(os.scandir(folder))
-        except OSError:
-            return
-        for entry in entries:
-            if entry.name.endswith((".kv", ".tmp")):
+        for entry in _entries(folder):
+            if entry.name.endswith(_OURS) and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     yield Path(entry.path), -(-status.st_size // _PAGE) * _PAGE, status.st_mtime_ns
+
+    def _note_foreign(self) -> None:
+        """Note what lies in our folders and is not ours; other folders next to ours are left alone."""
+        found = [entry for entry in _entries(self.root) if entry.name != "lock" and not entry.is_dir()]
+        found += [
+            entry
+            for entry in _entries(self.folder)
+            if not (entry.name.endswith(_OURS) and entry.is_file(follow_symlinks=False))
+        ]
+        paths = {Path(entry.path) for entry in found} - {self.folder / "probe.tmp"}
+        for path in paths - self._foreign:
+            self.unusable.note(path, "it is not a file of this format")
+        self._foreign = paths
 
     def _make_room(self, size: int, before: float = float("inf")) -> bool:
         """Remove least recently used files, of those last used up to `before` ns, until `size` more bytes are within
@@ -244,8 +257,8 @@ class DiskTier:
         self._forget(path.name)
         if isinstance(error, FileNotFoundError):  # another engine needed the room
             return
-        self.num_damaged += 1
-        logger.warning("kv cache: %s cannot be used (%s): a miss", path, error)
+        self.unusable.note(path, _reason(error))
+        self.unusable.report()
         if self.writable and isinstance(error, ValueError):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -261,11 +274,12 @@ class DiskTier:
                 places = read_places(names[name], self.fingerprint)
             except (OSError, ValueError) as error:
                 if not isinstance(error, FileNotFoundError):
-                    self.num_damaged += 1
-                    logger.warning("kv cache: %s cannot be used (%s): a miss", names[name], error)
+                    self.unusable.note(names[name], _reason(error))
                     self._known[name] = []
                 continue
             self._add(name, places)
+        self._note_foreign()
+        self.unusable.report()
 
     def _add(self, name: str, places: dict[bytes, Place]) -> None:
         self._known[name] = list(places)
@@ -377,3 +391,15 @@ class DiskTier:
             self.used += size
             self.written += size
             self._add(name + ".kv", read_places(final, self.fingerprint))
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing if it cannot be read."""
+    try:
+        return list(os.scandir(folder))
+    except OSError:
+        return []
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

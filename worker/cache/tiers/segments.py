@@ -45,15 +45,19 @@ def encode(fingerprint: bytes, blocks: Sequence[tuple[bytes, bytes]]) -> list[by
 def read_places(path: Path, fingerprint: bytes) -> dict[bytes, Place]:
     """The blocks of a file by key. Raises OSError, or ValueError if the file is not a whole one of this engine's."""
     with path.open("rb") as file:
-        prefix = file.read(_PREFIX)
+        if not (prefix := file.read(_PREFIX)):
+            raise ValueError("it is empty")
         if len(prefix) < _PREFIX or not prefix.startswith(MAGIC):
-            raise ValueError("not a file of this format")
+            raise ValueError("it is not a file of this format")
         length = int.from_bytes(prefix[len(MAGIC) : len(MAGIC) + 4], "little")
         header = file.read(length) if length <= MAX_HEADER else b""
         if len(header) != length or crc32(header) != int.from_bytes(prefix[-4:], "little"):
             raise ValueError("its header is damaged")
         size = os.fstat(file.fileno()).st_size
-    owner, entries = msgspec.msgpack.decode(header, type=tuple[bytes, list[tuple[bytes, int, int]]])
+    try:
+        owner, entries = msgspec.msgpack.decode(header, type=tuple[bytes, list[tuple[bytes, int, int]]])
+    except msgspec.DecodeError:
+        raise ValueError("its header is damaged") from None
     if owner != fingerprint:
         raise ValueError("it belongs to another model or format")
     places, offset = {}, _PREFIX + length
@@ -61,7 +65,7 @@ def read_places(path: Path, fingerprint: bytes) -> dict[bytes, Place]:
         places[key] = Place(path, offset, count, crc)
         offset += count
     if offset != size:
-        raise ValueError(f"it has {size} bytes instead of {offset}")
+        raise ValueError("it is torn: its size is not that of its blocks")
     return places
 
 

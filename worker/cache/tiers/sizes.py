@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.checkpoints.sizes import format_each
 from quire.configs.config import Config
 from quire.worker.platforms.base import Platform
 
@@ -19,10 +20,12 @@ def offload_bytes(config: Config, platform: Platform) -> int:
     if asked is None:
         return free // 4 // engines
     if asked * GIB * engines > free:
+        wanted, found = format_each(int(asked * GIB * engines), free)
+        most = free * 1000 // (GIB * engines) / 1000  # rounded down: a value that is accepted
         raise ValueError(
-            f"--kv-offload-gib {asked:g}{f' for each of {engines} engines' if engines > 1 else ''}: {free / GIB:.1f} "
-            f"GiB of RAM are free, less what other servers on this machine planned: set it to at most "
-            f"{free // engines / GIB:.1f}"
+            f"--kv-offload-gib {asked:g}{f' for each of {engines} engines' if engines > 1 else ''}: {wanted} are more "
+            f"than the {found} of RAM that are free, less what other servers on this machine planned: set it to at "
+            f"most {most:g}"
         )
     return int(asked * GIB)
 

@@ -264,7 +264,7 @@ class TierStore:
         if (disk := self.disk) is not None:
             used["disk"] = disk.used
             counts |= {"disk_written_bytes": disk.written, "disk_written_seconds": disk.seconds_writing}
-            counts |= {"disk_evicted": disk.num_evicted, "disk_damaged": disk.num_damaged}
+            counts |= {"disk_evicted": disk.num_evicted, "disk_damaged": disk.unusable.count}
         sizes = {"store_sizes": self._store_sizes, "load_sizes": self._load_sizes}
         if take:
             self._store_sizes, self._load_sizes = [], []

@@ -65,7 +65,7 @@ async def append(responses: Responses, conversation_id: str, who: str, items: by
 
 
 async def create_conversation(request: Request, state: _Posting) -> Response:
-    """A conversation, with items or empty."""
+    """Create a conversation, with items or empty."""
     state.responses.require_kept()
 
     def work(body: ConversationRequest) -> Stored:
@@ -81,12 +81,12 @@ async def create_conversation(request: Request, state: _Posting) -> Response:
 
 
 async def retrieve_conversation(request: Request, state: needs.Responses) -> Response:
-    """Its metadata."""
+    """Return the metadata of a conversation."""
     return JsonResponse((await _get(request, state)).body)
 
 
 async def update_conversation(request: Request, state: _Posting) -> Response:
-    """Change its metadata."""
+    """Replace the metadata of a conversation."""
     state.responses.require_kept()
     body = await use_body(request, ConversationUpdate, state, lambda body: body)
 
@@ -98,7 +98,7 @@ async def update_conversation(request: Request, state: _Posting) -> Response:
 
 
 async def delete_conversation(request: Request, state: needs.Responses) -> Response:
-    """Forget it with its items; its responses stay."""
+    """Forget a conversation with its items; its responses stay."""
     responses, conversation_id = state.responses, request.path_params[PARAM]
     responses.require_kept()
     await responses.run(responses.store.delete, conversation_id, owner(request), PARAM)
@@ -106,7 +106,7 @@ async def delete_conversation(request: Request, state: needs.Responses) -> Respo
 
 
 async def create_items(request: Request, state: _Posting) -> Response:
-    """Add items at the end."""
+    """Add items at the end of a conversation."""
     state.responses.require_kept()
     items = await use_body(request, NewItems, state, lambda body: stored(body.items, uuid.uuid4().hex))
     encoded = msgspec.json.encode(items)
@@ -126,12 +126,12 @@ def _whole(items: list[InputItem], encoded: bytes) -> ItemList:
 
 
 async def list_items(request: Request, state: needs.Responses) -> Response:
-    """The items, the last first."""
+    """List the items of a conversation, the last first."""
     return JsonResponse(page_of(request, (await _get(request, state)).items, "desc"))
 
 
 async def retrieve_item(request: Request, state: needs.Responses) -> Response:
-    """One item."""
+    """Return one item of a conversation."""
     items = (await _get(request, state)).items
     return JsonResponse(bytes(_raw_items(items)[_place(request, items)]))
 

@@ -100,7 +100,9 @@ class _Prepared:
 
 
 async def create_response(request: Request, state: _Creating) -> Response:
-    """Raises ApiError for everything that goes wrong before the first byte of the answer."""
+    """Answer an input, as a whole, as a stream of events or in the background, and store the answer unless `store` is
+    false. Raises ApiError for everything that goes wrong before the first byte of the answer.
+    """
     key = uuid.uuid4().hex  # ids that clients choose may occur twice
 
     def work(body: ResponsesRequest, history: History | None) -> Work[ResponsesRequest, _Prepared]:
@@ -325,7 +327,7 @@ async def _in_background(
 
 
 async def count_input_tokens(request: Request, state: _Counting) -> Response:
-    """The size of a prompt, without an answer."""
+    """Count the tokens of an input, without an answer."""
 
     def work(body: ResponsePrompt, history: History | None) -> Work[ResponsePrompt, InputTokens]:
         state.require_ready()

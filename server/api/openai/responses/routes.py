@@ -38,7 +38,7 @@ class _Retrieving(_Reading, needs.Settings, Protocol):
 
 
 async def no_compaction(request: Request, state: object) -> Response:
-    """OpenAI's answer is encrypted, for its own models."""
+    """Refuse to compact a conversation: OpenAI's answer is encrypted, for its own models."""
     raise NotFound(
         'POST /v1/responses/compact is not available: this server makes no compacted items. truncation: "auto" leaves '
         "out the oldest turns of a conversation that is too long."
@@ -46,7 +46,7 @@ async def no_compaction(request: Request, state: object) -> Response:
 
 
 async def retrieve_response(request: Request, state: _Retrieving) -> Response:
-    """A stored response, or its events: with `stream`, those after number `starting_after`."""
+    """Return a stored response, or its events: with `stream`, those after number `starting_after`."""
     response_id = request.path_params["response_id"]
     first = _first_event(request)
     stored = await _get(request, state.responses)
@@ -123,7 +123,7 @@ async def _until_ended(request: Request, responses: Responses) -> None:
 
 
 async def list_input_items(request: Request, state: needs.Responses) -> Response:
-    """The items of the response's own input, the last first."""
+    """List the items of the response's own input, the last first."""
     stored = await _get(request, state.responses)
     return sse.JsonResponse(page_of(request, stored.items, "desc"))
 
