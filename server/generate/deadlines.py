@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from quire.server.engines.handle import EngineHandle
@@ -26,6 +26,11 @@ class Deadlines:
     def __bool__(self) -> bool:
         return any(one is not None for one in (self.queue, self.first_token, self.total, self.predict))
 
+    def after(self, seconds: float) -> Deadlines:
+        """The deadlines `seconds` later, before the request is queued."""
+        first, total = (None if one is None else max(one - seconds, 0.0) for one in (self.first_token, self.total))
+        return replace(self, first_token=first, total=total)
+
 
 NO_DEADLINES = Deadlines()
 
@@ -41,6 +46,20 @@ async def all_wait(client: EngineHandle, request_ids: Sequence[str]) -> bool:
     several = found and isinstance(found[0], list)  # the answers of several engines
     waiting = {request_id for one in found for request_id in (one if several else [one])}
     return waiting.issuperset(request_ids)
+
+
+async def prepared(work: Awaitable[None], limits: Deadlines) -> Deadlines:
+    """Do `work` that a request needs before it is queued. Returns the deadlines from then on. Cancels the work when one
+    passes, and raises Unavailable.
+    """
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+
+    async def not_begun() -> bool:
+        return True
+
+    await within(work, replace(limits, queue=None), not_begun)
+    return limits.after(loop.time() - started)
 
 
 async def within(work: Awaitable[T], limits: Deadlines, waits: Callable[[], Awaitable[bool]]) -> T:

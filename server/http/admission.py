@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from quire.server import needs
 from quire.server.generate import deltas
+from quire.server.generate.deadlines import prepared
 from quire.server.generate.delta import Delta
 from quire.server.generate.generation import Generation
 from quire.server.generate.generation_request import GenerationRequest
@@ -83,7 +84,8 @@ async def generate(
     """
     limits = request_options.deadlines(request, state, predict)
     if any(one.structure is not None for one in requests):
-        await unless_disconnected(request, constrain(requests, state, tenant_of(request.scope)))
+        work = constrain(requests, state, tenant_of(request.scope))
+        limits = await unless_disconnected(request, prepared(work, limits))
     request_options.reserve_room(request, state, requests, param)
     generations = [Generation(state.client, state.tokenizer, one, state.metrics) for one in requests]
     found = deltas.run(generations, limits, requests[0].parsing or deltas.identity)

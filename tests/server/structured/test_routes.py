@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
@@ -80,6 +81,20 @@ def test_integers_beyond_64_bits(closed, route):
         assert script.requests[-1].sampling.grammar is not None
     for field in ({"const": 10**400}, {"minimum": 10**4000}, {"maximum": 10**400}):
         assert post(server, route, described(field)).status_code == 400
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_client_waits_for_a_process_as_long_as_it_said(closed, route):
+    server, _ = closed
+    assert post(server, route, described({"const": f"{route} before"})).status_code == 200
+    for process in server.state.structures._idle:
+        process._child.send_signal(signal.SIGSTOP)
+    path, body = ROUTES[route]
+    schema = described({"const": f"{route} after"})
+    answer = server.http.post(path, json={"model": MODEL, **body(schema)}, headers={"X-Request-Timeout": "0.2"})
+    assert answer.status_code == 503
+    assert "has passed" in answer.text
+    assert post(server, route, schema).status_code == 200  # by a new process
 
 
 @pytest.mark.parametrize("route", ROUTES)
