@@ -17,7 +17,9 @@ from quire.server.structured import json_rules
 from quire.server.structured.escaped_pattern import PatternError
 from quire.server.structured.gbnf import GrammarError, parse
 from quire.server.structured.gbnf_rules import rules_of
-from quire.server.structured.schema import SchemaError, normalize
+from quire.server.structured.keywords import SchemaError
+from quire.server.structured.library_errors import NOTHING
+from quire.server.structured.schema import normalize
 from quire.server.structured.text_grammar import in_json, lark_of, lark_of_input
 from quire.server.values import Json
 
@@ -47,6 +49,7 @@ class Builder:
     close: bool = True  # objects that a schema describes
     lines: list[str] = field(default_factory=list)
     grammars: list[dict[str, str]] = field(default_factory=list)  # of the user, with names of their own
+    schemas: list[tuple[str, Json]] = field(default_factory=list)  # with their places for errors
     _names: int = 0
     _special_pattern: re.Pattern[str] | None = None
 
@@ -103,12 +106,13 @@ class Builder:
             return self.rule(f'"{{" {space} "\\"input\\"" {space} ":" {space} "\\"" {text} "\\"" {space} "}}"')
         if (grammar := lark_of(schema)) is not None:
             return self.rule(f'"\\"" {self.text_grammar(grammar, in_json, where)} "\\""')
+        self.schemas.append((where, schema))
         try:
             normal = normalize(schema, self.close)
         except SchemaError as error:
             raise StructureError(f"{where}{error}") from None
         if normal is False:
-            raise StructureError(f"{where}at #: no value is valid")
+            raise StructureError(f"{where}at #: {NOTHING}")
         options = {**self.json_options, "json_allowed_escapes": _escapes(normal, where)}
         definitions = normal.get("$defs", {}) if isinstance(normal, dict) else {}
 

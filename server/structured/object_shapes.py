@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.server.structured.keywords import SchemaError
 from quire.server.structured.lark import StructureError
-from quire.server.structured.schema import SchemaError, normalize
+from quire.server.structured.schema import normalize
 from quire.server.structured.schema_algebra import Schema, common_types, is_free, types_of
 
 MAX_SHAPES = 64

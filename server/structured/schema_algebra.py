@@ -327,12 +327,13 @@ def disjoint(a: Schema, b: Schema, resolve: Resolve, seen: frozenset[str] = froz
 def _disjoint_values(a: dict[str, Any], b: dict[str, Any]) -> bool:
     for one, other in ((a, b), (b, a)):
         given = one.get("enum", [one["const"]] if "const" in one else None)
-        if given is not None and not any(_may_be(value, other) for value in given):
+        if given is not None and not any(may_be(value, other) for value in given):
             return True
     return False
 
 
-def _may_be(value: Json, schema: dict[str, Any]) -> bool:
+def may_be(value: Json, schema: dict[str, Any]) -> bool:
+    """Whether a value has one of the types of `schema` and is one of its constants."""
     if not any(_is(value, kind) for kind in types_of(schema)):
         return False
     given = schema.get("enum", [schema["const"]] if "const" in schema else None)

@@ -218,7 +218,9 @@ class Structures:
 def _key(structure: Structure) -> bytes:
     try:
         key = encoded(msgspec.structs.replace(structure, param=""))
-    except (TypeError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise BadRequest(f"{structure.param}: it is nested too deeply.", param=structure.param) from None
+    except (TypeError, ValueError) as error:
         raise BadRequest(f"{structure.param}: {error}.", param=structure.param) from None
     if len(key) > MAX_BYTES:
         raise BadRequest(f"{structure.param} has more than {MAX_BYTES} bytes.", param=structure.param)

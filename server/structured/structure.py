@@ -14,6 +14,8 @@ MAX_BYTES = 2**18  # per structure as JSON
 # Type of a part of a structural tag that the server makes, with "elements" and a "name": its first element, or the
 # second if the first cannot be enforced.
 BEST_EFFORT = "best_effort"
+# Type of a part for the arguments of a tool's call: "content", which holds them to the "schema" of the tool "name".
+ARGUMENTS = "arguments"
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 

@@ -133,3 +133,19 @@ def test_mistakes_are_named(closed, body, message):
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == message.split(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"enum": [1, 2]}, "tools: parameters of f at #: no value is valid."),
+        ({"type": ["object", "nonsense"]}, "tools: parameters of f at #: type: must be one of"),
+    ],
+)
+def test_a_strict_tool_that_no_call_can_satisfy(closed, parameters, message):
+    server, _ = closed
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    answer = server.http.post("/v1/chat/completions", json={"model": MODEL, "messages": ASK, "tools": [tool]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+    assert answer.json()["error"]["param"] == "tools"
