@@ -3,7 +3,7 @@ them until it is cut.
 
 An object is closed where its schema describes properties and says nothing of others. What describes it is all that
 applies to the same value (`allOf`, `$ref`, ...), so one subschema of several is not closed alone, and a condition or
-what is complemented is not closed at all.
+what is complemented is not closed at all. llguidance leaves open every object that does not say otherwise.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def described(schemas: Iterable[Any], resolve: Callable[[Any], Any]) -> Describe
         found.is_explicit |= any(keyword in schema for keyword in _OPENS)
         found.describes |= "properties" in schema or "patternProperties" in schema
         found.names |= dict.fromkeys(_names(schema))
-        found.patterns |= dict.fromkeys(schema["patternProperties"]) if _is_map(schema, "patternProperties") else {}
+        found.patterns |= dict.fromkeys(schema.get("patternProperties", ()))
         parts = list(_parts(schema))
         if "$ref" in schema:
             parts.insert(0, resolve(schema["$ref"]))
@@ -105,7 +105,7 @@ def how_parts(schema: dict[str, Any], closing: Closing) -> Closing:
     given = [keyword for keyword in (*_APPLICATORS, *_OPENS, *_NAMING) if keyword in schema]
     alone = len(given) == 1 and given[0] in ("$ref", "allOf", *_UNIONS)
     if alone and given[0] == "allOf":
-        alone = isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1
+        alone = len(schema["allOf"]) == 1
     return Closing.CLOSED if alone else Closing.PART
 
 
@@ -117,28 +117,20 @@ def closed_alternative(branch: Schema, seen: Described) -> Schema:
 
 
 def _names(schema: dict[str, Any]) -> Iterator[str]:
-    if _is_map(schema, "properties"):
-        yield from schema["properties"]
-    if isinstance(required := schema.get("required"), list):
-        yield from (name for name in required if isinstance(name, str))
+    yield from schema.get("properties", ())
+    yield from schema.get("required", ())
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-        for name, value in schema[keyword].items() if _is_map(schema, keyword) else ():
+        for name, value in schema.get(keyword, {}).items():
             yield name
-            if isinstance(value, list):
-                yield from (other for other in value if isinstance(other, str))
+            yield from value if isinstance(value, list) else ()
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[Any]:
     for keyword in ("allOf", *_UNIONS):
-        if isinstance(value := schema.get(keyword), list):
-            yield from value
+        yield from schema.get(keyword, ())
     yield from (schema[keyword] for keyword in _ONE if keyword in schema)
     for keyword in ("dependentSchemas", "dependencies"):
-        yield from schema[keyword].values() if _is_map(schema, keyword) else ()
-
-
-def _is_map(schema: dict[str, Any], keyword: str) -> bool:
-    return isinstance(schema.get(keyword), dict)
+        yield from schema.get(keyword, {}).values()
 
 
 def _found(pattern: str, name: str) -> bool:

@@ -98,6 +98,15 @@ class Builder:
         terminals = [self.terminal(" | ".join(plain[i : i + size])) for i in range(0, len(plain), size)]
         return self.rule(" | ".join(terminals + others))
 
+    def members(self, members: Sequence[tuple[bool, str]], separator: str) -> str:
+        """An expression for members in their order, each at most once: whether one is required, and its expression."""
+        first, more = '""', '""'  # the members from the next on, after none and after others
+        for is_required, member in reversed(members):
+            one = self.rule(member)
+            first = self.rule(f"{one} {more}" if is_required else f"{one} {more} | {first}")
+            more = self.rule(f"{separator} {one} {more}" if is_required else f"({separator} {one})? {more}")
+        return first
+
     def json(self, schema: Json, where: str = "") -> str:
         """The name of a rule that matches JSON for `schema`; `where` is its place for errors. Raises StructureError."""
         if (grammar := lark_of_input(schema)) is not None:

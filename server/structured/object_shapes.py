@@ -1,6 +1,7 @@
 """The schema of a call's parameters -> lists of properties, one of which a call has.
 
 For formats that write a call as one element per property: what all of them must satisfy has to be seen from the names.
+llguidance writes objects as JSON only.
 """
 
 from __future__ import annotations

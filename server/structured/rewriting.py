@@ -2,6 +2,11 @@
 
 Each function takes normalized subschemas and gives a schema that holds in addition to the other keywords. They are
 exact; what would be too large or has no equivalent raises `Inexpressible`.
+
+llguidance lacks `if`, `contains`, `uniqueItems`, `propertyNames`, `dependentRequired`, `dependentSchemas` and
+`unevaluatedProperties`. It takes `oneOf` only where its branches, which may not be references, differ in their types or
+in a required constant. It counts properties only where all that are named are required, or a bound is 0 or 1; a free
+name that is written twice counts twice.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Annotations and unknown keywords are dropped, as the specification asks. A keyword that validates but cannot be enforced
 is an error, so that every answer that ends by itself is valid. References become `#/$defs/...` of the result.
+
+llguidance refuses a schema for an unknown format, for a count written as 2.0 and for a count beyond 32 bits, and lets a
+reference to nothing but itself begin (`tests/server/structured/test_library.py` has a schema for each difference).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from quire.server.structured.closing import Closing, closed_alternative, described, has_parts, how_parts, own
-from quire.server.structured.keywords import MAX_DEPTH, MAX_SUBSCHEMAS, VALUES, SchemaError, check
+from quire.server.structured.keywords import MAX_SUBSCHEMAS, VALUES, SchemaError, check
 from quire.server.structured.large_numbers import BOUNDS, are_large, without_vacuous
 from quire.server.structured.limited_keywords import LIMITED, part_of
 from quire.server.structured.schema_algebra import Derived, Inexpressible, Schema, escaped, may_be
@@ -81,7 +84,7 @@ class _Normalizer:
         self.anchors = {f"#{name}": path for name, path in _anchors(root, "#")}
 
     def run(self, closing: Closing) -> dict[str, Any] | bool:
-        result = self._schema(self.root, "#", 0, closing)
+        result = self._schema(self.root, "#", closing)
         while self.pending:
             self._define(*self.pending.pop())
         self._refuse_endless(result)
@@ -106,7 +109,7 @@ class _Normalizer:
         name = self.names[place]
         if name not in self.definitions:
             self.defining.add(name)
-            self.definitions[name] = self._schema(target, place[0], 0, place[1])
+            self.definitions[name] = self._schema(target, place[0], place[1])
             self.defining.remove(name)
 
     def _target(self, reference: str) -> Schema:
@@ -120,12 +123,10 @@ class _Normalizer:
                 break
         return self.definitions[name]
 
-    def _schema(self, schema: Json, path: str, depth: int, closing: Closing) -> dict[str, Any] | bool:
+    def _schema(self, schema: Json, path: str, closing: Closing) -> dict[str, Any] | bool:
         self.num_subschemas += 1
         if self.num_subschemas > MAX_SUBSCHEMAS:
             raise SchemaError(path, None, f"the schema has more than {MAX_SUBSCHEMAS} subschemas")
-        if depth > MAX_DEPTH:
-            raise SchemaError(path, None, f"the schema is nested more than {MAX_DEPTH} levels deep")
         if isinstance(schema, bool):
             return schema
         if path != "#" and "$id" in schema and any(_references(schema)):
@@ -133,14 +134,14 @@ class _Normalizer:
         schema = _modern(schema)
         self._refuse(schema, path)
         try:
-            return self._whole(schema, path, depth, closing, {})
+            return self._whole(schema, path, closing, {})
         except SchemaError as error:
             if closing is Closing.OPEN or (error.path, error.keyword) != (path, "oneOf"):
                 raise
-            return self._whole(schema, path, depth, closing, {"oneOf": Closing.OPEN})  # as the complement must be
+            return self._whole(schema, path, closing, {"oneOf": Closing.OPEN})  # as the complement must be
 
     def _whole(
-        self, schema: dict[str, Any], path: str, depth: int, closing: Closing, of_parts: dict[str, Closing]
+        self, schema: dict[str, Any], path: str, closing: Closing, of_parts: dict[str, Closing]
     ) -> dict[str, Any] | bool:
         """`of_parts`: of the subschemas of a keyword, where it is not that of all parts."""
         usual = how_parts(schema, closing)
@@ -154,14 +155,14 @@ class _Normalizer:
                     result[keyword] = value
             elif keyword in MAPS:
                 result[keyword] = {
-                    name: self._schema(child, f"{at}/{escaped(name)}", depth + 1, closing.of_children)
+                    name: self._schema(child, f"{at}/{escaped(name)}", closing.of_children)
                     for name, child in value.items()
                 }
             elif keyword in LISTS:
                 how = closing.of_children if keyword == "prefixItems" else parts
-                result[keyword] = [self._schema(child, f"{at}/{i}", depth + 1, how) for i, child in enumerate(value)]
+                result[keyword] = [self._schema(child, f"{at}/{i}", how) for i, child in enumerate(value)]
             elif keyword in SCHEMAS:
-                result[keyword] = self._schema(value, at, depth + 1, closing.of_children)
+                result[keyword] = self._schema(value, at, closing.of_children)
             elif keyword == "$ref":
                 result[keyword] = f"#/$defs/{self._definition(value, path, parts)}"
         values = result.get("enum", [result["const"]] if "const" in result else None)
@@ -171,7 +172,7 @@ class _Normalizer:
         closed = []
         if closing is Closing.CLOSED and (usual is not Closing.CLOSED or Closing.OPEN in of_parts.values()):
             closed = self._close(schema, result)
-        parts = [*self._parts(schema, result, path, depth, closing), *closed]
+        parts = [*self._parts(schema, result, path, closing), *closed]
         return False if False in parts else Derived(result, parts) if parts else result
 
     def _bound(self, result: dict[str, Any], path: str) -> None:
@@ -201,9 +202,7 @@ class _Normalizer:
         known = described([schema], self._place_of)
         return [known.schema()] if known.closes() else []
 
-    def _parts(
-        self, schema: dict[str, Any], base: dict[str, Any], path: str, depth: int, closing: Closing
-    ) -> list[Schema]:
+    def _parts(self, schema: dict[str, Any], base: dict[str, Any], path: str, closing: Closing) -> list[Schema]:
         """The constraints of the keywords that `base` lacks; removes replaced ones from `base`."""
 
         def inner(step: str, child: Json) -> Schema:
@@ -211,7 +210,7 @@ class _Normalizer:
             how = Closing.OPEN if keyword in _COMPLEMENTED else how_parts(schema, closing)
             if keyword == "unevaluatedProperties":
                 how = closing.of_children
-            return self._schema(child, f"{path}/{step}", depth + 1, how)
+            return self._schema(child, f"{path}/{step}", how)
 
         parts = []
         for keyword in LIMITED:
@@ -232,9 +231,7 @@ class _Normalizer:
         place = pointer, closing
         if place not in self.names:
             self.names[place] = f"d{len(self.names)}"
-            target = self._resolved(pointer, path)
-            check(target, pointer, self.checked)
-            self.pending.append((place, target))
+            self.pending.append((place, self._resolved(pointer, path)))
         return self.names[place]
 
     def _pointer(self, reference: Json, path: str) -> str:
@@ -260,6 +257,7 @@ class _Normalizer:
                 target = target[int(key)]
             else:
                 raise SchemaError(path, "$ref", f"there is nothing at {pointer[:200]!r}")
+        check(target, pointer, self.checked)
         return target
 
 

@@ -1,6 +1,7 @@
 """Complements and comparisons of normalized JSON schemas.
 
 All are exact: what a keyword cannot express raises `Inexpressible`. `resolve` gives the schema that a `$ref` names.
+llguidance lacks `not`, and with it whatever needs a complement; it finds fewer schemas to exclude each other.
 """
 
 from __future__ import annotations

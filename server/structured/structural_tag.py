@@ -188,17 +188,12 @@ class _Translation:
 
     def members(self, node: dict, path: str, end: str | int | None, depth: int) -> str:
         """Members of an object, each at most once, in their order."""
-        builder, parts = self.builder, _get(node, "members", list, path)
-        separator = builder.literal(_get(node, "separator", str, path))
-        first, more = '""', '""'  # the members from the next on, after none and after others
-        for i, part in reversed(list(enumerate(parts))):
+        members = []
+        for i, part in enumerate(_get(node, "members", list, path)):
             at = f"{path}.members.{i}"
-            is_required = _get(part, "required", bool, at)
-            one = builder.rule(self.format(part.get("content"), f"{at}.content", None, depth))
-            first = builder.rule(f"{one} {more}" if is_required else f"{one} {more} | {first}")
-            later = f"{separator} {one}"
-            more = builder.rule(f"{later} {more}" if is_required else f"({later})? {more}")
-        return first
+            content = self.format(part.get("content"), f"{at}.content", None, depth)
+            members.append((_get(part, "required", bool, at), content))
+        return self.builder.members(members, self.builder.literal(_get(node, "separator", str, path)))
 
     # ---- tags
 

@@ -52,7 +52,7 @@ def alternatives(schema: Json, root: Json, path: str, depth: int = 0) -> Iterato
         yield schema
         return
     bare = {key: value for key, value in schema.items() if key in VALIDATING}
-    if bare.keys() == {"anyOf"} and isinstance(bare["anyOf"], list) and bare["anyOf"]:
+    if bare.keys() == {"anyOf"}:
         for branch in bare["anyOf"]:
             yield from alternatives(branch, root, path, depth + 1)
     elif bare.keys() == {"$ref"} and (target := _target(bare["$ref"], root)) is not None:
@@ -74,15 +74,14 @@ def alternatives(schema: Json, root: Json, path: str, depth: int = 0) -> Iterato
 
 def constants(schema: dict[str, Any]) -> list[Any] | None:
     """The values of `enum` or `const`."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return values if isinstance(values, list) and values else None
+    return schema.get("enum", [schema["const"]] if "const" in schema else None)
 
 
 def _target(reference: Json, root: Json) -> Any:
     """The definition that a reference names; None if it names something else."""
-    match reference.split("/") if isinstance(reference, str) else ():
-        case ["#", "$defs" | "definitions" as where, name] if isinstance(root.get(where), dict):
-            return root[where].get(name)
+    match reference.split("/"):
+        case ["#", "$defs" | "definitions" as where, name]:
+            return root.get(where, {}).get(name)
     return None
 
 
