@@ -1,9 +1,8 @@
-"""Objects are closed unless their schema opens them: a model that may write properties which nobody described invents
-them until it is cut.
+"""Close objects: small models invent undeclared properties until they are cut.
 
-An object is closed where its schema describes properties and says nothing of others. What describes it is all that
-applies to the same value (`allOf`, `$ref`, ...), so one subschema of several is not closed alone, and a condition or
-what is complemented is not closed at all. llguidance leaves open every object that does not say otherwise.
+An object is closed where its schema describes properties and does not mention others. All subschemas of the same value
+(`allOf`, `$ref`, ...) describe it together, so one of several is not closed alone. A condition or a complemented
+schema is not closed at all. llguidance leaves open every object that does not say otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NAMING = ("properties", "patternProperties", "required", "dependentRequired", "
 
 
 class Closing(Enum):
-    """How a subschema is normalized: left open with all below it, as a part of what is closed elsewhere, or closed."""
+    """The treatment of a subschema: left open with all below it, part of an object closed elsewhere, or closed."""
 
     OPEN = 0
     PART = 1
@@ -48,7 +47,7 @@ class Described:
         return self.describes and not self.is_explicit
 
     def schema(self) -> dict[str, Any]:
-        """Of objects without other properties."""
+        """Return the schema of objects without other properties."""
         result: dict[str, Any] = {"properties": dict.fromkeys(self.unmatched(), True)}
         if self.patterns:
             result["patternProperties"] = dict.fromkeys(self.patterns, True)

@@ -18,7 +18,7 @@ Ranges = tuple[tuple[int, int], ...]  # of characters: sorted, apart
 
 
 class GrammarError(ValueError):
-    """The text says what is wrong, and in which line."""
+    """A mistake in a grammar; the text names it and its line."""
 
 
 @dataclass(frozen=True, slots=True)

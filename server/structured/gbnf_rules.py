@@ -3,7 +3,7 @@
 The converter that llguidance ships (`gbnf_to_lark`) takes less of the syntax, and its terminals read too much:
 llguidance reads the longest terminal, so that after a terminal `[a-z]*` no `"b"` can follow, while in GBNF it can. Here
 a grammar without recursion is one terminal. In others, a terminal is as large as it can be without reading what
-something else may read: one that might is divided, down to single characters, which read nothing else.
+something else may read: one that might is divided, down to single characters.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Ends:
 
 
 class _Plan:
-    """Which parts of the rules are terminals."""
+    """The rules with their regular parts as terminals."""
 
     def __init__(self, grammar: dict[str, Node]):
         self.grammar = grammar
@@ -231,7 +231,7 @@ class _Plan:
         return ends["root"].first, after
 
     def _ends(self, tree: object, ends: dict[str, _Ends], after: dict | None) -> _Ends:
-        """Of a tree; adds to `after` what follows what within it."""
+        """Return the ends of a tree; add to `after` the successors of each place within it."""
 
         def joins(last: dict, first: dict) -> None:
             if after is not None:

@@ -1,7 +1,7 @@
 """Rules for the JSON of normalized schemas that have numbers which the library does not hold exactly.
 
 The library takes what has none; around it objects, arrays and alternatives are written here, as the library writes
-them, because a rule of ours cannot stand within a schema of the library.
+them, because its schemas cannot refer to a rule.
 """
 
 from __future__ import annotations

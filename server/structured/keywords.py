@@ -17,7 +17,7 @@ MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 20_000
 MAX_DIVISOR = 1_100_000  # of multipleOf, without its decimal point: the library's automaton has as many states
 
-_Check = tuple[Callable[[Any], bool], str]  # whether a value is right, and what it must be
+_Check = tuple[Callable[[Any], bool], str]  # a test of a value, and the right values in words
 
 _TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 

@@ -23,7 +23,7 @@ from quire.server.structured.schema import normalize
 from quire.server.structured.text_grammar import in_json, lark_of, lark_of_input
 from quire.server.values import Json
 
-# whitespace between JSON tokens, beside none: as llama.cpp's grammars have it, so that a model cannot fill its answer
+# optional whitespace between JSON tokens: as llama.cpp's grammars have it, so that a model cannot fill its answer
 WHITESPACE = r"(?: |\n[ \t]{0,20})"
 # A character has one spelling in a JSON string, so that a name or a text cannot be written in another one, which a
 # pattern or another property's name does not match; and no half of a surrogate pair is ever written.

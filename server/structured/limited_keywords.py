@@ -91,7 +91,7 @@ def _unevaluated_properties(schema: dict[str, Any], base: dict[str, Any], inner:
 
 
 def _num_properties(schema: dict[str, Any], base: dict[str, Any], inner: Inner, resolve: Resolve) -> Schema:
-    """Of an object that has optional properties."""
+    """Enforce minProperties and maxProperties of an object with optional properties."""
     if not rewriting.needs_counting(base):
         return True
     part = rewriting.counted(base, types_of(base))

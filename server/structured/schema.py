@@ -4,7 +4,7 @@ Annotations and unknown keywords are dropped, as the specification asks. A keywo
 is an error, so that every answer that ends by itself is valid. References become `#/$defs/...` of the result.
 
 llguidance refuses a schema for an unknown format, for a count written as 2.0 and for a count beyond 32 bits, and lets a
-reference to nothing but itself begin (`tests/server/structured/test_library.py` has a schema for each difference).
+reference to itself alone begin (`tests/server/structured/test_library.py` has a schema for each difference).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def structured_output() -> dict[str, str | list[str]]:
 
 def normalize(schema: Json, close: bool = False) -> dict[str, Any] | bool:
     """The schema in the compiler's subset. `close`: objects that it describes have no other properties, unless it says
-    what these are. Raises SchemaError.
+    which. Raises SchemaError.
     """
     return _Normalizer(schema).run(Closing.CLOSED if close else Closing.OPEN)
 
@@ -93,7 +93,7 @@ class _Normalizer:
         return result
 
     def _refuse_endless(self, root: Schema) -> None:
-        """References that lead to nothing but themselves."""
+        """Refuse references that lead only to themselves."""
         for path, schema in [("#", root), *((place[0], self.definitions[name]) for place, name in self.names.items())]:
             seen: set[str] = set()
             while isinstance(schema, dict) and (schema.keys() == {"$ref"} or _is_wrapped(schema)):

@@ -307,7 +307,7 @@ def _next(bound: float, rounded: Callable[[float], int], step: int) -> float:
 
 
 def disjoint(a: Schema, b: Schema, resolve: Resolve, seen: frozenset[str] = frozenset()) -> bool:
-    """Whether no value is valid for both, as far as types, constants and properties show."""
+    """Return whether no value is valid for both, as far as types, constants and properties show."""
     for one, other in ((a, b), (b, a)):
         if one is False:
             return True
@@ -334,7 +334,7 @@ def _disjoint_values(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def may_be(value: Json, schema: dict[str, Any]) -> bool:
-    """Whether a value has one of the types of `schema` and is one of its constants."""
+    """Return whether a value has one of the types of `schema` and is one of its constants."""
     if not any(_is(value, kind) for kind in types_of(schema)):
         return False
     given = schema.get("enum", [schema["const"]] if "const" in schema else None)

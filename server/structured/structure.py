@@ -1,4 +1,4 @@
-"""The constraint on a request's output, in no dialect's words."""
+"""Dialect-neutral output constraint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     `param` is the request field that holds it, for error messages.
 
     `after` is the end of a part that the structure does not constrain (thinking): token ids, which must be sampled in
-    this order, or a text. The structure applies to what follows its first occurrence in the output.
+    this order, or a text. The structure applies to the output after its first occurrence.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""Regular parts of a GBNF grammar as terminals of llguidance's Lark, and what these may read.
+"""Regular parts of a GBNF grammar as terminals of llguidance's Lark, and the overlaps of these.
 
 The library itself tells which terminals read the same: an intersection of terminals is empty, or it is not.
 """
@@ -114,12 +114,12 @@ class Terminals:
                 yield from self.first(self.rules[node.name])
 
     def share(self, pairs: Sequence[tuple[Node, Node]]) -> list[bool]:
-        """Whether both terminals read some text that is not empty. Raises TooMuchWork."""
+        """Return for each pair whether both read some text that is not empty. Raises TooMuchWork."""
         return self._any_text([self._shared(*pair) if self._meet(*pair) else None for pair in pairs])
 
     def run_into(self, triples: Sequence[tuple[Node, Node, Ranges]]) -> list[bool]:
-        """Whether some text of the first terminal may be followed by a character of the ranges with which the second,
-        read from the same place, may go on. Raises TooMuchWork.
+        """Return for each triple whether some text of the first terminal may be followed by a character of the ranges
+        with which the second, read from the same place, may go on. Raises TooMuchWork.
         """
         return self._any_text(
             [
@@ -137,7 +137,7 @@ class Terminals:
         return any(max(a, c) <= min(b, d) for a, b in self.first(one) for c, d in self.first(other))
 
     def _any_text(self, expressions: Sequence[str | None]) -> list[bool]:
-        """Whether there is any text of each expression; of None, there is none."""
+        """Return for each expression whether it matches any text; None does not."""
         asked = list(dict.fromkeys(one for one in expressions if one is not None and one not in self._answers))
         for i in range(0, len(asked), _AT_ONCE):
             self._ask(asked[i : i + _AT_ONCE])

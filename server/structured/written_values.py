@@ -86,7 +86,7 @@ def _target(reference: Json, root: Json) -> Any:
 
 
 def is_text(schema: Json) -> bool:
-    """Whether all values of one of the `alternatives` are strings."""
+    """Return whether all values of one of the `alternatives` are strings."""
     if not isinstance(schema, dict):
         return False
     if (values := constants(schema)) is not None:
@@ -95,7 +95,7 @@ def is_text(schema: Json) -> bool:
 
 
 def may_be_text(schema: Json) -> bool:
-    """Whether some values of one of the `alternatives` that is no text may be strings, as far as `type` shows."""
+    """Return whether values of one of the `alternatives` that is no text may be strings, as far as `type` shows."""
     return isinstance(schema, dict) and constants(schema) is None and "string" in types_of(schema)
 
 

@@ -37,7 +37,7 @@ _SPACE = r"/[ \t\r\n]{0,8}/"
 def parameters(schema: Json, style: str, path: str, builder: Builder) -> str:
     """An expression for the properties of `schema`, in its order. Raises StructureError.
 
-    Properties beside those that it lists are not possible; a schema that lists none allows any, unless it says not.
+    Other properties than those that it lists are not possible; a schema that lists none allows any, unless it says not.
     """
     try:
         check(schema)
