@@ -88,8 +88,8 @@ async def within(work: Awaitable[T], limits: Deadlines, waits: Callable[[], Awai
 def _expired(name: str, in_queue: bool) -> ApiError:
     code = {"queue": "queue_timeout", "first token": "first_token_timeout", "request": "timeout"}[name]
     if in_queue:
-        what = "may wait in the queue" if name == "queue" else f"has for its {name}" if "token" in name else "has"
-        message = f"The time that the request {what} has passed, and it was not begun."
+        what = {"queue": " to wait in the queue", "first token": " for its first token", "request": ""}[name]
+        message = f"The request's time{what} has passed, and it was not begun."
         return Unavailable(message, code=code, retry_after=None)
     what = "its first token" if name == "first token" else "it"
     return GatewayTimeout(f"The time that the request has for {what} has passed without a token.", code=code)
