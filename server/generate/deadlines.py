@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from quire.server.engines.handle import EngineHandle
@@ -26,6 +26,11 @@ class Deadlines:
     def __bool__(self) -> bool:
         return any(one is not None for one in (self.queue, self.first_token, self.total, self.predict))
 
+    def after(self, seconds: float) -> Deadlines:
+        """The deadlines `seconds` later, before the request is queued."""
+        first, total = (None if one is None else max(one - seconds, 0.0) for one in (self.first_token, self.total))
+        return replace(self, first_token=first, total=total)
+
 
 NO_DEADLINES = Deadlines()
 
@@ -41,6 +46,20 @@ async def all_wait(client: EngineHandle, request_ids: Sequence[str]) -> bool:
     several = found and isinstance(found[0], list)  # the answers of several engines
     waiting = {request_id for one in found for request_id in (one if several else [one])}
     return waiting.issuperset(request_ids)
+
+
+async def prepared(work: Awaitable[None], limits: Deadlines) -> Deadlines:
+    """Do `work` that a request needs before it is queued. Returns the deadlines from then on. Cancels the work when one
+    passes, and raises Unavailable.
+    """
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+
+    async def not_begun() -> bool:
+        return True
+
+    await within(work, replace(limits, queue=None), not_begun)
+    return limits.after(loop.time() - started)
 
 
 async def within(work: Awaitable[T], limits: Deadlines, waits: Callable[[], Awaitable[bool]]) -> T:
@@ -69,8 +88,8 @@ async def within(work: Awaitable[T], limits: Deadlines, waits: Callable[[], Awai
 def _expired(name: str, in_queue: bool) -> ApiError:
     code = {"queue": "queue_timeout", "first token": "first_token_timeout", "request": "timeout"}[name]
     if in_queue:
-        what = "may wait in the queue" if name == "queue" else f"has for its {name}" if "token" in name else "has"
-        message = f"The time that the request {what} has passed, and it was not begun."
+        what = {"queue": " to wait in the queue", "first token": " for its first token", "request": ""}[name]
+        message = f"The request's time{what} has passed, and it was not begun."
         return Unavailable(message, code=code, retry_after=None)
     what = "its first token" if name == "first token" else "it"
     return GatewayTimeout(f"The time that the request has for {what} has passed without a token.", code=code)

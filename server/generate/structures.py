@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire.structured")
 
-NUM_PROCESSES = 2
+NUM_PROCESSES = 3
+PER_TENANT = 2  # processes that work for one tenant at once: the others' structures find a free one
 MAX_WAITING = 256  # structures of one tenant that wait for a process
 CACHE_BYTES = 2**24  # of structures and their grammars
 RETRY_AFTER = 10  # seconds
@@ -80,8 +81,8 @@ class Structures:
     def __init__(self) -> None:
         self._grammars: OrderedDict[bytes, str | _Refusal] = OrderedDict()  # by structure, most recently used last
         self._num_bytes = 0
-        self._compiling: dict[bytes, _Compilation] = {}
-        self._turns = Turns(NUM_PROCESSES, max_waiting=MAX_WAITING, what="grammars")
+        self._compiling: dict[tuple[str, bytes], _Compilation] = {}  # by tenant: each waits in its own queue only
+        self._turns = Turns(NUM_PROCESSES, per_tenant=PER_TENANT, max_waiting=MAX_WAITING, what="grammars")
         self._pool: ThreadPoolExecutor | None = None
         self._idle: list[CompileProcess] = []
         self._lock = threading.Lock()
@@ -125,28 +126,33 @@ class Structures:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _wait(self, key: bytes, state: Served, tenant: str) -> str | _Refusal:
-        if (one := self._compiling.get(key)) is None:
-            one = self._compiling[key] = _Compilation(asyncio.ensure_future(self._compile(key, state, tenant)))
-            one.task.add_done_callback(lambda task: self._ended(key, one))
+        place = tenant, key
+        if (one := self._compiling.get(place)) is None:
+            one = self._compiling[place] = _Compilation(asyncio.ensure_future(self._compile(key, state, tenant)))
+            one.task.add_done_callback(lambda task: self._ended(place, one))
         one.num_waiting += 1
         try:
             return await asyncio.shield(one.task)
         finally:
             one.num_waiting -= 1
             if not one.num_waiting and not one.task.done():
-                self._ended(key, one)
+                self._ended(place, one)
                 one.task.cancel()
 
-    def _ended(self, key: bytes, one: _Compilation) -> None:
-        if self._compiling.get(key) is one:
-            del self._compiling[key]
+    def _ended(self, place: tuple[str, bytes], one: _Compilation) -> None:
+        if self._compiling.get(place) is one:
+            del self._compiling[place]
         if one.task.done() and not one.task.cancelled():
             one.task.exception()  # every waiter has seen it
 
     async def _compile(self, key: bytes, state: Served, tenant: str) -> str | _Refusal:
         await self._prepare(state)
         async with self._turns.turn(tenant):
+            if (known := self._grammars.get(key)) is not None:  # another tenant's turn came first
+                return known
             result = await self._ask(key)
+        if key in self._grammars:
+            return result
         self._grammars[key] = result
         self._num_bytes += _size(key, result)
         while self._num_bytes > CACHE_BYTES:
@@ -165,7 +171,6 @@ class Structures:
             try:
                 answer = await asyncio.wrap_future(future)
             except ProcessDied as error:
-                process.end()
                 logger.warning("a compile process ended: %s", error)
             except BaseException:  # no request waits any more: its thread sees that the process has ended
                 process.kill()
@@ -213,7 +218,9 @@ class Structures:
 def _key(structure: Structure) -> bytes:
     try:
         key = encoded(msgspec.structs.replace(structure, param=""))
-    except (TypeError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise BadRequest(f"{structure.param}: it is nested too deeply.", param=structure.param) from None
+    except (TypeError, ValueError) as error:
         raise BadRequest(f"{structure.param}: {error}.", param=structure.param) from None
     if len(key) > MAX_BYTES:
         raise BadRequest(f"{structure.param} has more than {MAX_BYTES} bytes.", param=structure.param)

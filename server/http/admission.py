@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from quire.server.generate import deltas
+from quire.server.generate.deadlines import prepared
 from quire.server.generate.generation import Generation
 from quire.server.generate.prepare import check_priority
 from quire.server.generate.structures import constrain
@@ -82,7 +83,8 @@ async def generate(
     """
     limits = request_options.deadlines(request, state, predict)
     if any(one.structure is not None for one in requests):
-        await unless_disconnected(request, constrain(requests, state, tenant_of(request.scope)))
+        work = constrain(requests, state, tenant_of(request.scope))
+        limits = await unless_disconnected(request, prepared(work, limits))
     request_options.reserve_room(request, state, requests, param)
     generations = [Generation(state.client, state.tokenizer, one, state.metrics) for one in requests]
     found = deltas.run(generations, limits, requests[0].parsing or deltas.identity)

@@ -1,9 +1,8 @@
-"""Objects are closed unless their schema opens them: a model that may write properties which nobody described invents
-them until it is cut.
+"""Close objects: small models invent undeclared properties until they are cut.
 
-An object is closed where its schema describes properties and says nothing of others. What describes it is all that
-applies to the same value (`allOf`, `$ref`, ...), so one subschema of several is not closed alone, and a condition or
-what is complemented is not closed at all.
+An object is closed where its schema describes properties and does not mention others. All subschemas of the same value
+(`allOf`, `$ref`, ...) describe it together, so one of several is not closed alone. A condition or a complemented
+schema is not closed at all. llguidance leaves open every object that does not say otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NAMING = ("properties", "patternProperties", "required", "dependentRequired", "
 
 
 class Closing(Enum):
-    """How a subschema is normalized: left open with all below it, as a part of what is closed elsewhere, or closed."""
+    """The treatment of a subschema: left open with all below it, part of an object closed elsewhere, or closed."""
 
     OPEN = 0
     PART = 1
@@ -48,7 +47,7 @@ class Described:
         return self.describes and not self.is_explicit
 
     def schema(self) -> dict[str, Any]:
-        """Of objects without other properties."""
+        """Return the schema of objects without other properties."""
         result: dict[str, Any] = {"properties": dict.fromkeys(self.unmatched(), True)}
         if self.patterns:
             result["patternProperties"] = dict.fromkeys(self.patterns, True)
@@ -79,7 +78,7 @@ def described(schemas: Iterable[Any], resolve: Callable[[Any], Any]) -> Describe
         found.is_explicit |= any(keyword in schema for keyword in _OPENS)
         found.describes |= "properties" in schema or "patternProperties" in schema
         found.names |= dict.fromkeys(_names(schema))
-        found.patterns |= dict.fromkeys(schema["patternProperties"]) if _is_map(schema, "patternProperties") else {}
+        found.patterns |= dict.fromkeys(schema.get("patternProperties", ()))
         parts = list(_parts(schema))
         if "$ref" in schema:
             parts.insert(0, resolve(schema["$ref"]))
@@ -105,7 +104,7 @@ def how_parts(schema: dict[str, Any], closing: Closing) -> Closing:
     given = [keyword for keyword in (*_APPLICATORS, *_OPENS, *_NAMING) if keyword in schema]
     alone = len(given) == 1 and given[0] in ("$ref", "allOf", *_UNIONS)
     if alone and given[0] == "allOf":
-        alone = isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1
+        alone = len(schema["allOf"]) == 1
     return Closing.CLOSED if alone else Closing.PART
 
 
@@ -117,28 +116,20 @@ def closed_alternative(branch: Schema, seen: Described) -> Schema:
 
 
 def _names(schema: dict[str, Any]) -> Iterator[str]:
-    if _is_map(schema, "properties"):
-        yield from schema["properties"]
-    if isinstance(required := schema.get("required"), list):
-        yield from (name for name in required if isinstance(name, str))
+    yield from schema.get("properties", ())
+    yield from schema.get("required", ())
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-        for name, value in schema[keyword].items() if _is_map(schema, keyword) else ():
+        for name, value in schema.get(keyword, {}).items():
             yield name
-            if isinstance(value, list):
-                yield from (other for other in value if isinstance(other, str))
+            yield from value if isinstance(value, list) else ()
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[Any]:
     for keyword in ("allOf", *_UNIONS):
-        if isinstance(value := schema.get(keyword), list):
-            yield from value
+        yield from schema.get(keyword, ())
     yield from (schema[keyword] for keyword in _ONE if keyword in schema)
     for keyword in ("dependentSchemas", "dependencies"):
-        yield from schema[keyword].values() if _is_map(schema, keyword) else ()
-
-
-def _is_map(schema: dict[str, Any], keyword: str) -> bool:
-    return isinstance(schema.get(keyword), dict)
+        yield from schema.get(keyword, {}).values()
 
 
 def _found(pattern: str, name: str) -> bool:

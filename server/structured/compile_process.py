@@ -8,7 +8,6 @@ big-endian, and data. The first is the `Vocabulary` (msgpack); each later one is
 
 from __future__ import annotations
 
-import re
 import resource
 import signal
 import sys
@@ -21,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.engine.messages import GRAMMAR_LIMITS
 from quire.server.structured.lark import StructureError
+from quire.server.structured.library_errors import NOTHING, OURS, readable
 from quire.server.structured.schema import children, normalize
 from quire.server.structured.structure import BEST_EFFORT, Answer, Structure, decoded
 from quire.server.structured.to_lark import to_lark
@@ -29,14 +29,6 @@ from quire.server.values import Json
 MAX_SECONDS = 4.0  # of CPU time for one structure, whatever else the machine does
 MAX_MEMORY = 2 << 30  # bytes of address space
 MAX_ATTEMPTS = 50  # compilations to find the place of an error
-# the library's message -> one that users understand
-_OURS = {
-    "Failed to generate regex for": "minimum, maximum: this range of numbers cannot be enforced",
-    "Value for 'multipleOf'": "multipleOf: it has too many digits",
-    "NoExtensionBias": "$ref: it refers to itself without an end",
-    "fuel exhausted": "it is too complex: what may follow cannot be found within the limits",
-}
-_NOTHING = "no value is valid"  # in the library's errors; as an alternative, such a subschema is no mistake
 
 
 class Vocabulary(msgspec.Struct, array_like=True):
@@ -103,28 +95,32 @@ class Compiler:
         return msgspec.structs.replace(self._compile(resolved), unenforced=list(errors.items())) if errors else answer
 
     def _compile(self, structure: Structure) -> Answer:
+        schemas: list[tuple[str, Json]] = []
         try:
-            grammar = to_lark(structure, self.vocabulary.specials, self.vocabulary.eos_ids)
+            grammar = to_lark(structure, self.vocabulary.specials, self.vocabulary.eos_ids, schemas)
         except StructureError as error:
             return Answer(None, str(error))
-        if (error := self._error(grammar)) is None:
+        is_own = structure.kind == "grammar" and "::=" not in structure.value and structure.after is None
+        if (error := self._error(grammar, is_own)) is None:
             return Answer(grammar)
+        if structure.whitespace is not None:
+            space = self._compile(Structure(kind="regex", value=structure.whitespace))
+            if space.error is not None:
+                return Answer(None, f"whitespace_pattern: {space.error}")
         if structure.kind == "json_schema":
             return Answer(None, self._located(structure, error))
+        for place, schema in schemas:  # within a structural tag
+            alone = msgspec.structs.replace(structure, kind="json_schema", value=schema, after=None)
+            if (inner := self._compile(alone)).error is not None:
+                return Answer(None, f"{place}{inner.error}")
         return Answer(None, error)
 
-    def _error(self, grammar: str) -> str | None:
+    def _error(self, grammar: str, is_own: bool = False) -> str | None:
+        """Why a grammar does not compile; None if it does. `is_own`: a client wrote all but its first line."""
         matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first step may exceed a limit, too
-        if not matcher.is_error():
-            return None
-        # without the library's excerpts of the grammar
-        reason = re.split(r"\n?<(?:state|grammar|backtrace)>|\n +1 \| %llguidance", matcher.get_error())[0]
-        reason = " ".join(re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", reason).split())[:500]
-        reason = re.sub(r"regex parse error: .*\^ error: ", "invalid regex: ", reason)  # without its drawing
-        reason = re.sub("Unsatisfiable schema", _NOTHING, reason)
-        return next((ours for theirs, ours in _OURS.items() if theirs in reason), reason)
+        return readable(matcher.get_error(), 1 if is_own else None) if matcher.is_error() else None
 
     def _located(self, structure: Structure, error: str) -> str:
         """`error` with the path of the smallest subschema that has it, as far as a few attempts show."""
@@ -141,7 +137,7 @@ class Compiler:
                     inner = self._error(to_lark(_alone(structure, child, definitions), {}, self.vocabulary.eos_ids))
                 except StructureError:  # the context of the whole schema is missing
                     continue
-                if inner is not None and (_NOTHING not in inner or _NOTHING in error):
+                if inner is not None and (NOTHING not in inner or NOTHING in error):
                     path, schema, error, found = f"{path}/{step}", child, inner, True
                     break
         keyword = self._keyword(structure, schema, definitions, error)
@@ -149,7 +145,7 @@ class Compiler:
 
     def _keyword(self, structure: Structure, schema: Json, definitions: dict[str, Any], error: str) -> str:
         """The keyword without which `schema` has no such error, before a colon; empty if no single one is the cause."""
-        if _NOTHING in error or error in _OURS.values() or not isinstance(schema, dict):
+        if NOTHING in error or error in OURS or not isinstance(schema, dict):
             return ""
         for keyword in [name for name in schema if name not in ("$defs", "type")]:
             rest = {name: value for name, value in schema.items() if name != keyword}
@@ -172,7 +168,7 @@ def _resolved(structure: Structure, enforced: Callable[[dict[str, Any]], bool]) 
             return node
         if node.get("type") == BEST_EFFORT and node.keys() == {"type", "elements", "name"}:
             return node["elements"][0 if enforced(node) else 1]
-        return {key: value if key == "json_schema" else resolved(value) for key, value in node.items()}
+        return {key: value if key in ("json_schema", "schema") else resolved(value) for key, value in node.items()}
 
     if structure.kind != "structural_tag":
         return structure

@@ -1,6 +1,7 @@
 """EBNF with `::=` (llama.cpp's GBNF, XGrammar's) -> trees of expressions, one per rule.
 
-A rule ends where the next one begins, so lines may be broken anywhere.
+A rule ends where the next one begins, so lines may be broken anywhere. llguidance's own parser ends a rule with its
+line, and lacks tokens, escapes, `{0}` and nested repetitions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Ranges = tuple[tuple[int, int], ...]  # of characters: sorted, apart
 
 
 class GrammarError(ValueError):
-    """The text says what is wrong, and in which line."""
+    """A mistake in a grammar; the text names it and its line."""
 
 
 @dataclass(frozen=True, slots=True)

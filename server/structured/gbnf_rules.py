@@ -1,20 +1,19 @@
 """Trees of a GBNF grammar -> rules and terminals of llguidance's Lark.
 
-llguidance reads the longest terminal: after `[a-z]*` no `"b"` can follow, while in GBNF it can. A grammar without
-recursion is one terminal. In others, a terminal is as large as it can be without reading what something else may read:
-one that might is divided, down to single characters, which read nothing else.
+The converter that llguidance ships (`gbnf_to_lark`) takes less of the syntax, and its terminals read too much:
+llguidance reads the longest terminal, so that after a terminal `[a-z]*` no `"b"` can follow, while in GBNF it can. Here
+a grammar without recursion is one terminal. In others, a terminal is as large as it can be without reading what
+something else may read: one that might is divided, down to single characters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, product
 
-from quire.server.structured.derivatives import Language, TooMuchWork, meet
 from quire.server.structured.gbnf import Alt, Chars, GrammarError, Node, Ranges, Ref, Repeat, Seq, Token, references
-
-MAX_WORK = 100_000  # derivatives that are computed to find out which terminals must be divided
+from quire.server.structured.terminals import Terminals, TooMuchWork, times
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,12 +88,12 @@ class _Ends:
 
 
 class _Plan:
-    """Which parts of the rules are terminals."""
+    """The rules with their regular parts as terminals."""
 
     def __init__(self, grammar: dict[str, Node]):
         self.grammar = grammar
         self.regular = _regular_rules(grammar)
-        self.language = Language(grammar, MAX_WORK)
+        self.terminals = Terminals(grammar)
         self.rules: dict[str, object] = {}  # those that are written: trees with terminals
         self._add("root")
 
@@ -172,10 +171,15 @@ class _Plan:
         starts, after = self._following()
         found: set[Terminal] = set()
         try:
-            for one, other in self._read_together(starts, after):
-                both = isinstance(one, Terminal) and isinstance(other, Terminal)
-                if both and self._runs_into(one, other, self._first_after(after.get(one, {}))):
-                    found |= {one, other}
+            pairs = [
+                (one, other)
+                for one, other in self._read_together(starts, after)
+                if isinstance(one, Terminal) and isinstance(other, Terminal) and not isinstance(other.node, Chars)
+            ]
+            run = self.terminals.run_into(
+                [(one.node, other.node, self._first_after(after.get(one, {}))) for one, other in pairs]
+            )
+            found = {one for pair, conflicts in zip(pairs, run) if conflicts for one in pair}
         except TooMuchWork:
             found = {one for one in (*starts, *after) if isinstance(one, Terminal)}
         return {one for one in found if not isinstance(one.node, Chars)}
@@ -189,26 +193,26 @@ class _Plan:
             if group in groups:
                 continue
             groups.add(group)
-            for pair in product(group, group):
-                if pair not in pairs:
-                    pairs.add(pair)
-                    if self._share(*pair):
-                        pending.append(frozenset(after.get(pair[0], {})) | frozenset(after.get(pair[1], {})))
+            new = [pair for pair in product(group, group) if pair not in pairs]
+            pairs.update(new)
+            for one, other in self._sharing(new):
+                pending.append(frozenset(after.get(one, {})) | frozenset(after.get(other, {})))
         return pairs
 
-    def _share(self, one: _Place, other: _Place) -> bool:
-        """Whether both may read the same."""
-        if isinstance(one, Token) or isinstance(other, Token):
-            return any(isinstance(place, Token) and place.negated for place in (one, other)) or one == other
-        return one is other or self.language.share(one.node, other.node)
-
-    def _runs_into(self, one: Terminal, other: Terminal, after: Ranges) -> bool:
-        if isinstance(other.node, Chars) or not meet(self.language.first(one.node), self.language.first(other.node)):
-            return False
-        return self.language.runs_into(one.node, other.node, after)
+    def _sharing(self, pairs: list[tuple[_Place, _Place]]) -> list[tuple[_Place, _Place]]:
+        """The pairs of which both may read the same."""
+        found, asked = [], []
+        for one, other in pairs:
+            if isinstance(one, Terminal) and isinstance(other, Terminal) and one is not other:
+                asked.append((one, other))
+            elif one == other or any(isinstance(place, Token) and place.negated for place in (one, other)):
+                found.append((one, other))
+        shared = self.terminals.share([(one.node, other.node) for one, other in asked])
+        return [*found, *(pair for pair, shares in zip(asked, shared) if shares)]
 
     def _first_after(self, following: _Places) -> Ranges:
-        return tuple(pair for one in following if isinstance(one, Terminal) for pair in self.language.first(one.node))
+        places = (one for one in following if isinstance(one, Terminal))
+        return tuple(dict.fromkeys(pair for one in places for pair in self.terminals.first(one.node)))
 
     def _following(self) -> tuple[_Places, dict[_Place, _Places]]:
         """The terminals that may come first, and after each one."""
@@ -227,7 +231,7 @@ class _Plan:
         return ends["root"].first, after
 
     def _ends(self, tree: object, ends: dict[str, _Ends], after: dict | None) -> _Ends:
-        """Of a tree; adds to `after` what follows what within it."""
+        """Return the ends of a tree; add to `after` the successors of each place within it."""
 
         def joins(last: dict, first: dict) -> None:
             if after is not None:
@@ -236,7 +240,7 @@ class _Plan:
 
         match tree:
             case Terminal():
-                return _Ends(self.language.nullable(tree.node), {tree: None}, {tree: None})
+                return _Ends(self.terminals.nullable(tree.node), {tree: None}, {tree: None})
             case Token():
                 return _Ends(False, {tree: None}, {tree: None})
             case Ref():
@@ -301,69 +305,26 @@ def _refs(tree: object) -> Iterator[str]:
 class _Writer:
     def __init__(self, plan: _Plan, eos_ids: tuple[int, ...]):
         self.plan, self.eos_ids = plan, eos_ids
-        self.lines: list[str] = []
-        self.terminals: dict[Node, str] = {}  # regular parts that have a name
+        self.terminals = Terminals(plan.grammar)
+        self.names = {name: "start" if name == "root" else f"r{i}" for i, name in enumerate(plan.rules)}
 
     def text(self) -> str:
-        names = {name: "start" if name == "root" else f"r{i}" for i, name in enumerate(self.plan.rules)}
-        for name, tree in self.plan.rules.items():
-            self.lines.append(f"{names[name]}: {self._expression(tree, names.__getitem__, self._terminal)}")
-        return "\n".join(self.lines)
+        rules = [f"{self.names[name]}: {self._expression(tree)}" for name, tree in self.plan.rules.items()]
+        return "\n".join([*rules, *self.terminals.lines])
 
-    def _terminal(self, node: Node) -> str:
-        """The name of the terminal for a regular part."""
-        if node not in self.terminals:
-            self.terminals[node] = name = f"T{len(self.terminals)}"
-            body = self._regex(node)
-            if body is None:  # rules within it have names, so that a grammar does not grow when they are used often
-                body = self._expression(node, lambda name: self._terminal(self.plan.grammar[name]), None)
-            else:
-                body = f"/{body or '(?:)'}/"
-            self.lines.append(f"{name}: {body}")
-        return self.terminals[node]
-
-    def _expression(self, tree: object, name_of: Callable[[str], str], terminal: Callable[[Node], str] | None) -> str:
-        def inner(item: object) -> str:
-            return self._expression(item, name_of, terminal)
-
+    def _expression(self, tree: object) -> str:
         match tree:
             case Terminal():  # one that matches nothing, too, is not skipped by itself
-                return f"{terminal(tree.node)}{'?' if self.plan.language.nullable(tree.node) else ''}"
+                return f"{self.terminals.name(tree.node)}{'?' if self.terminals.nullable(tree.node) else ''}"
             case Ref():
-                return name_of(tree.name)
+                return self.names[tree.name]
             case Token():
                 excluded = ",".join(map(str, sorted({tree.token_id, *self.eos_ids})))
                 return f"<[^{excluded}]>" if tree.negated else f"<[{tree.token_id}]>"
             case Seq():
-                return f"({' '.join(map(inner, tree.items))})" if tree.items else '""'
+                return f"({' '.join(map(self._expression, tree.items))})" if tree.items else '""'
             case Alt():
-                return f"({' | '.join(map(inner, tree.items))})"
+                return f"({' | '.join(map(self._expression, tree.items))})"
             case Repeat():
-                most = "" if tree.most is None else tree.most
-                return f"({inner(tree.item)}){{{tree.least},{most}}}"
-        return f"/{self._regex(tree)}/"
-
-    def _regex(self, node: Node) -> str | None:
-        """None: it has references."""
-        match node:
-            case Chars():
-                return _class(node.ranges)
-            case Repeat():
-                inner = self._regex(node.item)
-                return inner and f"(?:{inner}){{{node.least},{'' if node.most is None else node.most}}}"
-            case Seq() | Alt():
-                parts = [self._regex(item) for item in node.items]
-                if None in parts:
-                    return None
-                return "".join(parts) if isinstance(node, Seq) else f"(?:{'|'.join(parts)})"
-        return None
-
-
-def _class(ranges: Ranges) -> str:
-    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
-        return _char(ranges[0][0])
-    return f"[{''.join(_char(low) if low == high else f'{_char(low)}-{_char(high)}' for low, high in ranges)}]"
-
-
-def _char(code: int) -> str:
-    return chr(code) if code < 128 and chr(code).isalnum() else f"\\u{{{code:x}}}"
+                return f"({self._expression(tree.item)}){times(tree)}"
+        raise AssertionError(tree)

@@ -1,13 +1,13 @@
 """Rules for the JSON of normalized schemas that have numbers which the library does not hold exactly.
 
 The library takes what has none; around it objects, arrays and alternatives are written here, as the library writes
-them.
+them, because its schemas cannot refer to a rule.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from quire.server.structured import large_numbers
@@ -31,6 +31,7 @@ class Rules(Protocol):
     def named(self, name: str, body: str) -> None: ...
     def rule(self, body: str) -> str: ...
     def terminal(self, body: str) -> str: ...
+    def members(self, members: Sequence[tuple[bool, str]], separator: str) -> str: ...
 
 
 def are_needed(schema: Schema) -> bool:
@@ -126,20 +127,17 @@ class JsonRules:
         required, space = set(schema.get("required", ())), self.space
         properties = {**schema.get("properties", {})}
         properties.update({name: False for name in required if name not in properties})
-        first, more = '""', '""'  # the members from the next on, after none and after others
-        for name, child in reversed(properties.items()):
+        members = []
+        for name, child in properties.items():
             if child is False:
                 if name in required:
                     raise RulesError(f"at {path}: no value is valid")
                 continue
             value = self.expression(child, f"{path}/properties/{escaped(name)}")
-            member = self.builder.rule(
-                f'{_quoted(json.dumps(name, ensure_ascii=False))} {space} ":" {space} {value} {space}'
-            )
-            later = f'"," {space} {member}'
-            first = self.builder.rule(f"{member} {more}" if name in required else f"{member} {more} | {first}")
-            more = self.builder.rule(f"{later} {more}" if name in required else f"({later})? {more}")
-        return f'"{{" {space} {first} "}}"'
+            member = f'{_quoted(json.dumps(name, ensure_ascii=False))} {space} ":" {space} {value} {space}'
+            members.append((name in required, member))
+        inner = self.builder.members(members, f'"," {space}')
+        return f'"{{" {space} {inner} "}}"'
 
     def _array(self, schema: dict[str, Any], path: str) -> str:
         least, most, space = schema.get("minItems", 0), schema.get("maxItems"), self.space

@@ -16,7 +16,7 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def is_finite(number: float) -> bool:
-    """Whether a double may hold it; integers may have any number of digits."""
+    """Return whether a double may hold it; integers may have any number of digits."""
     return -_MOST <= number <= _MOST if isinstance(number, int) else math.isfinite(number)
 
 

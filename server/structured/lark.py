@@ -17,11 +17,13 @@ from quire.server.structured import json_rules
 from quire.server.structured.escaped_pattern import PatternError
 from quire.server.structured.gbnf import GrammarError, parse
 from quire.server.structured.gbnf_rules import rules_of
-from quire.server.structured.schema import SchemaError, normalize
+from quire.server.structured.keywords import SchemaError
+from quire.server.structured.library_errors import NOTHING
+from quire.server.structured.schema import normalize
 from quire.server.structured.text_grammar import in_json, lark_of, lark_of_input
 from quire.server.values import Json
 
-# whitespace between JSON tokens, beside none: as llama.cpp's grammars have it, so that a model cannot fill its answer
+# optional whitespace between JSON tokens: as llama.cpp's grammars have it, so that a model cannot fill its answer
 WHITESPACE = r"(?: |\n[ \t]{0,20})"
 # A character has one spelling in a JSON string, so that a name or a text cannot be written in another one, which a
 # pattern or another property's name does not match; and no half of a surrogate pair is ever written.
@@ -47,6 +49,7 @@ class Builder:
     close: bool = True  # objects that a schema describes
     lines: list[str] = field(default_factory=list)
     grammars: list[dict[str, str]] = field(default_factory=list)  # of the user, with names of their own
+    schemas: list[tuple[str, Json]] = field(default_factory=list)  # with their places for errors
     _names: int = 0
     _special_pattern: re.Pattern[str] | None = None
 
@@ -95,6 +98,15 @@ class Builder:
         terminals = [self.terminal(" | ".join(plain[i : i + size])) for i in range(0, len(plain), size)]
         return self.rule(" | ".join(terminals + others))
 
+    def members(self, members: Sequence[tuple[bool, str]], separator: str) -> str:
+        """An expression for members in their order, each at most once: whether one is required, and its expression."""
+        first, more = '""', '""'  # the members from the next on, after none and after others
+        for is_required, member in reversed(members):
+            one = self.rule(member)
+            first = self.rule(f"{one} {more}" if is_required else f"{one} {more} | {first}")
+            more = self.rule(f"{separator} {one} {more}" if is_required else f"({separator} {one})? {more}")
+        return first
+
     def json(self, schema: Json, where: str = "") -> str:
         """The name of a rule that matches JSON for `schema`; `where` is its place for errors. Raises StructureError."""
         if (grammar := lark_of_input(schema)) is not None:
@@ -103,12 +115,13 @@ class Builder:
             return self.rule(f'"{{" {space} "\\"input\\"" {space} ":" {space} "\\"" {text} "\\"" {space} "}}"')
         if (grammar := lark_of(schema)) is not None:
             return self.rule(f'"\\"" {self.text_grammar(grammar, in_json, where)} "\\""')
+        self.schemas.append((where, schema))
         try:
             normal = normalize(schema, self.close)
         except SchemaError as error:
             raise StructureError(f"{where}{error}") from None
         if normal is False:
-            raise StructureError(f"{where}at #: no value is valid")
+            raise StructureError(f"{where}at #: {NOTHING}")
         options = {**self.json_options, "json_allowed_escapes": _escapes(normal, where)}
         definitions = normal.get("$defs", {}) if isinstance(normal, dict) else {}
 

@@ -1,4 +1,7 @@
-"""The keywords of JSON Schema that are enforced where other keywords can express them, one function each."""
+"""The keywords of JSON Schema that are enforced where other keywords can express them, one function each.
+
+llguidance refuses all of them, except for the simplest cases of `oneOf` and of the counts (see `rewriting.py`).
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,7 @@ def _unevaluated_properties(schema: dict[str, Any], base: dict[str, Any], inner:
 
 
 def _num_properties(schema: dict[str, Any], base: dict[str, Any], inner: Inner, resolve: Resolve) -> Schema:
-    """Of an object that has optional properties."""
+    """Enforce minProperties and maxProperties of an object with optional properties."""
     if not rewriting.needs_counting(base):
         return True
     part = rewriting.counted(base, types_of(base))

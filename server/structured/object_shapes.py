@@ -1,6 +1,7 @@
 """The schema of a call's parameters -> lists of properties, one of which a call has.
 
 For formats that write a call as one element per property: what all of them must satisfy has to be seen from the names.
+llguidance writes objects as JSON only.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.server.structured.keywords import SchemaError
 from quire.server.structured.lark import StructureError
-from quire.server.structured.schema import SchemaError, normalize
+from quire.server.structured.schema import normalize
 from quire.server.structured.schema_algebra import Schema, common_types, is_free, types_of
 
 MAX_SHAPES = 64

@@ -1,7 +1,12 @@
 """Keywords of JSON Schema that the grammar compiler does not have, in terms of those that it has.
 
 Each function takes normalized subschemas and gives a schema that holds in addition to the other keywords. They are
-exact; what would be too large or has no equivalent raises `Inexpressible`.
+exact; a result that would be too large or has no equivalent raises `Inexpressible`.
+
+llguidance lacks `if`, `contains`, `uniqueItems`, `propertyNames`, `dependentRequired`, `dependentSchemas` and
+`unevaluatedProperties`. It takes `oneOf` only where its branches, which may not be references, differ in their types or
+in a required constant. It counts properties only where all that are named are required, or a bound is 0 or 1; a free
+name that is written twice counts twice.
 """
 
 from __future__ import annotations
@@ -103,7 +108,7 @@ _OF_NAMES = ("pattern", "minLength", "maxLength", "enum", "const", "format", "an
 
 
 def needs_counting(base: dict[str, Any]) -> bool:
-    """Whether the compiler cannot count the properties of an object: some are optional, or free names may repeat."""
+    """Return whether the compiler cannot count an object's properties: some are optional, or free names may repeat."""
     least, required = base.get("minProperties", 0), set(base.get("required", ()))
     if least == 0 and "maxProperties" not in base:
         return False

@@ -2,107 +2,30 @@
 
 Annotations and unknown keywords are dropped, as the specification asks. A keyword that validates but cannot be enforced
 is an error, so that every answer that ends by itself is valid. References become `#/$defs/...` of the result.
+
+llguidance refuses a schema for an unknown format, for a count written as 2.0 and for a count beyond 32 bits, and lets a
+reference to itself alone begin (`tests/server/structured/test_library.py` has a schema for each difference).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from decimal import Decimal
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
 from quire.server.structured.closing import Closing, closed_alternative, described, has_parts, how_parts, own
-from quire.server.structured.large_numbers import BOUNDS, are_large, is_finite, without_vacuous
+from quire.server.structured.keywords import MAX_SUBSCHEMAS, VALUES, SchemaError, check
+from quire.server.structured.large_numbers import BOUNDS, are_large, without_vacuous
 from quire.server.structured.limited_keywords import LIMITED, part_of
-from quire.server.structured.schema_algebra import Derived, Inexpressible, Schema, escaped
+from quire.server.structured.schema_algebra import Derived, Inexpressible, Schema, escaped, may_be
 from quire.server.values import Json
 
-MAX_DEPTH = 64
-MAX_SUBSCHEMAS = 20_000
 MAX_COUNT = 2**31 - 1  # of characters, items or properties: no answer has more
-MAX_DIVISOR = 1_100_000  # of multipleOf, without its decimal point: the library's automaton has as many states
 
-# keyword -> whether its value has the right type, and what it must be
-_NUMBER = (
-    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value),
-    "a number within ±1.797e308",
-)
-_COUNT = (
-    lambda value: _NUMBER[0](value) and value >= 0 and value == int(value),
-    "a non-negative integer",
-)
-_STRING = (lambda value: isinstance(value, str), "a string")
-_STRINGS = (lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), "a list of strings")
-_LIST = (
-    lambda value: isinstance(value, list) and bool(value) and _has_finite_numbers(value),
-    "a list that is not empty, of numbers within ±1.797e308 and other values",
-)
-_TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
-_TYPE = (
-    lambda value: (
-        isinstance(value, str | list)
-        and bool(value)
-        and all(isinstance(name, str) and name in _TYPES for name in ([value] if isinstance(value, str) else value))
-    ),
-    f"one of {', '.join(sorted(_TYPES))}, or a list of them",
-)
-_ANY = (lambda value: _has_finite_numbers(value), "without numbers beyond ±1.797e308")
-_Check = tuple[Callable[[Any], bool], str]
-
-
-def _has_finite_numbers(value: Json) -> bool:
-    pending = [value]
-    while pending:
-        one = pending.pop()
-        if isinstance(one, list | dict):
-            pending.extend(one.values() if isinstance(one, dict) else one)
-        elif isinstance(one, int | float) and not is_finite(one):
-            return False
-    return True
-
-
-def _is_short(divisor: float) -> bool:
-    _, digits, exponent = Decimal(str(divisor)).normalize().as_tuple()
-    return exponent >= -9 and int("".join(map(str, digits))) * 10 ** max(exponent, 0) <= MAX_DIVISOR
-
-
-VALUES: dict[str, _Check] = {
-    "type": _TYPE,
-    "enum": _LIST,
-    "const": _ANY,
-    "minLength": _COUNT,
-    "maxLength": _COUNT,
-    "pattern": _STRING,
-    "format": _STRING,
-    "minimum": _NUMBER,
-    "maximum": _NUMBER,
-    "exclusiveMinimum": _NUMBER,
-    "exclusiveMaximum": _NUMBER,
-    "multipleOf": (
-        lambda value: _NUMBER[0](value) and value > 0 and _is_short(value),
-        f"a number above 0 that is at most {MAX_DIVISOR:,} times a power of ten down to 1e-9",
-    ),
-    "minItems": _COUNT,
-    "maxItems": _COUNT,
-    "required": _STRINGS,
-    "minProperties": _COUNT,
-    "maxProperties": _COUNT,
-}
-# the values of other keywords
-CHECKED: dict[str, _Check] = {
-    "minContains": _COUNT,
-    "maxContains": _COUNT,
-    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
-    "dependentRequired": (
-        lambda value: isinstance(value, dict) and all(map(_STRINGS[0], value.values())),
-        "an object of lists of strings",
-    ),
-    "dependentSchemas": (lambda value: isinstance(value, dict), "an object of schemas"),
-    "dependencies": (lambda value: isinstance(value, dict), "an object of schemas and lists of strings"),
-}
 MAPS = ("properties", "patternProperties")  # of names to schemas
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")  # of schemas
 SCHEMAS = ("items", "additionalProperties")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 ENFORCED = (*VALUES, *MAPS, *LISTS, *SCHEMAS, "$ref")
 # the formats that are enforced; others are annotations
 FORMATS = frozenset(
@@ -128,17 +51,9 @@ def structured_output() -> dict[str, str | list[str]]:
     }
 
 
-class SchemaError(ValueError):
-    """A schema is invalid, or has a keyword that cannot be enforced. `path` is a JSON pointer to the subschema."""
-
-    def __init__(self, path: str, keyword: str | None, reason: str):
-        self.path, self.keyword = path or "#", keyword
-        super().__init__(f"at {self.path}: {f'{keyword}: ' if keyword else ''}{reason}")
-
-
 def normalize(schema: Json, close: bool = False) -> dict[str, Any] | bool:
     """The schema in the compiler's subset. `close`: objects that it describes have no other properties, unless it says
-    what these are. Raises SchemaError.
+    which. Raises SchemaError.
     """
     return _Normalizer(schema).run(Closing.CLOSED if close else Closing.OPEN)
 
@@ -159,6 +74,8 @@ def children(schema: Json) -> Iterator[tuple[str, Any]]:
 class _Normalizer:
     def __init__(self, root: Json):
         self.root = root
+        self.checked: set[int] = set()
+        check(root, "#", self.checked)
         self.names: dict[_Place, str] = {}  # -> the name below $defs
         self.pending: list[tuple[_Place, Any]] = []  # with the subschemas, of names whose definition is not yet made
         self.definitions: dict[str, Schema] = {}
@@ -167,7 +84,7 @@ class _Normalizer:
         self.anchors = {f"#{name}": path for name, path in _anchors(root, "#")}
 
     def run(self, closing: Closing) -> dict[str, Any] | bool:
-        result = self._schema(self.root, "#", 0, closing)
+        result = self._schema(self.root, "#", closing)
         while self.pending:
             self._define(*self.pending.pop())
         self._refuse_endless(result)
@@ -176,7 +93,7 @@ class _Normalizer:
         return result
 
     def _refuse_endless(self, root: Schema) -> None:
-        """References that lead to nothing but themselves."""
+        """Refuse references that lead only to themselves."""
         for path, schema in [("#", root), *((place[0], self.definitions[name]) for place, name in self.names.items())]:
             seen: set[str] = set()
             while isinstance(schema, dict) and (schema.keys() == {"$ref"} or _is_wrapped(schema)):
@@ -192,7 +109,7 @@ class _Normalizer:
         name = self.names[place]
         if name not in self.definitions:
             self.defining.add(name)
-            self.definitions[name] = self._schema(target, place[0], 0, place[1])
+            self.definitions[name] = self._schema(target, place[0], place[1])
             self.defining.remove(name)
 
     def _target(self, reference: str) -> Schema:
@@ -206,29 +123,25 @@ class _Normalizer:
                 break
         return self.definitions[name]
 
-    def _schema(self, schema: Json, path: str, depth: int, closing: Closing) -> dict[str, Any] | bool:
+    def _schema(self, schema: Json, path: str, closing: Closing) -> dict[str, Any] | bool:
         self.num_subschemas += 1
         if self.num_subschemas > MAX_SUBSCHEMAS:
             raise SchemaError(path, None, f"the schema has more than {MAX_SUBSCHEMAS} subschemas")
-        if depth > MAX_DEPTH:
-            raise SchemaError(path, None, f"the schema is nested more than {MAX_DEPTH} levels deep")
         if isinstance(schema, bool):
             return schema
-        if not isinstance(schema, dict):
-            raise SchemaError(path, None, "a schema must be an object or a boolean")
         if path != "#" and "$id" in schema and any(_references(schema)):
             raise SchemaError(path, "$id", "references within an embedded schema resource are not supported")
         schema = _modern(schema)
         self._refuse(schema, path)
         try:
-            return self._whole(schema, path, depth, closing, {})
+            return self._whole(schema, path, closing, {})
         except SchemaError as error:
             if closing is Closing.OPEN or (error.path, error.keyword) != (path, "oneOf"):
                 raise
-            return self._whole(schema, path, depth, closing, {"oneOf": Closing.OPEN})  # as the complement must be
+            return self._whole(schema, path, closing, {"oneOf": Closing.OPEN})  # as the complement must be
 
     def _whole(
-        self, schema: dict[str, Any], path: str, depth: int, closing: Closing, of_parts: dict[str, Closing]
+        self, schema: dict[str, Any], path: str, closing: Closing, of_parts: dict[str, Closing]
     ) -> dict[str, Any] | bool:
         """`of_parts`: of the subschemas of a keyword, where it is not that of all parts."""
         usual = how_parts(schema, closing)
@@ -236,34 +149,30 @@ class _Normalizer:
         for keyword, value in schema.items():  # in order: properties are generated in the order of the schema
             at, parts = f"{path}/{keyword}", of_parts.get(keyword, usual)
             if keyword in VALUES:
-                check, expected = VALUES[keyword]
-                if not check(value):
-                    raise SchemaError(path, keyword, f"must be {expected}")
-                if check is _COUNT[0]:
+                if keyword in COUNTS:
                     result.update(_count(keyword, int(value), path))
                 elif keyword != "format" or value in FORMATS:
                     result[keyword] = value
             elif keyword in MAPS:
-                if not isinstance(value, dict):
-                    raise SchemaError(path, keyword, "must be an object of schemas")
                 result[keyword] = {
-                    name: self._schema(child, f"{at}/{escaped(name)}", depth + 1, closing.of_children)
+                    name: self._schema(child, f"{at}/{escaped(name)}", closing.of_children)
                     for name, child in value.items()
                 }
             elif keyword in LISTS:
-                if not isinstance(value, list) or not value:
-                    raise SchemaError(path, keyword, "must be a list of schemas that is not empty")
                 how = closing.of_children if keyword == "prefixItems" else parts
-                result[keyword] = [self._schema(child, f"{at}/{i}", depth + 1, how) for i, child in enumerate(value)]
+                result[keyword] = [self._schema(child, f"{at}/{i}", how) for i, child in enumerate(value)]
             elif keyword in SCHEMAS:
-                result[keyword] = self._schema(value, at, depth + 1, closing.of_children)
+                result[keyword] = self._schema(value, at, closing.of_children)
             elif keyword == "$ref":
                 result[keyword] = f"#/$defs/{self._definition(value, path, parts)}"
+        values = result.get("enum", [result["const"]] if "const" in result else None)
+        if values is not None and not any(may_be(value, result) for value in values):
+            return False
         self._bound(result, path)
         closed = []
         if closing is Closing.CLOSED and (usual is not Closing.CLOSED or Closing.OPEN in of_parts.values()):
             closed = self._close(schema, result)
-        parts = [*self._parts(schema, result, path, depth, closing), *closed]
+        parts = [*self._parts(schema, result, path, closing), *closed]
         return False if False in parts else Derived(result, parts) if parts else result
 
     def _bound(self, result: dict[str, Any], path: str) -> None:
@@ -293,9 +202,7 @@ class _Normalizer:
         known = described([schema], self._place_of)
         return [known.schema()] if known.closes() else []
 
-    def _parts(
-        self, schema: dict[str, Any], base: dict[str, Any], path: str, depth: int, closing: Closing
-    ) -> list[Schema]:
+    def _parts(self, schema: dict[str, Any], base: dict[str, Any], path: str, closing: Closing) -> list[Schema]:
         """The constraints of the keywords that `base` lacks; removes replaced ones from `base`."""
 
         def inner(step: str, child: Json) -> Schema:
@@ -303,11 +210,8 @@ class _Normalizer:
             how = Closing.OPEN if keyword in _COMPLEMENTED else how_parts(schema, closing)
             if keyword == "unevaluatedProperties":
                 how = closing.of_children
-            return self._schema(child, f"{path}/{step}", depth + 1, how)
+            return self._schema(child, f"{path}/{step}", how)
 
-        for keyword, (check, expected) in CHECKED.items():
-            if keyword in schema and not check(schema[keyword]):
-                raise SchemaError(path, keyword, f"must be {expected}")
         parts = []
         for keyword in LIMITED:
             try:
@@ -331,8 +235,6 @@ class _Normalizer:
         return self.names[place]
 
     def _pointer(self, reference: Json, path: str) -> str:
-        if not isinstance(reference, str):
-            raise SchemaError(path, "$ref", "must be a string")
         reference = self.anchors.get(reference, reference)
         if reference != "#" and not reference.startswith("#/"):
             raise SchemaError(path, "$ref", f"{reference[:100]!r} is not a reference of the form #/path in this schema")
@@ -355,6 +257,7 @@ class _Normalizer:
                 target = target[int(key)]
             else:
                 raise SchemaError(path, "$ref", f"there is nothing at {pointer[:200]!r}")
+        check(target, pointer, self.checked)
         return target
 
 

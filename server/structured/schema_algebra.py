@@ -1,6 +1,7 @@
 """Complements and comparisons of normalized JSON schemas.
 
 All are exact: what a keyword cannot express raises `Inexpressible`. `resolve` gives the schema that a `$ref` names.
+llguidance lacks `not`, and with it whatever needs a complement; it finds fewer schemas to exclude each other.
 """
 
 from __future__ import annotations
@@ -306,7 +307,7 @@ def _next(bound: float, rounded: Callable[[float], int], step: int) -> float:
 
 
 def disjoint(a: Schema, b: Schema, resolve: Resolve, seen: frozenset[str] = frozenset()) -> bool:
-    """Whether no value is valid for both, as far as types, constants and properties show."""
+    """Return whether no value is valid for both, as far as types, constants and properties show."""
     for one, other in ((a, b), (b, a)):
         if one is False:
             return True
@@ -327,12 +328,13 @@ def disjoint(a: Schema, b: Schema, resolve: Resolve, seen: frozenset[str] = froz
 def _disjoint_values(a: dict[str, Any], b: dict[str, Any]) -> bool:
     for one, other in ((a, b), (b, a)):
         given = one.get("enum", [one["const"]] if "const" in one else None)
-        if given is not None and not any(_may_be(value, other) for value in given):
+        if given is not None and not any(may_be(value, other) for value in given):
             return True
     return False
 
 
-def _may_be(value: Json, schema: dict[str, Any]) -> bool:
+def may_be(value: Json, schema: dict[str, Any]) -> bool:
+    """Return whether a value has one of the types of `schema` and is one of its constants."""
     if not any(_is(value, kind) for kind in types_of(schema)):
         return False
     given = schema.get("enum", [schema["const"]] if "const" in schema else None)

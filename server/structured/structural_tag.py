@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.server.structured.keywords import MAX_DEPTH, SchemaError, check
 from quire.server.structured.lark import ANY_TEXT, Builder, StructureError, quoted
-from quire.server.structured.schema import MAX_DEPTH
+from quire.server.structured.library_errors import NOTHING
+from quire.server.structured.schema import normalize
+from quire.server.structured.structure import ARGUMENTS
 from quire.server.structured.xml_parameters import parameters
 from quire.server.values import Json
 
@@ -57,12 +60,14 @@ class _Translation:
 
     def __init__(self, builder: Builder):
         self.builder = builder
+        self.place = ""  # of the arguments that are translated, for errors
+        self.definitions: dict[str, Any] = {}  # in the schema of these arguments
 
     def format(self, node: Json, path: str, end: str | int | None, depth: int) -> str:
         if not isinstance(node, dict):
             raise StructureError(f"{path}: must be an object")
         if depth > MAX_DEPTH:
-            raise StructureError(f"{path}: nested more than {MAX_DEPTH} levels deep")
+            raise StructureError(f"{self.place or path}: nested more than {MAX_DEPTH} levels deep")
         kind = node.get("type")
         translate = _FORMATS.get(kind) if isinstance(kind, str) else None
         if translate is None:
@@ -77,12 +82,30 @@ class _Translation:
     def json_schema(self, node: dict, path: str, end: str | int | None, depth: int) -> str:
         if "json_schema" not in node:
             raise StructureError(f"{path}.json_schema: missing")
-        style = node.get("style", "json")
+        schema, style, place = node["json_schema"], node.get("style", "json"), self.place or f"{path}.json_schema"
+        if isinstance(schema, dict):
+            schema = {**self.definitions, **schema}
         if style == "json":
-            return self.builder.json(node["json_schema"], f"{path}.json_schema ")
+            return self.builder.json(schema, f"{place} ")
         if style not in XML_STYLES:
             raise StructureError(f"{path}.style: {str(style)[:50]!r} is not one of json, {', '.join(XML_STYLES)}")
-        return parameters(node["json_schema"], style, f"{path}.json_schema", self.builder)
+        return parameters(schema, style, place, self.builder)
+
+    def arguments(self, node: dict, path: str, end: str | int | None, depth: int) -> str:
+        schema, content = _get(node, "schema", dict, path), _get(node, "content", dict, path)
+        self.place = f"parameters of {_get(node, 'name', str, path)}"
+        self.definitions = {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
+        whole = {**schema, "type": "object"}
+        try:
+            check(schema)
+            if content.get("type") != "json_schema" and normalize(whole, self.builder.close) is False:
+                raise SchemaError("#", None, NOTHING)
+        except SchemaError as error:
+            raise StructureError(f"{self.place} {error}") from None
+        self.builder.schemas.append((f"{self.place} ", whole))
+        found = self.format(content, path, end, depth)
+        self.place, self.definitions = "", {}
+        return found
 
     def qwen_xml_parameter(self, node: dict, path: str, end: str | int | None, depth: int) -> str:
         return self.json_schema({**node, "style": "qwen_xml"}, path, end, depth)
@@ -162,6 +185,15 @@ class _Translation:
             raise StructureError(f"{path}: min and max must be in order, from 0 to {MAX_REPEAT}; max may be -1")
         content = self.format(node.get("content"), f"{path}.content", None, depth)
         return f"({content}){{{least},{'' if most == -1 else most}}}"
+
+    def members(self, node: dict, path: str, end: str | int | None, depth: int) -> str:
+        """Members of an object, each at most once, in their order."""
+        members = []
+        for i, part in enumerate(_get(node, "members", list, path)):
+            at = f"{path}.members.{i}"
+            content = self.format(part.get("content"), f"{at}.content", None, depth)
+            members.append((_get(part, "required", bool, at), content))
+        return self.builder.members(members, self.builder.literal(_get(node, "separator", str, path)))
 
     # ---- tags
 
@@ -314,6 +346,7 @@ _Translate = Callable[[_Translation, dict, str, Any, int], str]
 _FORMATS: dict[str, _Translate] = {
     "const_string": _Translation.const_string,
     "json_schema": _Translation.json_schema,
+    ARGUMENTS: _Translation.arguments,
     "qwen_xml_parameter": _Translation.qwen_xml_parameter,
     "regex": _Translation.regex,
     "grammar": _Translation.grammar,
@@ -327,6 +360,7 @@ _FORMATS: dict[str, _Translate] = {
     "star": _Translation.star,
     "plus": _Translation.plus,
     "repeat": _Translation.repeat,
+    "members": _Translation.members,
     "tag": _Translation.tag,
     "triggered_tags": _Translation.triggered_tags,
     "token_triggered_tags": _Translation.token_triggered_tags,
@@ -358,7 +392,7 @@ def _beginning(node: Json) -> Any:
 def _get(node: Json, name: str, expected: type, path: str) -> Any:
     value = node.get(name) if isinstance(node, dict) else None
     if type(value) is not expected:
-        what = {str: "a text", list: "a list", int: "a number", dict: "an object"}[expected]
+        what = {str: "a text", list: "a list", int: "a number", dict: "an object", bool: "a boolean"}[expected]
         raise StructureError(f"{path}.{name}".lstrip(".") + f": must be {what}")
     return value
 

@@ -1,4 +1,4 @@
-"""The constraint on a request's output, in no dialect's words."""
+"""Dialect-neutral output constraint."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ MAX_BYTES = 2**18  # per structure as JSON
 # Type of a part of a structural tag that the server makes, with "elements" and a "name": its first element, or the
 # second if the first cannot be enforced.
 BEST_EFFORT = "best_effort"
+# Type of a part for the arguments of a tool's call: "content", which holds them to the "schema" of the tool "name".
+ARGUMENTS = "arguments"
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
@@ -34,7 +36,7 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     `param` is the request field that holds it, for error messages.
 
     `after` is the end of a part that the structure does not constrain (thinking): token ids, which must be sampled in
-    this order, or a text. The structure applies to what follows its first occurrence in the output.
+    this order, or a text. The structure applies to the output after its first occurrence.
     """
 
     kind: Kind

@@ -30,7 +30,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-# the imports that have characters that are rewritten, by what they match in Lark's library
+# the imports that have characters that are rewritten, by their pattern in Lark's library
 _COMMON = {
     "ESCAPED_STRING": r'"(?:[^"\\]|\\.)*"',
     "SH_COMMENT": r"#[^\n]*",

@@ -8,10 +8,16 @@ from typing import Any
 from quire.server.structured.lark import ANY_TEXT, WHITESPACE, Builder, grammar_text, quoted
 from quire.server.structured.structural_tag import expression
 from quire.server.structured.structure import Structure
+from quire.server.values import Json
 
 
-def to_lark(structure: Structure, specials: Mapping[str, int], eos_ids: Sequence[int]) -> str:
-    """The grammar. Raises StructureError.
+def to_lark(
+    structure: Structure,
+    specials: Mapping[str, int],
+    eos_ids: Sequence[int],
+    schemas: list[tuple[str, Json]] | None = None,
+) -> str:
+    """The grammar; appends the schemas that it has to `schemas`, with their places. Raises StructureError.
 
     Regular expressions and Lark texts are checked when the result is compiled.
     """
@@ -19,6 +25,8 @@ def to_lark(structure: Structure, specials: Mapping[str, int], eos_ids: Sequence
     if not structure.compact:
         options = {"whitespace_pattern": structure.whitespace or WHITESPACE}
     builder = Builder(specials, eos_ids, options, not structure.additional_properties)
+    if schemas is not None:
+        builder.schemas = schemas
     if structure.kind == "grammar" and not isinstance(structure.after, str):
         return grammar_text(structure.value, specials, eos_ids)
     start = _expression(structure, builder)

@@ -10,9 +10,10 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
+from quire.server.structured.keywords import MAX_DEPTH, SchemaError
 from quire.server.structured.lark import ANY_TEXT, StructureError, quoted
 from quire.server.structured.limited_keywords import LIMITED
-from quire.server.structured.schema import ENFORCED, MAPS, MAX_DEPTH, REFUSED, SchemaError, normalize
+from quire.server.structured.schema import ENFORCED, MAPS, REFUSED, normalize
 from quire.server.structured.schema_algebra import Derived, types_of
 from quire.server.structured.text_grammar import LARK
 from quire.server.values import Json
@@ -51,7 +52,7 @@ def alternatives(schema: Json, root: Json, path: str, depth: int = 0) -> Iterato
         yield schema
         return
     bare = {key: value for key, value in schema.items() if key in VALIDATING}
-    if bare.keys() == {"anyOf"} and isinstance(bare["anyOf"], list) and bare["anyOf"]:
+    if bare.keys() == {"anyOf"}:
         for branch in bare["anyOf"]:
             yield from alternatives(branch, root, path, depth + 1)
     elif bare.keys() == {"$ref"} and (target := _target(bare["$ref"], root)) is not None:
@@ -73,20 +74,19 @@ def alternatives(schema: Json, root: Json, path: str, depth: int = 0) -> Iterato
 
 def constants(schema: dict[str, Any]) -> list[Any] | None:
     """The values of `enum` or `const`."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return values if isinstance(values, list) and values else None
+    return schema.get("enum", [schema["const"]] if "const" in schema else None)
 
 
 def _target(reference: Json, root: Json) -> Any:
     """The definition that a reference names; None if it names something else."""
-    match reference.split("/") if isinstance(reference, str) else ():
-        case ["#", "$defs" | "definitions" as where, name] if isinstance(root.get(where), dict):
-            return root[where].get(name)
+    match reference.split("/"):
+        case ["#", "$defs" | "definitions" as where, name]:
+            return root.get(where, {}).get(name)
     return None
 
 
 def is_text(schema: Json) -> bool:
-    """Whether all values of one of the `alternatives` are strings."""
+    """Return whether all values of one of the `alternatives` are strings."""
     if not isinstance(schema, dict):
         return False
     if (values := constants(schema)) is not None:
@@ -95,7 +95,7 @@ def is_text(schema: Json) -> bool:
 
 
 def may_be_text(schema: Json) -> bool:
-    """Whether some values of one of the `alternatives` that is no text may be strings, as far as `type` shows."""
+    """Return whether values of one of the `alternatives` that is no text may be strings, as far as `type` shows."""
     return isinstance(schema, dict) and constants(schema) is None and "string" in types_of(schema)
 
 

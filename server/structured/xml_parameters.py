@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.server.structured.keywords import SchemaError, check
 from quire.server.structured.lark import ANY_TEXT, Builder, StructureError, quoted
 from quire.server.structured.object_shapes import PLAIN, Shape, shapes
+from quire.server.structured.schema_algebra import types_of
 from quire.server.structured.text_grammar import before_tag, lark_of
 from quire.server.structured.written_values import (
     VALIDATING,
@@ -35,13 +37,15 @@ _SPACE = r"/[ \t\r\n]{0,8}/"
 def parameters(schema: Json, style: str, path: str, builder: Builder) -> str:
     """An expression for the properties of `schema`, in its order. Raises StructureError.
 
-    Properties beside those that it lists are not possible; a schema that lists none allows any, unless it says not.
+    Other properties than those that it lists are not possible; a schema that lists none allows any, unless it says not.
     """
-    if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
-        raise StructureError(f"{path}: parameters need the schema of an object")
+    try:
+        check(schema)
+    except SchemaError as error:
+        raise StructureError(f"{path} {error}") from None
+    if not isinstance(schema, dict) or "object" not in types_of(schema):
+        raise StructureError(f"{path} at #: type: the parameters of a call are an object")
     required = schema.get("required", [])
-    if not isinstance(required, list):
-        raise StructureError(f"{path} at #: required: must be a list of strings")
     if schema.keys() & VALIDATING <= PLAIN:
         shape = Shape(
             schema.get("properties", {}), frozenset(required), schema.get("additionalProperties", True) is False

@@ -39,6 +39,7 @@ def tenant_of(scope: Scope) -> str:
 class _Tenant:
     used: float  # seconds, comparable among tenants: see `_enter`
     waiting: deque[tuple[int, asyncio.Future[None]]]  # (bytes, set when its turn has come)
+    num_running: int = 0
 
 
 class Turns:
@@ -46,8 +47,19 @@ class Turns:
     until it is alone. Belongs to one event loop.
     """
 
-    def __init__(self, num_slots: int, *, max_bytes: int | None = None, max_waiting: int | None = None, what: str = ""):
-        """`max_waiting` bounds the waiting pieces of one tenant; `what` is their name in the error, in plural."""
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        per_tenant: int | None = None,
+        max_bytes: int | None = None,
+        max_waiting: int | None = None,
+        what: str = "",
+    ):
+        """`per_tenant` bounds the slots that one tenant holds at once, `max_waiting` its waiting pieces. `what`
+        names these in the error, in plural.
+        """
+        self._per_tenant = num_slots if per_tenant is None else per_tenant
         self._free, self._num_slots = num_slots, num_slots
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._max_waiting, self._what = max_waiting, what
@@ -94,7 +106,7 @@ class Turns:
 
     async def _begin_turn(self, tenant: str, num_bytes: int) -> None:
         one = self._enter(tenant)
-        if not one.waiting and self._fits(num_bytes) and not self._others_wait():
+        if not one.waiting and self._may_begin(one) and self._fits(num_bytes) and not self._others_wait():
             self._begin(one, num_bytes)
             return
         if self._max_waiting is not None and len(one.waiting) >= self._max_waiting:
@@ -118,7 +130,11 @@ class Turns:
         """The tenant's state. One that had no work for a while does not make up for the time it did not use."""
         if (one := self._tenants.get(tenant)) is None:
             if len(self._tenants) >= _MAX_TENANTS:
-                idle = [name for name, it in self._tenants.items() if not it.waiting and it.used <= self._now]
+                idle = [
+                    name
+                    for name, it in self._tenants.items()
+                    if not it.waiting and not it.num_running and it.used <= self._now
+                ]
                 for name in idle:
                     del self._tenants[name]
             one = self._tenants[tenant] = _Tenant(self._now, deque())
@@ -126,8 +142,11 @@ class Turns:
             one.used = max(one.used, self._now)
         return one
 
+    def _may_begin(self, one: _Tenant) -> bool:
+        return one.num_running < self._per_tenant
+
     def _others_wait(self) -> bool:
-        return any(one.waiting for one in self._tenants.values())
+        return any(one.waiting and self._may_begin(one) for one in self._tenants.values())
 
     def _fits(self, num_bytes: int) -> bool:
         if not self._free:
@@ -136,6 +155,7 @@ class Turns:
 
     def _begin(self, one: _Tenant, num_bytes: int) -> None:
         self._free -= 1
+        one.num_running += 1
         self._num_bytes += num_bytes
         self._now = max(self._now, one.used)
         one.used += _QUANTUM
@@ -143,13 +163,14 @@ class Turns:
     def _give_back(self, tenant: str, num_bytes: int, seconds: float) -> None:
         self._free += 1
         self._num_bytes -= num_bytes
-        if (one := self._tenants.get(tenant)) is not None:
-            one.used += max(seconds - _QUANTUM, 0.0)
+        one = self._tenants[tenant]  # it stays while it has running pieces
+        one.num_running -= 1
+        one.used += max(seconds - _QUANTUM, 0.0)
         self._next()
 
     def _next(self) -> None:
         """Begin the pieces whose turn it is. A large one is not overtaken, or it would wait for ever."""
-        while waiting := [one for one in self._tenants.values() if one.waiting]:
+        while waiting := [one for one in self._tenants.values() if one.waiting and self._may_begin(one)]:
             one = min(waiting, key=lambda one: one.used)
             num_bytes, turn = one.waiting[0]
             if turn.cancelled():  # its task does not know yet

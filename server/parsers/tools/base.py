@@ -13,6 +13,7 @@ from typing import Any
 from quire.server.parsers.markers import Markers
 from quire.server.parsers.reader import Reader, Wait
 from quire.server.parsers.recognition import HasToken
+from quire.server.values import Json
 
 Format = dict[str, Any]  # a part of a structural tag, in xgrammar's JSON form
 
@@ -82,7 +83,9 @@ def arguments(tool: Tool, required: bool, write: Callable[[dict[str, Any]], Form
     free = write({"type": "object"})
     if not (required or tool.strict):
         return free
-    enforced = write({**tool.parameters, "type": "object"})
+    schema = dict(tool.parameters)
+    content = write({**schema, "type": "object"})
+    enforced = {"type": "arguments", "schema": schema, "name": tool.name, "content": content}
     return {"type": "best_effort", "elements": [enforced, free], "name": tool.name} if tool.best_effort else enforced
 
 
@@ -94,8 +97,8 @@ def tag(begin: str, content: Format, end: str) -> Format:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def json_schema(schema: Mapping[str, Any], style: str = "json") -> Format:
-    return {"type": "json_schema", "json_schema": dict(schema), "style": style}
+def json_schema(schema: Json, style: str = "json") -> Format:
+    return {"type": "json_schema", "json_schema": schema, "style": style}
 
 
 def sequence(*elements: Format) -> Format:

@@ -24,15 +24,17 @@ from quire.server.parsers.tools.base import (
     json_schema,
     marked_calls,
     needs_structure,
+    separated,
     sequence,
     tag,
     text,
 )
-from quire.server.parsers.tools.members import members, with_definitions
+from quire.server.parsers.tools.members import members
 from quire.server.parsers.tools.pythonic import Pythonic, read_call
 from quire.server.values import Json
 
 _NAME = re.compile(r"[\w.\-]+")
+_MAX_DEPTH = 12  # of values in the format's own notation
 _CONSTRAINTS = {
     *("allOf", "anyOf", "oneOf", "not", "const", "patternProperties", "propertyNames", "dependentRequired", "if"),
     *("pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "uniqueItems", "contains", "prefixItems"),
@@ -74,21 +76,26 @@ class Gemma4(ToolFormat):
         ]
         return marked_calls(tags, begin, separator="", required=required, parallel=parallel)
 
-    def _members(self, schema: Mapping[str, Any]) -> Format:
+    def _members(self, schema: Mapping[str, Any], depth: int = 0) -> Format:
         free = {"type": "grammar", "grammar": _any_members(self.style.quote)}
-        return members(schema, lambda name, value: sequence(text(f"{name}:"), self._value(value)), ",", free)
 
-    def _value(self, schema: Json) -> Format:
+        def member(name: str, value: Json) -> Format:
+            return sequence(text(f"{name}:"), self._value(value, depth + 1))
+
+        return members(schema, member, ",", free)
+
+    def _value(self, schema: Json, depth: int) -> Format:
         """A value in the format's own notation; in JSON, which `literals` reads, too, if the schema asks for more than
-        types and properties.
+        types and properties, or is deep.
         """
+        if depth > _MAX_DEPTH:
+            return json_schema(schema)
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         if kind == "object" and not _CONSTRAINTS & set(schema):
-            return tag("{", self._members(schema), "}")
+            return tag("{", self._members(schema, depth), "}")
         if kind == "array" and isinstance(schema.get("items"), Mapping) and not _CONSTRAINTS & set(schema):
-            item = self._value(with_definitions(schema["items"], schema))
-            more = {"type": "star", "content": sequence(text(","), item)}
-            return tag("[", {"type": "optional", "content": sequence(item, more)}, "]")
+            items = separated([tag("", self._value(schema["items"], depth + 1), "")], ",", parallel=True)
+            return tag("[", {**items, "at_least_one": False}, "]")
         quote = self.style.quote
         choices = schema.get("enum") if isinstance(schema, Mapping) else None
         if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):

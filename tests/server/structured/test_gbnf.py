@@ -7,10 +7,13 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from quire.server.structured.gbnf import parse
+from quire.server.structured.gbnf_rules import rules_of
 from quire.server.structured.structure import Structure
-from tests.server.structured.walk import SPECIALS, accepts, matcher
+from tests.server.structured.walk import SPECIALS, TOKENIZER, accepts, ids, matcher
 
 
 def check(grammar: str, yes: list[str], no: list[str]) -> None:
@@ -152,6 +155,39 @@ ws ::= ([ \\t\\n]+)?
 )
 def test_recursive_grammars(grammar, yes, no):
     check(grammar, yes, no)
+
+
+# ---- differences between llguidance's own converter and ours
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ('root ::= word "b"\nword ::= [a-z]*\n', "aab"),  # llguidance reads the longest terminal
+        ('root ::= x "bc"\nx ::= "a" | "ab"\n', "abc"),
+        (ARITHMETIC, "a1+2=3\n"),
+        (PROGRAM, "int f(){return 1;}"),  # lines that are broken anywhere
+        ("root ::= [a&&b]+\n", "a&"),  # another syntax of sets
+        ("root ::= <tool>\n", "<tool>"),
+        ('root ::= "a"{2} | "x"{0} "c"\n', "c"),
+        ('root ::= ("a"?)* "c"\n', "aac"),
+    ],
+)
+def test_the_librarys_own_converter_reads_less(grammar, text):
+    assert accepts(Structure(kind="grammar", value=grammar), text)
+    try:
+        lark = '%llguidance {"no_forcing": true}' + gbnf_to_lark(grammar).removeprefix("%llguidance {}")
+    except Exception:  # it says so with exceptions of any kind
+        return
+    state = LLMatcher(TOKENIZER, lark, log_level=0)
+    assert state.try_consume_tokens(ids(text)) < len(ids(text)) or not state.is_accepting()
+
+
+def test_a_grammar_is_divided_only_where_terminals_read_into_each_other():
+    """A string of JSON is one terminal: by characters, a mask takes a hundred times as long."""
+    lark = rules_of(parse(JSON, lambda text: None)).splitlines()
+    assert len(lark) < 20
+    assert any("bfnrt" in line.replace("\\u{5c}", "") and "{4" in line for line in lark)
 
 
 # ---- any grammar, compared with a recognizer

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from quire.server.structured.schema import SchemaError, normalize
+from quire.server.structured.keywords import SchemaError
+from quire.server.structured.schema import normalize
 from quire.server.structured.structure import Structure
 from tests.server.structured.walk import ids, matcher, walk
 
@@ -148,6 +149,10 @@ def test_exactly_the_valid_instances_are_accepted(schema, instances, seed):
             if state.try_consume_tokens(tokens) == len(tokens) and state.is_accepting():
                 accepted.append(text)
         assert bool(accepted) == judge.is_valid(instance), instance
-    text, ended = walk(Structure(kind="json_schema", value=schema, compact=True), seed, 200)
+    try:
+        text, ended = walk(Structure(kind="json_schema", value=schema, compact=True), seed, 200)
+    except ValueError as error:  # closed, its objects may have no value
+        assert "no value is valid" in str(error), error
+        return
     if ended:
         judge.validate(json.loads(text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
@@ -83,6 +84,20 @@ def test_integers_beyond_64_bits(closed, route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
+def test_a_client_waits_for_a_process_as_long_as_it_said(closed, route):
+    server, _ = closed
+    assert post(server, route, described({"const": f"{route} before"})).status_code == 200
+    for process in server.state.structures._idle:
+        process._child.send_signal(signal.SIGSTOP)
+    path, body = ROUTES[route]
+    schema = described({"const": f"{route} after"})
+    answer = server.http.post(path, json={"model": MODEL, **body(schema)}, headers={"X-Request-Timeout": "0.2"})
+    assert answer.status_code == 503
+    assert "has passed" in answer.text
+    assert post(server, route, schema).status_code == 200  # by a new process
+
+
+@pytest.mark.parametrize("route", ROUTES)
 def test_objects_are_closed_by_default(closed, route):
     server, script = closed
     assert post(server, route, {"type": "object", "properties": {"a": {}}}).status_code == 200
@@ -118,3 +133,19 @@ def test_mistakes_are_named(closed, body, message):
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == message.split(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"enum": [1, 2]}, "tools: parameters of f at #: no value is valid."),
+        ({"type": ["object", "nonsense"]}, "tools: parameters of f at #: type: must be one of"),
+    ],
+)
+def test_a_strict_tool_that_no_call_can_satisfy(closed, parameters, message):
+    server, _ = closed
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    answer = server.http.post("/v1/chat/completions", json={"model": MODEL, "messages": ASK, "tools": [tool]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+    assert answer.json()["error"]["param"] == "tools"

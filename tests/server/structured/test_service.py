@@ -12,7 +12,6 @@ from quire.server.errors import BadRequest, Unavailable
 from quire.server.generate import structures as service
 from quire.server.generate.structures import Structures
 from quire.server.structured import compile_process, process
-from quire.server.structured.compile_process import MAX_SECONDS
 from quire.server.structured.structure import Structure
 from tests.server.structured.walk import COMPILER, EOS, SIZE, SPECIALS, TOKENS
 
@@ -91,7 +90,7 @@ def test_size_is_bounded():
     use(act)
 
 
-def test_a_process_that_does_not_answer_is_replaced(monkeypatch):
+def test_a_process_that_does_not_answer_is_replaced():
     """Also with a structure that does not fit into the pipe to it."""
 
     async def act(structures, state):
@@ -99,12 +98,50 @@ def test_a_process_that_does_not_answer_is_replaced(monkeypatch):
             await structures.grammar(Structure(kind="choice", value=["a", value[:2]]), state)
             stopped = structures._idle[0]
             stopped._child.send_signal(signal.SIGSTOP)
-            monkeypatch.setattr(process, "TIMEOUT", 0.3)
-            asyncio.get_running_loop().call_later(0.25, monkeypatch.setattr, process, "TIMEOUT", 30.0)
+            stopped.max_silence = 0.3
             assert await structures.grammar(Structure(kind="choice", value=[value]), state)
             assert stopped._child.poll() is not None
 
     use(act)
+
+
+@pytest.mark.slow
+def test_ten_seconds_without_progress_suffice():
+    """For a small and a large structure; those of others are compiled meanwhile."""
+    large = Structure(kind="choice", value=[f"word {i} {'x' * 20}" for i in range(7000)])
+
+    async def act(structures, state):
+        await structures.grammar(Structure(kind="regex", value="a"), state)
+        stopped, loop = structures._idle[0]._child, asyncio.get_running_loop()
+        stopped.send_signal(signal.SIGSTOP)
+        started = loop.time()
+        waiting = asyncio.ensure_future(structures.grammar(Structure(kind="regex", value="b"), state))
+        while structures._idle:
+            await asyncio.sleep(0.005)
+        assert await structures.grammar(large, state)
+        assert not waiting.done()
+        assert await waiting
+        assert stopped.poll() is not None
+        for one in structures._idle:
+            one._child.send_signal(signal.SIGSTOP)
+        larger = Structure(kind="choice", value=[*large.value, "z"])
+        assert await structures.grammar(larger, state)
+        assert loop.time() - started < 50.0  # twice ten seconds, and the compilations
+
+    use(act)
+
+
+def test_silence_ends_with_any_progress():
+    """A large structure on a busy machine: as long as the process gets some time, it is not silent."""
+    now, progress = 0.0, 0.0
+    silence = process.Silence(lambda: progress, lambda: now)
+    for _ in range(400):
+        now += 9.0
+        assert silence.seconds() == 9.0
+        now, progress = now + 0.5, progress + 0.01
+        assert silence.seconds() == 0.0
+    now += process.MAX_SILENCE
+    assert silence.seconds() == process.MAX_SILENCE
 
 
 def test_a_process_that_was_killed_while_idle_is_replaced():
@@ -149,20 +186,66 @@ def test_what_exceeds_the_limits_twice_is_unavailable_and_tried_again_later(monk
 
 
 @pytest.mark.slow
-def test_time_is_that_of_the_process_and_not_the_walls():
-    """A process that gets no CPU for longer than its limit goes on."""
+def test_a_process_that_makes_progress_goes_on():
+    """One that gets a little CPU time now and then is not replaced, however long it takes."""
 
     async def act(structures, state):
         await structures.grammar(Structure(kind="regex", value="a"), state)
-        child = structures._idle[0]._child
+        one, loop = structures._idle[0], asyncio.get_running_loop()
+        one.max_silence = 1.0
         schema = {"type": "object", "properties": {f"field{i}": {"type": "string"} for i in range(300)}}
         compiling = asyncio.ensure_future(structures.grammar(Structure(kind="json_schema", value=schema), state))
-        await asyncio.sleep(0.01)
-        child.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(MAX_SECONDS + 0.3)
-        child.send_signal(signal.SIGCONT)
+        started = loop.time()
+        while loop.time() - started < 4 * one.max_silence:
+            used = one._cpu_time()
+            while one._cpu_time() == used and not compiling.done():
+                await asyncio.sleep(0.002)
+            one._child.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(one.max_silence / 3)
+            one._child.send_signal(signal.SIGCONT)
         assert await compiling
-        assert structures._idle[0]._child is child
+        assert structures._idle == [one]
+
+    use(act)
+
+
+@pytest.fixture
+def processes(monkeypatch) -> list[process.CompileProcess]:
+    """Those that are made."""
+    made = []
+
+    class Recorded(process.CompileProcess):
+        def __init__(self, vocabulary: bytes):
+            super().__init__(vocabulary)
+            made.append(self)
+
+    monkeypatch.setattr(service, "CompileProcess", Recorded)
+    return made
+
+
+async def stop(one: process.CompileProcess) -> None:
+    while one._child is None:
+        await asyncio.sleep(0.005)
+    one._child.send_signal(signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("value", ["z", "held 30"])
+def test_a_tenant_delays_no_other(processes, value):
+    """Whatever its structures do to their processes, and also if the other asks for one of them."""
+
+    async def act(structures, state):
+        held = [Structure(kind="choice", value=[f"held {i}"]) for i in range(40)]
+        waiting = [asyncio.ensure_future(structures.grammar(one, state, "greedy")) for one in held]
+        while len(processes) < service.PER_TENANT:
+            await asyncio.sleep(0.005)
+        stopped = list(processes)
+        await asyncio.gather(*map(stop, stopped))
+        assert await structures.grammar(Structure(kind="choice", value=[value]), state, "other")
+        assert all(one._child.poll() is None for one in stopped)
+        assert len(processes) == service.PER_TENANT + 1
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
     use(act)
 
@@ -180,7 +263,7 @@ def test_what_nobody_waits_for_is_dropped_and_tenants_take_turns():
         for one in waiting:
             one.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert list(structures._compiling) == [service._key(hanging[0])]  # the other tenant waits for it
+        assert list(structures._compiling) == [("other", service._key(hanging[0]))]
         twice.cancel()
         await asyncio.gather(twice, return_exceptions=True)
         assert not structures._compiling
@@ -268,7 +351,7 @@ def test_hostile_structures_end_in_time_and_stop_nobody():
         results = await asyncio.gather(*(structures.grammar(one, state) for one in HOSTILE), return_exceptions=True)
         watching.cancel()
         assert all(isinstance(result, str | BadRequest | Unavailable) for result in results), results
-        assert loop.time() - started < 10.0 * len(HOSTILE) / service.NUM_PROCESSES
+        assert loop.time() - started < 10.0 * len(HOSTILE) / service.PER_TENANT
         assert longest < 1.0
         assert await structures.grammar(Structure(kind="regex", value="z"), state)
 

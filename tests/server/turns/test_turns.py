@@ -54,6 +54,30 @@ def test_shares_are_of_time_not_of_pieces():
     assert heavy <= 8 and all_of_them == 20  # 40 light pieces take as long as 4 heavy ones
 
 
+def test_a_tenant_holds_its_part_of_the_slots_only():
+    async def main() -> None:
+        turns, ends, begun = Turns(3, per_tenant=2), asyncio.Event(), []
+
+        async def hold(tenant: str) -> None:
+            async with turns.turn(tenant):
+                begun.append(tenant)
+                await ends.wait()
+
+        pieces = [asyncio.create_task(hold(tenant)) for tenant in "aaaabab"]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert begun == ["a", "a", "b"]
+        pieces[0].cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(begun) == 4
+        ends.set()
+        await asyncio.gather(*pieces, return_exceptions=True)
+        assert sorted(begun) == [*"aaaaa", *"bb"]
+
+    asyncio.run(main())
+
+
 def test_bytes_are_bounded_and_a_large_piece_is_not_overtaken_for_ever():
     async def main() -> None:
         turns, order = Turns(4, max_bytes=100), []
