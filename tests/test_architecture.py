@@ -223,7 +223,7 @@ def test_parsers_know_only_text():
 def test_any_is_json():
     """Parameters and fields of the server that may be anything are `Json` (server/values.py); else `object` will do."""
     # values of templates, and nodes of the parser of `re`
-    others = {"quire.server.text.template_sandbox", "quire.server.structured.escaped_pattern"}
+    others = {"quire.server.text.template_sandbox", "quire.server.structured.schema.escaped_pattern"}
     found = []
     for module in (name for name in MODULES if within(name, "quire.server") and name not in others):
         for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):

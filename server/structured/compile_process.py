@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from quire.engine.messages import GRAMMAR_LIMITS
 from quire.server.structured.lark import StructureError
 from quire.server.structured.library_errors import NOTHING, OURS, readable
-from quire.server.structured.schema import children, normalize
+from quire.server.structured.schema.schema import children, normalize
 from quire.server.structured.structure import BEST_EFFORT, Answer, Structure, decoded
 from quire.server.structured.to_lark import to_lark
 from quire.server.values import Json

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.server.structured.keywords import SchemaError
 from quire.server.structured.lark import StructureError
-from quire.server.structured.schema import normalize
-from quire.server.structured.schema_algebra import Schema, common_types, is_free, types_of
+from quire.server.structured.schema.keywords import SchemaError
+from quire.server.structured.schema.schema import normalize
+from quire.server.structured.schema.schema_algebra import Schema, common_types, is_free, types_of
 
 MAX_SHAPES = 64
 PLAIN = frozenset({"type", "properties", "required", "additionalProperties"})

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.server.structured.keywords import MAX_DEPTH, SchemaError, check
 from quire.server.structured.lark import ANY_TEXT, Builder, StructureError, quoted
 from quire.server.structured.library_errors import NOTHING
-from quire.server.structured.schema import normalize
+from quire.server.structured.schema.keywords import MAX_DEPTH, SchemaError, check
+from quire.server.structured.schema.schema import normalize
 from quire.server.structured.structure import ARGUMENTS
 from quire.server.structured.xml_parameters import parameters
 from quire.server.values import Json

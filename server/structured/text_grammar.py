@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from quire.server.structured.escaped_pattern import IN_JSON, PatternError, Writing, written, written_text
+from quire.server.structured.schema.escaped_pattern import IN_JSON, PatternError, Writing, written, written_text
 from quire.server.values import Json
 
 LARK = "x-quire-lark"  # the keyword of a schema

@@ -10,11 +10,11 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from quire.server.structured.keywords import MAX_DEPTH, SchemaError
 from quire.server.structured.lark import ANY_TEXT, StructureError, quoted
-from quire.server.structured.limited_keywords import LIMITED
-from quire.server.structured.schema import ENFORCED, MAPS, REFUSED, normalize
-from quire.server.structured.schema_algebra import Derived, types_of
+from quire.server.structured.schema.keywords import MAX_DEPTH, SchemaError
+from quire.server.structured.schema.limited_keywords import LIMITED
+from quire.server.structured.schema.schema import ENFORCED, MAPS, REFUSED, normalize
+from quire.server.structured.schema.schema_algebra import Derived, types_of
 from quire.server.structured.text_grammar import LARK
 from quire.server.values import Json
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.server.structured.keywords import SchemaError, check
 from quire.server.structured.lark import ANY_TEXT, Builder, StructureError, quoted
 from quire.server.structured.object_shapes import PLAIN, Shape, shapes
-from quire.server.structured.schema_algebra import types_of
+from quire.server.structured.schema.keywords import SchemaError, check
+from quire.server.structured.schema.schema_algebra import types_of
 from quire.server.structured.text_grammar import before_tag, lark_of
 from quire.server.structured.written_values import (
     VALIDATING,

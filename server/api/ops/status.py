@@ -19,7 +19,7 @@ from quire.server.http.sse import JsonResponse
 from quire.server.incidents import Failure, Incidents, Restarts
 from quire.server.metrics.view import view_for
 from quire.server.startup.model_names import without_folders
-from quire.server.structured.schema import structured_output
+from quire.server.structured.schema.schema import structured_output
 from quire.server.values import Json
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -10,7 +10,7 @@ import pytest
 
 from quire.server.parsers.registry import TOOL_FORMATS, tool_format
 from quire.server.parsers.tools.base import Tool
-from quire.server.structured.keywords import SchemaError, check
+from quire.server.structured.schema.keywords import SchemaError, check
 from quire.server.structured.structure import MAX_BYTES, Structure, encoded
 from tests.server.structured.walk import COMPILER
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from quire.server.structured.keywords import SchemaError
-from quire.server.structured.schema import normalize
+from quire.server.structured.schema.keywords import SchemaError
+from quire.server.structured.schema.schema import normalize
 from quire.server.structured.structure import Structure
 from tests.server.structured.walk import ids, matcher, walk
 

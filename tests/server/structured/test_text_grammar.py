@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quire.server.parsers.registry import TOOL_FORMATS, tool_format
 from quire.server.parsers.tools.base import Tool
 from quire.server.request.custom_input import CustomInput
-from quire.server.structured.escaped_pattern import IN_JSON
+from quire.server.structured.schema.escaped_pattern import IN_JSON
 from quire.server.structured.structure import Structure
 from quire.server.structured.text_grammar import LARK
 from tests.server.parsers.answers import add_up, events_of, parser

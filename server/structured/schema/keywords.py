@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any
 
-from quire.server.structured.large_numbers import is_finite
-from quire.server.structured.schema_algebra import escaped
+from quire.server.structured.schema.large_numbers import is_finite
+from quire.server.structured.schema.schema_algebra import escaped
 from quire.server.values import Json
 
 MAX_DEPTH = 64

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from quire.server.structured.schema_algebra import (
+from quire.server.structured.schema.schema_algebra import (
     Complement,
     Derived,
     Inexpressible,

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from quire.server.structured import rewriting
-from quire.server.structured.schema_algebra import (
+from quire.server.structured.schema.schema import rewriting
+from quire.server.structured.schema.schema_algebra import (
     Complement,
     Inexpressible,
     Resolve,

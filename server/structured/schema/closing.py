@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from quire.server.structured.schema_algebra import Schema
+from quire.server.structured.schema.schema_algebra import Schema
 
 _OPENS = ("additionalProperties", "unevaluatedProperties")
 _ONE = ("if", "then", "else", "not")  # keywords of one subschema of the same value

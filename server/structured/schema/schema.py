@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from quire.server.structured.closing import Closing, closed_alternative, described, has_parts, how_parts, own
-from quire.server.structured.keywords import MAX_SUBSCHEMAS, VALUES, SchemaError, check
-from quire.server.structured.large_numbers import BOUNDS, are_large, without_vacuous
-from quire.server.structured.limited_keywords import LIMITED, part_of
-from quire.server.structured.schema_algebra import Derived, Inexpressible, Schema, escaped, may_be
+from quire.server.structured.schema.closing import Closing, closed_alternative, described, has_parts, how_parts, own
+from quire.server.structured.schema.keywords import MAX_SUBSCHEMAS, VALUES, SchemaError, check
+from quire.server.structured.schema.large_numbers import BOUNDS, are_large, without_vacuous
+from quire.server.structured.schema.limited_keywords import LIMITED, part_of
+from quire.server.structured.schema.schema_algebra import Derived, Inexpressible, Schema, escaped, may_be
 from quire.server.values import Json
 
 MAX_COUNT = 2**31 - 1  # of characters, items or properties: no answer has more
