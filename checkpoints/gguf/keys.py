@@ -222,6 +222,15 @@ GENERAL: dict[str, Key] = {
     "tokenizer.rwkv.world": Key(_ANY, IDLE),
 } | _TOKEN_IDS
 _TOKEN_LISTS = ("scores", "token_type")
+_SPECIAL = (2, 3)  # tokenizer.ggml.token_type: unknown, control
+# by tokenizer.ggml.model: ids of special tokens that files may leave out
+_DEFAULT_IDS = {
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
+    "gpt2": {"bos": 11, "eos": 11},
+    "t5": {"eos": 1, "unknown": 2, "padding": 0},
+    "plamo2": {"bos": 1, "eos": 2, "unknown": 0, "padding": 3},
+}
 
 # what an architecture does where the file has no choice, by key; others do what they read
 _SOFTMAX, _SIGMOID, _CHOSEN_SOFTMAX = 1, 2, 3
@@ -262,15 +271,20 @@ def check_types(metadata: Mapping[str, Any], path: Path) -> None:
             raise ValueError(f"{path}: tokenizer.ggml.{name} has {len(listed)} entries for {len(tokens)} tokens")
 
 
-def drop_wrong_ids(metadata: dict[str, Any], path: Path) -> None:
-    """Remove the ids of special tokens that the vocabulary does not have, as llama.cpp does."""
-    count = len(metadata.get("tokenizer.ggml.tokens") or [])
+def settle_ids(metadata: dict[str, Any], path: Path) -> None:
+    """Remove the ids of special tokens that the vocabulary does not have, and add those that llama.cpp takes where the
+    file names none. Of the latter only special tokens count: token 11 of GPT-2's vocabulary is a comma.
+    """
+    count, kinds = len(metadata.get("tokenizer.ggml.tokens") or []), metadata.get("tokenizer.ggml.token_type") or []
     for name in _TOKEN_IDS:
         if count and metadata.get(name, 0) >= count:
             logger.warning(
                 "%s: %s %s is not in the vocabulary of %s tokens: ignored", path, name, metadata[name], count
             )
             del metadata[name]
+    for name, token_id in _DEFAULT_IDS.get(metadata.get("tokenizer.ggml.model"), {}).items():
+        if token_id < len(kinds) and kinds[token_id] in _SPECIAL:
+            metadata.setdefault(f"tokenizer.ggml.{name}_token_id", token_id)
 
 
 def _is_of(name: str, kind: Any) -> bool:
