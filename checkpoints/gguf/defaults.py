@@ -11,6 +11,9 @@ from quire.checkpoints.gguf.header import GgufFile
 from quire.checkpoints.gguf.metadata import Default, Metadata
 
 
+_LATENT = "attn_kv_a_mqa.weight"  # of layers with latent attention
+
+
 def metadata_of(file: GgufFile) -> Metadata:
     """Return the metadata of a file, with the defaults of its architecture."""
     return Metadata(file, DEFAULTS)
@@ -35,7 +38,7 @@ def _shared_width(m: Metadata) -> int:
 
 
 def _shared_count(m: Metadata) -> int:
-    return _shared_width(m) // (m.one("expert_feed_forward_length") or 1)
+    return math.ceil(_shared_width(m) / (m.one("expert_feed_forward_length") or 1))
 
 
 def _sparse_layers(m: Metadata) -> list[int]:
@@ -60,7 +63,9 @@ def _head_dim(m: Metadata) -> int:
 
 def _kv_heads(m: Metadata) -> list[int] | int:
     """Return the number of KV heads of each layer, 0 where it does not attend. A fused tensor has them after q's."""
-    full, heads = m.get("attention.key_length"), m.one("attention.head_count")
+    full, heads, latent = m.get("attention.key_length"), m.one("attention.head_count"), m.layers_with(_LATENT)
+    if latent:
+        return [heads if i in latent else 0 for i in range(m.num_layers())]
     local = m.find("attention.key_length_swa") or full
     dims = [full] * m.num_layers()
     if local != full:
@@ -69,19 +74,17 @@ def _kv_heads(m: Metadata) -> list[int] | int:
     if not any(found):
         fused = [m.rows(f"blk.{i}.attn_qkv.weight") // dim for i, dim in enumerate(dims)]
         found = [(rows - heads) // 2 if rows else 0 for rows in fused]
-    if not any(found):
-        found = [heads if i in m.layers_with("attn_kv_a_mqa.weight") else 0 for i in range(len(dims))]
     return found if any(found) else heads
 
 
 def _latent_layer(m: Metadata) -> str | None:
     """Return the beginning of the names of the first layer with latent attention."""
-    return next((f"blk.{i}" for i in m.layers_with("attn_kv_a_mqa.weight")), None)
+    return next((f"blk.{i}" for i in m.layers_with(_LATENT)), None)
 
 
 def _rotary(m: Metadata) -> int:
     if layer := _latent_layer(m):
-        return m.rows(f"{layer}.attn_kv_a_mqa.weight") - m.get("attention.kv_lora_rank")
+        return m.rows(f"{layer}.{_LATENT}") - m.get("attention.kv_lora_rank")
     return m.get("attention.key_length")
 
 
@@ -151,7 +154,6 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
     "altup.num_inputs": (Default(_streams, note=_T),),
     "attention.head_count_kv": (Default(_kv_heads, note=_T),),
     "attention.key_length": (Default(_head_dim, note="embedding_length / attention.head_count"),),
-    "attention.key_length_swa": (Default(lambda m: m.get("attention.key_length"), note="attention.key_length"),),
     "attention.q_lora_rank": (Default(_query_rank, note=_T),),
     "attention.kv_lora_rank": (Default(_latent_rank, note=_T),),
     "attention.key_length_mla": (Default(_latent_key, note=_T),),
@@ -163,9 +165,6 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
     "expert_weights_scale": (Default(0.0),),
     "expert_weights_norm": (Default(True, ("kimi-linear", "lfm2moe")), Default(False)),
     # attention
-    "attention.layer_norm_rms_epsilon": (
-        Default(lambda m: m.find("attention.layer_norm_epsilon"), note="attention.layer_norm_epsilon"),
-    ),
     "attention.sliding_window": (
         Default(4096, ("gemma2",)),
         Default(_exaone4_window, ("exaone4",), "4096 with 64 layers"),
@@ -189,6 +188,10 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
     "rope.freq_base": (Default(10000.0),),
     "rope.freq_base_swa": (Default(10000.0, _OWN_LOCAL_THETA),),
     "rope.scaling.type": (Default("linear"),),
+    "rope.scaling.attn_factor": (Default(1.0),),
+    "rope.scaling.yarn_beta_fast": (Default(32.0),),
+    "rope.scaling.yarn_beta_slow": (Default(1.0),),
+    "rope.scaling.original_context_length": (Default(lambda m: m.get("context_length"), note="context_length"),),
     "rope.scaling.finetuned": (Default(True, _GRANITE),),
     # factors and bounds: 0 is none
     "attn_logit_softcapping": (Default(50.0, ("gemma2",)),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.checkpoints.gguf.metadata import Metadata, Settings
+from quire.checkpoints.gguf.metadata import NORM_EPSILONS, Metadata, Settings
 from quire.checkpoints.gguf.settings import gemma3
 
 _METHODS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type
@@ -61,7 +61,7 @@ def gemma(m: Metadata) -> Settings:
 
 
 def _encoder(m: Metadata) -> Settings:
-    return {"layer_norm_eps": m.get("attention.layer_norm_epsilon"), "num_key_value_heads": None, "head_dim": None}
+    return {"layer_norm_eps": m.either(*NORM_EPSILONS[::-1]), "num_key_value_heads": None, "head_dim": None}
 
 
 def _classifier(m: Metadata, prefix: str, **settings: Any) -> Settings:

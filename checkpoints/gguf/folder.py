@@ -155,7 +155,7 @@ def write_folder(file: GgufFile, folder: Path, progress: Progress = lambda phase
     from quire.checkpoints.gguf.tokenizer import tokenizer_files
 
     with reading(file.path, file.metadata):
-        config = model_config(file, _rope_factors(file))
+        config = model_config(file, rope_factors(file))
         tokenizer = tokenizer_files(file.metadata)
     progress(CONVERTING, 0.8)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def _write_json(folder: str, name: str, content: dict[str, Any]) -> None:
     Path(folder, name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
-def _rope_factors(file: GgufFile) -> dict[str, list[float]]:
+def rope_factors(file: GgufFile) -> dict[str, list[float]]:
     """The values of the tensors that scale rotary embeddings."""
     found = {}
     for name in IGNORED:

@@ -158,9 +158,13 @@ ARCHITECTURE: dict[str, Key] = {
     "rope.dimension_sections": Key(_ANY, IDLE, "the parts of a position are the same for text"),
     "rope.freq_base": Key(_THETA),
     "rope.freq_base_swa": Key(_THETA),
-    "rope.scale_linear": Key(_FACTOR, note="the older name of rope.scaling.factor"),
-    "rope.scaling.type": Key(TEXT, note="none, linear, yarn; the tensors rope_freqs and rope_factors_* count first"),
-    "rope.scaling.factor": Key(_FACTOR),
+    "rope.scale_linear": Key(_FACTOR, note="the older name of rope.scaling.factor", neutral=(0, 1)),
+    "rope.scaling.type": Key(
+        TEXT,
+        note="none, linear, yarn; the tensors rope_freqs and rope_factors_* count first",
+        neutral=("none", "linear"),
+    ),
+    "rope.scaling.factor": Key(_FACTOR, neutral=(0, 1)),
     "rope.scaling.alpha": Key(_FACTOR),
     "rope.scaling.attn_factor": Key(_FACTOR, neutral=(0, 1)),
     "rope.scaling.original_context_length": Key(_POSITIONS),
@@ -325,6 +329,10 @@ def _changes_nothing(suffix: str, value: Any, known: Key, kind: str, config: Map
         return _is_close(value, config.get("rope_theta", 0.0))
     if suffix == "attention.scale":
         return _is_close(value, (config.get("query_pre_attn_scalar") or _head_dim(config)) ** -0.5)
+    if suffix == "attention.sliding_window_pattern" and not config.get("sliding_window"):
+        return True
+    if suffix == "rope.scaling.original_context_length":
+        return (config.get("rope_scaling") or {}).get("rope_type") != "longrope"
     values = value if isinstance(value, list) else [value]
     return all(any(_is_close(entry, neutral) for neutral in known.neutral) for entry in values)
 
@@ -333,5 +341,7 @@ def _head_dim(config: Mapping[str, Any]) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
-def _is_close(value: Any, other: float) -> bool:
+def _is_close(value: Any, other: float | str) -> bool:
+    if isinstance(value, str) or isinstance(other, str):
+        return value == other
     return isinstance(value, int | float) and abs(value - other) <= 1e-5 * max(1.0, abs(other))

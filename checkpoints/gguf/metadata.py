@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from quire.checkpoints.gguf.header import GgufFile
 
 Settings = dict[str, Any]  # keys of a config.json
+NORM_EPSILONS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -40,6 +41,14 @@ class Metadata:
         if value is None:
             raise ValueError(f"{self.file.path}: the metadata has no {self.kind}.{key}")
         return value
+
+    def either(self, *keys: str) -> Any:
+        """Return the value of the first key that the file has. Raises ValueError if it has none of them."""
+        found = next((value for key in keys if (value := self.find(key)) is not None), None)
+        if found is None:
+            names = " nor ".join(f"{self.kind}.{key}" for key in keys)
+            raise ValueError(f"{self.file.path}: the metadata has neither {names}")
+        return found
 
     def find(self, key: str) -> Any:
         """Return the value that the file has, or None."""
@@ -114,7 +123,7 @@ class Metadata:
         return [i for i in range(self.num_layers()) if f"blk.{i}.{tensor}" in self.file.tensors]
 
     def check(self, key: str, *served: Any) -> None:
-        """Raise ValueError if the file has another value of `key` than those `served`, or means one by leaving it out."""
+        """Raise ValueError if the value of `key`, or its default, is not one of those `served`."""
         value = self.find(key)
         if value is None:
             value = self._default(key)

@@ -11,7 +11,7 @@ from quire.checkpoints.gguf.defaults import metadata_of
 from quire.checkpoints.gguf.encoders import pooling_method
 from quire.checkpoints.gguf.header import GgufFile
 from quire.checkpoints.gguf.keys import check_types, refuse_unread, settle_ids
-from quire.checkpoints.gguf.metadata import Metadata
+from quire.checkpoints.gguf.metadata import NORM_EPSILONS, Metadata
 from quire.checkpoints.gguf.names import LONG_FACTORS, ROPE_FACTORS, row_names
 
 # by general.type or general.architecture: what else GGUF files hold
@@ -95,7 +95,7 @@ def _sizes(m: Metadata, found: GgufArchitecture) -> dict[str, Callable[[], Any]]
         "num_key_value_heads": lambda: m.one("attention.head_count_kv"),
         "head_dim": head_dim,
         "max_position_embeddings": lambda: m.get("context_length"),
-        "rms_norm_eps": lambda: m.get("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": lambda: m.either(*NORM_EPSILONS),
         "rope_theta": lambda: m.get("rope.freq_base"),
         "partial_rotary_factor": rotary,
         "tie_word_embeddings": lambda: "output.weight" not in m.file.tensors,
@@ -107,29 +107,24 @@ def _rope_scaling(m: Metadata, config: dict[str, Any], factors: Factors) -> dict
     if (values := factors.get(ROPE_FACTORS)) and any(factor != 1.0 for factor in values):
         return _llama3_scaling(config, values)
     if all(name in factors for name in LONG_FACTORS.values()):
-        scaling = {"rope_type": "longrope", **{key: factors[name] for key, name in LONG_FACTORS.items()}}
-        factor = m.find("rope.scaling.attn_factor")
-        return scaling | ({"attention_factor": factor} if factor else {})
+        listed = {key: factors[name] for key, name in LONG_FACTORS.items()}
+        return {"rope_type": "longrope", **listed, "attention_factor": m.get("rope.scaling.attn_factor") or 1.0}
     name = m.get("rope.scaling.type")
     factor = m.find("rope.scaling.factor") or m.find("rope.scale_linear") or 1.0
     if name == "none" or (name == "linear" and factor == 1.0):
         return None
     if name not in ("linear", "yarn"):
         raise ValueError(f"{m.kind}.rope.scaling.type {name!r} is not supported; supported: none, linear, yarn")
-    scaling = {"rope_type": name, "factor": factor}
-    if original := m.find("rope.scaling.original_context_length"):
-        scaling["original_max_position_embeddings"] = original
-    return scaling | (_yarn(m, factor) if name == "yarn" else {})
+    return {"rope_type": name, "factor": factor} | (_yarn(m, factor) if name == "yarn" else {})
 
 
 def _yarn(m: Metadata, factor: float) -> dict[str, Any]:
-    scaling = {}
-    scale = (m.find("rope.scaling.attn_factor") or 1.0) * (m.find("rope.scaling.yarn_attn_factor") or 1.0)
+    scaling = {"original_max_position_embeddings": m.get("rope.scaling.original_context_length")}
+    scale = (m.get("rope.scaling.attn_factor") or 1.0) * (m.find("rope.scaling.yarn_attn_factor") or 1.0)
     if scale != 1.0:  # of what the type itself computes
         scaling["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
     for key in ("beta_fast", "beta_slow"):
-        if (value := m.find(f"rope.scaling.yarn_{key}")) is not None:
-            scaling[key] = value
+        scaling[key] = m.get(f"rope.scaling.yarn_{key}")
     if m.kind == "gpt-oss":
         scaling["truncate"] = False
     # some store a tenth of it

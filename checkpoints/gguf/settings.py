@@ -17,8 +17,7 @@ def attention_bias(m: Metadata) -> Settings:
 
 
 def original_length(m: Metadata) -> Settings:
-    length = m.find("rope.scaling.original_context_length")
-    return {"original_max_position_embeddings": length} if length else {}
+    return {"original_max_position_embeddings": m.get("rope.scaling.original_context_length")}
 
 
 def mistral(m: Metadata) -> Settings:
