@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 
 from quire.checkpoints.gguf.header import GgufFile
-from quire.checkpoints.gguf.metadata import Default, Metadata
-
+from quire.checkpoints.gguf.metadata import FULL, Default, Metadata
 
 _LATENT = "attn_kv_a_mqa.weight"  # of layers with latent attention
 
@@ -69,7 +68,7 @@ def _kv_heads(m: Metadata) -> list[int] | int:
     local = m.find("attention.key_length_swa") or full
     dims = [full] * m.num_layers()
     if local != full:
-        dims = [full if kind == "full_attention" else local for kind in m.layer_types()]
+        dims = [full if kind == FULL else local for kind in m.layer_types()]
     found = [m.rows(f"blk.{i}.attn_k.weight") // dim for i, dim in enumerate(dims)]
     if not any(found):
         fused = [m.rows(f"blk.{i}.attn_qkv.weight") // dim for i, dim in enumerate(dims)]
