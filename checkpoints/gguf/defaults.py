@@ -1,6 +1,5 @@
-"""What each key stands for that the files of an architecture may leave out: the value that llama.cpp takes for it where
-`load_hparams` reads it as optional, or what the shapes of the file's tensors say. A key without an entry for an
-architecture is required. Torch-free.
+"""Lists the keys that the files of an architecture may leave out, with their values then: the default of llama.cpp's
+`load_hparams`, or a size that the file's tensors have. `Metadata.get` requires a key without an entry. Torch-free.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ ARCHITECTURE: dict[str, Key] = {
     "block_count": Key(Whole(1, MAX_LAYERS)),
     "feed_forward_length": Key(_WIDTH),
     "leading_dense_block_count": Key(_LAYERS),
-    "expert_feed_forward_length": Key(Whole(0, 1 << 24)),
+    "expert_feed_forward_length": Key(_WIDTH),
     "expert_shared_feed_forward_length": Key(Whole(0, 1 << 24)),
     "expert_chunk_feed_forward_length": Key(Whole(0, 1 << 24)),
     "expert_count": Key(_COUNT),
