@@ -43,7 +43,7 @@ def page() -> str:
         rows = [f"| `{key}` | {entry.effect} | {entry.note} |\n" for key, entry in sorted(entries.items())]
         parts.append(f"\n## {name}\n\n| key | effect | |\n|---|---|---|\n{''.join(rows)}")
     keys = [(f"*arch*.{key}", entry) for key, entry in ARCHITECTURE.items()] + list(GENERAL.items())
-    rows = [f"| {_code(key)} | {entry.rule} | {entry.effect} | {entry.note} | {_default(key)} |\n" for key, entry in keys]
+    rows = [f"| {_code(key)} | {one.rule} | {one.effect} | {one.note} | {_default(key)} |\n" for key, one in keys]
     return "".join([*parts, _GGUF, *rows])
 
 
