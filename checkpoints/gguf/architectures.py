@@ -62,7 +62,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", "ernie4_5", lambda m: {"use_bias": m.has_bias()}),
     "ernie4_5-moe": GgufArchitecture("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", mixture.ernie_moe),
     "exaone-moe": GgufArchitecture("ExaoneMoeForCausalLM", "exaone_moe", mixture.exaone_moe),
-    "exaone4": GgufArchitecture("Exaone4ForCausalLM", "exaone4", Metadata.listed_windows, POST),
+    "exaone4": GgufArchitecture("Exaone4ForCausalLM", "exaone4", dense.exaone4, POST),
     "falcon-h1": GgufArchitecture("FalconH1ForCausalLM", "falcon_h1", recurrent.falcon_h1, recurrent.MAMBA2),
     "gemma": GgufArchitecture("GemmaForCausalLM", "gemma", shifted=True),
     "gemma-embedding": GgufArchitecture("Gemma3TextModel", "gemma3_text", encoder.gemma, SANDWICH, shifted=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.checkpoints.gguf.metadata import Metadata, Settings
+from quire.checkpoints.gguf.metadata import NORM_EPSILONS, Metadata, Settings
 from quire.checkpoints.gguf.settings import gemma3
 
 _METHODS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type
@@ -22,7 +22,7 @@ def bert(m: Metadata) -> Settings:
 def nomic_bert(m: Metadata) -> Settings:
     return _encoder(m) | {
         "type_vocab_size": m.rows("token_types.weight"),
-        "rope_theta": m.get("rope.freq_base", 1000.0),
+        "rope_theta": m.get("rope.freq_base"),
         "qkv_proj_bias": m.has("attn_qkv.bias"),
         "mlp_fc1_bias": m.has("ffn_up.bias"),
         "mlp_fc2_bias": m.has("ffn_down.bias"),
@@ -31,22 +31,22 @@ def nomic_bert(m: Metadata) -> Settings:
 
 def modern_bert(m: Metadata) -> Settings:
     settings = _encoder(m) | {
-        "hidden_activation": m.get("hidden_activation", "gelu"),
-        "local_attention": m.get("attention.sliding_window"),
-        "global_attn_every_n_layers": _period(m),
-        "global_rope_theta": m.get("rope.freq_base", 160000.0),
-        "local_rope_theta": m.get("rope.freq_base_swa", 10000.0),
+        "hidden_activation": m.get("hidden_activation"),
+        "local_attention": m.window() or 0,
+        "global_attn_every_n_layers": _period(m) if m.window() else 1,
+        "global_rope_theta": m.get("rope.freq_base"),
+        "local_rope_theta": m.get("rope.freq_base_swa"),
         "norm_bias": "output_norm.bias" in m.file.tensors,
         "attention_bias": m.has("attn_qkv.bias"),
         "mlp_bias": m.has("ffn_up.bias"),
     }
-    method = _METHODS.get(m.get("classifier.pooling_type", 1), "mean")
+    method = _METHODS.get(m.get("classifier.pooling_type"), "mean")
     return settings | _classifier(m, "ModernBert", classifier_pooling=method)
 
 
 def _period(m: Metadata) -> int:
     """Of the layers with full attention, the first of which is layer 0."""
-    pattern = m.get("attention.sliding_window_pattern", 3)
+    pattern = m.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
         return pattern
     period = next((i for i, slides in enumerate(pattern) if i and not slides), len(pattern))
@@ -61,7 +61,7 @@ def gemma(m: Metadata) -> Settings:
 
 
 def _encoder(m: Metadata) -> Settings:
-    return {"layer_norm_eps": m.get("attention.layer_norm_epsilon"), "num_key_value_heads": None, "head_dim": None}
+    return {"layer_norm_eps": m.either(*NORM_EPSILONS[::-1]), "num_key_value_heads": None, "head_dim": None}
 
 
 def _classifier(m: Metadata, prefix: str, **settings: Any) -> Settings:
@@ -88,8 +88,8 @@ def pooling_method(m: Metadata) -> str | None:
     Raises:
         ValueError: not by a method that is supported.
     """
-    kind = m.find("pooling_type")
-    if kind in (None, _NONE):
+    kind = m.get("pooling_type")
+    if kind == _NONE:
         return None
     if kind == _RANK and m.rows("cls.output.weight") and m.find("attention.causal") is False:
         return None  # the architecture of a classifier says it

@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from quire.checkpoints.gguf.metadata import FULL, SLIDING, Metadata, Settings
-from quire.checkpoints.gguf.settings import granite, latent
+from quire.checkpoints.gguf.settings import granite, latent, logit_bound
 
 _SIGMOID = 2  # expert_gating_func
 
 
 def experts(m: Metadata, size_key: str = "moe_intermediate_size", **more: Any) -> Settings:
-    size = m.find("expert_feed_forward_length") or m.one("feed_forward_length")
-    numbers = {"num_experts": m.get("expert_count"), "num_experts_per_tok": m.get("expert_used_count")}
-    return numbers | {size_key: size} | more
+    numbers = {"num_experts": m.get("expert_count"), "num_experts_per_tok": m.one("expert_used_count")}
+    return numbers | {size_key: m.one("expert_feed_forward_length")} | more
+
+
+def weights_scale(m: Metadata) -> float:
+    """Return the factor of the experts' weights, which files may say to be 0 if there is none."""
+    return m.get("expert_weights_scale") or 1.0
 
 
 def llama(m: Metadata) -> Settings:
@@ -30,19 +34,19 @@ def llama(m: Metadata) -> Settings:
 def deepseek(m: Metadata) -> Settings:
     return experts(
         m,
-        first_k_dense_replace=m.get("leading_dense_block_count", 0),
-        n_shared_experts=m.get("expert_shared_count", 0),
-        routed_scaling_factor=m.get("expert_weights_scale", 1.0),
+        first_k_dense_replace=m.get("leading_dense_block_count"),
+        n_shared_experts=m.get("expert_shared_count"),
+        routed_scaling_factor=weights_scale(m),
     )
 
 
 def deepseek2(m: Metadata) -> Settings:
-    corrected = f"blk.{m.get('leading_dense_block_count', 0)}.exp_probs_b.bias" in m.file.tensors
+    corrected = f"blk.{m.get('leading_dense_block_count')}.exp_probs_b.bias" in m.file.tensors
     if m.find("expert_gating_func") == _SIGMOID or (not m.find("expert_gating_func") and corrected):
         return deepseek_v3(m) | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     if m.find("expert_weights_norm"):  # Mistral Large 3
         return deepseek_v3(m) | {"architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4"}
-    method = "group_limited_greedy" if m.get("expert_group_count", 1) > 1 else "greedy"
+    method = "group_limited_greedy" if m.get("expert_group_count") > 1 else "greedy"
     return deepseek_v3(m) | {"topk_method": method}
 
 
@@ -53,7 +57,7 @@ def glm4_moe(m: Metadata) -> Settings:
         | {
             "attention_bias": m.has_bias(),
             "use_qk_norm": m.has("attn_q_norm.weight"),
-            "norm_topk_prob": m.get("expert_weights_norm", True),
+            "norm_topk_prob": m.get("expert_weights_norm"),
         }
     )
 
@@ -61,15 +65,15 @@ def glm4_moe(m: Metadata) -> Settings:
 def ernie_moe(m: Metadata) -> Settings:
     return experts(
         m,
-        moe_num_shared_experts=m.get("expert_shared_count", 0),
-        moe_layer_start_index=m.get("leading_dense_block_count", 1),
-        moe_layer_interval=m.get("interleave_moe_layer_step", 1),
+        moe_num_shared_experts=m.get("expert_shared_count"),
+        moe_layer_start_index=m.get("leading_dense_block_count"),
+        moe_layer_interval=m.get("interleave_moe_layer_step"),
     )
 
 
 def granite_moe(m: Metadata) -> Settings:
     settings = granite(m) | experts(m, "intermediate_size")
-    if not (shared := m.find("expert_shared_feed_forward_length")):
+    if not (shared := m.get("expert_shared_feed_forward_length")):
         return settings
     return settings | {
         "architectures": ["GraniteMoeSharedForCausalLM"],
@@ -80,7 +84,8 @@ def granite_moe(m: Metadata) -> Settings:
 
 
 def hunyuan_moe(m: Metadata) -> Settings:
-    return experts(m, intermediate_size=m.get("expert_shared_feed_forward_length", m.one("feed_forward_length")))
+    shared = m.get("expert_shared_feed_forward_length")
+    return experts(m, intermediate_size=shared or m.one("feed_forward_length"))
 
 
 def qwen2_moe(m: Metadata) -> Settings:
@@ -92,14 +97,11 @@ def gpt_oss(m: Metadata) -> Settings:
 
 
 def gemma4(m: Metadata) -> Settings:
-    kinds, sizes = m.layer_types(), m.get("feed_forward_length")
-    sizes = sizes if isinstance(sizes, list) else [sizes]
-    heads = m.get("attention.head_count_kv")
-    heads = heads if isinstance(heads, list) else [heads] * len(kinds)
+    kinds, sizes, heads = m.layer_types(), m.each("feed_forward_length"), m.each("attention.head_count_kv")
     local, wide = (heads[kinds.index(kind)] for kind in (SLIDING, FULL))
     full = kinds.index(FULL)
     dim, size = m.get("attention.key_length"), m.get("attention.key_length_swa")
-    theta = m.get("rope.freq_base", 1000000.0)
+    theta = m.get("rope.freq_base")
     mixture = experts(m, enable_moe_block=True) if m.find("expert_count") else {}
     return (
         mixture
@@ -112,14 +114,14 @@ def gemma4(m: Metadata) -> Settings:
             "head_dim": size,
             "global_head_dim": dim,
             "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in m.file.tensors,
-            "num_kv_shared_layers": m.get("attention.shared_kv_layers", 0),
-            "hidden_size_per_layer_input": m.get("embedding_length_per_layer_input", 0),
+            "num_kv_shared_layers": m.get("attention.shared_kv_layers"),
+            "hidden_size_per_layer_input": m.get("embedding_length_per_layer_input"),
             "vocab_size_per_layer_input": m.rows("per_layer_token_embd.weight"),
-            "final_logit_softcapping": m.find("final_logit_softcapping"),
+            "final_logit_softcapping": logit_bound(m),
             "partial_rotary_factor": 1.0,
             "rope_parameters": {
                 FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": theta},
-                SLIDING: {"rope_type": "default", "rope_theta": m.get("rope.freq_base_swa", 10000.0)},
+                SLIDING: {"rope_type": "default", "rope_theta": m.get("rope.freq_base_swa")},
             },
         }
     )
@@ -127,7 +129,7 @@ def gemma4(m: Metadata) -> Settings:
 
 def deepseek_v3(m: Metadata) -> Settings:
     """Latent attention, sigmoid scores and groups."""
-    return latent(m) | deepseek(m) | groups(m) | {"norm_topk_prob": m.get("expert_weights_norm", False)}
+    return latent(m) | deepseek(m) | groups(m) | {"norm_topk_prob": m.get("expert_weights_norm")}
 
 
 def indexed(m: Metadata) -> Settings:
@@ -135,23 +137,23 @@ def indexed(m: Metadata) -> Settings:
 
 
 def groups(m: Metadata) -> Settings:
-    return {"n_group": m.get("expert_group_count", 1), "topk_group": m.get("expert_group_used_count", 1)}
+    """Return the settings of groups of experts, of which files may say 0 if there are none."""
+    return {"n_group": m.get("expert_group_count") or 1, "topk_group": m.get("expert_group_used_count") or 1}
 
 
 def exaone_moe(m: Metadata) -> Settings:
     settings = deepseek(m) | groups(m) | m.listed_windows()
     settings["num_shared_experts"] = settings.pop("n_shared_experts")
-    return settings | {"norm_topk_prob": m.get("expert_weights_norm", False)}
+    return settings | {"norm_topk_prob": m.get("expert_weights_norm")}
 
 
 def hy_v3(m: Metadata) -> Settings:
     m.check("expert_weights_norm", True)
     m.check("expert_gating_func", _SIGMOID)
-    size, shared = m.get("expert_feed_forward_length"), m.find("expert_shared_feed_forward_length") or 0
     return experts(
         m,
-        num_shared_experts=shared // size,
-        router_scaling_factor=m.get("expert_weights_scale", 1.0),
+        num_shared_experts=m.get("expert_shared_feed_forward_length") // m.one("expert_feed_forward_length"),
+        router_scaling_factor=weights_scale(m),
         attention_bias=m.has_bias(),
     )
 
@@ -162,7 +164,7 @@ def llama4(m: Metadata) -> Settings:
     settings = experts(m, "intermediate_size") if num_experts else {"intermediate_size": m.one("feed_forward_length")}
     settings |= {
         "intermediate_size_mlp": m.one("feed_forward_length"),
-        "interleave_moe_layer_step": m.get("interleave_moe_layer_step", 1),
+        "interleave_moe_layer_step": m.get("interleave_moe_layer_step"),
         "use_qk_norm": num_experts != 128,  # Maverick
         "attention_chunk_size": 8192,
     }

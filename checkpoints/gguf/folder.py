@@ -19,7 +19,6 @@ from typing import Any
 
 from quire.checkpoints.gguf.generation import generation_config
 from quire.checkpoints.gguf.header import GgufFile, read_gguf
-from quire.checkpoints.gguf.keys import drop_wrong_ids
 from quire.checkpoints.gguf.model_config import model_config
 from quire.checkpoints.gguf.modules import write_modules
 from quire.checkpoints.gguf.names import IGNORED
@@ -30,7 +29,7 @@ logger = logging.getLogger("quire")
 _QUANTIZATION = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w.-]+)")
 _FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
-_VERSION = 5  # of the folder's contents
+_VERSION = 6  # of the folder's contents
 CONVERTING = "reading the GGUF file"  # a phase of the start
 Progress = Callable[[str, float], None]
 
@@ -156,8 +155,7 @@ def write_folder(file: GgufFile, folder: Path, progress: Progress = lambda phase
     from quire.checkpoints.gguf.tokenizer import tokenizer_files
 
     with reading(file.path, file.metadata):
-        config = model_config(file, _rope_factors(file))
-        drop_wrong_ids(file.metadata, file.path)
+        config = model_config(file, rope_factors(file))
         tokenizer = tokenizer_files(file.metadata)
     progress(CONVERTING, 0.8)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +181,7 @@ def _write_json(folder: str, name: str, content: dict[str, Any]) -> None:
     Path(folder, name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
-def _rope_factors(file: GgufFile) -> dict[str, list[float]]:
+def rope_factors(file: GgufFile) -> dict[str, list[float]]:
     """The values of the tensors that scale rotary embeddings."""
     found = {}
     for name in IGNORED:

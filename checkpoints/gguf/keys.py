@@ -65,7 +65,7 @@ ARCHITECTURE: dict[str, Key] = {
     "block_count": Key(Whole(1, MAX_LAYERS)),
     "feed_forward_length": Key(_WIDTH),
     "leading_dense_block_count": Key(_LAYERS),
-    "expert_feed_forward_length": Key(Whole(0, 1 << 24)),
+    "expert_feed_forward_length": Key(_WIDTH),
     "expert_shared_feed_forward_length": Key(Whole(0, 1 << 24)),
     "expert_chunk_feed_forward_length": Key(Whole(0, 1 << 24)),
     "expert_count": Key(_COUNT),
@@ -158,9 +158,13 @@ ARCHITECTURE: dict[str, Key] = {
     "rope.dimension_sections": Key(_ANY, IDLE, "the parts of a position are the same for text"),
     "rope.freq_base": Key(_THETA),
     "rope.freq_base_swa": Key(_THETA),
-    "rope.scale_linear": Key(_FACTOR, note="the older name of rope.scaling.factor"),
-    "rope.scaling.type": Key(TEXT, note="none, linear, yarn; the tensors rope_freqs and rope_factors_* count first"),
-    "rope.scaling.factor": Key(_FACTOR),
+    "rope.scale_linear": Key(_FACTOR, note="the older name of rope.scaling.factor", neutral=(0, 1)),
+    "rope.scaling.type": Key(
+        TEXT,
+        note="none, linear, yarn; the tensors rope_freqs and rope_factors_* count first",
+        neutral=("none", "linear"),
+    ),
+    "rope.scaling.factor": Key(_FACTOR, neutral=(0, 1)),
     "rope.scaling.alpha": Key(_FACTOR),
     "rope.scaling.attn_factor": Key(_FACTOR, neutral=(0, 1)),
     "rope.scaling.original_context_length": Key(_POSITIONS),
@@ -222,6 +226,15 @@ GENERAL: dict[str, Key] = {
     "tokenizer.rwkv.world": Key(_ANY, IDLE),
 } | _TOKEN_IDS
 _TOKEN_LISTS = ("scores", "token_type")
+_SPECIAL = (2, 3)  # tokenizer.ggml.token_type: unknown, control
+# by tokenizer.ggml.model: ids of special tokens that files may leave out
+_DEFAULT_IDS = {
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
+    "gpt2": {"bos": 11, "eos": 11},
+    "t5": {"eos": 1, "unknown": 2, "padding": 0},
+    "plamo2": {"bos": 1, "eos": 2, "unknown": 0, "padding": 3},
+}
 
 # what an architecture does where the file has no choice, by key; others do what they read
 _SOFTMAX, _SIGMOID, _CHOSEN_SOFTMAX = 1, 2, 3
@@ -262,15 +275,20 @@ def check_types(metadata: Mapping[str, Any], path: Path) -> None:
             raise ValueError(f"{path}: tokenizer.ggml.{name} has {len(listed)} entries for {len(tokens)} tokens")
 
 
-def drop_wrong_ids(metadata: dict[str, Any], path: Path) -> None:
-    """Remove the ids of special tokens that the vocabulary does not have, as llama.cpp does."""
-    count = len(metadata.get("tokenizer.ggml.tokens") or [])
+def settle_ids(metadata: dict[str, Any], path: Path) -> None:
+    """Remove the ids of special tokens that the vocabulary does not have, and add those that llama.cpp takes where the
+    file names none. Of the latter only special tokens count: token 11 of GPT-2's vocabulary is a comma.
+    """
+    count, kinds = len(metadata.get("tokenizer.ggml.tokens") or []), metadata.get("tokenizer.ggml.token_type") or []
     for name in _TOKEN_IDS:
         if count and metadata.get(name, 0) >= count:
             logger.warning(
                 "%s: %s %s is not in the vocabulary of %s tokens: ignored", path, name, metadata[name], count
             )
             del metadata[name]
+    for name, token_id in _DEFAULT_IDS.get(metadata.get("tokenizer.ggml.model"), {}).items():
+        if token_id < len(kinds) and kinds[token_id] in _SPECIAL:
+            metadata.setdefault(f"tokenizer.ggml.{name}_token_id", token_id)
 
 
 def _is_of(name: str, kind: Any) -> bool:
@@ -311,6 +329,10 @@ def _changes_nothing(suffix: str, value: Any, known: Key, kind: str, config: Map
         return _is_close(value, config.get("rope_theta", 0.0))
     if suffix == "attention.scale":
         return _is_close(value, (config.get("query_pre_attn_scalar") or _head_dim(config)) ** -0.5)
+    if suffix == "attention.sliding_window_pattern" and not config.get("sliding_window"):
+        return True
+    if suffix == "rope.scaling.original_context_length":
+        return (config.get("rope_scaling") or {}).get("rope_type") != "longrope"
     values = value if isinstance(value, list) else [value]
     return all(any(_is_close(entry, neutral) for neutral in known.neutral) for entry in values)
 
@@ -319,5 +341,7 @@ def _head_dim(config: Mapping[str, Any]) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
-def _is_close(value: Any, other: float) -> bool:
+def _is_close(value: Any, other: float | str) -> bool:
+    if isinstance(value, str) or isinstance(other, str):
+        return value == other
     return isinstance(value, int | float) and abs(value - other) <= 1e-5 * max(1.0, abs(other))

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.checkpoints.gguf.architectures import ARCHITECTURES, GgufArchitecture
+from quire.checkpoints.gguf.defaults import metadata_of
 from quire.checkpoints.gguf.encoders import pooling_method
 from quire.checkpoints.gguf.header import GgufFile
-from quire.checkpoints.gguf.keys import check_types, refuse_unread
-from quire.checkpoints.gguf.metadata import Metadata
+from quire.checkpoints.gguf.keys import check_types, refuse_unread, settle_ids
+from quire.checkpoints.gguf.metadata import NORM_EPSILONS, Metadata
 from quire.checkpoints.gguf.names import LONG_FACTORS, ROPE_FACTORS, row_names
 
 # by general.type or general.architecture: what else GGUF files hold
@@ -25,12 +26,13 @@ Factors = Mapping[str, list[float]]  # the values of the tensors ROPE_FACTORS an
 
 
 def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
-    """The config.json.
+    """Return the config.json. The file's metadata has the ids of special tokens then that count.
 
     Raises:
         ValueError: the architecture or a setting is not supported, or a key is missing.
     """
     check_types(file.metadata, file.path)
+    settle_ids(file.metadata, file.path)
     kind = file.metadata.get("general.architecture")
     if other := _OTHER_CONTENTS.get(file.metadata.get("general.type")) or _OTHER_CONTENTS.get(kind):
         raise ValueError(f"{file.path} is {other}, not a language model: give the model's own GGUF file")
@@ -39,7 +41,7 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
             f"{file.path}: the architecture {kind!r} of GGUF files is not supported; supported: "
             f"{', '.join(ARCHITECTURES)}. Give the original model in safetensors"
         )
-    m, found = Metadata(file), ARCHITECTURES[kind]
+    m, found = metadata_of(file), ARCHITECTURES[kind]
     own = found.settings(m)
     config = {key: read() for key, read in _sizes(m, found).items() if key not in own} | own
     if pooling_method(m) and "output.weight" not in file.tensors:  # a decoder for embeddings
@@ -74,28 +76,27 @@ def _sizes(m: Metadata, found: GgufArchitecture) -> dict[str, Callable[[], Any]]
         return m.one("attention.head_count")
 
     def head_dim() -> int:
-        return m.get("attention.key_length", m.get("embedding_length") // heads())
+        return m.get("attention.key_length")
 
     def rotary() -> float:
-        size = m.find("rope.dimension_count") or head_dim()
+        size = m.get("rope.dimension_count") or head_dim()
         return size / head_dim() if size < head_dim() else 1.0
 
     embedding = m.file.tensors.get("token_embd.weight")
-    drafting = m.get("nextn_predict_layers", 0)  # layers that draft tokens, which come last
     return {
         "architectures": lambda: [found.architecture],
         "model_type": lambda: found.model_type,
         "vocab_size": lambda: embedding.shape[0] if embedding else 0,
         "hidden_size": lambda: m.get("embedding_length"),
         "intermediate_size": lambda: m.one("feed_forward_length"),
-        "num_hidden_layers": lambda: m.get("block_count") - drafting,
-        "num_nextn_predict_layers": lambda: drafting,
+        "num_hidden_layers": m.num_layers,
+        "num_nextn_predict_layers": lambda: m.get("nextn_predict_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": lambda: m.one("attention.head_count_kv", heads()),
+        "num_key_value_heads": lambda: m.one("attention.head_count_kv"),
         "head_dim": head_dim,
         "max_position_embeddings": lambda: m.get("context_length"),
-        "rms_norm_eps": lambda: m.get("attention.layer_norm_rms_epsilon", m.find("attention.layer_norm_epsilon")),
-        "rope_theta": lambda: m.get("rope.freq_base", 10000.0),
+        "rms_norm_eps": lambda: m.either(*NORM_EPSILONS),
+        "rope_theta": lambda: m.get("rope.freq_base"),
         "partial_rotary_factor": rotary,
         "tie_word_embeddings": lambda: "output.weight" not in m.file.tensors,
         "torch_dtype": lambda: "bfloat16",
@@ -106,35 +107,30 @@ def _rope_scaling(m: Metadata, config: dict[str, Any], factors: Factors) -> dict
     if (values := factors.get(ROPE_FACTORS)) and any(factor != 1.0 for factor in values):
         return _llama3_scaling(config, values)
     if all(name in factors for name in LONG_FACTORS.values()):
-        scaling = {"rope_type": "longrope", **{key: factors[name] for key, name in LONG_FACTORS.items()}}
-        factor = m.find("rope.scaling.attn_factor")
-        return scaling | ({"attention_factor": factor} if factor else {})
-    name = m.get("rope.scaling.type", "linear")
+        listed = {key: factors[name] for key, name in LONG_FACTORS.items()}
+        return {"rope_type": "longrope", **listed, "attention_factor": m.get("rope.scaling.attn_factor") or 1.0}
+    name = m.get("rope.scaling.type")
     factor = m.find("rope.scaling.factor") or m.find("rope.scale_linear") or 1.0
     if name == "none" or (name == "linear" and factor == 1.0):
         return None
     if name not in ("linear", "yarn"):
         raise ValueError(f"{m.kind}.rope.scaling.type {name!r} is not supported; supported: none, linear, yarn")
-    scaling = {"rope_type": name, "factor": factor}
-    if original := m.find("rope.scaling.original_context_length"):
-        scaling["original_max_position_embeddings"] = original
-    return scaling | (_yarn(m, factor) if name == "yarn" else {})
+    return {"rope_type": name, "factor": factor} | (_yarn(m, factor) if name == "yarn" else {})
 
 
 def _yarn(m: Metadata, factor: float) -> dict[str, Any]:
-    scaling = {}
-    scale = (m.find("rope.scaling.attn_factor") or 1.0) * (m.find("rope.scaling.yarn_attn_factor") or 1.0)
+    scaling = {"original_max_position_embeddings": m.get("rope.scaling.original_context_length")}
+    scale = (m.get("rope.scaling.attn_factor") or 1.0) * (m.find("rope.scaling.yarn_attn_factor") or 1.0)
     if scale != 1.0:  # of what the type itself computes
         scaling["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
     for key in ("beta_fast", "beta_slow"):
-        if (value := m.find(f"rope.scaling.yarn_{key}")) is not None:
-            scaling[key] = value
+        scaling[key] = m.get(f"rope.scaling.yarn_{key}")
     if m.kind == "gpt-oss":
         scaling["truncate"] = False
     # some store a tenth of it
     if scale := (m.find("rope.scaling.yarn_log_multiplier") or 0) * (10 if m.kind in _TENTHS else 1):
         scaling |= {"mscale": round(scale, 6), "mscale_all_dim": round(scale, 6)}
-    if (beta := m.find("attention.temperature_scale")) is not None:
+    if beta := m.get("attention.temperature_scale"):
         scaling["llama_4_scaling_beta"] = beta
     return scaling
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quire.checkpoints.gguf.defaults import metadata_of
 from quire.checkpoints.gguf.encoders import pooling_method
 from quire.checkpoints.gguf.header import GgufFile, GgufTensor
-from quire.checkpoints.gguf.metadata import Metadata
 from quire.checkpoints.gguf.names import DENSE
 
 _TYPE = "sentence_transformers.models."
@@ -21,7 +21,7 @@ def write_modules(file: GgufFile, folder: Path) -> None:
     Raises:
         ValueError: the method is not supported.
     """
-    method = pooling_method(Metadata(file))
+    method = pooling_method(metadata_of(file))
     if method is None:
         return
     steps = [("Transformer", ""), ("Pooling", "1_Pooling")]

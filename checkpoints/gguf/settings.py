@@ -7,17 +7,21 @@ from statistics import NormalDist
 from quire.checkpoints.gguf.metadata import Metadata, Settings
 
 
+def logit_bound(m: Metadata) -> float | None:
+    """Return the bound of the logits, or None if there is none."""
+    return m.get("final_logit_softcapping") or None
+
+
 def attention_bias(m: Metadata) -> Settings:
     return {"attention_bias": m.has_bias()}
 
 
 def original_length(m: Metadata) -> Settings:
-    length = m.find("rope.scaling.original_context_length")
-    return {"original_max_position_embeddings": length} if length else {}
+    return {"original_max_position_embeddings": m.get("rope.scaling.original_context_length")}
 
 
 def mistral(m: Metadata) -> Settings:
-    if m.find("attention.temperature_scale"):
+    if m.get("attention.temperature_scale"):
         return {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
     return {"sliding_window": None}
 
@@ -26,10 +30,9 @@ def gemma2(m: Metadata) -> Settings:
     heads, hidden, dim = m.one("attention.head_count"), m.get("embedding_length"), m.get("attention.key_length")
     wide = m.get("block_count") == 46  # 27B, whose scale llama.cpp knows by its number of layers
     return m.listed_windows() | {
-        "sliding_window": m.get("attention.sliding_window", 4096),
         "query_pre_attn_scalar": m.query_scalar(hidden // heads if wide else dim),
-        "attn_logit_softcapping": m.find("attn_logit_softcapping"),
-        "final_logit_softcapping": m.find("final_logit_softcapping"),
+        "attn_logit_softcapping": m.get("attn_logit_softcapping") or None,
+        "final_logit_softcapping": logit_bound(m),
     }
 
 
@@ -38,24 +41,23 @@ def gemma3(m: Metadata) -> Settings:
     wide = m.get("block_count") == 62
     return m.listed_windows() | {
         "query_pre_attn_scalar": m.query_scalar(hidden // heads if wide else dim),
-        "rope_local_base_freq": m.get("rope.freq_base_swa", 10000.0),
-        "final_logit_softcapping": m.find("final_logit_softcapping"),
+        "rope_local_base_freq": m.get("rope.freq_base_swa"),
+        "final_logit_softcapping": logit_bound(m),
     }
 
 
 def cohere(m: Metadata) -> Settings:
-    return {"logit_scale": m.get("logit_scale"), "use_qk_norm": m.has("attn_q_norm.weight")}
+    return {"logit_scale": m.get("logit_scale") or 1.0, "use_qk_norm": m.has("attn_q_norm.weight")}
 
 
 def granite(m: Metadata) -> Settings:
     keys = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
-    embedding, residual, attention, logits = (m.find(key) for key in keys)
-    dim = m.get("attention.key_length", m.get("embedding_length") // m.one("attention.head_count"))
+    embedding, residual, attention, logits = (m.get(key) for key in keys)
     return {
         "attention_bias": m.has_bias(),
         "embedding_multiplier": embedding or 1.0,
         "residual_multiplier": residual or 1.0,
-        "attention_multiplier": attention or dim**-0.5,
+        "attention_multiplier": attention or m.get("attention.key_length") ** -0.5,
         "logits_scaling": logits or 1.0,
     }
 
@@ -82,8 +84,8 @@ def gemma3n(m: Metadata) -> Settings:
     sizes = m.get("feed_forward_length")
     return m.listed_windows() | {
         "intermediate_size": sizes,
-        "rope_local_base_freq": m.get("rope.freq_base_swa", 10000.0),
-        "final_logit_softcapping": m.get("final_logit_softcapping", 30.0),
+        "rope_local_base_freq": m.get("rope.freq_base_swa"),
+        "final_logit_softcapping": logit_bound(m),
         "num_kv_shared_layers": m.get("attention.shared_kv_layers"),
         "hidden_size_per_layer_input": m.get("embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": m.rows("per_layer_token_embd.weight"),
@@ -95,22 +97,26 @@ def gemma3n(m: Metadata) -> Settings:
     }
 
 
+def exaone4(m: Metadata) -> Settings:
+    """Windows count if the file lists their layers, and in the 32B."""
+    windows = m.listed_windows()
+    return windows if "sliding_attention" in windows["layer_types"] else {"sliding_window": None}
+
+
 def granite_swa(m: Metadata) -> Settings:
-    rotates = m.find("attention.rope_pattern") or [True] * m.get("block_count")
-    theta = m.get("rope.freq_base", 10000.0)
+    rotates, theta = m.get("attention.rope_pattern"), m.get("rope.freq_base")
     return granite(m) | m.listed_windows() | {"layer_rope_theta": [theta if has else 0 for has in rotates]}
 
 
 def latent(m: Metadata) -> Settings:
     rope, heads = m.get("rope.dimension_count"), m.one("attention.head_count")
-    key = m.find("attention.key_length_mla") or m.get("attention.key_length")
-    value = m.find("attention.value_length_mla") or m.find("attention.value_length")
+    key = m.get("attention.key_length_mla")
     return {
-        "q_lora_rank": m.find("attention.q_lora_rank"),
+        "q_lora_rank": m.get("attention.q_lora_rank") or None,
         "kv_lora_rank": m.get("attention.kv_lora_rank"),
         "qk_nope_head_dim": key - rope,
         "qk_rope_head_dim": rope,
-        "v_head_dim": value or m.rows("blk.0.attn_kv_b.weight") // heads - (key - rope),
+        "v_head_dim": m.get("attention.value_length_mla"),
         "head_dim": None,
         "num_key_value_heads": heads,
     }

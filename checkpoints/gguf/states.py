@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.checkpoints.gguf.experts import experts, groups
+from quire.checkpoints.gguf.experts import experts, groups, weights_scale
 from quire.checkpoints.gguf.metadata import FULL, Metadata, Settings
 from quire.checkpoints.gguf.names import PRE, SANDWICH
 from quire.checkpoints.gguf.settings import granite, latent
@@ -98,14 +98,12 @@ MINIMAX_STATES = {
 
 def _attending(m: Metadata, others: str) -> Settings:
     """The kinds of layers: those without KV heads do not attend."""
-    heads = m.get("attention.head_count_kv")
-    if not isinstance(heads, list):
-        raise ValueError(f"{m.file.path}: {m.kind}.attention.head_count_kv must be a list, one entry per layer")
-    heads = heads[: m.get("block_count") - m.get("nextn_predict_layers", 0)]  # without layers that draft tokens
+    heads = m.each("attention.head_count_kv")
     return {"layer_types": [FULL if number else others for number in heads], "num_key_value_heads": max(1, *heads)}
 
 
 def lfm2(m: Metadata) -> Settings:
+    m.check("attention.sliding_window", 0)
     own = {"conv_L_cache": m.get("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
     return _attending(m, "conv") | own | {"conv_bias": "blk.0.shortconv.conv.bias" in m.file.tensors}
 
@@ -114,17 +112,16 @@ def lfm2_moe(m: Metadata) -> Settings:
     m.check("expert_gating_func", _SIGMOID)
     return lfm2(m) | experts(
         m,
-        num_dense_layers=m.get("leading_dense_block_count", 0),
+        num_dense_layers=m.get("leading_dense_block_count"),
         use_expert_bias=any(name.endswith("exp_probs_b.bias") for name in m.file.tensors),
-        norm_topk_prob=m.get("expert_weights_norm", True),
-        routed_scaling_factor=m.get("expert_weights_scale", 1.0),
+        norm_topk_prob=m.get("expert_weights_norm"),
+        routed_scaling_factor=weights_scale(m),
         intermediate_size=m.one("feed_forward_length"),
     )
 
 
 def qwen35(m: Metadata) -> Settings:
-    heads, interval = m.get("ssm.time_step_rank"), m.get("full_attention_interval", 4)
-    count = m.get("block_count") - m.get("nextn_predict_layers", 0)
+    heads, interval, count = m.get("ssm.time_step_rank"), m.get("full_attention_interval"), m.num_layers()
     recurrent = m.find("attention.recurrent_layers") or [(i + 1) % interval for i in range(count)]
     return {
         "layer_types": [STATE if one else FULL for one in recurrent[:count]],
@@ -171,7 +168,7 @@ def mamba(m: Metadata) -> Settings:
             "use_conv_bias": m.has("ssm_conv1d.bias"),
             "use_bias": m.has("ssm_in.bias"),
         }
-        | (falcon if m.find("ssm.dt_b_c_rms") else {})
+        | (falcon if m.get("ssm.dt_b_c_rms") else {})
     )
 
 
@@ -200,12 +197,7 @@ def _somewhere(m: Metadata, tensor: str) -> bool:
 
 def nemotron_h(m: Metadata) -> Settings:
     """A layer attends if it has KV heads, and is an MLP or a mixture if it has a width."""
-    heads, widths = m.get("attention.head_count_kv"), m.get("feed_forward_length")
-    if not isinstance(heads, list) or not isinstance(widths, list):
-        raise ValueError(
-            f"{m.file.path}: {m.kind}.attention.head_count_kv and {m.kind}.feed_forward_length must be lists, one "
-            "entry per layer"
-        )
+    heads, widths = m.each("attention.head_count_kv"), m.each("feed_forward_length")
     kinds, dense = [], set()
     for i, (number, width) in enumerate(zip(heads, widths)):
         if f"blk.{i}.ffn_gate_inp.weight" in m.file.tensors:
@@ -239,11 +231,11 @@ def nemotron_h(m: Metadata) -> Settings:
         | experts(m)
         | groups(m)
         | {
-            "moe_shared_expert_intermediate_size": m.find("expert_shared_feed_forward_length") or 0,
-            "n_shared_experts": m.find("expert_shared_count") or 0,
-            "norm_topk_prob": m.get("expert_weights_norm", True),
-            "routed_scaling_factor": m.get("expert_weights_scale", 1.0),
-            "moe_latent_size": m.find("moe_latent_size") or None,
+            "moe_shared_expert_intermediate_size": m.get("expert_shared_feed_forward_length"),
+            "n_shared_experts": m.get("expert_shared_count"),
+            "norm_topk_prob": m.get("expert_weights_norm"),
+            "routed_scaling_factor": weights_scale(m),
+            "moe_latent_size": m.get("moe_latent_size") or None,
         }
     )
 
@@ -271,21 +263,20 @@ def falcon_h1(m: Metadata) -> Settings:
 
 def bailing3(m: Metadata) -> Settings:
     return kimi_linear(m) | {
-        "kda_safe_gate": m.get("kda.safe_gate", True),
+        "kda_safe_gate": m.get("kda.safe_gate"),
         "kda_lower_bound": m.get("kda.gate_lower_bound"),
     }
 
 
 def glm5_next(m: Metadata) -> Settings:
-    listed = [m.find(f"swiglu_clamp_{key}") for key in ("exp", "shexp")]  # a number, or one per layer
-    limits = {limit for one in listed if one is not None for limit in (one if isinstance(one, list) else [one])}
+    limits = {limit for key in ("exp", "shexp") for limit in m.each(f"swiglu_clamp_{key}")}
     if len(limits) > 1:
         raise ValueError(f"{m.file.path}: {m.kind}.swiglu_clamp_exp and swiglu_clamp_shexp must be one number")
     m.check("attention.indexer.kpool_select_tail", True)
     return kimi_linear(m) | {
         "index_topk": m.get("attention.indexer.top_k"),
-        "linear_lower_bound": m.get("kda.gate_lower_bound", -5.0),
-        "swiglu_limit": limits.pop() if limits else None,
+        "linear_lower_bound": m.find("kda.gate_lower_bound"),
+        "swiglu_limit": limits.pop() or None,
         "hc_mult": m.get("hyper_connection.count"),
         "hc_sinkhorn_iters": m.get("hyper_connection.sinkhorn_iterations"),
         "hc_eps": m.get("hyper_connection.epsilon"),
@@ -316,10 +307,10 @@ def kimi_linear(m: Metadata) -> Settings:
         | groups(m)
         | {
             "num_key_value_heads": heads,
-            "first_k_dense_replace": m.get("leading_dense_block_count", 0),
-            "n_shared_experts": m.get("expert_shared_count", 0),
-            "norm_topk_prob": m.get("expert_weights_norm", True),
-            "routed_scaling_factor": m.get("expert_weights_scale", 1.0),
+            "first_k_dense_replace": m.get("leading_dense_block_count"),
+            "n_shared_experts": m.get("expert_shared_count"),
+            "norm_topk_prob": m.get("expert_weights_norm"),
+            "routed_scaling_factor": weights_scale(m),
             "linear_head_dim": dim,
             "linear_num_heads": heads,
             "linear_conv_kernel_dim": m.get("ssm.conv_kernel"),
@@ -350,7 +341,7 @@ def mamba2(m: Metadata) -> Settings:
 
 def granite_hybrid(m: Metadata) -> Settings:
     heads, sizes = _mamba2(m)
-    shared = m.find("expert_shared_feed_forward_length") or 0
+    shared = m.get("expert_shared_feed_forward_length")
     mixture = experts(m, "intermediate_size") if m.find("expert_count") else {"num_experts": 0}
     layers = _attending(m, "mamba")
     attending = layers["layer_types"].index(FULL) if FULL in layers["layer_types"] else 0
@@ -362,7 +353,7 @@ def granite_hybrid(m: Metadata) -> Settings:
             "attention_bias": f"blk.{attending}.attn_q.bias" in m.file.tensors,
             "shared_intermediate_size": shared or m.one("feed_forward_length"),
             "shared_fused": False,
-            "position_embedding_type": "rope" if m.find("rope.scaling.finetuned") else None,
+            "position_embedding_type": "rope" if m.get("rope.scaling.finetuned") else None,
             "mamba_n_heads": heads,
             "mamba_d_head": sizes["head_dim"],
             "mamba_expand": sizes["expand"],
@@ -400,8 +391,4 @@ def plamo2_attends(num_layers: int, step: int) -> list[bool]:
 
 
 def plamo3(m: Metadata) -> Settings:
-    return {
-        "window_size": m.get("attention.sliding_window"),
-        "sliding_window_pattern": m.get("attention.sliding_window_pattern", 8),
-        "rope_local_theta": m.get("rope.freq_base_swa", 10000.0),
-    }
+    return m.listed_windows() | {"rope_local_theta": m.get("rope.freq_base_swa")}

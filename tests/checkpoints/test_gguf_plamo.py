@@ -95,7 +95,13 @@ def _keys(c: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, path: Path, c: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+def random_weights(name: str, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    shapes = getattr(twins, f"{name}_shapes")(config)
+    return {key: torch.randn(shape, generator=random) * 0.15 for key, shape in shapes.items()}
+
+
+def write_gguf(path: Path, c: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
     writer = gguf.GGUFWriter(path, c["model_type"])
     for key, value in _keys(c).items():
         add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
@@ -120,11 +126,9 @@ def test_logits_and_tokens_are_those_of_the_folder(tmp_path, monkeypatch, name):
     config = getattr(twins, f"{name}_config")() | (LONG if name == "plamo2" else {})
     config["vocab_size"] = max(config["vocab_size"], 300)
     monkeypatch.setattr(twins, "VOCAB", config["vocab_size"])
-    random = torch.Generator().manual_seed(1)
-    shapes = getattr(twins, f"{name}_shapes")(config)
-    weights = {key: torch.randn(shape, generator=random) * 0.15 for key, shape in shapes.items()}
+    weights = random_weights(name, config)
     source = write_folder(tmp_path / "source", config["vocab_size"])
-    _write(source, tmp_path / "model.gguf", config, weights)
+    write_gguf(tmp_path / "model.gguf", config, weights)
     folder = gguf_folder(str(tmp_path / "model.gguf"))
     want = getattr(twins, name)(weights, config, torch.tensor(IDS))
     torch.testing.assert_close(logits_of(load(folder), IDS), want, atol=2e-3, rtol=2e-3)
@@ -140,6 +144,6 @@ def test_layers_without_a_period_are_refused(tmp_path, monkeypatch):
     keys = _keys(config)
     keys["attention.head_count_kv"] = [2, 2, 0, 0, 0, 2]
     monkeypatch.setitem(globals(), "_keys", lambda c: keys)
-    _write(tmp_path, tmp_path / "model.gguf", config, {})
+    write_gguf(tmp_path / "model.gguf", config, {})
     with pytest.raises(ValueError, match=r"plamo2.attention.head_count_kv does not follow one period"):
         gguf_folder(str(tmp_path / "model.gguf"))

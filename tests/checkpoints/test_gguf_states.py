@@ -16,6 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from quire.checkpoints.gguf.folder import gguf_folder
+from quire.checkpoints.gguf.header import read_gguf
+from quire.checkpoints.gguf.model_config import model_config
+from quire.worker.models.registry import parse_model_spec
 from tests.helpers.models.families import build_family
 from tests.worker.layers.test_stored_weights import load, logits_of
 
@@ -190,6 +193,17 @@ def test_logits_are_those_of_the_checkpoint(name, tmp_path):
     source, path = build(name, tmp_path, **drafting if name == "glm5_next" else {})
     mine, theirs = (logits_of(load(folder, torch.float32), IDS) for folder in (gguf_folder(str(path)), source))
     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_glm_5_next_without_bounds(tmp_path):
+    """Without its key the decay has no lower bound, and the MLPs' gates have none."""
+    _, path = build("glm5_next", tmp_path)
+    file = read_gguf(path)
+    for key in ("kda.gate_lower_bound", "swiglu_clamp_exp", "swiglu_clamp_shexp"):
+        del file.metadata[f"glm5-next.{key}"]
+    spec = parse_model_spec(model_config(file, {}))
+    assert [layer.state.lower_bound for layer in spec.layers if layer.state] == [None, None]
+    assert spec.hidden_act == "silu" and {layer.moe.activation for layer in spec.layers if layer.moe} == {"silu"}
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from quire.checkpoints.gguf.defaults import DEFAULTS
 from quire.checkpoints.gguf.keys import ARCHITECTURE, GENERAL
 from quire.checkpoints.honoured import FILES
 
 _HEAD = """# Files of models, key by key
 
-Made from `checkpoints/honoured.py` and `checkpoints/gguf/keys.py` when this site is built. A test fails when
-transformers, sentence-transformers or llama.cpp's `gguf` package know a key without an entry. Keys of config.json
-belong to the families ([models.md](models.md)); their types and ranges are in
+Made from `checkpoints/honoured.py`, `checkpoints/gguf/keys.py` and `checkpoints/gguf/defaults.py` when this site is
+built. A test fails when transformers, sentence-transformers or llama.cpp's `gguf` package know a key without an entry.
+Keys of config.json belong to the families ([models.md](models.md)); their types and ranges are in
 `checkpoints/config_schema.py`.
 
 - **honoured**: it does what it does in the library that wrote it.
@@ -23,8 +24,11 @@ A key that begins with the architecture's name is *honoured* by every architectu
 another architecture it is refused, unless its value changes nothing. Each value must be of the type and in the range
 shown. Keys that are not listed are reported in the log.
 
-| key | value | effect | |
-|---|---|---|---|
+The last column has the value of a key that a file leaves out: llama.cpp's default, or a size that the tensors have.
+Keys without one are required by the architectures that read them, or change nothing if they are missing.
+
+| key | value | effect | | left out |
+|---|---|---|---|---|
 """
 
 
@@ -35,8 +39,17 @@ def page() -> str:
         rows = [f"| `{key}` | {entry.effect} | {entry.note} |\n" for key, entry in sorted(entries.items())]
         parts.append(f"\n## {name}\n\n| key | effect | |\n|---|---|---|\n{''.join(rows)}")
     keys = [(f"*arch*.{key}", entry) for key, entry in ARCHITECTURE.items()] + list(GENERAL.items())
-    rows = [f"| {_code(key)} | {entry.rule} | {entry.effect} | {entry.note} |\n" for key, entry in keys]
+    rows = [f"| {_code(key)} | {one.rule} | {one.effect} | {one.note} | {_default(key)} |\n" for key, one in keys]
     return "".join([*parts, _GGUF, *rows])
+
+
+def _default(key: str) -> str:
+    """Return the values of a key that is left out, with the architectures that have each."""
+    found = []
+    for default in DEFAULTS.get(key.removeprefix("*arch*."), ()):
+        kinds = f" ({', '.join(default.kinds)})" if default.kinds else ""
+        found.append((default.note or str(default.value).lower()) + kinds)
+    return "; ".join(found)
 
 
 def _code(key: str) -> str:

@@ -91,5 +91,5 @@ class Glm5Next(GlmMoeDsa):
         return HyperDecoder(spec, max_model_len, weights)
 
 
-def _bounded(limit: float) -> str:
-    return f"silu_of_bounded:{float(limit):g}"
+def _bounded(limit: float | None) -> str:
+    return f"silu_of_bounded:{float(limit):g}" if limit else "silu"

@@ -12,6 +12,7 @@ from quire.worker.spec.moe import MoESpec
 from quire.worker.spec.rope import RopeSpec
 from quire.worker.spec.state import Mamba2Spec
 from quire.worker.transformer.decoder import CausalLM
+from quire.worker.transformer.mamba_reader import time_step_limit
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, sigmoid_routing
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, STATE
 
@@ -41,7 +42,7 @@ class NemotronH(CausalLM):
             "conv_kernel": 4,
             "use_conv_bias": True,
             "use_bias": False,
-            "time_step_min": 0.001,
+            "time_step_limit": (0.0, float("inf")),
             "norm_topk_prob": True,
             "n_shared_experts": 1,
             "moe_intermediate_size": 7688,
@@ -49,7 +50,11 @@ class NemotronH(CausalLM):
             "moe_latent_size": None,
         }
     )
-    aliases = CausalLM.aliases | MoEFamily.aliases | {"mlp_hidden_act": "hidden_act"}
+    aliases = (
+        CausalLM.aliases
+        | MoEFamily.aliases
+        | {"mlp_hidden_act": "hidden_act", "mamba_dt_limit": "time_step_limit"}
+    )
     facts = {"form": "single", "mlp": "plain", "rope": None}
     state_kinds = {STATE: STATE, "mamba": STATE, "attention": FULL, _MLP: _MLP, _MOE: _MOE}
     renames = {
@@ -112,7 +117,7 @@ class NemotronH(CausalLM):
             values["conv_kernel"],
             values["use_conv_bias"],
             values["use_bias"],
-            float(values["time_step_min"]),
+            *time_step_limit(values),
             norm_groups=values["n_groups"],
             eps=values["rms_norm_eps"],
         )

@@ -29,6 +29,7 @@ from quire.worker.transformer.attention import SelfAttention, out_projection, ro
 from quire.worker.transformer.blocks import DecoderLayer
 from quire.worker.transformer.calls import LayerCall, StageCall
 from quire.worker.transformer.decoder import CausalLM, Decoder
+from quire.worker.transformer.mamba_reader import time_step_limit
 from quire.worker.transformer.mixers.mamba2 import Mamba2
 from quire.worker.transformer.names import TensorNames
 from quire.worker.transformer.per_layer import replicated
@@ -183,7 +184,7 @@ class Zamba2(CausalLM):
         "mamba_expand": 2,
         "mamba_ngroups": 1,
         "n_mamba_heads": 8,
-        "time_step_min": 0.001,
+        "time_step_limit": None,
         "add_bias_linear": False,
         "use_mem_rope": False,
         "use_long_context": False,
@@ -217,6 +218,7 @@ class Zamba2(CausalLM):
     @classmethod
     def layer(cls, values: dict[str, Any], index: int, kind: str, layer: LayerSpec) -> LayerSpec:
         heads, inner = values["n_mamba_heads"], int(values["mamba_expand"] * values["hidden_size"])
+        low, high = time_step_limit(values)
         state = Mamba2Spec(
             heads,
             inner // heads,
@@ -224,7 +226,8 @@ class Zamba2(CausalLM):
             values["mamba_ngroups"],
             values["mamba_d_conv"],
             bias=values["add_bias_linear"],
-            dt_min=float(values["time_step_min"]),
+            dt_min=low,
+            dt_max=high,
             norm_groups=values["mamba_ngroups"],
             eps=_NORM_EPS,
         )

@@ -47,9 +47,14 @@ def mamba2(values: dict[str, Any], **changes: Any) -> Mamba2Spec:
 
 
 def time_step_limit(values: dict[str, Any]) -> tuple[float, float]:
-    """The bounds of the time step; transformers writes an infinite one as an object."""
+    """Return the bounds of the time step, `time_step_limit` of config.json; transformers writes an infinite one as an
+    object. `time_step_min` and `time_step_max` are no bounds, but the range that the biases were drawn from before the
+    training: the published code, vLLM and llama.cpp do not read them, transformers' Nemotron-H and Zamba 2 take the
+    lower one for a bound in prompts, though not in decoding (huggingface/transformers#48989).
+    """
     low, high = (
-        float(bound["__float__"] if isinstance(bound, dict) else bound) for bound in values["time_step_limit"]
+        float(bound["__float__"] if isinstance(bound, dict) else bound)
+        for bound in values["time_step_limit"] or (0.0, math.inf)
     )
     return low, high
 

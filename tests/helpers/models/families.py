@@ -501,7 +501,19 @@ def load_family(folder: str) -> Any:
     from transformers import AutoConfig
 
     cls = causal_lm_class(AutoConfig.from_pretrained(folder).model_type)
-    return cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    _bound_time_steps(model)
+    return model
+
+
+def _bound_time_steps(model: Any) -> None:
+    """Bound time steps by `time_step_limit`, as the published code of these models does; transformers takes
+    `time_step_min` for the lower bound (huggingface/transformers#48989).
+    """
+    for module in model.modules():
+        if type(module).__name__ in ("NemotronHMamba2Mixer", "Zamba2MambaMixer"):
+            low, high = getattr(module.config, "time_step_limit", None) or (0.0, float("inf"))
+            module.time_step_limit = float(low), float(high)
 
 
 def judge(

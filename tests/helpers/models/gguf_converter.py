@@ -386,7 +386,6 @@ def common(c: dict[str, Any]) -> dict[str, Any]:
         "block_count": num_layers(c) + num_drafting(c),
         "context_length": c.get("max_position_embeddings") or c.get("model_max_length") or c["n_positions"],
         "embedding_length": hidden,
-        "feed_forward_length": c.get("intermediate_size") or 4 * hidden,
         "attention.head_count": heads,
         "attention.head_count_kv": c.get("num_key_value_heads") or heads,
         "attention.key_length": dim,
@@ -394,6 +393,8 @@ def common(c: dict[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": int(dim * rope.get("partial_rotary_factor", 1.0)),
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
     }
+    if width := c.get("n_inner") or (4 * hidden if "n_embd" in c else _known_width(c)):
+        found["feed_forward_length"] = width
     if count := num_drafting(c):
         found["nextn_predict_layers"] = count
     for key in ("layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon"):
@@ -412,6 +413,18 @@ def common(c: dict[str, Any]) -> dict[str, Any]:
         for key in ("beta_fast", "beta_slow"):
             found |= {f"rope.scaling.yarn_{key}": rope[key]} if key in rope else {}
     return found
+
+
+def _known_width(c: dict[str, Any]) -> int | None:
+    """Return intermediate_size if the family has it. A published model of experts only does not have it in config.json,
+    though ours do; the converter writes no key then.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    family = c.get("model_type")
+    if family in CONFIG_MAPPING and not hasattr(CONFIG_MAPPING[family](), "intermediate_size"):
+        return None
+    return c.get("intermediate_size")
 
 
 def experts(c: dict[str, Any]) -> dict[str, Any]:

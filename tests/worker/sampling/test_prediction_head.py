@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from quire.checkpoints.gguf.folder import gguf_folder
 from quire.worker.messages import SamplingParams
-from tests.checkpoints.test_gguf_families import CASES
+from tests.checkpoints.test_gguf_families import CASES, SAME_SCALE, SPLIT_LATENTS
 from tests.engine.executor.test_parallel import ParallelEngine
-from tests.helpers.models.checkpoints import build_checkpoint
+from tests.helpers.models.checkpoints import MOE_CHECKPOINTS, build_checkpoint
 from tests.helpers.models.families import FAMILIES, VOCAB, build_family, redraw
 from tests.helpers.models.gguf_converter import Converter, common
 from tests.helpers.worker.draft_twins import check_drafts
@@ -36,8 +36,10 @@ HEADS = {
         ("mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
     ),
 }
+HEADS["qwen3_next"] = HEADS["qwen3_5_moe"]
 _AFTER = tuple(f"model.layers.4{end}" for end in ("", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm"))
-HEADS |= {name: ({}, "num_nextn_predict_layers", _AFTER) for name in ("glm4-moe", "deepseek-v3")}
+_WITH_AFTER = ("glm4-moe", "deepseek-v3", "deepseek-v32", "glm-5")
+HEADS |= {name: ({}, "num_nextn_predict_layers", _AFTER) for name in _WITH_AFTER}
 _MIMO = ("", *(f".{end}" for end in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")))
 HEADS |= {"qwen2": ({}, "num_nextn_predict_layers", tuple(f"model.mtp_layers.0{end}" for end in _MIMO))}
 # of families that transformers does not have: what config.json says of those that have the same layers
@@ -80,7 +82,8 @@ class Twin:
             x = self.fc(torch.cat(both[::-1] if self.hidden_first else both, -1))
             positions = torch.arange(x.shape[1])[None]
             rotation = self.model.model.rotary_emb(x, positions)
-            out = self.layer(x, position_embeddings=rotation, attention_mask=None, position_ids=positions)
+            mask = torch.zeros(1, 1, x.shape[1], x.shape[1])  # only the last token's output is read
+            out = self.layer(x, position_embeddings=rotation, attention_mask=mask, position_ids=positions)
             out = end(out[0] if isinstance(out, tuple) else out)
             found.append(int(self.model.lm_head(out[0, -1]).argmax()))
             hidden = torch.cat([hidden, out[:, -1:]], 1)
@@ -98,16 +101,19 @@ def test_drafts_are_those_of_the_twin_and_change_no_token(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "glm4-moe"])
+@pytest.mark.parametrize("name", [name for name in HEADS if name in CASES])
 def test_heads_of_gguf_files(name, kind, tmp_path):
     """In the file the head is a layer after the others. Rounded to Q8_0, the drafts are no longer the twin's, but no
     token is another.
     """
     arch, sizes, keys = CASES[name]
     build = build_family if name in FAMILIES else build_checkpoint
+    if name in SAME_SCALE:
+        sizes = sizes | {"rope_parameters": MOE_CHECKPOINTS[name][1]["rope_parameters"] | SAME_SCALE[name]}
     folder = Path(build(name, tmp_path / "source", **(sizes | HEADS[name][0] | {"num_hidden_layers": 5})))
     twin = Twin(folder, name)
-    converter = Converter(str(folder), tmp_path / "model.gguf", arch, {"default": kind})
+    options = {"split_latents": name in SPLIT_LATENTS}
+    converter = Converter(str(folder), tmp_path / "model.gguf", arch, {"default": kind}, **options)
     converter.run(common(converter.config) | keys(converter.config))
     found = gguf_folder(str(tmp_path / "model.gguf"))
     engine = engine_of(found, speculative_config=K, max_num_seqs=4, max_num_batched_tokens=24, dtype="float32")
