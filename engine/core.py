@@ -19,13 +19,17 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Generator
 from typing import Any
 
 import msgspec
 
 from quire.configs.config import Config
 from quire.configs.kv_events import read_kv_events
+from quire.engine.calls import Calls
+from quire.engine.chores.jobs import Jobs
 from quire.engine.executor.base import Executor, Pending, get_executor, steps_in_flight
+from quire.engine.executor.stubs import answer
 from quire.engine.ipc import ServerSocket
 from quire.engine.kv.events import KVEventLog
 from quire.engine.kv.manager import KVCacheManager
@@ -37,6 +41,7 @@ from quire.engine.messages import (
     Call,
     CalledTools,
     CallResult,
+    EngineCalls,
     EngineDead,
     EngineOutput,
     FromEngine,
@@ -90,6 +95,7 @@ class EngineCore:
         self.ready: Ready | None = None
         self.early_messages: list[tuple[bytes, ToEngine]] = []  # messages that arrived before the engine was ready
         self.executor: Executor | None = None
+        self.jobs = Jobs()
         self.in_flight: deque[tuple[Step, Pending]] = deque()
         self.gives_back = False  # whether the workers can return the memory of an idle KV cache
         self.last_result = self.next_slow_warning = 0.0  # time.monotonic()
@@ -113,8 +119,8 @@ class EngineCore:
 
     def step(self) -> None:
         """Schedule one step; when `depth` steps are in flight, wait for the oldest and process its results."""
-        if self.scheduler.contents.slots is not None and self.scheduler.contents.slots.busy:
-            self.scheduler.contents.slots.poll()
+        if self.jobs:
+            self.jobs.run(time.monotonic(), idle=False)
         if len(self.in_flight) < self.depth and (step := self.scheduler.schedule()):
             self.in_flight.append((step, self.executor.execute(step.input)))
             if len(self.in_flight) < self.depth:
@@ -123,15 +129,15 @@ class EngineCore:
             step, future = self.in_flight.popleft()
             result = future.result()
             if step.input.encode and self.config.server.otlp_traces_endpoint:
-                step.note_encoded(*self.executor.call("encoded"))
+                step.note_encoded(*self.executor.workers.encoded())
             self.note_slow(step)
             self.send(self.scheduler.update(step, result))
         else:
-            if any(part is not None and part.busy for part in (self.scheduler.tiers, self.scheduler.contents.slots)):
+            if self.jobs or (self.scheduler.tiers is not None and self.scheduler.tiers.busy):
                 time.sleep(FETCH_POLL_INTERVAL)
                 return
             assert not self.scheduler.requests, "there are requests, but none can run"
-            self.works_idle = self.works_idle and self.executor.call("work_idle")
+            self.works_idle = self.works_idle and self.executor.workers.work_idle()
 
     def note_slow(self, step: Step) -> None:
         """Warn of a step that took long, at most once a minute: it delayed everybody's next token."""
@@ -154,8 +160,7 @@ class EngineCore:
         While the workers' kernels are being compiled, an idle engine polls for them, so that no request pays for the
         switch. Raises RuntimeError if a worker process died while the engine was idle.
         """
-        slots = self.scheduler.contents.slots
-        idle = not self.in_flight and not self.scheduler.requests and not (slots is not None and slots.busy)
+        idle = not self.in_flight and not self.scheduler.requests and not self.jobs
         if self.publisher is not None and (events := self.scheduler.kv.pool.events.take()):
             self.publisher.publish(events)
         if idle:
@@ -166,7 +171,7 @@ class EngineCore:
         for client, message in messages:
             self.handle(client, message)
         if idle and not messages and self.awaits_ops:
-            self.awaits_ops = self.executor.call("look_for_ops")
+            self.awaits_ops = self.executor.workers.look_for_ops()
         self.save_some(idle)
         if idle and not messages:
             self.give_back_memory()
@@ -207,8 +212,8 @@ class EngineCore:
         if not self.gives_back or self.cache_used_at is None:
             return
         idle = time.monotonic() - self.cache_used_at
-        if self.executor.call("wants_memory_back", idle) and self.scheduler.kv.reset_prefix_cache():
-            self.executor.call("give_back")
+        if self.executor.workers.wants_memory_back(idle) and self.scheduler.kv.reset_prefix_cache():
+            self.executor.workers.give_back()
             self.scheduler.kv.pool.give_back_all()
             self.cache_used_at = None
             logger.info("idle for %.0f s: gave the memory of the KV cache back", idle)
@@ -220,13 +225,13 @@ class EngineCore:
         if not self.gives_back or now < self.give_back_due:
             return
         self.give_back_due, worker = now + BUSY_GIVE_BACK_INTERVAL, self.ready.worker
-        was_short, short = self.is_short, self.executor.call("memory_short")
+        was_short, short = self.is_short, self.executor.workers.memory_short()
         self.is_short = short > 0
         if not self.is_short:
             return
         spare = -(-worker.max_num_batched_tokens // worker.block_size)
         given = self.scheduler.kv.pool.give_back(-(-short // max(worker.plan.bytes_per_block, 1)), spare)
-        self.executor.call("give_back_blocks", given)
+        self.executor.workers.give_back_blocks(given)
         if given and not was_short:
             logger.info("the machine is short of memory: gave back that of %d free blocks of the KV cache", len(given))
 
@@ -244,11 +249,8 @@ class EngineCore:
                 self.schedule_stats()
             case CalledTools():
                 self.scheduler.kv.retention.called_tools(client, message.request_ids)
-            case Call(method="slot") if self.scheduler.contents.slots is not None:
-                reply = functools.partial(self.reply, client, message.call_id)
-                self.scheduler.contents.slots.begin(reply, *message.args)
             case Call():
-                self.post(client, self.call(message))
+                self.call(client, message)
 
     def add(self, client: bytes, message: AddRequest) -> None:
         try:
@@ -265,51 +267,30 @@ class EngineCore:
             self.post(client, StepOutputs(outputs))
         self.schedule_stats()
 
-    def call(self, message: Call) -> CallResult:
-        """Run a utility method. Its error is returned to the caller and does not affect the engine."""
-        methods = {
-            "free_cache": self.free_cache,
-            "reset_prefix_cache": self.scheduler.contents.reset_prefix_cache,
-            "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
-            "load_lora": lambda key, folder: self.executor.call("load_lora", key, folder),
-            "unload_lora": lambda key: self.executor.call("unload_lora", key),
-            "describe_tiers": lambda: self.scheduler.tiers and self.scheduler.tiers.describe(),
-            "describe_ops": lambda: self.executor.call("describe_ops"),
-            "start_profile": lambda: self.executor.call("start_profile"),
-            "stop_profile": lambda: self.executor.call("stop_profile"),
-            "waiting": self.scheduler.not_begun,
-            "requests": self.scheduler.describe,
-            "abort": self.abort,
-            "stats": lambda: msgspec.structs.asdict(self.scheduler.stats()),
-        }
-        if message.method not in methods:
-            return CallResult(
-                message.call_id, error=f"unknown method {message.method!r}: use one of {', '.join(methods)}"
-            )
+    def call(self, client: bytes, message: Call) -> None:
+        """Answer a utility call, at once or when its job ends. Its error does not affect the engine."""
+        reply = functools.partial(self.reply, client, message.call_id)
         try:
-            return CallResult(message.call_id, methods[message.method](*message.args))
+            value = answer(EngineCalls, self.calls, message.method, message.args)
         except Exception as error:
-            logger.exception("call %d: %s failed", message.call_id, message.method)
-            return CallResult(message.call_id, error=f"{type(error).__name__}: {error}")
+            reply(None, error)
+            return
+        if isinstance(value, Generator):
+            self.jobs.add(value, reply)
+        else:
+            reply(value, None)
 
     def reply(self, client: bytes, call_id: int, value: Any, error: Exception | None) -> None:
-        """Send the result of a call that took more than a moment."""
+        """Send the result of a call."""
         if error is not None:
             logger.error("call %d failed", call_id, exc_info=error)
         self.post(client, CallResult(call_id, value, error and f"{type(error).__name__}: {error}"))
 
-    def free_cache(self, key: str) -> bool:
-        """Forget a conversation (`AddRequest.cache_key`). Returns whether its blocks were known."""
-        self.executor.call("forget_conversation", key)
-        return self.scheduler.contents.free_key(key)
-
-    def abort(self, request_ids: list[str]) -> list[str]:
-        """End requests of any server with finish reason "abort". Returns the ids of those that there were."""
-        outputs = self.scheduler.end(request_ids)
+    def abort(self, outputs: Outputs) -> None:
+        """Send the last outputs of requests that were ended."""
         for client, client_outputs in outputs.items():
             self.post(client, StepOutputs(client_outputs))
         self.schedule_stats()
-        return [output.request_id for client_outputs in outputs.values() for output in client_outputs]
 
     # ---- sending messages
 
@@ -376,13 +357,14 @@ class EngineCore:
         )
         stages = self.config.parallel.pipeline_parallel_size
         self.scheduler = Scheduler(self.config.scheduler, ready, kv, stages, self.open_tiers(ready, kv))
+        self.calls = Calls(self.scheduler, self.executor.workers, self.abort)
         self.report_progress("warming up", 0.0)
         self.warm_up()
         self.publish_events(kv)
         least = self.config.cache.cache_reuse
         if ready.has_slot_files or least:
-            self.scheduler.contents.open_slots(functools.partial(self.executor.call, "call_slots"), self.index, least)
-        self.awaits_ops = self.executor.call("look_for_ops")
+            self.scheduler.contents.open_slots(self.executor.slots, self.index, least)
+        self.awaits_ops = self.executor.workers.look_for_ops()
         gc.collect()
         # exclude the objects loaded so far from later garbage collections: they live as long as the process
         gc.freeze()
@@ -400,13 +382,13 @@ class EngineCore:
             num_left = LEFT_POOLS * (kv.pool.num_usable + kv.pool.num_states) if self.scheduler.tiers is not None else 0
             kv.pool.events = KVEventLog(kv.block_size, kv.groups, num_left)
             if self.scheduler.tiers is not None:
-                self.scheduler.tiers.call("watch")
+                self.scheduler.tiers.calls.watch()
             self.publisher = KVEventPublisher(settings, self.index)
 
     def open_tiers(self, ready: WorkerReady, kv: KVCacheManager) -> Tiers | None:
         """The tiers below the pool, if there are any."""
         self.saved_blocks = min(max(SAVED_BYTES // max(ready.plan.bytes_per_block, 1), 1), SAVED_AT_ONCE)
-        return tiers_below(kv, ready, functools.partial(self.executor.call, "call_tiers"))
+        return tiers_below(kv, ready, self.executor.tiers)
 
     def save_hot(self) -> None:
         """Before the end: write the hot blocks that no request holds to disk. An error ends that, and nothing else."""
@@ -414,7 +396,7 @@ class EngineCore:
         try:
             while tiers is not None and time.monotonic() < deadline:
                 given = self.scheduler.contents.save(SAVED_AT_ONCE, only_free=True)
-                tiers.call("flush", max(deadline - time.monotonic(), 0.0))
+                tiers.calls.flush(max(deadline - time.monotonic(), 0.0))
                 if not given:
                     break
         except Exception:

@@ -7,7 +7,6 @@ itself). Tests of models that have no such drafter are skipped.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
@@ -77,7 +76,7 @@ class InProcessEngine:
             bool(self.ready.media and self.ready.media.whole),
             self.ready.num_states,
         )
-        tiers = tiers_below(kv, ready, functools.partial(self.executor.call, "call_tiers"))
+        tiers = tiers_below(kv, ready, self.executor.tiers)
         stages = self.config.parallel.pipeline_parallel_size
         self.scheduler = Scheduler(self.config.scheduler, self.ready, kv, stages, tiers)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import torch
@@ -235,14 +234,6 @@ class Worker:
         least = torch.tensor(numbers, device=platform.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return least.tolist()
-
-    def call_tiers(self, method: str, *args: Any) -> Any:
-        """Call a method of the `TierStore`, between two steps."""
-        return getattr(self.tiers, method)(*args)
-
-    def call_slots(self, method: str, *args: Any) -> Any:
-        """Call a method of the `SlotFiles`, between two steps."""
-        return getattr(self.slots, method)(*args)
 
     def _record_graphs(self, progress: ReportProgress) -> None:
         """Record a graph of every batch size, the largest first."""

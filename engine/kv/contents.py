@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any
 
 from quire.engine.kv.manager import KVCacheManager, Match, Plan
 from quire.engine.kv.reuse import Reuse
@@ -12,6 +10,7 @@ from quire.engine.kv.slots import Slots
 from quire.engine.kv.tiers import Tiers
 from quire.engine.request import Request
 from quire.engine.step import Step
+from quire.worker.messages import SlotCalls
 
 
 class Contents:
@@ -48,16 +47,16 @@ class Contents:
         """
         return self.tiers.save(most, self.unsettled(), only_free) if self.tiers is not None else 0
 
-    def open_slots(self, call: Callable[..., Any], index: int, least: int = 0) -> None:
-        """Remember what requests leave in their rows: for llama.cpp's slot files (`call` calls the workers), and to
-        reuse runs of at least `least` tokens at other positions; 0: not.
+    def open_slots(self, files: SlotCalls, index: int, least: int = 0) -> None:
+        """Remember what requests leave in their rows: for llama.cpp's slot files, and to reuse runs of at least `least`
+        tokens at other positions; 0: not.
         """
 
         def store_evicted() -> None:
             if self.tiers is not None:
                 self.tiers.store_evicted(self.unsettled())
 
-        self.slots = Slots(self.kv, call, self.num_rows, index, store_evicted)
+        self.slots = Slots(self.kv, files, self.num_rows, index, store_evicted)
         self.reuse = Reuse(self.kv, self.slots, least) if least else None
 
     def plan_reuse(self, step: Step, request: Request, matched: Match, start: int, reserve: int) -> Plan | None:

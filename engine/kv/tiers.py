@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import TierStats
 from quire.engine.request import Request
-from quire.worker.messages import WorkerReady
+from quire.worker.messages import TierCalls, WorkerReady
 
 logger = logging.getLogger(__name__)
 
@@ -77,20 +76,18 @@ class _Rates:
         return new if not old else 0.8 * old + 0.2 * new
 
 
-def tiers_below(kv: KVCacheManager, ready: WorkerReady, call: Callable[..., Any]) -> Tiers | None:
+def tiers_below(kv: KVCacheManager, ready: WorkerReady, calls: TierCalls) -> Tiers | None:
     """The workers' tiers below the pool, if there are any."""
     if not kv.enable_prefix_caching or not (ready.offload_bytes or ready.disk_bytes):
         return None
-    return Tiers(kv, call, bool(ready.disk_bytes))
+    return Tiers(kv, calls, bool(ready.disk_bytes))
 
 
 class Tiers:
-    """`call(method, *args)` calls a method of the workers' `TierStore`s. Owns the blocks of fetches; `Scheduler` owns
-    the requests.
-    """
+    """Owns the blocks of fetches; `Scheduler` owns the requests. `calls` are those of the workers' `TierStore`s."""
 
-    def __init__(self, kv: KVCacheManager, call: Callable[..., Any], has_disk: bool):
-        self.kv, self.call, self.has_disk = kv, call, has_disk
+    def __init__(self, kv: KVCacheManager, calls: TierCalls, has_disk: bool):
+        self.kv, self.calls, self.has_disk = kv, calls, has_disk
         self.counts = TierCounts()
         self.rates = _Rates()
         self._fetches: dict[int, _Fetch] = {}
@@ -118,17 +115,17 @@ class Tiers:
         if not now and time.monotonic() - self._measured < MEASURE_INTERVAL:
             return None
         self._measured = time.monotonic()
-        found = self.call("stats")
+        found = self.calls.stats()
         if self.kv.pool.events is not None:
-            self.kv.pool.events.changed_below(found["changes"])
-        totals, before = found["counts"], self._totals
+            self.kv.pool.events.changed_below(found.changes)
+        totals, before = found.counts, self._totals
         self._totals = totals
         counts = {name: value - before.get(name, 0) for name, value in totals.items() if value != before.get(name, 0)}
-        return TierStats(found["used"], counts, found["store_sizes"], found["load_sizes"])
+        return TierStats(found.used, counts, found.store_sizes, found.load_sizes)
 
     def describe(self) -> dict[str, Any]:
         """The totals since the start, for a person."""
-        found, counts = self.call("stats", False), self.counts
+        found, counts = self.calls.stats(False), self.counts
         fetches = {
             "queried_tokens": counts.queries,
             "hit_tokens": counts.hits,
@@ -139,7 +136,7 @@ class Tiers:
             "seconds_per_block_fetched": self.rates.fetched,
             "seconds_per_token_computed": self.rates.computed,
         }
-        return {"used_bytes": found["used"]} | found["counts"] | fetches
+        return {"used_bytes": found.used} | found.counts | fetches
 
     # ---- up
 
@@ -149,7 +146,7 @@ class Tiers:
         """
         if time.monotonic() < self._paused_until:
             return False
-        keys, num_tokens = self.kv.to_fetch(request, lambda keys: self.call("lookup", keys))
+        keys, num_tokens = self.kv.to_fetch(request, self.calls.lookup)
         self.counts.queries += max(request.num_tokens - self.kv.match(request).num_blocks * self.kv.block_size, 0)
         if not keys or self._is_faster_to_compute(len(keys), num_tokens):
             return False
@@ -164,7 +161,7 @@ class Tiers:
         ids = list(self.kv.take_for(keys).values())
         self.store_evicted(unsettled)  # before these blocks are filled
         self._number += 1
-        self.call("load", self._number, keys, ids)
+        self.calls.load(self._number, keys, ids)
         now = time.monotonic()
         self._fetches[self._number] = _Fetch(keys, ids, request, [request], now, now, num_tokens=num_tokens)
         return True
@@ -181,7 +178,7 @@ class Tiers:
             return []
         ended: list[Request] = []
         now = time.monotonic()
-        for number, report in self.call("poll"):
+        for number, report in self.calls.poll():
             if (fetch := self._fetches.get(number)) is None:
                 continue
             if isinstance(report, int):
@@ -204,7 +201,7 @@ class Tiers:
         filled = {key: block_id for key, block_id, good in zip(fetch.keys, fetch.block_ids, ok) if good}
         self.kv.publish_filled(fetch.owner, filled)
         if pool.events is not None:  # what an earlier run or another engine stored becomes known by its use
-            tiers = zip(filled, self.call("lookup", list(filled)))
+            tiers = zip(filled, self.calls.lookup(list(filled)))
             pool.events.changed_below([(_NAMES[tier], key, True) for key, tier in tiers if tier])
         pool.note_hits([i for i, good in zip(fetch.block_ids, ok) if good and pool.is_published(i)], 0)
         pool.release(fetch.block_ids)
@@ -223,7 +220,7 @@ class Tiers:
                     self._end(number)
 
     def _end(self, number: int) -> None:
-        self.call("cancel", number)  # the workers write nothing to the blocks from here on
+        self.calls.cancel(number)  # the workers write nothing to the blocks from here on
         self.kv.pool.release(self._fetches.pop(number).block_ids)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
@@ -241,7 +238,7 @@ class Tiers:
     def store_evicted(self, unsettled: set[int]) -> None:
         """Have them stored now, and not with the next step."""
         if evicted := self.take_evicted(unsettled):
-            self.call("store", evicted)
+            self.calls.store(evicted)
 
     def save(self, most: int, unsettled: set[int], only_free: bool) -> int:
         """Have the disk tier write up to `most` hot blocks. Returns of how many it has a copy now, or soon."""
@@ -254,7 +251,7 @@ class Tiers:
                 chosen.append((block_id, pool.hash_of(block_id), used))
                 if len(chosen) >= most:
                     break
-        done = self.call("save", chosen) if chosen else 0
+        done = self.calls.save(chosen) if chosen else 0
         for block_id, *_ in chosen[:done]:
             del pool.unsaved[block_id]
         return done
@@ -264,11 +261,11 @@ class Tiers:
         gone = set(keys)
         if self.kv.pool.evicted:
             self.kv.pool.evicted = [(block_id, key) for block_id, key in self.kv.pool.evicted if key not in gone]
-        self.call("remove", keys)
+        self.calls.remove(keys)
 
     def clear(self) -> None:
         """Forget what the lower tiers have. The pool holds no blocks."""
         self.kv.pool.evicted = []
-        self.call("clear")
+        self.calls.clear()
         if self.kv.pool.events is not None:
             self.kv.pool.events.cleared()

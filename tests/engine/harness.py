@@ -9,11 +9,12 @@ from typing import Any
 
 from quire.configs.config import Config
 from quire.engine.core import EngineCore
-from quire.engine.executor.fake import FakeExecutor, FakeOptions
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
+    Call,
+    CallResult,
     Choice,
     EngineOutput,
     FromEngine,
@@ -24,13 +25,14 @@ from quire.engine.messages import (
     ToEngine,
 )
 from quire.engine.scheduler import Scheduler
+from tests.engine.fake_executor import BACKEND, FakeExecutor, FakeOptions
 
 VOCAB = 1000
 CLIENT = b"server"
 
 
 def fake_config(**settings: Any) -> Config:
-    return Config.from_flat(distributed_executor_backend="fake", **settings)
+    return Config.from_flat(distributed_executor_backend=BACKEND, **settings)
 
 
 class Idle(Exception):
@@ -117,6 +119,14 @@ class Engine:
 
     def abort(self, *request_ids: str, client: bytes = CLIENT) -> None:
         self.put(AbortRequests(list(request_ids)), client)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The result of a call that is answered at once."""
+        self.core.handle(CLIENT, Call(-1, method, list(args)))
+        (found,) = [m for _, m in self.socket.sent if isinstance(m, CallResult) and m.call_id == -1]
+        self.collect()
+        assert found.error is None, found.error
+        return found.value
 
     def give_back_in_every_turn(self, num_blocks: int) -> list[int]:
         """Let the machine be short of the memory of `num_blocks` blocks whenever the engine looks, which it does in

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.core import EngineCore
-from quire.engine.executor.fake import FakeExecutor, expected_tokens
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -19,6 +18,7 @@ from quire.engine.messages import (
     StepOutputs,
 )
 from quire.worker.messages import StepOutput
+from tests.engine.fake_executor import FakeExecutor, expected_tokens
 from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, LocalSocket, fake_config
 
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from quire.engine.executor.base import get_executor
-from quire.engine.executor.fake import FakeExecutor, FakeOptions, expected_tokens
 from quire.engine.messages import SamplingParams
 from quire.worker.messages import NewRequest, StepInput
+from tests.engine.fake_executor import FakeExecutor, FakeOptions, expected_tokens
 from tests.engine.harness import VOCAB, fake_config
 
 SAMPLING = SamplingParams(max_tokens=10)

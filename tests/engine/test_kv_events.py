@@ -175,7 +175,7 @@ def test_the_wire_form(subscribe, event_format):
     ("groups", "ram"), [("full", 0), ("full", 1500), ("full+window:24", 1500), ("full+state", 1 << 20)]
 )
 def test_a_router_knows_what_is_cached(subscribe, monkeypatch, tmp_path, groups, ram):
-    monkeypatch.setenv("QUIRE_FAKE", f"groups={groups}")
+    monkeypatch.setenv("FAKE_EXECUTOR", f"groups={groups}")
     chance = random.Random(len(groups) + ram)
     router = subscribe(kv_disk=str(tmp_path / "kv"), kv_disk_gib=12e-6, kv_offload_gib=ram / 2**30, steps_in_flight=2)
     talks, wait = [[chance.randrange(VOCAB) for _ in range(40)] for _ in range(9)], router.engine
@@ -186,7 +186,7 @@ def test_a_router_knows_what_is_cached(subscribe, monkeypatch, tmp_path, groups,
         router.run()
         if turn % 3:
             tiers.save(64, set(), False)
-        tiers.call("flush", 5.0)
+        tiers.calls.flush(5.0)
         if turn == 9:
             wait.put(Call(turn, "reset_prefix_cache"))
             router.run()

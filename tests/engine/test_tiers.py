@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.executor.fake import FakeOptions, expected_tokens
 from quire.engine.messages import AddRequest, Call, CalledTools, CallResult, SamplingParams
 from quire.worker.cache.tiers import store as store_module
 from quire.worker.cache.tiers.disk import DiskTier
 from quire.worker.cache.tiers.segments import read_places
+from tests.engine.fake_executor import FakeOptions, expected_tokens
 from tests.engine.harness import VOCAB, Engine, Idle, fake_config
 
 GIB = 1 << 30
@@ -111,7 +111,7 @@ def test_ram_takes_what_the_pool_reuses(tmp_path):
 
 @pytest.mark.parametrize("groups", ["full", "full+state", "full+window:8"])
 def test_freeing_a_conversation_frees_it_in_every_tier(tmp_path, monkeypatch, groups):
-    monkeypatch.setenv("QUIRE_FAKE", f"groups={groups}")
+    monkeypatch.setenv("FAKE_EXECUTOR", f"groups={groups}")
     folder, mine, other = tmp_path / "kv", list(range(1, 42)), list(range(500, 541))
     engine = engine_of(folder, ram=1 << 20)
     for i in range(3):
@@ -122,9 +122,9 @@ def test_freeing_a_conversation_frees_it_in_every_tier(tmp_path, monkeypatch, gr
     disk, remove, freed = engine.core.executor.tiers.disk, engine.scheduler.tiers.remove, []
     monkeypatch.setattr(engine.scheduler.tiers, "remove", lambda keys: (freed.extend(keys), remove(keys)))
     before = blocks_of(disk)
-    assert engine.core.call(Call(1, "free_cache", ["t/mine"])).value is True
-    assert [engine.core.call(Call(3, "free_cache", [key])).value for key in ("t/mine", "t/never")] == [False, False]
-    assert engine.scheduler.tiers.call("flush", 5.0)
+    assert engine.call("free_cache", "t/mine") is True
+    assert [engine.call("free_cache", key) for key in ("t/mine", "t/never")] == [False, False]
+    assert engine.scheduler.tiers.calls.flush(5.0)
     assert set(freed) & before and blocks_of(disk) == before - set(freed)
     assert ask(engine, "again", mine) == 0
     assert ask(engine, "others", other) >= 36
@@ -170,7 +170,7 @@ def test_what_moves_is_counted(tmp_path):
     for i in range(4):
         ask(engine, f"other {i}", [100 + i] * 90)
     assert ask(engine, "c", prompt) == 40
-    described = engine.core.call(Call(1, "describe_tiers")).value
+    described = engine.call("describe_tiers")
     assert described["hit_tokens"] == 40 and described["load_bytes"] > 0 and described["store_bytes"] > 0
     assert described["ram_read_blocks"] + described["disk_read_blocks"] == 10
     assert described["used_bytes"]["ram"] <= 4000
@@ -203,7 +203,7 @@ def test_an_idle_engine_writes_hot_blocks(tmp_path):
     assert 0 <= engine.core.idle_wait() <= 1  # it wakes up for them
     engine.core.save_due = 0
     engine.core.save_some(idle=True)
-    assert engine.scheduler.tiers.call("flush", 5.0)
+    assert engine.scheduler.tiers.calls.flush(5.0)
     assert files_of(tmp_path / "kv")
     engine.core.save_due = 0
     engine.core.save_some(idle=True)
@@ -312,7 +312,7 @@ def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):
     crashes, orderly ends, damaged and removed files.
     """
     chance = random.Random(seed)
-    monkeypatch.setenv("QUIRE_FAKE", f"groups={groups}")
+    monkeypatch.setenv("FAKE_EXECUTOR", f"groups={groups}")
     monkeypatch.setattr(store_module, "COPY_BYTES", 2000)
     limit, folder = 40_000, tmp_path / "kv"
 
@@ -348,7 +348,7 @@ def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):
             engine.scheduler.contents.free_key(chance.choice(["t/a", "t/b"]))
         elif hint < 0.6:
             action = chance.choice(["save", "restore", "restore", "erase"])
-            engine.put(Call(0, "slot", [action, chance.randrange(2), "x"]))
+            engine.put(Call(0, f"{action}_slot", [chance.randrange(2), *([] if action == "erase" else ["x"])]))
         for name, prompt in batch:
             assert engine.tokens(name) == expected_tokens(prompt, SamplingParams(max_tokens=4), 4096, VOCAB)
         for talk in talks:
@@ -367,7 +367,7 @@ def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):
             if event < 0.5:
                 engine.core.save_hot()
             else:
-                engine.scheduler.tiers.call("flush", 5.0)
+                engine.scheduler.tiers.calls.flush(5.0)
             fetched += engine.scheduler.tiers.counts.hits
             engine.core.executor.shutdown()
             for path in files_of(folder):

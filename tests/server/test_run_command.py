@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.engine.fake_executor import BACKEND
 from tests.server.conftest import MODEL, poll
 from tests.server.test_console import read_until
 from tests.server.test_launch import free_port, gone
@@ -25,7 +26,7 @@ def command(*arguments: str) -> list[str]:
 
 def own(folder: str, *arguments: str) -> list[str]:
     """The command for a server of its own: nothing listens on the port of the settings."""
-    fake = ("--distributed-executor-backend", "fake", "--max-model-len", "512", "--port", str(free_port()))
+    fake = ("--distributed-executor-backend", BACKEND, "--max-model-len", "512", "--port", str(free_port()))
     return command(folder, *fake, *arguments)
 
 

@@ -20,7 +20,7 @@ def start(folder: str, least: int = LEAST, **settings) -> InProcessEngine:
     sizes = {"block_size": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 2, "max_model_len": "512"}
     engine = InProcessEngine(folder, **sizes | {"cache_reuse": least} | settings)
     if least:
-        engine.scheduler.contents.open_slots(functools.partial(engine.executor.call, "call_slots"), 0, least)
+        engine.scheduler.contents.open_slots(engine.executor.slots, 0, least)
     return engine
 
 

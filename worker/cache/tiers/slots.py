@@ -16,11 +16,11 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from quire.worker.cache.tiers.segments import encode, read_block, read_places
+from quire.worker.messages import SlotReport
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +47,11 @@ class SlotFiles:
         self._suffix, self._agree = f".rank{rank}" if rank else "", agree
         self._contents: list[bytes] = []  # of blocks that were read and not copied yet
         self._copies: deque[Callable[[], int]] = deque()  # left for polls; each returns its bytes
-        self._work: Callable[[], Any] | None = None  # for a thread, after the copies
-        self._result: Any = None
+        self._work: Callable[[], SlotReport] | None = None  # for a thread, after the copies
+        self._result: SlotReport | None = None
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def poll(self) -> Any:
+    def poll(self) -> SlotReport | None:
         """Go on with what was begun. Returns its result once every rank has one, None until then."""
         copied = 0
         while self._copies and copied < COPY_BYTES:
@@ -61,23 +61,22 @@ class SlotFiles:
             threading.Thread(target=self._run, args=(work,), name="kv-slot-file", daemon=True).start()
         if not self._agree([int(self._result is not None)])[0]:
             return None
-        (size, *rest), self._result = self._result, None
-        (least,) = self._agree([size])
-        if least < 0:
-            self._contents = []
-        return (least if least < 0 else size, *rest)
+        result, self._result = self._result, None
+        (least,) = self._agree([result.size])
+        if least >= 0:
+            return result
+        self._contents = []
+        return SlotReport(least)
 
-    def _run(self, work: Callable[[], tuple]) -> None:
+    def _run(self, work: Callable[[], SlotReport]) -> None:
         try:
             self._result = work()
         except Exception:
             logger.exception("a slot file could not be used")
-            self._result = (self.FAILED, b"", [])
+            self._result = SlotReport(self.FAILED)
 
-    def save(self, name: str, note: bytes, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Begin to write `note` and these (block, key)s, which stay as they are until the end. The result is (bytes of
-        this rank's file or FAILED,).
-        """
+    def save(self, name: str, note: bytes, blocks: list[tuple[int, bytes]]) -> None:
+        """Begin to write `note` and these (block, key)s, which stay as they are until the end."""
         entries = [(b"", note)]
 
         def copy(block_id: int, key: bytes) -> int:
@@ -85,7 +84,7 @@ class SlotFiles:
             return len(entries[-1][1])
 
         self._copies = deque(functools.partial(copy, *block) for block in blocks)
-        self._work = lambda: (self._write(name, entries),)
+        self._work = lambda: SlotReport(self._write(name, entries))
 
     def _write(self, name: str, entries: list[tuple[bytes, bytes]]) -> int:
         path = self.folder / f".{secrets.token_hex(8)}.tmp"
@@ -102,11 +101,11 @@ class SlotFiles:
         return sum(map(len, parts))
 
     def read(self, name: str) -> None:
-        """Begin to read a file. The result is (its bytes or DAMAGED, its note, the keys of its blocks for `fill`)."""
+        """Begin to read a file."""
         self._contents = []
         self._work = lambda: self._read(self.folder / (name + self._suffix))
 
-    def _read(self, path: Path) -> tuple[int, bytes, list[bytes]]:
+    def _read(self, path: Path) -> SlotReport:
         note, keys, contents = b"", [], []
         try:
             if path.is_symlink():
@@ -122,12 +121,12 @@ class SlotFiles:
                     note = content
         except (OSError, ValueError) as error:
             logger.warning("slot file %s cannot be used: %s", path, error)
-            return self.DAMAGED, b"", []
+            return SlotReport(self.DAMAGED)
         self._contents = contents
-        return size, note, keys
+        return SlotReport(size, note, keys)
 
-    def fill(self, block_ids: Sequence[int]) -> None:
-        """Begin to copy the blocks that were read last, in order, to these; 0: not needed. The result is (0,)."""
+    def fill(self, block_ids: list[int]) -> None:
+        """Begin to copy the blocks that were read last, in order, to these; 0: not needed."""
         contents, self._contents = self._contents, []
 
         def copy(block_id: int, content: bytes) -> int:
@@ -136,4 +135,4 @@ class SlotFiles:
 
         pairs = zip(block_ids, contents, strict=True)
         self._copies = deque(functools.partial(copy, *pair) for pair in pairs if pair[0])
-        self._work = lambda: (0,)
+        self._work = lambda: SlotReport(0)

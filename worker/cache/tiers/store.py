@@ -12,12 +12,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from quire.worker.cache.tiers.disk import DiskTier
 from quire.worker.cache.tiers.ram import RamTier
+from quire.worker.messages import TierReport
 
 COPY_BYTES = 64 << 20  # bytes that one poll copies into blocks
 READ_AHEAD_BYTES = 256 << 20  # bytes that were read and not copied yet
@@ -73,9 +73,9 @@ class TierStore:
         self._lock = threading.Condition()
         self._reader: threading.Thread | None = None
 
-    def lookup(self, keys: Sequence[bytes]) -> list[int]:
+    def lookup(self, keys: list[bytes]) -> list[int]:
         """The tier of each key, MISS, ON_DISK or IN_RAM."""
-        on_disk = self.disk.contains_all(list(keys)) if self.disk else [False] * len(keys)
+        on_disk = self.disk.contains_all(keys) if self.disk else [False] * len(keys)
         found = [
             IN_RAM if self.ram and key in self.ram else ON_DISK if here else MISS for key, here in zip(keys, on_disk)
         ]
@@ -83,7 +83,7 @@ class TierStore:
 
     # ---- down
 
-    def store(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+    def store(self, blocks: list[tuple[int, bytes]]) -> None:
         """Keep blocks that are about to be reused: in RAM, or else on disk if the writer has room."""
         before = self.counts.store_bytes
         for block_id, key in blocks:
@@ -94,7 +94,7 @@ class TierStore:
                 self._offer(key, lambda block_id=block_id: self._gather(block_id))
         self._note_store(before)
 
-    def save(self, blocks: Sequence[tuple[int, bytes, int]]) -> int:
+    def save(self, blocks: list[tuple[int, bytes, int]]) -> int:
         """Write blocks (id, key, time of last use in ns) to disk that stay in the pool. Returns for how many of the
         first ones that was begun, on every rank; 0 without a disk tier that takes any.
         """
@@ -133,9 +133,9 @@ class TierStore:
 
     # ---- up
 
-    def load(self, number: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+    def load(self, number: int, keys: list[bytes], block_ids: list[int]) -> None:
         """Begin to read these keys, which `poll` copies into the blocks."""
-        load = self._loads[number] = _Load(list(keys), list(block_ids))
+        load = self._loads[number] = _Load(keys, block_ids)
         for tier in (self.ram, self.disk):
             if tier is not None:
                 tier.touch(load.keys)
@@ -218,11 +218,11 @@ class TierStore:
 
     # ---- both
 
-    def remove(self, keys: Sequence[bytes]) -> None:
+    def remove(self, keys: list[bytes]) -> None:
         """Forget these blocks in both tiers."""
         for tier in (self.ram, self.disk):
             if tier is not None:
-                tier.remove(list(keys))
+                tier.remove(keys)
 
     def clear(self) -> None:
         """Forget every block of this model in both tiers."""
@@ -251,11 +251,8 @@ class TierStore:
         if self.disk is not None:
             self.disk.stop()
 
-    def stats(self, take: bool = True) -> dict[str, Any]:
-        """What this rank has and did: `used`, bytes by tier; `counts`, totals since the start; `store_sizes` and
-        `load_sizes`, the bytes of each transfer from and to the pool, and `changes`, all since the last call with
-        `take`.
-        """
+    def stats(self, take: bool = True) -> TierReport:
+        """The contents and traffic of this rank. Sizes and changes are those since the last call with `take`."""
         used, counts = {}, asdict(self.counts) | self.tier_counts
         counts["load_time"] += counts["ram_read_seconds"] + counts["disk_read_seconds"]
         if self.ram is not None:
@@ -265,8 +262,7 @@ class TierStore:
             used["disk"] = disk.used
             counts |= {"disk_written_bytes": disk.written, "disk_written_seconds": disk.seconds_writing}
             counts |= {"disk_evicted": disk.num_evicted, "disk_damaged": disk.num_damaged}
-        sizes = {"store_sizes": self._store_sizes, "load_sizes": self._load_sizes}
+        report = TierReport(used, counts, self._store_sizes, self._load_sizes, self._changes() if take else [])
         if take:
             self._store_sizes, self._load_sizes = [], []
-            sizes["changes"] = self._changes()
-        return {"used": used, "counts": counts} | sizes
+        return report

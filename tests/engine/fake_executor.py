@@ -39,6 +39,8 @@ from quire.worker.messages import (
     WorkerReady,
 )
 
+BACKEND = "tests.engine.fake_executor:FakeExecutor"  # of `distributed_executor_backend`
+
 _MASK = (1 << 61) - 1
 
 
@@ -110,7 +112,9 @@ def expected_tokens(
 
 @dataclass(frozen=True)
 class FakeOptions:
-    """Behaviour of the fake. A process reads it from QUIRE_FAKE, e.g. "step_delay=0.01,eos_chance=0.05,validate=0"."""
+    """Behaviour of the fake. A process reads it from the variable FAKE_EXECUTOR, such as
+    "step_delay=0.01,eos_chance=0.05,validate=0".
+    """
 
     validate: bool = True
     eos_chance: float = 0.0
@@ -133,7 +137,7 @@ class FakeOptions:
         """Parse options. Raises ValueError for an unknown name."""
         pairs = dict(pair.split("=", 1) for pair in text.split(",") if pair)
         if unknown := pairs.keys() - {f.name for f in fields(cls)}:
-            raise ValueError(f"QUIRE_FAKE: unknown option {', '.join(sorted(unknown))}")
+            raise ValueError(f"FAKE_EXECUTOR: unknown option {', '.join(sorted(unknown))}")
         return cls(**{name: _READ.get(name, float)(value) for name, value in pairs.items()})
 
     def cache_groups(self) -> list[CacheGroup]:
@@ -191,7 +195,7 @@ class FakeExecutor(Executor):
     """
 
     def __init__(self, config: Config, options: FakeOptions | None = None):
-        self.options = options or FakeOptions.from_text(os.environ.get("QUIRE_FAKE", ""))
+        self.options = options or FakeOptions.from_text(os.environ.get("FAKE_EXECUTOR", ""))
         self.ready = _sizes(config, self.options.cache_groups(), self.options.media_info())
         self.num_steps = 0
         self._encoded = (0.0, 0.0)
@@ -204,6 +208,7 @@ class FakeExecutor(Executor):
         self._free_at = 0.0
         has_states = any(group.kind == "state" for group in self.ready.groups)
         self._max_draft = int(self.options.drafts) if not has_states else 0
+        self.workers = self  # has the methods of `WorkerCalls`
         self.tiers = self._open_tiers(config)
         if config.cache.cache_reuse:
             raise ValueError("--cache-reuse: the fake executor has no rotary embeddings")
@@ -231,17 +236,29 @@ class FakeExecutor(Executor):
         progress("loading weights", 1.0)
         return self.ready
 
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self, method)(*args)
+
+    # ---- calls between steps
+
     def look_for_ops(self) -> bool:
         return False
 
     def describe_ops(self) -> dict[str, object]:
         return {"name": "fake", "status": "fake", "since": None}
 
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self, method)(*args)
-
     def encoded(self) -> tuple[float, float]:
         return self._encoded
+
+    def work_idle(self) -> bool:
+        return False
+
+    def wants_memory_back(self, idle: float) -> bool:
+        return False
+
+    def give_back(self) -> None:
+        """The contents of all blocks are lost."""
+        self._slots = [None] * len(self._slots)
 
     def memory_short(self) -> int:
         return 0
@@ -252,20 +269,11 @@ class FakeExecutor(Executor):
             first = block_id * self.ready.block_size
             self._slots[first : first + self.ready.block_size] = [None] * self.ready.block_size
 
-    def call_tiers(self, method: str, *args: Any) -> Any:
-        return getattr(self.tiers, method)(*args)
+    def start_profile(self) -> str:
+        return "the fake executor takes no profiles"
 
-    def call_slots(self, method: str, *args: Any) -> Any:
-        return getattr(self.slots, method)(*args)
-
-    def _gather(self, block_id: int) -> bytes:
-        size = self.ready.block_size
-        return msgspec.msgpack.encode(self._slots[block_id * size : (block_id + 1) * size])
-
-    def _scatter(self, block_id: int, content: bytes) -> None:
-        size = self.ready.block_size
-        slots = msgspec.msgpack.decode(content, type=list[tuple[int, int] | None])
-        self._slots[block_id * size : (block_id + 1) * size] = slots
+    def stop_profile(self) -> tuple[str, str]:
+        return self.start_profile(), ""
 
     def load_lora(self, key: str, folder: str) -> str:
         """Adapters do not change the fake tokens."""
@@ -283,6 +291,17 @@ class FakeExecutor(Executor):
     def shutdown(self) -> None:
         if self.tiers is not None:
             self.tiers.stop()
+
+    # ---- steps
+
+    def _gather(self, block_id: int) -> bytes:
+        size = self.ready.block_size
+        return msgspec.msgpack.encode(self._slots[block_id * size : (block_id + 1) * size])
+
+    def _scatter(self, block_id: int, content: bytes) -> None:
+        size = self.ready.block_size
+        slots = msgspec.msgpack.decode(content, type=list[tuple[int, int] | None])
+        self._slots[block_id * size : (block_id + 1) * size] = slots
 
     def execute(self, step: StepInput) -> _Result:
         if self.options.validate:
