@@ -27,7 +27,7 @@ from quire.configs.config import Config
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import AddRequest, SamplingParams, StepOutputs
 from quire.engine.scheduler import Scheduler
-from tests.engine.fake_executor import FakeExecutor, FakeOptions
+from tests.helpers.engine.fake_executor import FakeExecutor, FakeOptions
 
 PARTS = "schedule", "encode step", "update", "encode outputs"
 

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an instal
 
 from quire.cli.bench.process import free_port
 from quire.configs.sources import EMBEDDED_MODEL
-from tests.engine.fake_executor import BACKEND
+from tests.helpers.engine.fake_executor import BACKEND
 
 ROOT = Path(__file__).parent.parent
 CHAT = "/v1/chat/completions"

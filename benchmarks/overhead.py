@@ -28,7 +28,7 @@ from quire.cli.bench.load import Target, run_load
 from quire.cli.bench.process import ServerProcess, free_port
 from quire.cli.bench.report import summarize
 from quire.configs.sources import EMBEDDED_MODEL
-from tests.engine.fake_executor import BACKEND
+from tests.helpers.engine.fake_executor import BACKEND
 
 
 def main(argv: Sequence[str]) -> int:

@@ -255,8 +255,8 @@ def test_transformers_is_not_on_the_start_path():
 
 
 def test_engine_layers():
-    """core -> scheduler -> kv -> request, without upward imports; only executors may use tensors."""
-    order = ["quire.engine.core", "quire.engine.scheduler", "quire.engine.kv", "quire.engine.request"]
+    """core -> chores -> scheduler -> kv -> request, without upward imports; only executors may use tensors."""
+    order = ["quire.engine.core", "quire.engine.chores", "quire.engine.scheduler", "quire.engine.kv", "quire.engine.request"]
     for height, lower in enumerate(order):
         assert not [str(found) for found in select(lower, of=tuple(order[:height]))]
     tensors = select("quire.engine", of=("torch", "numpy"))

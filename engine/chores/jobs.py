@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.engine.chores.base import Chore
 
-INTERVAL = 0.001  # seconds between parts of a job while no request runs
+INTERVAL = 0.001  # seconds between two parts of a job: it waits for the disk
 
 
 class Jobs(Chore):

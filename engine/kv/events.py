@@ -87,6 +87,10 @@ class KVEventLog:
         self._left: OrderedDict[bytes, _Facts] = OrderedDict()
         self._below: dict[str, set[bytes]] = {medium: set() for medium in MEDIA_BELOW.values()}  # announced there
 
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
     def take(self) -> list[KVEvent]:
         events, self._events = self._events, []
         return events

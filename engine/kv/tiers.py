@@ -110,8 +110,7 @@ class Tiers:
     # ---- seen
 
     def stats(self, now: bool) -> TierStats | None:
-        """Contents and traffic of the workers' tiers since the last call; None if that was lately and `now` is False.
-        """
+        """Contents and traffic of the workers' tiers since the last call; None shortly after it unless `now`."""
         if not now and time.monotonic() - self._measured < MEASURE_INTERVAL:
             return None
         self._measured = time.monotonic()

@@ -6,7 +6,7 @@ import os
 import time
 
 from quire.worker.messages import StepInput, StepOutput, WorkerReady
-from tests.engine.fake_executor import FakeExecutor, FakeOptions
+from tests.helpers.engine.fake_executor import FakeExecutor, FakeOptions
 
 
 class FakeWorker:

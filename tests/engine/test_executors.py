@@ -20,8 +20,8 @@ from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import AddRequest, SamplingParams
 from quire.engine.scheduler import Scheduler
 from tests.engine import fake_worker
-from tests.engine.fake_executor import expected_tokens
 from tests.engine.harness import VOCAB
+from tests.helpers.engine.fake_executor import expected_tokens
 
 SAMPLING = SamplingParams(max_tokens=12)
 PROMPTS = {"a": [1, 2, 3], "b": [4], "c": [5] * 40}

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from quire.engine.messages import SamplingParams
 from quire.worker.messages import StepOutput, TokenLogprobs
-from tests.engine.fake_executor import FakeExecutor, FakeOptions, expected_tokens, extend, next_token
 from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
+from tests.helpers.engine.fake_executor import FakeExecutor, FakeOptions, expected_tokens, extend, next_token
 
 MAX_MODEL_LEN = 64
 EOS_CHANCE = 0.03

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from quire.engine.encoder_cache import EncoderCache
 from quire.engine.messages import Choice, MediaItem, SamplingParams
-from tests.engine.fake_executor import expected_tokens
 from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
+from tests.helpers.engine.fake_executor import expected_tokens
 
 IMAGE = 9  # the image token id
 MAX_MODEL_LEN = 96

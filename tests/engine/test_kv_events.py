@@ -125,7 +125,7 @@ class Subscriber:
         self.engine.run()
 
     def close(self) -> None:
-        self.engine.core.publisher.stop()
+        self.engine.core.stop()
         self.context.destroy(linger=0)
 
 
@@ -219,7 +219,7 @@ def test_what_an_earlier_run_left_on_disk_is_told_when_it_is_used(subscribe, tmp
     for name in "ab":
         first.add(name, prompt, max_tokens=1)
         first.run()
-    first.core.save_hot()
+    first.core.stop()
     router = subscribe(**settings)
     router.join()
     assert router.of_tier("disk")
@@ -275,4 +275,4 @@ def test_a_router_that_listens_is_connected_to(tmp_path):
             if socket.poll(100):
                 break
         assert len(socket.recv_multipart()) == 3
-        engine.core.publisher.stop()
+        engine.core.stop()

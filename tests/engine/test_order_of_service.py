@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quire.engine.messages import AddRequest, Choice, SamplingParams
-from tests.engine.fake_executor import expected_tokens
 from tests.engine.harness import VOCAB, Engine, assert_invariants, fake_config, greedy, make, run_step
+from tests.helpers.engine.fake_executor import expected_tokens
 
 
 def test_fcfs_preempts_the_latest_and_resumes_it_first():

@@ -27,8 +27,8 @@ from quire.engine.messages import (
     SamplingParams,
     StepOutputs,
 )
-from tests.engine.fake_executor import expected_tokens
 from tests.engine.harness import VOCAB, fake_config
+from tests.helpers.engine.fake_executor import expected_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -210,7 +210,7 @@ def test_no_complaint_about_a_server_that_leaves_in_order(start):
 
 HOLDS_THE_INTERPRETER = """
 import sys, threading
-from tests.engine import fake_executor as fake
+from tests.helpers.engine import fake_executor as fake
 
 def result(self):
     if self.output.step == 5:

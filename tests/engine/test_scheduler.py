@@ -8,8 +8,8 @@ import pytest
 
 from quire.engine.messages import AddRequest, Choice, SamplingParams
 from quire.worker.messages import NO_TOKEN_ERROR, NewRequest, StepInput, StepOutput
-from tests.engine.fake_executor import expected_tokens
 from tests.engine.harness import CLIENT, VOCAB, Engine, assert_invariants, fake_config, greedy, make, run_step
+from tests.helpers.engine.fake_executor import expected_tokens
 
 
 def test_the_worked_example():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from quire.engine.messages import SamplingParams
 from quire.worker.messages import longest_request
-from tests.engine.fake_executor import expected_tokens
 from tests.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
+from tests.helpers.engine.fake_executor import expected_tokens
 
 EOS_CHANCE = 0.05
 MAX_MODEL_LEN = 64
@@ -94,7 +94,7 @@ def test_any_schedule_gives_what_each_request_gets_alone(configuration, mix, req
         engine = Engine(fake_config(max_model_len=str(MAX_MODEL_LEN), **configuration))
     if short_of_memory:
         engine.give_back_in_every_turn(3)
-    with mock.patch("quire.engine.core.BUSY_GIVE_BACK_INTERVAL", 0.0):
+    with mock.patch("quire.engine.chores.give_back.INTERVAL", 0.0):
         messages = drive(engine, requests)
     num_usable, block_size = configuration["num_gpu_blocks_override"] - 1, configuration["block_size"]
     chunk = configuration["max_num_batched_tokens"]

@@ -9,8 +9,8 @@ import pytest
 
 from quire.engine.messages import AddRequest, Call, CallResult, SamplingParams
 from quire.worker.cache.tiers import slots as slots_module
-from tests.engine.fake_executor import expected_tokens
 from tests.engine.harness import VOCAB, Engine, fake_config
+from tests.helpers.engine.fake_executor import expected_tokens
 
 NUMBERS = itertools.count(1)
 PROMPT = list(range(1, 42))

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.worker.messages import SamplingParams, longest_request
-from tests.engine.fake_executor import expected_tokens
 from tests.engine.harness import CLIENT, VOCAB, Engine, fake_config
 from tests.engine.test_scheduler_properties import EOS_CHANCE, MAX_MODEL_LEN, check_outputs, drive, workload
+from tests.helpers.engine.fake_executor import expected_tokens
 
 configurations = st.fixed_dictionaries(
     {
@@ -171,5 +171,3 @@ def test_prefixes_of_accepted_tokens_are_shared():
         engine.run()
         assert engine.last("b").num_cached_tokens == 40
         assert engine.tokens("b") == expected_tokens(text, SamplingParams(max_tokens=10), 4096, VOCAB)
-
-

@@ -15,7 +15,7 @@ from quire.worker.cache.tiers.slots import SlotFiles
 from quire.worker.cache.tiers.store import TierStore
 from quire.worker.messages import SlotCalls, TierCalls, TierReport, WorkerCalls
 from quire.worker.worker import Worker
-from tests.engine.fake_executor import FakeExecutor
+from tests.helpers.engine.fake_executor import FakeExecutor
 
 REAL = [(WorkerCalls, Worker), (WorkerCalls, FakeExecutor), (TierCalls, TierStore), (SlotCalls, SlotFiles)]
 

@@ -22,7 +22,7 @@ import pytest
 from quire.configs.config import Config
 from quire.server.launch import Launcher, bind
 from tests.checkpoints import CHAT_TEMPLATE, VOCAB_SIZE, _byte_level
-from tests.engine.fake_executor import BACKEND
+from tests.helpers.engine.fake_executor import BACKEND
 
 MODEL = "org/test-model"
 

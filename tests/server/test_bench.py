@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from quire.cli import main as cli
 from quire.cli.bench import datasets, load, report, serve, startup
 from quire.cli.bench.connection import Client
-from tests.engine.fake_executor import BACKEND
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.server.fake_openai import MODEL, FakeOpenAI
 from tests.server.light_model import write_light_model
 

@@ -12,7 +12,7 @@ import pytest
 from quire.engine.messages import SamplingParams
 from quire.server.api.openai.objects import ChatChunkChoice, ChatDelta
 from tests.checkpoints import VOCAB_SIZE
-from tests.engine.fake_executor import expected_tokens
+from tests.helpers.engine.fake_executor import expected_tokens
 from tests.server.conftest import MODEL, running_server
 
 HELLO = [{"role": "user", "content": "Hello"}]

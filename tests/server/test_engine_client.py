@@ -28,7 +28,7 @@ from quire.server.engines.client import EngineCallError, EngineClient, EngineUna
 from quire.server.engines.process import EngineProcess
 from quire.server.engines.quarantine import Quarantine
 from quire.server.engines.turns import Turns
-from tests.engine.fake_executor import BACKEND, expected_tokens
+from tests.helpers.engine.fake_executor import BACKEND, expected_tokens
 from tests.server.fake_engine import FakeEngine, ready
 
 

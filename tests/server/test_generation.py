@@ -19,7 +19,7 @@ from quire.server.generate.generation import SLICE, Generation
 from quire.server.generate.generation_request import GenerationRequest
 from quire.server.metrics.metrics import Metrics
 from quire.server.text.tokenizer import Tokenizer
-from tests.engine.fake_executor import BACKEND, expected_tokens
+from tests.helpers.engine.fake_executor import BACKEND, expected_tokens
 from tests.server.tokenizer_kinds import CORPUS, byte_level, llama2
 
 EOS = 2  # <|im_end|> of byte_level

@@ -21,7 +21,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.engine.fake_executor import BACKEND
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.server.conftest import poll
 from tests.server.test_chat import HELLO, events
 

@@ -12,8 +12,8 @@ import time
 import httpx
 
 from quire.configs.log_format import formatter
-from tests.engine.fake_executor import BACKEND
 from tests.engine.harness import Engine, fake_config
+from tests.helpers.engine.fake_executor import BACKEND
 
 
 def test_every_line_of_every_process_is_json(model_folder, tmp_path):

@@ -24,7 +24,7 @@ from quire.server.engines.supervisor import Supervisor
 from quire.server.offline.llm import LLM, offline_config
 from quire.server.offline.params import SamplingParams
 from tests.checkpoints import greedy, load_reference
-from tests.engine.fake_executor import BACKEND, expected_tokens
+from tests.helpers.engine.fake_executor import BACKEND, expected_tokens
 from tests.server.light_model import VOCAB_SIZE, write_light_model
 
 MAX_LEN = 64

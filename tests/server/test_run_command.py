@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.engine.fake_executor import BACKEND
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.server.conftest import MODEL, poll
 from tests.server.test_console import read_until
 from tests.server.test_launch import free_port, gone

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from quire.cli.bench.process import free_port
-from tests.engine.fake_executor import BACKEND
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.server.conftest import RunningServer, make_config, poll
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from quire.cli import hash_key
 from quire.server.keys.key import hashed
-from tests.engine.fake_executor import BACKEND
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.server.conftest import MODEL, poll, running_server
 
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from PIL import Image
 from quire.server.media.service import _max_images
 from quire.server.offline.llm import LLM
 from quire.server.offline.params import SamplingParams
-from tests.engine.fake_executor import BACKEND
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.server.media.conftest import FAKE, IMAGE_ID, NUM_TOKENS, data_url, image_part, picture, text_part
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)

@@ -39,7 +39,7 @@ from quire.worker.messages import (
     WorkerReady,
 )
 
-BACKEND = "tests.engine.fake_executor:FakeExecutor"  # of `distributed_executor_backend`
+BACKEND = "tests.helpers.engine.fake_executor:FakeExecutor"  # of `distributed_executor_backend`
 
 _MASK = (1 << 61) - 1
 
