@@ -294,7 +294,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 class TierStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Contents of the tiers below an engine's pool, of its first rank, and their traffic since the previous message."""
 
-    used: dict[str, int] = {}  # bytes by tier: ram, disk
+    used: dict[str, int] = {}  # bytes by tier
     counts: dict[str, float] = {}  # by name, see `TierStore.stats`
     store_sizes: list[int] = []  # bytes of each transfer from the pool
     load_sizes: list[int] = []  # bytes of each transfer into the pool
@@ -319,9 +319,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     accepted_per_position: list[int] = []  # drafts accepted, by their place after the last known token
     running_adapters: list[str] = []  # names of those of running requests
     waiting_adapters: list[str] = []
-    external_queries: int = 0  # tokens that the pool did not have, looked up in RAM and on disk
+    external_queries: int = 0  # tokens that the pool did not have, looked up in lower tiers
     external_hits: int = 0  # tokens of them that were loaded from there
-    tiers: TierStats | None = None  # of RAM and disk, if it was asked for since the last message
+    tiers: TierStats | None = None  # if it was asked for since the last message
     num_ended: int = 0  # requests that ended after they ran, without those of batches
 
 

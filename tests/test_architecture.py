@@ -256,7 +256,7 @@ def test_transformers_is_not_on_the_start_path():
 
 def test_engine_layers():
     """core -> chores -> scheduler -> kv -> request, without upward imports; only executors may use tensors."""
-    order = ["quire.engine.core", "quire.engine.chores", "quire.engine.scheduler", "quire.engine.kv", "quire.engine.request"]
+    order = [f"quire.engine.{name}" for name in ("core", "chores", "scheduler", "kv", "request")]
     for height, lower in enumerate(order):
         assert not [str(found) for found in select(lower, of=tuple(order[:height]))]
     tensors = select("quire.engine", of=("torch", "numpy"))
@@ -351,6 +351,7 @@ LIGHT = [
     "quire.configs.config",
     "quire.engine.messages",
     "quire.worker.messages",
+    "quire.worker.cache.tiers.open",
     "quire.server.app",
     "quire.server.launch",
     "quire.server.frontends.parent",

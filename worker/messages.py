@@ -343,6 +343,19 @@ class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     offload: int = 0  # of blocks that leave the pool, where the device's memory is the RAM
 
 
+SLOTS = "slots"  # the tier of llama.cpp's slot files, which has `SlotCalls`
+
+
+class TierInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tier below the KV cache (`worker/cache/tiers/`). Blocks that leave it go down from the first to the last."""
+
+    name: str  # ram, disk ...
+    medium: str  # vLLM's name of it, in KV events
+    where: str  # for a person
+    limit: int  # bytes of all ranks; 0: it takes no blocks that leave another
+    saves: bool = False  # whether hot blocks are written to it before they leave the KV cache, for the next start
+
+
 class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of `initialize`: sizes for the scheduler, and settings chosen automatically, with reasons."""
 
@@ -361,10 +374,12 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     pooling: PoolingInfo | None = None  # None: the model only generates text
     media: MediaInfo | None = None  # None: requests with images are refused
     num_states: int = 0  # pages for recurrent states, whose ids follow those of the blocks
-    offload_bytes: int = 0  # RAM for blocks that leave the pool, of all ranks
-    has_slot_files: bool = False  # whether there are `SlotCalls`
-    disk_bytes: int = 0  # limit of the files of such blocks; 0: there is no folder for them
+    tiers: list[TierInfo] = []  # below the KV cache, in the order in which blocks go down
     max_loras: int = 0  # adapters that a step may use; 0: requests with adapters are refused
+
+    @property
+    def has_slot_files(self) -> bool:
+        return any(tier.name == SLOTS for tier in self.tiers)
 
 
 # ---- calls between two steps: every rank runs them, and the first rank's result is the answer
@@ -425,25 +440,25 @@ class TierReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     counts: dict[str, float]  # by name, see `TierStore.stats`
     store_sizes: list[int]  # bytes of each transfer from the pool
     load_sizes: list[int]  # bytes of each transfer into the pool
-    changes: list[tuple[str, bytes, bool]] = []  # (tier, key, whether it is there now), in order
+    changes: list[tuple[str, bytes, bool]] = []  # (medium, key, whether it is there now), in order
 
 
 class TierCalls(Protocol):
     """Methods of `TierStore`, the tiers below the KV cache. Only if there are any."""
 
     def lookup(self, keys: list[bytes]) -> list[int]:
-        """The tier of each key; 0 for a missing one."""
+        """Where each key is: 1 for the last tier, 2 for the one before it ..., 0: nowhere."""
 
     def store(self, blocks: list[tuple[int, bytes]]) -> None:
         """Keep the contents of blocks (id, key) that are about to be reused."""
 
     def save(self, blocks: list[tuple[int, bytes, int]]) -> int:
-        """Write blocks (id, key, time of last use in ns) to disk that stay in the pool. Returns for how many of the
-        first ones that was begun.
+        """Write blocks (id, key, time of last use in ns) that stay in the pool to a tier that `saves`. Returns for how
+        many of the first ones that was begun.
         """
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the disk has the blocks it was given, at most `timeout` seconds. Returns whether it has."""
+        """Wait until every tier has the blocks it was given, at most `timeout` seconds. Returns whether it has."""
 
     def load(self, number: int, keys: list[bytes], block_ids: list[int]) -> None:
         """Begin to read these keys, which `poll` copies into the blocks."""
@@ -473,21 +488,18 @@ class SlotReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """The end of an action on a slot file, the same on all ranks if one of them failed."""
 
     size: int  # bytes of the file; below 0: it failed
-    note: bytes = b""  # that was read
-    keys: list[bytes] = []  # of the blocks that were read, for `fill`
+    note: bytes = b""  # that was restored
+    keys: list[bytes] = []  # of the file's blocks, for `TierCalls.load`
 
 
 class SlotCalls(Protocol):
-    """Methods of `SlotFiles`. Each but `poll` begins an action. Only with `WorkerReady.has_slot_files`."""
+    """Methods of the tier "slots". Each but `poll` begins an action. Only if there is this tier."""
 
     def save(self, name: str, note: bytes, blocks: list[tuple[int, bytes]]) -> None:
         """Begin to write `note` and these blocks (id, key), which stay as they are until the end."""
 
-    def read(self, name: str) -> None:
-        """Begin to read a file."""
-
-    def fill(self, block_ids: list[int]) -> None:
-        """Begin to copy the blocks that were read last, in order, to these; 0: not needed."""
+    def restore(self, name: str) -> None:
+        """Begin to check a file, whose blocks the tier has then."""
 
     def poll(self) -> SlotReport | None:
         """Go on with the action. Returns its end once every rank has reached it, None until then."""

@@ -29,7 +29,7 @@ def open_chores(
     tiers, chores = scheduler.tiers, []
     if events := publish_kv_events(config.cache, scheduler.kv, tiers, index):
         chores.append(events)
-    if tiers is not None and tiers.has_disk:
+    if tiers is not None and tiers.save_hot:
         chores.append(SaveHot(scheduler.contents, tiers, ready.plan.bytes_per_block, schedule_stats))
     if ready.gives_back:
         chores.append(GiveBack(scheduler.kv, workers, ready))

@@ -51,12 +51,7 @@ class Contents:
         """Remember what requests leave in their rows: for llama.cpp's slot files, and to reuse runs of at least `least`
         tokens at other positions; 0: not.
         """
-
-        def store_evicted() -> None:
-            if self.tiers is not None:
-                self.tiers.store_evicted(self.unsettled())
-
-        self.slots = Slots(self.kv, files, self.num_rows, index, store_evicted)
+        self.slots = Slots(self.kv, files, self.tiers, self.num_rows, index, self.unsettled)
         self.reuse = Reuse(self.kv, self.slots, least) if least else None
 
     def plan_reuse(self, step: Step, request: Request, matched: Match, start: int, reserve: int) -> Plan | None:

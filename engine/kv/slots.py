@@ -1,8 +1,8 @@
 """llama.cpp's slots: the cache contents of the last request in a row, saved to a file, restored and erased.
 
 Requests get the lowest free row, so that a client that asks one thing after another always finds its conversation in
-slot 0. Only full blocks are saved. Restored blocks are in the pool as any other prefix: a request finds it by its
-tokens, in whichever row it runs.
+slot 0. Only full blocks are saved. A file is a tier: its blocks are fetched into the pool as those of other tiers. Then
+a request finds them by its tokens, in whichever row it runs.
 
 Saving and restoring take as long as the disk does. They are generators, which the engine resumes between steps, one
 after the other; the blocks they read or fill are held meanwhile.
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quire.engine.kv.manager import KVCacheManager
+from quire.engine.kv.tiers import Tiers
 from quire.engine.messages import AddRequest, Choice, LoraUse, MediaItem, SamplingParams
 from quire.engine.request import EXACT, Request
 from quire.worker.messages import SlotCalls, SlotReport
@@ -48,13 +49,20 @@ Later = Generator[None, None, Counts]
 
 class Slots:
     """Slots are numbered over all engines: those of engine `index` begin at `index` times `num_rows`; an action on
-    another engine's is None. `store_evicted` is called before blocks that were taken from the pool are overwritten.
+    another engine's is None. Files are read by `tiers`. `unsettled` returns the blocks that steps in flight fill.
     """
 
     def __init__(
-        self, kv: KVCacheManager, files: SlotCalls, num_rows: int, index: int, store_evicted: Callable[[], None]
+        self,
+        kv: KVCacheManager,
+        files: SlotCalls,
+        tiers: Tiers | None,
+        num_rows: int,
+        index: int,
+        unsettled: Callable[[], set[int]],
     ):
-        self.kv, self._files, self._first, self._store_evicted = kv, files, index * num_rows, store_evicted
+        self.kv, self._files, self._tiers, self._unsettled = kv, files, tiers, unsettled
+        self._first = index * num_rows
         self._slots = [Slot() for _ in range(num_rows)]
 
     def note(self, request: Request) -> None:
@@ -121,27 +129,25 @@ class Slots:
         return {"n_saved": num_tokens, "n_written": size} if size >= 0 else {}
 
     def _restore(self, row: int, name: str) -> Later:
-        self._files.read(name)
-        read = yield from self._finished()
-        if read.size < 0:
+        self._files.restore(name)
+        file = yield from self._finished()
+        if file.size < 0:
             return {}
-        note = msgspec.msgpack.decode(read.note, type=_Note)
-        missing = [key for key in read.keys if self.kv.pool.find(key) is None]
+        note = msgspec.msgpack.decode(file.note, type=_Note)
+        tokens = array("I")
+        tokens.frombytes(note.token_ids)
+        slot = Slot(tokens, note.cache_salt, note.adapters, note.media)
+        missing = [key for key in file.keys if self.kv.pool.find(key) is None]
         states = sum(map(self.kv.is_state_key, missing))
         if len(missing) - states > self.kv.pool.num_free or states > self.kv.pool.num_free_states:
             return {}
-        tokens = array("I")
-        tokens.frombytes(note.token_ids)
-        ids = self.kv.take_for(missing)
-        try:
-            self._store_evicted()
-            self._files.fill([ids.get(key, 0) for key in read.keys])
-            yield from self._finished()
-            self._slots[row] = slot = Slot(tokens, note.cache_salt, note.adapters, note.media)
-            self.kv.publish_filled(self._request(slot), ids)
-        finally:
-            self.kv.pool.release(list(ids.values()))
-        return {"n_restored": len(tokens), "n_read": read.size}
+        fetch = self._tiers.fetch(self._request(slot), missing, self._unsettled(), of_slot=True)
+        while fetch.loaded is None:
+            yield
+        if not all(fetch.loaded):
+            return {}
+        self._slots[row] = slot
+        return {"n_restored": len(tokens), "n_read": file.size}
 
     def _erase(self, row: int) -> Later:
         num_tokens, blocks = self._cached(self._slots[row])

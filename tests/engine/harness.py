@@ -29,6 +29,7 @@ from quire.engine.messages import (
     ToEngine,
 )
 from quire.engine.scheduler import Scheduler
+from quire.worker.cache.tiers.base import Tier
 from tests.helpers.engine.fake_executor import BACKEND, FakeExecutor, FakeOptions
 
 T = TypeVar("T")
@@ -141,6 +142,9 @@ class Engine:
 
     def abort(self, *request_ids: str, client: bytes = CLIENT) -> None:
         self.put(AbortRequests(list(request_ids)), client)
+
+    def tier(self, name: str) -> Tier:
+        return next(tier for tier in self.core.executor.tiers.tiers if tier.name == name)
 
     def chore(self, kind: type[T]) -> T:
         (found,) = [chore for chore in self.core.chores if isinstance(chore, kind)]

@@ -117,7 +117,7 @@ class Subscriber:
 
     def of_tier(self, name: str) -> set[tuple[int, int]]:
         """Of "ram" or "disk"."""
-        tier = getattr(self.engine.core.executor.tiers, name)
+        tier = self.engine.tier(name)
         keys = tier._blocks if name == "ram" else tier._index
         return {(key[0], wire_hash(key)) for key in keys}
 

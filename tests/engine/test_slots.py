@@ -32,6 +32,7 @@ def act(engine: Engine, *args):
     answer = begin(engine, *args)
     while not answer:
         engine.core.jobs.run(0.0, idle=True)
+        engine.scheduler.tiers.poll()  # which goes on with fetches
     return answer[0]
 
 

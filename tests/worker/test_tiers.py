@@ -133,6 +133,7 @@ def test_a_slot_file_brings_the_same_bits_to_the_next_engine(tmp_path, kind):
     def act(engine: InProcessEngine, action: str) -> dict[str, int]:
         job = getattr(engine.scheduler.contents.slots, action)(0, "x")
         while True:
+            engine.scheduler.tiers.poll()  # which goes on with fetches
             try:
                 next(job)
             except StopIteration as end:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -21,12 +22,12 @@ import msgspec
 
 from quire.configs.config import Config
 from quire.engine.executor.base import Executor, ReportProgress
-from quire.worker.cache.tiers.disk import DiskTier
+from quire.worker.cache.tiers.base import Rank
 from quire.worker.cache.tiers.fingerprint import fingerprint
-from quire.worker.cache.tiers.ram import RamTier
-from quire.worker.cache.tiers.slots import SlotFiles
+from quire.worker.cache.tiers.open import open_tiers, plan_tiers
 from quire.worker.cache.tiers.store import TierStore
 from quire.worker.messages import (
+    SLOTS,
     CacheGroup,
     MediaInfo,
     MediaItem,
@@ -212,22 +213,12 @@ class FakeExecutor(Executor):
         self.tiers = self._open_tiers(config)
         if config.cache.cache_reuse:
             raise ValueError("--cache-reuse: the fake executor has no rotary embeddings")
-        self.slots = None
-        if config.cache.slot_save_path:
-            folder = Path(config.cache.slot_save_path)
-            self.slots = SlotFiles(folder, self._fingerprint(config), self._gather, self._scatter)
+        self.slots = next((tier for tier in self.tiers.tiers if tier.name == SLOTS), None) if self.tiers else None
 
     def _open_tiers(self, config: Config) -> TierStore | None:
-        ram = RamTier(self.ready.offload_bytes) if self.ready.offload_bytes else None
-        disk = None
-        if self.ready.disk_bytes:
-            disk = DiskTier(Path(config.cache.kv_disk), self.ready.disk_bytes, self._fingerprint(config))
-        return TierStore(self._gather, self._scatter, ram, disk) if ram or disk else None
-
-    def _fingerprint(self, config: Config) -> bytes:
-        return fingerprint(
-            b"fake", (self.ready.groups, self.ready.block_size, self.ready.vocab_size, config.model.model)
-        )
+        facts = (self.ready.groups, self.ready.block_size, self.ready.vocab_size, config.model.model)
+        tiers = open_tiers(self.ready.tiers, Rank(config, self._gather, lambda: fingerprint(b"fake", facts)))
+        return TierStore(self._gather, self._scatter, tiers) if tiers else None
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         for i in range(10):
@@ -553,6 +544,15 @@ class FakeExecutor(Executor):
         return ids[block] * self.ready.block_size + offset
 
 
+class _Platform:
+    """A machine with much RAM."""
+
+    device = SimpleNamespace(type="cpu")
+
+    def free_ram(self) -> int:
+        return 1 << 50
+
+
 def _sizes(config: Config, groups: list[CacheGroup], media: MediaInfo | None) -> WorkerReady:
     path = Path(config.model.model, "config.json")
     vocab_size = json.loads(path.read_text())["vocab_size"] if config.model.model and path.exists() else 1000
@@ -571,8 +571,6 @@ def _sizes(config: Config, groups: list[CacheGroup], media: MediaInfo | None) ->
         groups=groups,
         media=media,
         num_states=2 * (config.scheduler.max_num_seqs or 64) + 3,
-        has_slot_files=bool(config.cache.slot_save_path),
-        offload_bytes=int((config.cache.kv_offload_gib or 0) * (1 << 30)),
-        disk_bytes=int(config.cache.kv_disk_gib * (1 << 30)) if config.cache.kv_disk else 0,
+        tiers=plan_tiers(config, _Platform()),
         max_loras=(config.lora.max_loras or 8) if config.lora.enabled else 0,
     )
