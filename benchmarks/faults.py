@@ -337,5 +337,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.pop("QUIRE_FAKE", None)
+    os.environ.pop("FAKE_EXECUTOR", None)
     sys.exit(main())

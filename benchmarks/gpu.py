@@ -204,7 +204,7 @@ class Engine:
         seconds, more = [], self.ready.works_idle
         while more:
             begin = time.perf_counter()
-            more = self.executor.call("work_idle")
+            more = self.executor.workers.work_idle()
             seconds.append(time.perf_counter() - begin)
         return seconds
 

@@ -24,10 +24,10 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from quire.configs.config import Config
-from quire.engine.executor.fake import FakeExecutor, FakeOptions
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import AddRequest, SamplingParams, StepOutputs
 from quire.engine.scheduler import Scheduler
+from tests.helpers.engine.fake_executor import FakeExecutor, FakeOptions
 
 PARTS = "schedule", "encode step", "update", "encode outputs"
 

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an instal
 
 from quire.cli.bench.process import free_port
 from quire.configs.sources import EMBEDDED_MODEL
+from tests.helpers.engine.fake_executor import BACKEND
 
 ROOT = Path(__file__).parent.parent
 CHAT = "/v1/chat/completions"
@@ -62,8 +63,10 @@ class Server:
         (self.folder / "tmp").mkdir()
         environment = os.environ | {"PYTHONPATH": str(tree), "TMPDIR": str(self.folder / "tmp")} | variables
         if fake is not None:
-            environment["QUIRE_FAKE"] = fake
-            options = ["--distributed-executor-backend", "fake", *options]
+            # checkouts before the fake executor moved to tests/ have it in the package
+            moved = not (tree / "engine/executor/fake.py").exists()
+            environment["FAKE_EXECUTOR" if moved else "QUIRE_FAKE"] = fake
+            options = ["--distributed-executor-backend", BACKEND if moved else "fake", *options]
         command = [
             *prefix,
             sys.executable,

@@ -28,6 +28,7 @@ from quire.cli.bench.load import Target, run_load
 from quire.cli.bench.process import ServerProcess, free_port
 from quire.cli.bench.report import summarize
 from quire.configs.sources import EMBEDDED_MODEL
+from tests.helpers.engine.fake_executor import BACKEND
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def measure(arguments: argparse.Namespace, num_frontends: int) -> None:
     port = free_port()
-    os.environ["QUIRE_FAKE"] = "validate=0"
+    os.environ["FAKE_EXECUTOR"] = "validate=0"
     command = [
         sys.executable,
         "-m",
@@ -70,7 +71,7 @@ async def measure(arguments: argparse.Namespace, num_frontends: int) -> None:
         "serve",
         arguments.model,
         "--distributed-executor-backend",
-        "fake",
+        BACKEND,
         "--port",
         str(port),
         "--max-num-seqs",

@@ -162,7 +162,8 @@ def _started(settings: Settings) -> Iterator[str]:
         file.write_text(json.dumps(settings.values | values))
         command = [sys.executable, "-m", "quire", "serve", "--config", str(file)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
-        environment |= {name: os.environ[name] for name in ("QUIRE_CACHE", "QUIRE_FAKE") if name in os.environ}
+        if "QUIRE_CACHE" in os.environ:
+            environment["QUIRE_CACHE"] = os.environ["QUIRE_CACHE"]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -208,10 +208,10 @@ class ParallelConfig:
         None,
         (
             "uniproc: the worker runs in the engine process; mp: one process per rank; ray: one actor per rank on a "
-            "Ray cluster (default: uniproc for one rank, else mp)"
+            "Ray cluster; MODULE:CLASS: another executor (default: uniproc for one rank, else mp)"
         ),
         choices=("uniproc", "mp", "ray"),
-        hidden_choices=("fake",),
+        other_choices=r"[\w.]+:\w+",
     )
     debug_check_ranks: bool = opt(
         False, "compare the sampled tokens of all tensor-parallel ranks after every step, and fail if they differ"

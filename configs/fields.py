@@ -14,6 +14,7 @@ def opt(
     everyday: bool = False,
     choices: tuple[str, ...] | None = None,
     hidden_choices: tuple[str, ...] = (),
+    other_choices: str | None = None,
     aliases: dict[str, str] | None = None,
     repeat: bool = False,
     metavar: str | None = None,
@@ -31,15 +32,17 @@ def opt(
 
     `unit` is "bytes" (suffixes allowed), "length" (a number of tokens, or auto) or "mapping" (`image=4`, or a JSON
     object; the value is JSON). `minimum`, `above` (exclusive) and `maximum` bound a number. `hidden_choices` are
-    accepted but not advertised; `aliases` are other spellings of choices, `other_name` one of the setting itself; a
-    `secret` value is never printed; a `removed` setting is accepted without effect, and its help says why; `check`
-    raises ValueError for a wrong value. `configs/options.py` checks all of this.
+    accepted but not advertised, as texts are that match the regular expression `other_choices`; `aliases` are other
+    spellings of choices, `other_name` one of the setting itself; a `secret` value is never printed; a `removed` setting
+    is accepted without effect, and its help says why; `check` raises ValueError for a wrong value. `configs/options.py`
+    checks all of this.
     """
     metadata = {
         "help": help,
         "everyday": everyday,
         "choices": choices,
         "hidden_choices": hidden_choices,
+        "other_choices": other_choices,
         "aliases": aliases or {},
         "repeat": repeat,
         "metavar": metavar,

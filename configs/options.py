@@ -41,6 +41,7 @@ class Option:
     everyday: bool
     choices: tuple[str, ...] | None
     hidden_choices: tuple[str, ...]
+    other_choices: str | None
     aliases: Mapping[str, str]
     repeat: bool
     metavar: str | None
@@ -87,7 +88,7 @@ class Option:
         except (ValueError, TypeError, OverflowError):
             raise ValueError(f"{spelling}: expected {self._expected()}, got {value!r}") from None
         result = self.aliases.get(result, result) if self.aliases else result
-        if self.choices and result not in (*self.choices, *self.hidden_choices):
+        if self.choices and not self._is_choice(result):
             raise ValueError(
                 f"{spelling}: {result!r} is not one of {', '.join(self.choices)}{suggestion(str(result), self.choices)}"
             )
@@ -98,6 +99,10 @@ class Option:
             except ValueError as error:
                 raise ValueError(f"{spelling}: {error}") from None
         return result
+
+    def _is_choice(self, value: Any) -> bool:
+        others = self.other_choices is not None and re.fullmatch(self.other_choices, str(value))
+        return value in (*self.choices, *self.hidden_choices) or bool(others)
 
     def _convert(self, value: Any) -> Any:
         text = value.strip() if isinstance(value, str) else value

@@ -15,8 +15,8 @@ from quire.configs.options import Option, all_options, find_option, suggestion
 
 PRESETS = Path(__file__).parent
 EMBEDDED_MODEL = PRESETS / "quire-tiny"
-# variables that are no settings: the YAML file, the cache of compiled kernels, options of the fake executor
-_OTHER_VARIABLES = ("QUIRE_CONFIG", "QUIRE_CACHE", "QUIRE_FAKE")
+# variables that are no settings: the YAML file, the cache of compiled kernels
+_OTHER_VARIABLES = ("QUIRE_CONFIG", "QUIRE_CACHE")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,63 +19,53 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Generator
 from typing import Any
 
-import msgspec
-
 from quire.configs.config import Config
-from quire.configs.kv_events import read_kv_events
+from quire.engine.calls import Calls
+from quire.engine.chores.base import Chore, run_due, seconds_until_due
+from quire.engine.chores.jobs import Jobs
+from quire.engine.chores.open import open_chores
+from quire.engine.chores.stats import SendStats
 from quire.engine.executor.base import Executor, Pending, get_executor, steps_in_flight
+from quire.engine.executor.stubs import answer
 from quire.engine.ipc import ServerSocket
-from quire.engine.kv.events import KVEventLog
-from quire.engine.kv.manager import KVCacheManager
-from quire.engine.kv.publisher import KVEventPublisher
-from quire.engine.kv.tiers import SAVED_AT_ONCE, Tiers, tiers_below
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
     Call,
     CalledTools,
     CallResult,
+    EngineCalls,
     EngineDead,
     EngineOutput,
     FromEngine,
     Hello,
-    PoolingParams,
     Progress,
     Ready,
-    SamplingParams,
     StepOutputs,
     ToEngine,
-    WorkerReady,
 )
 from quire.engine.process import (
     dump_stacks_on,
     end_with_parent,
     kill_descendants,
+    kill_engine,
     no_collection,
-    remove_files,
+    read_config,
     set_name,
     start_logging,
     wake_on_signals,
     watch_parent,
 )
-from quire.engine.scheduler import Outputs, Scheduler, Step
+from quire.engine.scheduler import Outputs, Step
+from quire.engine.startup import make_scheduler, warm_up
 
 logger = logging.getLogger(__name__)
 
-SLOW_WARNING_INTERVAL = 60.0  # seconds
-STATS_INTERVAL = 0.25  # seconds between statistics messages while busy
 EXIT_SIGNAL = signal.SIGUSR1  # the thread that watches stdin sends it to the main thread
-GIVE_BACK_INTERVAL = 5.0  # seconds between looks of an idle engine at the machine's memory
-BUSY_GIVE_BACK_INTERVAL = 1.0  # the same while requests run
-SAVE_INTERVAL, SAVE_RETRY = 1.0, 5.0  # seconds between writes of hot blocks to disk; after one that was not possible
-SAVED_BYTES = 8 << 20  # that busy engines write at once
-WRITTEN_AFTER = 1.0  # seconds until blocks that were given to the disk are written, unless it is slow
-SAVE_TIMEOUT = 15.0  # seconds that an engine writes before it ends
 FETCH_POLL_INTERVAL = 0.001  # seconds between looks for fetched blocks when nothing else is to do
-LEFT_POOLS = 4  # KV events know the tokens of so many pools of blocks that left the pool
-OPS_POLL_INTERVAL = 0.5  # seconds between polls of an idle engine for kernels that are being compiled
 CONNECT_TIMEOUT = 1.0  # seconds that a failing engine waits for a server to connect
 
 
@@ -91,19 +81,8 @@ class EngineCore:
         self.early_messages: list[tuple[bytes, ToEngine]] = []  # messages that arrived before the engine was ready
         self.executor: Executor | None = None
         self.in_flight: deque[tuple[Step, Pending]] = deque()
-        self.gives_back = False  # whether the workers can return the memory of an idle KV cache
-        self.last_result = self.next_slow_warning = 0.0  # time.monotonic()
-        self.works_idle = False  # whether the workers have work deferred until no request runs
-        self.stats_due = 0.0  # time.monotonic() of the next statistics message; 0 if there are no new statistics
-        self.give_back_due = 0.0  # time.monotonic() of a busy engine's next look at the machine's memory
-        self.is_short = False  # whether the machine was short of memory at a busy engine's last look
-        self.cache_used_at: float | None = None  # time.monotonic(); None while the KV cache's memory is given back
-        self.save_due = 0.0  # time.monotonic() of the next write of hot blocks to disk
-        self.written_due = 0.0  # time.monotonic() when what was given to the disk is told in statistics; 0: not
-        self.saved_blocks = 1  # number of blocks that a busy engine writes at once
-        self.publisher: KVEventPublisher | None = None
-        self.events: KVEventLog | None = None  # that it publishes
-        self.awaits_ops = False  # whether the workers' kernels are still being compiled
+        self.jobs, self.stats = Jobs(), SendStats(self.send_stats)
+        self.chores: list[Chore] = [self.jobs, self.stats]
 
     # ---- the loop
 
@@ -112,124 +91,37 @@ class EngineCore:
             self.receive()
             self.step()
 
+    def receive(self) -> None:
+        """Handle all received messages and do the chores that are due. With no request, sleep until either is there.
+
+        Raises RuntimeError if a worker process died while the engine slept.
+        """
+        is_busy = self.in_flight or self.scheduler.requests
+        if not is_busy and self.socket.wait(seconds_until_due(self.chores, self.is_idle)):
+            raise RuntimeError("a worker process died")
+        for client, message in self.socket.receive():
+            self.handle(client, message)
+        run_due(self.chores, self.is_idle)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.in_flight and not self.scheduler.requests and not self.jobs
+
     def step(self) -> None:
         """Schedule one step; when `depth` steps are in flight, wait for the oldest and process its results."""
-        if self.scheduler.contents.slots is not None and self.scheduler.contents.slots.busy:
-            self.scheduler.contents.slots.poll()
         if len(self.in_flight) < self.depth and (step := self.scheduler.schedule()):
             self.in_flight.append((step, self.executor.execute(step.input)))
             if len(self.in_flight) < self.depth:
                 return
         if self.in_flight:
-            step, future = self.in_flight.popleft()
-            result = future.result()
-            if step.input.encode and self.config.server.otlp_traces_endpoint:
-                step.note_encoded(*self.executor.call("encoded"))
-            self.note_slow(step)
-            self.send(self.scheduler.update(step, result))
-        else:
-            if any(part is not None and part.busy for part in (self.scheduler.tiers, self.scheduler.contents.slots)):
-                time.sleep(FETCH_POLL_INTERVAL)
-                return
-            assert not self.scheduler.requests, "there are requests, but none can run"
-            self.works_idle = self.works_idle and self.executor.call("work_idle")
-
-    def note_slow(self, step: Step) -> None:
-        """Warn of a step that took long, at most once a minute: it delayed everybody's next token."""
-        now, threshold = time.monotonic(), self.config.server.slow_step_threshold
-        seconds, self.last_result = now - max(step.scheduled, self.last_result), now
-        if threshold and seconds >= threshold and now >= self.next_slow_warning and self.ready is not None:
-            self.next_slow_warning = now + SLOW_WARNING_INTERVAL
-            stats = self.scheduler.stats()
-            logger.warning(
-                "a step took %.1f s: %s; %d requests wait, %.0f %% of the KV cache is used",
-                seconds,
-                step.contents(),
-                stats.num_waiting,
-                100 * stats.kv_cache_usage,
-            )
-
-    def receive(self) -> None:
-        """Handle all received messages. With no work, sleep until a message arrives.
-
-        While the workers' kernels are being compiled, an idle engine polls for them, so that no request pays for the
-        switch. Raises RuntimeError if a worker process died while the engine was idle.
-        """
-        slots = self.scheduler.contents.slots
-        idle = not self.in_flight and not self.scheduler.requests and not (slots is not None and slots.busy)
-        if self.publisher is not None and (events := self.events.take()):
-            self.publisher.publish(events)
-        if idle:
-            self.send_stats()
-            if self.socket.wait(self.idle_wait()):
-                raise RuntimeError("a worker process died")
-        messages = self.socket.receive()
-        for client, message in messages:
-            self.handle(client, message)
-        if idle and not messages and self.awaits_ops:
-            self.awaits_ops = self.executor.call("look_for_ops")
-        self.save_some(idle)
-        if idle and not messages:
-            self.give_back_memory()
-        elif not idle:
-            self.cache_used_at = time.monotonic()
-            self.give_back_some(self.cache_used_at)
-
-    def idle_wait(self) -> float | None:
-        """Seconds to sleep without a message."""
-        if self.works_idle:
-            return 0.0
-        if self.awaits_ops:
-            return OPS_POLL_INTERVAL
-        if self.scheduler.tiers is not None and self.scheduler.tiers.num_unsaved:
-            return max(self.save_due - time.monotonic(), 0.01)
-        if self.written_due:
-            return max(self.written_due - time.monotonic(), 0.01)
-        return GIVE_BACK_INTERVAL if self.gives_back and self.cache_used_at is not None else None
-
-    def save_some(self, idle: bool) -> None:
-        """Have hot blocks written to disk now and then, more of them while no request runs."""
-        tiers, now = self.scheduler.tiers, time.monotonic()
-        if self.written_due and now >= self.written_due:
-            self.written_due = 0.0
-            self.schedule_stats()
-        if tiers is None or not tiers.num_unsaved or now < self.save_due:
-            return
-        most = SAVED_AT_ONCE if idle else self.saved_blocks
-        given = self.scheduler.contents.save(most)
-        # an idle engine goes on at once, but looks for messages in between
-        self.save_due = now + (SAVE_RETRY if not given else 0.0 if idle else SAVE_INTERVAL)
-        self.written_due = now + WRITTEN_AFTER
-
-    def give_back_memory(self) -> None:
-        """Return the KV cache's memory to the system, and forget cached prefixes, if the workers find that it is time:
-        after a long time without a request, or when the machine is short of memory.
-        """
-        if not self.gives_back or self.cache_used_at is None:
-            return
-        idle = time.monotonic() - self.cache_used_at
-        if self.executor.call("wants_memory_back", idle) and self.scheduler.kv.reset_prefix_cache():
-            self.executor.call("give_back")
-            self.scheduler.kv.pool.give_back_all()
-            self.cache_used_at = None
-            logger.info("idle for %.0f s: gave the memory of the KV cache back", idle)
-
-    def give_back_some(self, now: float) -> None:
-        """While requests run and the machine is short of memory: return the memory of as many blocks that none of them
-        holds, cached prefixes last, but for those that the next step may take.
-        """
-        if not self.gives_back or now < self.give_back_due:
-            return
-        self.give_back_due, worker = now + BUSY_GIVE_BACK_INTERVAL, self.ready.worker
-        was_short, short = self.is_short, self.executor.call("memory_short")
-        self.is_short = short > 0
-        if not self.is_short:
-            return
-        spare = -(-worker.max_num_batched_tokens // worker.block_size)
-        given = self.scheduler.kv.pool.give_back(-(-short // max(worker.plan.bytes_per_block, 1)), spare)
-        self.executor.call("give_back_blocks", given)
-        if given and not was_short:
-            logger.info("the machine is short of memory: gave back that of %d free blocks of the KV cache", len(given))
+            step, pending = self.in_flight.popleft()
+            output = pending.result()
+            for chore in self.chores:
+                chore.observe(step)
+            self.send(self.scheduler.update(step, output))
+        elif self.scheduler.requests:
+            assert self.jobs or self.scheduler.is_fetching, "there are requests, but none can run"
+            time.sleep(FETCH_POLL_INTERVAL)
 
     def handle(self, client: bytes, message: ToEngine) -> None:
         match message:
@@ -242,14 +134,11 @@ class EngineCore:
                 self.add(client, message)
             case AbortRequests():
                 self.scheduler.abort(message.request_ids, client)
-                self.schedule_stats()
+                self.stats.schedule()
             case CalledTools():
                 self.scheduler.kv.retention.called_tools(client, message.request_ids)
-            case Call(method="slot") if self.scheduler.contents.slots is not None:
-                reply = functools.partial(self.reply, client, message.call_id)
-                self.scheduler.contents.slots.begin(reply, *message.args)
             case Call():
-                self.post(client, self.call(message))
+                self.call(client, message)
 
     def add(self, client: bytes, message: AddRequest) -> None:
         try:
@@ -262,78 +151,38 @@ class EngineCore:
                 EngineOutput(choice.request_id, [], "error", error=str(error), error_kind=kind)
                 for choice in message.choices
             ]
-        if outputs:
-            self.post(client, StepOutputs(outputs))
-        self.schedule_stats()
+        self.send({client: outputs} if outputs else {})
 
-    def call(self, message: Call) -> CallResult:
-        """Run a utility method. Its error is returned to the caller and does not affect the engine."""
-        methods = {
-            "free_cache": self.free_cache,
-            "reset_prefix_cache": self.scheduler.contents.reset_prefix_cache,
-            "set_vocabulary": lambda vocabulary: self.executor.call("set_vocabulary", vocabulary),
-            "load_lora": lambda key, folder: self.executor.call("load_lora", key, folder),
-            "unload_lora": lambda key: self.executor.call("unload_lora", key),
-            "describe_tiers": lambda: self.scheduler.tiers and self.scheduler.tiers.describe(),
-            "describe_ops": lambda: self.executor.call("describe_ops"),
-            "start_profile": lambda: self.executor.call("start_profile"),
-            "stop_profile": lambda: self.executor.call("stop_profile"),
-            "waiting": self.scheduler.not_begun,
-            "requests": self.scheduler.describe,
-            "abort": self.abort,
-            "stats": lambda: msgspec.structs.asdict(self.scheduler.stats()),
-        }
-        if message.method not in methods:
-            return CallResult(
-                message.call_id, error=f"unknown method {message.method!r}: use one of {', '.join(methods)}"
-            )
+    def call(self, client: bytes, message: Call) -> None:
+        """Answer a utility call, at once or when its job ends. Its error does not affect the engine."""
+        reply = functools.partial(self.reply, client, message.call_id)
         try:
-            return CallResult(message.call_id, methods[message.method](*message.args))
+            value = answer(EngineCalls, self.calls, message.method, message.args)
         except Exception as error:
-            logger.exception("call %d: %s failed", message.call_id, message.method)
-            return CallResult(message.call_id, error=f"{type(error).__name__}: {error}")
+            reply(None, error)
+            return
+        if isinstance(value, Generator):
+            self.jobs.add(value, reply)
+        else:
+            reply(value, None)
 
     def reply(self, client: bytes, call_id: int, value: Any, error: Exception | None) -> None:
-        """Send the result of a call that took more than a moment."""
+        """Send the result of a call."""
         if error is not None:
             logger.error("call %d failed", call_id, exc_info=error)
         self.post(client, CallResult(call_id, value, error and f"{type(error).__name__}: {error}"))
 
-    def free_cache(self, key: str) -> bool:
-        """Forget a conversation (`AddRequest.cache_key`). Returns whether its blocks were known."""
-        self.executor.call("forget_conversation", key)
-        return self.scheduler.contents.free_key(key)
-
-    def abort(self, request_ids: list[str]) -> list[str]:
-        """End requests of any server with finish reason "abort". Returns the ids of those that there were."""
-        outputs = self.scheduler.end(request_ids)
-        for client, client_outputs in outputs.items():
-            self.post(client, StepOutputs(client_outputs))
-        self.schedule_stats()
-        return [output.request_id for client_outputs in outputs.values() for output in client_outputs]
-
     # ---- sending messages
 
     def send(self, outputs: Outputs) -> None:
-        """Send each server its outputs, with statistics when they are due."""
-        self.schedule_stats()
-        if time.monotonic() >= self.stats_due:
-            self.send_stats(outputs)
-        else:
-            for client, client_outputs in outputs.items():
-                self.post(client, StepOutputs(client_outputs))
+        """Send each server its outputs, and statistics soon."""
+        self.stats.schedule()
+        for client, client_outputs in outputs.items():
+            self.post(client, StepOutputs(client_outputs))
 
-    def schedule_stats(self) -> None:
-        """Schedule a statistics message, unless one is already scheduled."""
-        self.stats_due = self.stats_due or time.monotonic() + STATS_INTERVAL
-
-    def send_stats(self, outputs: Outputs | None = None) -> None:
-        """Send statistics since the last message to every server, together with its `outputs`."""
-        if not self.stats_due:
-            return
-        self.stats_due, stats, outputs = 0.0, self.scheduler.flush_stats(), outputs or {}
-        for client in self.clients | outputs.keys():
-            self.post(client, StepOutputs(outputs.get(client, []), stats))
+    def send_stats(self) -> None:
+        """Send statistics since the last message to every server."""
+        self.broadcast(StepOutputs([], self.scheduler.flush_stats()))
 
     def post(self, client: bytes, message: FromEngine) -> None:
         """Send a message to one server. If the server disconnected, abort its requests."""
@@ -364,25 +213,15 @@ class EngineCore:
         ready = self.executor.initialize(self.report_progress)
         for fd in self.executor.sentinels():
             self.socket.watch(fd)
-        self.depth, self.works_idle = steps_in_flight(self.config, ready), ready.works_idle
-        self.gives_back = ready.gives_back
-        kv = KVCacheManager(
-            ready.num_blocks,
-            ready.block_size,
-            self.config.cache.enable_prefix_caching and not (ready.pooling and ready.pooling.whole_prompts),
-            ready.groups,
-            ready.max_num_batched_tokens,
-            bool(ready.media and ready.media.whole),
-            ready.num_states,
-        )
-        stages = self.config.parallel.pipeline_parallel_size
-        self.scheduler = Scheduler(self.config.scheduler, ready, kv, stages, self.open_tiers(ready, kv))
+        self.depth = steps_in_flight(self.config, ready)
+        self.scheduler = make_scheduler(self.config, ready, self.executor)
+        self.calls = Calls(self.scheduler, self.executor.workers, self.send)
         self.report_progress("warming up", 0.0)
-        self.warm_up()
-        self.publish_events(kv)
+        warm_up(self.scheduler, self.executor)
         if ready.has_slot_files:
-            self.scheduler.contents.open_slots(functools.partial(self.executor.call, "call_slots"), self.index)
-        self.awaits_ops = self.executor.call("look_for_ops")
+            self.scheduler.contents.open_slots(self.executor.slots, self.index)
+        workers, report = self.executor.workers, self.stats.schedule
+        self.chores += open_chores(self.config, ready, self.scheduler, workers, self.index, report)
         gc.collect()
         # exclude the objects loaded so far from later garbage collections: they live as long as the process
         gc.freeze()
@@ -392,35 +231,10 @@ class EngineCore:
             self.handle(client, message)
         self.early_messages.clear()
 
-    def publish_events(self, kv: KVCacheManager) -> None:
-        """Begin to publish KV events, if the settings ask for it."""
-        text = self.config.cache.kv_events_config
-        settings = read_kv_events(text) if text else None
-        if settings is not None and kv.enable_prefix_caching:
-            num_left = LEFT_POOLS * (kv.pool.num_usable + kv.pool.num_states) if self.scheduler.tiers is not None else 0
-            self.events = KVEventLog(kv.block_size, kv.groups, num_left)
-            kv.pool.observe(self.events)
-            if self.scheduler.tiers is not None:
-                self.scheduler.tiers.events = self.events
-                self.scheduler.tiers.call("watch")
-            self.publisher = KVEventPublisher(settings, self.index)
-
-    def open_tiers(self, ready: WorkerReady, kv: KVCacheManager) -> Tiers | None:
-        """The tiers below the pool, if there are any."""
-        self.saved_blocks = min(max(SAVED_BYTES // max(ready.plan.bytes_per_block, 1), 1), SAVED_AT_ONCE)
-        return tiers_below(kv, ready, functools.partial(self.executor.call, "call_tiers"))
-
-    def save_hot(self) -> None:
-        """Before the end: write the hot blocks that no request holds to disk. An error ends that, and nothing else."""
-        tiers, deadline = self.scheduler.tiers, time.monotonic() + SAVE_TIMEOUT
-        try:
-            while tiers is not None and time.monotonic() < deadline:
-                given = self.scheduler.contents.save(SAVED_AT_ONCE, only_free=True)
-                tiers.call("flush", max(deadline - time.monotonic(), 0.0))
-                if not given:
-                    break
-        except Exception:
-            logger.exception("could not write all of the KV cache to disk")
+    def stop(self) -> None:
+        """Finish the chores before the process ends in order."""
+        for chore in self.chores:
+            chore.stop()
 
     def report_progress(self, phase: str, fraction: float) -> None:
         """Called while loading: send progress to the servers and answer those that connect meanwhile."""
@@ -431,24 +245,6 @@ class EngineCore:
             self.broadcast(self.progress)
         else:
             self.progress = last  # too small a change to report
-
-    def warm_up(self) -> None:
-        """Run one short request, prefill and, if the model generates, decode, through scheduler and workers, then clear
-        the prefix cache and the counts.
-
-        Raises RuntimeError if it fails.
-        """
-        prompt = [0] * min(4, max(self.scheduler.max_model_len - 2, 1))
-        sampling, pooling = SamplingParams(max_tokens=2, top_p=0.9, ignore_eos=True), None
-        if (info := self.scheduler.pooling) and not info.generates:
-            sampling, pooling = SamplingParams(max_tokens=0), PoolingParams(info.tasks[0])
-        self.scheduler.add(AddRequest("warm-up", prompt, sampling, pooling=pooling))
-        while step := self.scheduler.schedule():
-            for output in self.scheduler.update(step, self.executor.execute(step.input).result()).get(b"", []):
-                if output.error:
-                    raise RuntimeError(f"the warm-up step failed: {output.error}")
-        self.scheduler.kv.reset_prefix_cache()
-        self.scheduler.flush_stats()
 
     def die(self, error: Exception) -> None:
         """Log a fatal error and send its reason to the servers."""
@@ -463,31 +259,6 @@ class EngineCore:
         if correctable and not self.clients:  # otherwise the servers log it
             logger.error("cannot start: %s", reason)
         self.broadcast(EngineDead(reason))
-
-    def kill(self) -> None:
-        """Kill this process and all its descendants at once, from any thread. Called when the parent died and cannot
-        clean up.
-        """
-        kill_descendants()
-        remove_files()
-        self.socket.unlink()
-        if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)
-
-
-def read_config(fd: int) -> Config:
-    """Read the length-prefixed configuration from `fd`. Raises EOFError if it is incomplete."""
-
-    def read(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            if not (part := os.read(fd, count - len(data))):
-                raise EOFError("stdin ended before the configuration")
-            data += part
-        return data
-
-    return msgspec.msgpack.decode(read(int.from_bytes(read(4), "big")), type=Config)
 
 
 def _exit_on_signal(*_: Any) -> None:
@@ -519,7 +290,7 @@ def main() -> None:
     config = read_config(sys.stdin.fileno())
     start_logging(config.server, "engine")
     core = EngineCore(config, socket, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-    watch_parent(sys.stdin.fileno(), _request_exit, core.kill)
+    watch_parent(sys.stdin.fileno(), _request_exit, functools.partial(kill_engine, socket.unlink))
     exit_code = 1
     try:
         core.start()
@@ -536,10 +307,7 @@ def main() -> None:
         signal.signal(EXIT_SIGNAL, signal.SIG_IGN)
         socket.close()
         if core.executor and exit_code == 0:
-            if core.ready:
-                core.save_hot()
-            if core.publisher is not None:
-                core.publisher.stop()
+            core.stop()
             core.executor.shutdown()
         _flush_stderr()
         os._exit(exit_code)  # everything is cleaned up, and tearing down an interpreter with torch is slow

@@ -8,6 +8,7 @@ per choice, unless its client aborts it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import msgspec
 
@@ -39,6 +40,7 @@ __all__ = [
     "CallResult",
     "CalledTools",
     "Choice",
+    "EngineCalls",
     "EngineDead",
     "EngineOutput",
     "EngineStats",
@@ -172,16 +174,65 @@ class CalledTools(_Message):
 
 
 class Call(_Message):
-    """A utility call, answered by `CallResult`: reset_prefix_cache() -> bool, stats() -> dict of EngineStats fields,
-    waiting(request ids) -> those never scheduled, requests() -> all, as dicts (`Request.describe`), abort(request ids)
-    -> those that there were, which end with finish reason abort,
-    load_lora(key, folder) -> why not, unload_lora(key), start_profile() -> why not, stop_profile() -> (why not, name of
-    the first rank's file).
-    """
+    """A call of a method of `EngineCalls`, answered by `CallResult`."""
 
     call_id: int
     method: str
     args: list = []
+
+
+class EngineCalls(Protocol):
+    """Methods of an engine that servers call. Results are of types that msgpack keeps."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes in every tier. Returns False, and does nothing, while requests hold any block."""
+
+    def free_cache(self, key: str) -> bool:
+        """Forget a conversation (`AddRequest.cache_key`). Returns whether its blocks were known."""
+
+    def set_vocabulary(self, vocabulary: bytes) -> None:
+        """Take the tokens that grammars need, a `Vocabulary` as msgpack, before the first request with a grammar."""
+
+    def load_lora(self, key: str, folder: str) -> str:
+        """Read a LoRA adapter before its first request. Returns why it cannot be used, "" if it can."""
+
+    def unload_lora(self, key: str) -> None:
+        """Forget a LoRA adapter, unless requests use it."""
+
+    def start_profile(self) -> str:
+        """Begin a profile of the workers' steps. Returns why that is not possible, "" if it is."""
+
+    def stop_profile(self) -> list[str]:
+        """End the profile. Returns [why that is not possible, name of the first rank's file]."""
+
+    def save_slot(self, number: int, name: str) -> dict[str, int] | None:
+        """Save llama.cpp's slot to a file. Returns the counts of its answer, {} if that is not possible, None for a
+        slot of another engine.
+        """
+
+    def restore_slot(self, number: int, name: str) -> dict[str, int] | None:
+        """Restore llama.cpp's slot from a file. Returns as `save_slot`."""
+
+    def erase_slot(self, number: int) -> dict[str, int] | None:
+        """Forget the contents of llama.cpp's slot. Returns as `save_slot`."""
+
+    def waiting(self, request_ids: list[str]) -> list[str]:
+        """Those of the requests that were never scheduled."""
+
+    def requests(self) -> list[dict[str, object]]:
+        """Every request (`Request.describe`)."""
+
+    def abort(self, request_ids: list[str]) -> list[str]:
+        """End requests of any server with finish reason abort. Returns the ids of those that there were."""
+
+    def stats(self) -> dict[str, object]:
+        """The fields of `EngineStats`."""
+
+    def describe_tiers(self) -> dict[str, object] | None:
+        """Totals of the tiers below the pool since the start; None without any."""
+
+    def describe_ops(self) -> dict[str, object]:
+        """The operations in use, the state of faster ones, and since when those are in use (time.time())."""
 
 
 # ---- engine -> server
@@ -242,7 +293,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 class TierStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Contents of the tiers below an engine's pool, of its first rank, and their traffic since the previous message."""
 
-    used: dict[str, int] = {}  # bytes by tier: ram, disk
+    used: dict[str, int] = {}  # bytes by tier
     counts: dict[str, float] = {}  # by name, see `TierStore.stats`
     store_sizes: list[int] = []  # bytes of each transfer from the pool
     load_sizes: list[int] = []  # bytes of each transfer into the pool
@@ -267,9 +318,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     accepted_per_position: list[int] = []  # drafts accepted, by their place after the last known token
     running_adapters: list[str] = []  # names of those of running requests
     waiting_adapters: list[str] = []
-    external_queries: int = 0  # tokens that the pool did not have, looked up in RAM and on disk
+    external_queries: int = 0  # tokens that the pool did not have, looked up in lower tiers
     external_hits: int = 0  # tokens of them that were loaded from there
-    tiers: TierStats | None = None  # of RAM and disk, if it was asked for since the last message
+    tiers: TierStats | None = None  # if it was asked for since the last message
     num_ended: int = 0  # requests that ended after they ran, without those of batches
 
 

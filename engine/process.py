@@ -14,6 +14,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
+from quire.configs.config import Config
 from quire.configs.log_format import formatter
 from quire.configs.serving import ServerConfig
 from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
@@ -107,6 +110,18 @@ def remove_files() -> None:
             path.unlink(missing_ok=True)
 
 
+def kill_engine(unlink: Callable[[], None]) -> None:
+    """Kill this process and all its descendants at once, from any thread. Called when the parent died and cannot clean
+    up; `unlink` removes the files of the socket.
+    """
+    kill_descendants()
+    remove_files()
+    unlink()
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
 def wake_on_signals() -> int:
     """Return a descriptor that every signal makes readable.
 
@@ -124,6 +139,20 @@ def start_logging(config: ServerConfig, name: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(config.log_format, name))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+
+
+def read_config(fd: int) -> Config:
+    """Read the length-prefixed configuration from `fd`. Raises EOFError if it is incomplete."""
+
+    def read(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            if not (part := os.read(fd, count - len(data))):
+                raise EOFError("stdin ended before the configuration")
+            data += part
+        return data
+
+    return msgspec.msgpack.decode(read(int.from_bytes(read(4), "big")), type=Config)
 
 
 def watch_parent(fd: int, on_message: Callable[[], None], on_eof: Callable[[], None]) -> None:

@@ -179,6 +179,11 @@ class Scheduler:
 
     # ---- scheduling a step
 
+    @property
+    def is_fetching(self) -> bool:
+        """Whether blocks come from lower tiers, for which requests wait."""
+        return self.tiers is not None and self.tiers.busy
+
     def _fetch(self) -> None:
         """Queue requests whose blocks came from lower tiers, and have the blocks of new requests fetched."""
         for request in self.tiers.poll():
@@ -347,7 +352,7 @@ class Scheduler:
                 return
             if self.kv.awaits_checkpoint(request, matched):
                 return
-            if self.tiers is not None and self.tiers.busy and not self.kv.has_states_for_one_more:
+            if self.is_fetching and not self.kv.has_states_for_one_more:
                 return  # a fetch holds them
             num_tokens = step.num_tokens
             start, room = matched.num_blocks * self.kv.block_size, self.token_budget - num_tokens

@@ -13,7 +13,7 @@ import msgspec
 from quire.checkpoints.sizes import format_bytes, format_each
 from quire.configs.config import Config
 from quire.configs.speculation import MAX_DRAFT
-from quire.worker.cache.tiers.sizes import disk_bytes, offload_bytes
+from quire.worker.cache.tiers.open import plan_tiers, ram_bytes
 from quire.worker.estimates import (
     estimate_activations,
     estimate_adapters,
@@ -268,7 +268,7 @@ def preview(config: Config) -> WorkerReady:
     spec = limits.with_drafts(spec)
     check_cache(config, spec, limits)
     total, available = platform.memory(num_ranks)
-    offload = 0 if spec.is_encoder else offload_bytes(config, platform)
+    tiers = [] if spec.is_encoder else plan_tiers(config, platform)
     plan, num_blocks, num_states, choices = plan_memory(
         config,
         spec,
@@ -282,7 +282,7 @@ def preview(config: Config) -> WorkerReady:
         graphs=estimate_graphs(config, spec, limits, tp) if uses_graphs(config, spec, limits, platform) else 0,
         images=estimate_images(spec, limits, platform),
         adapters=estimate_adapters(config, spec, tp, pp),
-        offload=offload // (tp * pp) if platform.device.type == "cpu" else 0,
+        offload=ram_bytes(tiers) // (tp * pp) if platform.device.type == "cpu" else 0,
     )
     ready = report(
         spec,
@@ -295,8 +295,7 @@ def preview(config: Config) -> WorkerReady:
         pp,
         num_states,
     )
-    disk = disk_bytes(config) if config.cache.enable_prefix_caching and not spec.is_encoder else 0
-    return msgspec.structs.replace(ready, offload_bytes=offload, disk_bytes=disk)
+    return msgspec.structs.replace(ready, tiers=tiers)
 
 
 def report(

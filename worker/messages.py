@@ -1,5 +1,5 @@
-"""Contract 3, engine <-> worker: the input of a step and its output. Torch-free; the only module of `worker` that the
-engine imports.
+"""Contract 3, engine <-> worker: the input of a step, its output, and the calls between steps. Torch-free; the only
+module of `worker` that the engine imports.
 
 A request occupies a `row` of the worker's tables, assigned by the scheduler. `rows`, `num_computed`, `num_scheduled`
 and `new_blocks` of a `StepInput` are parallel lists in batch order. No message announces a finished request: its row is
@@ -9,6 +9,7 @@ free until a `NewRequest` overwrites it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -331,6 +332,19 @@ class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     offload: int = 0  # of blocks that leave the pool, where the device's memory is the RAM
 
 
+SLOTS = "slots"  # the tier of llama.cpp's slot files, which has `SlotCalls`
+
+
+class TierInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tier below the KV cache (`worker/cache/tiers/`). Blocks that leave it go down from the first to the last."""
+
+    name: str  # ram, disk ...
+    medium: str  # vLLM's name of it, in KV events
+    where: str  # for a person
+    limit: int  # bytes of all ranks; 0: it takes no blocks that leave another
+    saves: bool = False  # whether hot blocks are written to it before they leave the KV cache, for the next start
+
+
 class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of `initialize`: sizes for the scheduler, and settings chosen automatically, with reasons."""
 
@@ -349,8 +363,133 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     pooling: PoolingInfo | None = None  # None: the model only generates text
     media: MediaInfo | None = None  # None: requests with images are refused
     num_states: int = 0  # pages for recurrent states, whose ids follow those of the blocks
-    offload_bytes: int = 0  # RAM for blocks that leave the pool, of all ranks
-    has_slot_files: bool = False  # whether `Worker.call_slots` can write and read them
-    disk_bytes: int = 0  # limit of the files of such blocks; 0: there is no folder for them
+    tiers: list[TierInfo] = []  # below the KV cache, in the order in which blocks go down
     max_loras: int = 0  # adapters that a step may use; 0: requests with adapters are refused
     warnings: list[str] = []  # settings that work, but hardly as they were meant
+
+    @property
+    def has_slot_files(self) -> bool:
+        return any(tier.name == SLOTS for tier in self.tiers)
+
+
+# ---- calls between two steps: every rank runs them, and the first rank's result is the answer
+
+
+class WorkerCalls(Protocol):
+    """Methods of `Worker` that the engine calls."""
+
+    def set_vocabulary(self, vocabulary: bytes) -> None:
+        """Take the tokens that grammars need, a `Vocabulary` as msgpack, before the first request with a grammar."""
+
+    def load_lora(self, key: str, folder: str) -> str:
+        """Read a LoRA adapter before its first request. Returns why it cannot be used, "" if it can."""
+
+    def unload_lora(self, key: str) -> None:
+        """Forget a LoRA adapter, unless requests use it."""
+
+    def start_profile(self) -> str:
+        """Begin a profile of the next steps. Returns why that is not possible, "" if it is."""
+
+    def stop_profile(self) -> tuple[str, str]:
+        """End the profile. Returns (why that is not possible, name of the file that was written)."""
+
+    def forget_conversation(self, key: str) -> None:
+        """Forget texts of a conversation that are sources of drafts."""
+
+    def work_idle(self) -> bool:
+        """Do one piece of deferred work, some tenths of a second at most, while no step is in flight. Returns whether
+        more is left.
+        """
+
+    def look_for_ops(self) -> bool:
+        """Switch to faster operations that became available. Returns whether more may follow."""
+
+    def describe_ops(self) -> dict[str, object]:
+        """The operations in use, the state of faster ones, and since when those are in use (time.time())."""
+
+    def wants_memory_back(self, idle: float) -> bool:
+        """Whether the KV cache's memory should be given back, after `idle` seconds without a request."""
+
+    def give_back(self) -> None:
+        """Return the KV cache's memory to the system. No block may hold anything that is needed."""
+
+    def give_back_blocks(self, block_ids: list[int]) -> None:
+        """Return the memory of these blocks to the system, and of those made resident ahead."""
+
+    def memory_short(self) -> int:
+        """Bytes by which the machine is short of memory."""
+
+    def encoded(self) -> tuple[float, float]:
+        """When the images of the last step that had some were encoded, (begin, end) by time.time()."""
+
+
+class TierReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Contents and traffic of a rank's tiers: `counts` since the start, the others since the last report."""
+
+    used: dict[str, int]  # bytes by tier
+    counts: dict[str, float]  # by name, see `TierStore.stats`
+    store_sizes: list[int]  # bytes of each transfer from the pool
+    load_sizes: list[int]  # bytes of each transfer into the pool
+    changes: list[tuple[str, bytes, bool]] = []  # (medium, key, whether it is there now), in order
+
+
+class TierCalls(Protocol):
+    """Methods of `TierStore`, the tiers below the KV cache. Only if there are any."""
+
+    def lookup(self, keys: list[bytes]) -> list[int]:
+        """Where each key is: 1 for the last tier, 2 for the one before it ..., 0: nowhere."""
+
+    def store(self, blocks: list[tuple[int, bytes]]) -> None:
+        """Keep the contents of blocks (id, key) that are about to be reused."""
+
+    def save(self, blocks: list[tuple[int, bytes, int]]) -> int:
+        """Write blocks (id, key, time of last use in ns) that stay in the pool to a tier that `saves`. Returns for how
+        many of the first ones that was begun.
+        """
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until every tier has the blocks it was given, at most `timeout` seconds. Returns whether it has."""
+
+    def load(self, number: int, keys: list[bytes], block_ids: list[int]) -> None:
+        """Begin to read these keys, which `poll` copies into the blocks."""
+
+    def poll(self) -> list[tuple[int, list[bool] | int]]:
+        """Copy contents that were read. Returns per load its number and the number of blocks that were handled or, once
+        all are, whether each holds its key's content; then the load is over.
+        """
+
+    def cancel(self, number: int) -> None:
+        """Stop a load: its blocks are not written from now on."""
+
+    def remove(self, keys: list[bytes]) -> None:
+        """Forget these blocks in every tier."""
+
+    def clear(self) -> None:
+        """Forget every block of this model in every tier."""
+
+    def watch(self) -> None:
+        """From now on `stats` has the `changes`."""
+
+    def stats(self, take: bool = True) -> TierReport:
+        """The contents and the traffic; without `take` the next report has the sizes and changes, too."""
+
+
+class SlotReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The end of an action on a slot file, the same on all ranks if one of them failed."""
+
+    size: int  # bytes of the file; below 0: it failed
+    note: bytes = b""  # that was restored
+    keys: list[bytes] = []  # of the file's blocks, for `TierCalls.load`
+
+
+class SlotCalls(Protocol):
+    """Methods of the tier "slots". Each but `poll` begins an action. Only if there is this tier."""
+
+    def save(self, name: str, note: bytes, blocks: list[tuple[int, bytes]]) -> None:
+        """Begin to write `note` and these blocks (id, key), which stay as they are until the end."""
+
+    def restore(self, name: str) -> None:
+        """Begin to check a file, whose blocks the tier has then."""
+
+    def poll(self) -> SlotReport | None:
+        """Go on with the action. Returns its end once every rank has reached it, None until then."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import torch
@@ -15,9 +15,10 @@ from quire.configs.config import Config
 from quire.worker import estimates, memory
 from quire.worker.batch.split_step import Output
 from quire.worker.cache import allocation as kv_cache
-from quire.worker.cache.tiers.open import open_slots, open_tiers
-from quire.worker.cache.tiers.sizes import disk_bytes, offload_bytes
-from quire.worker.cache.tiers.slots import SlotFiles
+from quire.worker.cache.tiers.base import Agree
+from quire.worker.cache.tiers.open import plan_tiers, ram_bytes
+from quire.worker.cache.tiers.over_cache import open_store
+from quire.worker.cache.tiers.slots import SlotTier
 from quire.worker.cache.tiers.store import TierStore
 from quire.worker.cpu.fixed_order_linear import fix_order
 from quire.worker.layers.moe import pack_experts
@@ -75,7 +76,7 @@ class Worker:
         self.draft: CausalLM | None = None
         self.warmer: kv_cache.Warmer | None = None
         self.tiers: TierStore | None = None  # below the KV cache
-        self.slots: SlotFiles | None = None
+        self.slots: SlotTier | None = None  # one of them
         self.gave_back = False  # whether the KV cache's memory was given back since the last step
         self.weights = 0  # bytes
         self.profiler = StepProfiler(config.device.torch_profiler_dir, rank)
@@ -113,9 +114,9 @@ class Worker:
         if self.rank == 0 and (warning := platform.ops_warning()):
             logger.warning("%s", warning)
         total, available = platform.memory(num_ranks)
-        offload = offload_bytes(config, platform)  # before any rank promises memory
         self._join_ranks(platform)
-        (offload,) = self._least([offload], platform)
+        agree = functools.partial(self._least, platform=platform)
+        tiers = [] if spec.is_encoder else plan_tiers(config, platform, agree)  # before any rank promises memory
         pooling = read_pooling(config.model.model, spec, config.model.pooling, config.model.matryoshka)
         limits = resolve_limits(config, spec, platform)
         spec = limits.with_drafts(spec)
@@ -159,7 +160,7 @@ class Worker:
             graphs=estimates.estimate_graphs(config, spec, limits, tp_size) if has_graphs else 0,
             images=estimates.estimate_images(spec, limits, platform) if pp().rank == 0 else 0,
             adapters=0 if adapters is None else LoraLimits.of(config.lora).num_bytes(adapters.targets),
-            offload=offload // self.world_size if platform.device.type == "cpu" else 0,
+            offload=ram_bytes(tiers) // self.world_size if platform.device.type == "cpu" else 0,
         )
         num_blocks, num_states = self._all_reduce_min(num_blocks, platform), self._all_reduce_min(num_states, platform)
         kv_bytes = num_blocks * plan.bytes_per_block
@@ -206,24 +207,21 @@ class Worker:
         if platform.device.type == "cpu" and not spec.is_encoder and kv_cache.attention_layers(model):
             self.weights, self.warmer = weights, _start_warmer(self._cached(), weights)
             ready = msgspec.structs.replace(ready, gives_back=True)
-        ready = self._open_tiers(ready, limits, platform, offload)
+        ready = msgspec.structs.replace(ready, tiers=tiers)
+        self._open_tiers(ready, limits, platform, agree)
         progress("allocating KV cache", 1.0)
         return ready
 
-    def _open_tiers(self, ready: WorkerReady, limits: Limits, platform: Platform, offload: int) -> WorkerReady:
-        """Open the tiers below the KV cache that the settings ask for, with `offload` bytes of RAM for all ranks."""
-        config, whole = self.config, bool(ready.pooling and ready.pooling.whole_prompts)
-        if whole or not config.cache.enable_prefix_caching:
-            return ready
-        if offload and platform.device.type != "cpu" and config.parallel.data_parallel_size == 1:
-            platform.promise_ram(offload // self.world_size)
-        ready = msgspec.structs.replace(ready, offload_bytes=offload, disk_bytes=disk_bytes(config))
+    def _open_tiers(self, ready: WorkerReady, limits: Limits, platform: Platform, agree: Agree) -> None:
+        """Open the tiers below the KV cache."""
+        config, ram = self.config, ram_bytes(ready.tiers)
+        if ram and platform.device.type != "cpu" and config.parallel.data_parallel_size == 1:
+            platform.promise_ram(ram // self.world_size)
         storage = str(limits.kv) + (f", drafts of {limits.speculation.model}" if limits.draft else "")
         place = (self.rank, self.world_size, config.parallel.tensor_parallel_size)
-        cached, agree = self._cached(), lambda numbers: self._least(numbers, platform)
-        self.tiers = open_tiers(config, cached, ready, storage, place, agree)
-        self.slots = open_slots(config, cached, ready, storage, place, agree)
-        return msgspec.structs.replace(ready, has_slot_files=self.slots is not None)
+        self.tiers = open_store(config, self._cached(), ready, storage, place, agree)
+        if self.tiers is not None:
+            self.slots = next((tier for tier in self.tiers.tiers if isinstance(tier, SlotTier)), None)
 
     def _least(self, numbers: list[int], platform: Platform) -> list[int]:
         """The least of each number over all ranks, which call this in the same order."""
@@ -232,14 +230,6 @@ class Worker:
         least = torch.tensor(numbers, device=platform.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return least.tolist()
-
-    def call_tiers(self, method: str, *args: Any) -> Any:
-        """Call a method of the `TierStore`, between two steps."""
-        return getattr(self.tiers, method)(*args)
-
-    def call_slots(self, method: str, *args: Any) -> Any:
-        """Call a method of the `SlotFiles`, between two steps."""
-        return getattr(self.slots, method)(*args)
 
     def _record_graphs(self, progress: ReportProgress) -> None:
         """Record a graph of every batch size, the largest first."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Protocol
 
 from quire.configs.config import Config
-from quire.worker.messages import StepInput, StepOutput, WorkerReady
+from quire.engine.executor.stubs import stub
+from quire.worker.messages import SlotCalls, StepInput, StepOutput, TierCalls, WorkerCalls, WorkerReady
 
 ReportProgress = Callable[[str, float], None]  # (phase, fraction of it)
 
@@ -36,7 +38,21 @@ class Executor(ABC):
 
     @abstractmethod
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method on every worker between steps and return the first worker's result."""
+        """Call a method on every worker between steps and return the first worker's result. `workers`, `tiers` and
+        `slots` name the methods; "tiers.poll" is that of the worker's attribute `tiers`.
+        """
+
+    @cached_property
+    def workers(self) -> WorkerCalls:
+        return stub(WorkerCalls, self.call)
+
+    @cached_property
+    def tiers(self) -> TierCalls:
+        return stub(TierCalls, lambda method, *args: self.call(f"tiers.{method}", *args))
+
+    @cached_property
+    def slots(self) -> SlotCalls:
+        return stub(SlotCalls, lambda method, *args: self.call(f"slots.{method}", *args))
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -62,24 +78,34 @@ _EXECUTORS = {
     "uniproc": "quire.engine.executor.uniproc:UniprocExecutor",
     "mp": "quire.engine.executor.multiproc:MultiprocExecutor",
     "ray": "quire.engine.executor.ray_cluster:RayExecutor",
-    "fake": "quire.engine.executor.fake:FakeExecutor",
 }
 
 
 def get_executor(config: Config) -> Executor:
-    """Create the executor that `distributed_executor_backend` names; the default is "mp" for several ranks, else
-    "uniproc". Imports torch if the executor does.
+    """Create the executor that `distributed_executor_backend` names: "mp" by default for several ranks, else
+    "uniproc". "MODULE:CLASS" names any other subclass of `Executor`. Imports torch if the executor does.
 
-    Raises ValueError for an unknown name.
+    Raises ValueError if there is no such executor, or if it cannot run the ranks.
     """
     world_size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
     name = config.parallel.distributed_executor_backend or ("uniproc" if world_size == 1 else "mp")
-    if name not in _EXECUTORS:
-        raise ValueError(f"distributed_executor_backend is {name!r}, but must be one of {', '.join(_EXECUTORS)}")
     if name == "uniproc" and world_size > 1:
         raise ValueError(
             f"distributed_executor_backend 'uniproc' runs one rank, but the configuration asks for {world_size}; "
             "use 'mp'"
         )
-    module, _, cls = _EXECUTORS[name].partition(":")
-    return getattr(importlib.import_module(module), cls)(config)
+    return _executor_class(name)(config)
+
+
+def _executor_class(name: str) -> Callable[[Config], Executor]:
+    module, colon, attribute = _EXECUTORS.get(name, name).partition(":")
+    if not colon:
+        raise ValueError(
+            f"distributed_executor_backend is {name!r}, but must be one of {', '.join(_EXECUTORS)} or MODULE:CLASS"
+        )
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        if name in _EXECUTORS:
+            raise
+        raise ValueError(f"distributed_executor_backend {name!r} cannot be imported: {error}") from error

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections import deque
 from multiprocessing.connection import Connection, wait
+from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -251,7 +252,7 @@ def _serve(worker: Any, pipe: Connection, answers: bool) -> None:
             results.put((OUTPUT, worker.execute(_decode_step(message[1:]))))
         else:
             method, args = msgspec.msgpack.decode(message[1:])
-            results.put((VALUE, getattr(worker, method)(*args)))
+            results.put((VALUE, attrgetter(method)(worker)(*args)))
 
 
 def _reply(results: SimpleQueue, pipe: Connection, answers: bool) -> None:

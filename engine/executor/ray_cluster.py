@@ -11,6 +11,7 @@ import socket
 import threading
 import traceback
 from collections import Counter
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any
 
@@ -103,7 +104,7 @@ class Rank:
             raise
 
     def call(self, method: str, *args: Any) -> Any:
-        return getattr(self._worker, method)(*args)
+        return attrgetter(method)(self._worker)(*args)
 
     def watch(self) -> str:
         """Block until something fails, and return the traceback."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import attrgetter
 from typing import Any
 
 from quire.configs.config import Config
@@ -33,9 +34,8 @@ class UniprocExecutor(Executor):
         return _Launched(self._thread.submit(self._worker.execute, step))
 
     def call(self, method: str, *args: Any) -> Any:
-        if self._thread is None:
-            return getattr(self._worker, method)(*args)
-        return self._thread.submit(getattr(self._worker, method), *args).result()
+        function = attrgetter(method)(self._worker)
+        return function(*args) if self._thread is None else self._thread.submit(function, *args).result()
 
     def shutdown(self) -> None:
         if self._thread is not None:

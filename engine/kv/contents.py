@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any
 
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.kv.slots import Slots
 from quire.engine.kv.tiers import Tiers
 from quire.engine.step import Step
+from quire.worker.messages import SlotCalls
 
 
 class Contents:
@@ -45,11 +44,6 @@ class Contents:
         """
         return self.tiers.save(most, self.unsettled(), only_free) if self.tiers is not None else 0
 
-    def open_slots(self, call: Callable[..., Any], index: int) -> None:
-        """Remember the contents of each row, for llama.cpp's slot files. `call` calls the workers."""
-
-        def store_evicted() -> None:
-            if self.tiers is not None:
-                self.tiers.store_evicted(self.unsettled())
-
-        self.slots = Slots(self.kv, call, self.num_rows, index, store_evicted)
+    def open_slots(self, files: SlotCalls, index: int) -> None:
+        """Remember what requests leave in their rows, for llama.cpp's slot files."""
+        self.slots = Slots(self.kv, files, self.tiers, self.num_rows, index, self.unsettled)

@@ -8,7 +8,7 @@ hash of the block before them, so that a router can compute hashes of its own.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,7 +19,6 @@ from quire.engine.request import Request
 from quire.worker.messages import CacheGroup
 
 MEDIUM = "GPU"  # vLLM's name of the pool, on every device
-MEDIA_BELOW = {"ram": "CPU", "disk": "STORAGE"}  # vLLM's names of the tiers below it
 _KINDS = {
     "full": "full_attention",
     "window": "sliding_window",
@@ -86,7 +85,11 @@ class KVEventLog(PoolObserver):
         self._events: list[KVEvent] = [AllBlocksCleared()]  # of an earlier run of this engine nothing is left
         self._facts: dict[bytes, _Facts] = {}  # of blocks in the pool
         self._left: OrderedDict[bytes, _Facts] = OrderedDict()
-        self._below: dict[str, set[bytes]] = {medium: set() for medium in MEDIA_BELOW.values()}  # announced there
+        self._below: defaultdict[str, set[bytes]] = defaultdict(set)  # announced there, by medium
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
 
     def take(self) -> list[KVEvent]:
         events, self._events = self._events, []
@@ -143,9 +146,8 @@ class KVEventLog(PoolObserver):
             self._events.append(BlockRemoved([this], medium, g))
 
     def changed_below(self, changes: Iterable[tuple[str, bytes, bool]]) -> None:
-        """Blocks came into lower tiers or left them: (tier, key, whether it is there now), in order."""
-        for tier, key, here in changes:
-            medium = MEDIA_BELOW[tier]
+        """Blocks came into lower tiers or left them: (medium, key, whether it is there now), in order."""
+        for medium, key, here in changes:
             if not here:
                 if key in self._below[medium]:
                     self._below[medium].remove(key)

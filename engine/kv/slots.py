@@ -1,26 +1,26 @@
 """llama.cpp's slots: the cache contents of the last request in a row, saved to a file, restored and erased.
 
 Requests get the lowest free row, so that a client that asks one thing after another always finds its conversation in
-slot 0. Only full blocks are saved. Restored blocks are in the pool as any other prefix: a request finds it by its
-tokens, in whichever row it runs.
+slot 0. Only full blocks are saved. A file is a tier: its blocks are fetched into the pool as those of other tiers. Then
+a request finds them by its tokens, in whichever row it runs.
 
-Saving and restoring take as long as the disk does. They run one after the other, as generators that `poll` resumes
-between steps; the blocks they read or fill are held meanwhile.
+Saving and restoring take as long as the disk does. They are generators, which the engine resumes between steps, one
+after the other; the blocks they read or fill are held meanwhile.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from quire.engine.kv.manager import KVCacheManager
+from quire.engine.kv.tiers import Tiers
 from quire.engine.messages import AddRequest, Choice, LoraUse, MediaItem, SamplingParams
 from quire.engine.request import Request
+from quire.worker.messages import SlotCalls, SlotReport
 
 
 @dataclass(slots=True)
@@ -42,62 +42,53 @@ class _Note(msgspec.Struct, array_like=True):
     media: list[MediaItem]
 
 
-Counts = dict[str, int]
-Reply = Callable[[Counts | None, Exception | None], None]
+Counts = dict[str, int]  # of llama.cpp's answer; {}: it was not possible
+Later = Generator[None, None, Counts]
 
 
 class Slots:
-    """`call(method, *args)` calls a method of the workers' `SlotFiles`. Slots are numbered over all engines: those of
-    engine `index` begin at `index` times `num_rows`. `store_evicted` is called before blocks that were taken from the
-    pool are overwritten.
+    """Slots are numbered over all engines: those of engine `index` begin at `index` times `num_rows`; an action on
+    another engine's is None. Files are read by `tiers`. `unsettled` returns the blocks that steps in flight fill.
     """
 
     def __init__(
-        self, kv: KVCacheManager, call: Callable[..., Any], num_rows: int, index: int, store_evicted: Callable[[], None]
+        self,
+        kv: KVCacheManager,
+        files: SlotCalls,
+        tiers: Tiers | None,
+        num_rows: int,
+        index: int,
+        unsettled: Callable[[], set[int]],
     ):
-        self.kv, self.call, self._first, self._store_evicted = kv, call, index * num_rows, store_evicted
+        self.kv, self._files, self._tiers, self._unsettled = kv, files, tiers, unsettled
+        self._first = index * num_rows
         self._slots = [Slot() for _ in range(num_rows)]
-        self._jobs: deque[tuple[Reply, Generator[None, None, Counts]]] = deque()
 
     def note(self, request: Request) -> None:
         """A request is about to leave its row."""
         ids = array("I", request.token_ids)
         self._slots[request.row] = Slot(ids, request.cache_salt, request.adapters, request.media)
 
-    def begin(self, reply: Reply, action: str, number: int, name: str = "") -> None:
-        """Save, restore or erase a slot. `reply` gets the counts of llama.cpp's answer, {} if it is not possible, or
-        None if the slot is another engine's.
-        """
-        row = number - self._first
-        if not 0 <= row < len(self._slots):
-            reply(None, None)
-            return
-        jobs = {"save": self._save, "restore": self._restore, "erase": self._erase}
-        self._jobs.append((reply, jobs[action](row, name)))
+    def save(self, number: int, name: str) -> Later | None:
+        """Save the blocks of a slot to a file."""
+        return self._save(number - self._first, name) if self._is_own(number) else None
 
-    @property
-    def busy(self) -> bool:
-        """Whether `poll` has something to do."""
-        return bool(self._jobs)
+    def restore(self, number: int, name: str) -> Later | None:
+        """Fill blocks from a file, as those of the slot."""
+        return self._restore(number - self._first, name) if self._is_own(number) else None
 
-    def poll(self) -> None:
-        """Go on with the first action."""
-        reply, job = self._jobs[0]
-        try:
-            next(job)
-        except StopIteration as end:
-            self._jobs.popleft()
-            reply(end.value, None)
-        except Exception as error:
-            self._jobs.popleft()
-            reply(None, error)
+    def erase(self, number: int) -> Later | None:
+        """Forget the blocks of a slot that no request holds."""
+        return self._erase(number - self._first) if self._is_own(number) else None
 
-    def _finished(self, method: str, *args: Any) -> Generator[None, None, tuple]:
-        """Begin something in the workers and wait for its result."""
-        self.call(method, *args)
-        while (result := self.call("poll")) is None:
+    def _is_own(self, number: int) -> bool:
+        return 0 <= number - self._first < len(self._slots)
+
+    def _finished(self) -> Generator[None, None, SlotReport]:
+        """Wait for the end of the action that was begun in the workers."""
+        while (report := self._files.poll()) is None:
             yield
-        return result
+        return report
 
     @staticmethod
     def _request(slot: Slot) -> Request:
@@ -112,7 +103,7 @@ class Slots:
         num_blocks = self.kv.match(request).num_blocks
         return num_blocks * self.kv.block_size, self.kv.cached_blocks(request, num_blocks)
 
-    def _save(self, row: int, name: str) -> Generator[None, None, Counts]:
+    def _save(self, row: int, name: str) -> Later:
         slot = self._slots[row]
         num_tokens, blocks = self._cached(slot)
         ids = slot.token_ids[:num_tokens].tobytes()
@@ -120,33 +111,34 @@ class Slots:
         held = [block_id for block_id, _ in blocks]
         self.kv.pool.share(held)
         try:
-            (size,) = yield from self._finished("save", name, note, blocks)
+            self._files.save(name, note, blocks)
+            size = (yield from self._finished()).size
         finally:
             self.kv.pool.release(held)
         return {"n_saved": num_tokens, "n_written": size} if size >= 0 else {}
 
-    def _restore(self, row: int, name: str) -> Generator[None, None, Counts]:
-        size, content, keys = yield from self._finished("read", name)
-        if size < 0:
+    def _restore(self, row: int, name: str) -> Later:
+        self._files.restore(name)
+        file = yield from self._finished()
+        if file.size < 0:
             return {}
-        note = msgspec.msgpack.decode(content, type=_Note)
-        missing = [key for key in keys if self.kv.pool.find(key) is None]
+        note = msgspec.msgpack.decode(file.note, type=_Note)
+        tokens = array("I")
+        tokens.frombytes(note.token_ids)
+        slot = Slot(tokens, note.cache_salt, note.adapters, note.media)
+        missing = [key for key in file.keys if self.kv.pool.find(key) is None]
         states = sum(map(self.kv.is_state_key, missing))
         if len(missing) - states > self.kv.pool.num_free or states > self.kv.pool.num_free_states:
             return {}
-        tokens = array("I")
-        tokens.frombytes(note.token_ids)
-        ids = self.kv.take_for(missing)
-        try:
-            self._store_evicted()
-            yield from self._finished("fill", [ids.get(key, 0) for key in keys])
-            self._slots[row] = slot = Slot(tokens, note.cache_salt, note.adapters, note.media)
-            self.kv.publish_filled(self._request(slot), ids)
-        finally:
-            self.kv.pool.release(list(ids.values()))
-        return {"n_restored": len(tokens), "n_read": size}
+        fetch = self._tiers.fetch(self._request(slot), missing, self._unsettled(), of_slot=True)
+        while fetch.loaded is None:
+            yield
+        if not all(fetch.loaded):
+            return {}
+        self._slots[row] = slot
+        return {"n_restored": len(tokens), "n_read": file.size}
 
-    def _erase(self, row: int, _: str) -> Generator[None, None, Counts]:
+    def _erase(self, row: int) -> Later:
         num_tokens, blocks = self._cached(self._slots[row])
         for block_id, _ in reversed(blocks):
             if not self.kv.pool.is_held(block_id):

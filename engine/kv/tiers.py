@@ -1,21 +1,19 @@
 """Transfers between the pool and the tiers below it, RAM and disk. Workers move the contents
 (`worker/cache/tiers/`); here are block ids, keys and counts.
 
-Down goes a hot block, one that another request than its own found: when the pool reuses it, and in quiet moments, so
-that a restart finds it. A block that was seen once and never hit goes nowhere. Blocks that a step in flight fills wait
-until it succeeded.
+Save: copy a hot block, hit by a second request, when the pool reuses it, and in quiet moments, so that a restart finds
+it. A block that was never hit is not saved. Blocks that a step in flight fills wait until it succeeded.
 
-Up comes what makes the cached prefix of a waiting request longer. The request leaves the queue meanwhile, so that
-others are scheduled; the blocks are taken from the pool, filled by the workers and published, and then the request is
-admitted like any other. Where computing is measured to be faster, or the disk does not answer, it just returns to the
-queue.
+Fetch: load blocks that extend a waiting request's prefix. The request leaves the queue meanwhile, so that others are
+scheduled; the blocks are taken from the pool, filled by the workers and published, and then the request is admitted
+like any other. Where computing is measured to be faster, or the tier does not answer, it just returns to the queue. A
+slot file is restored by a fetch for which no request waits.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +22,10 @@ from quire.engine.kv.hot import HotPages
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import TierStats
 from quire.engine.request import Request
-from quire.worker.messages import WorkerReady
+from quire.worker.messages import TierCalls, TierInfo, WorkerReady
 
 logger = logging.getLogger(__name__)
 
-_NAMES = {1: "disk", 2: "ram"}  # of the numbers that `lookup` returns
 SILENCE = 2.0  # seconds without a loaded block after which a fetch is given up
 PAUSE = 30.0  # seconds without fetches after that
 MEASURED_TOKENS = 128  # a step with as many tokens measures how fast prompts are computed
@@ -38,7 +35,7 @@ SAVED_AT_ONCE = 64  # blocks of one call to the workers
 
 
 @dataclass(slots=True, eq=False)
-class _Fetch:
+class Fetch:
     keys: list[bytes]
     block_ids: list[int]
     owner: Request  # whose prefix the blocks are
@@ -47,6 +44,8 @@ class _Fetch:
     heard: float  # when the last block arrived
     num_done: int = 0
     num_tokens: int = 0
+    of_slot: bool = False  # goes on without a request, as long as it takes
+    loaded: list[bool] | None = None  # whether each block holds its key's content; None: not known yet
 
 
 @dataclass(slots=True)
@@ -79,30 +78,29 @@ class _Rates:
         return new if not old else 0.8 * old + 0.2 * new
 
 
-def tiers_below(kv: KVCacheManager, ready: WorkerReady, call: Callable[..., Any]) -> Tiers | None:
+def tiers_below(kv: KVCacheManager, ready: WorkerReady, calls: TierCalls) -> Tiers | None:
     """The workers' tiers below the pool, if there are any."""
-    if not kv.enable_prefix_caching or not (ready.offload_bytes or ready.disk_bytes):
-        return None
-    return Tiers(kv, call, bool(ready.disk_bytes))
+    return Tiers(kv, calls, ready.tiers) if kv.enable_prefix_caching and ready.tiers else None
 
 
 class Tiers:
-    """`call(method, *args)` calls a method of the workers' `TierStore`s. Owns the blocks of fetches; `Scheduler` owns
-    the requests.
-    """
+    """Owns the blocks of fetches; `Scheduler` owns the requests. `calls` are those of the workers' `TierStore`s."""
 
-    def __init__(self, kv: KVCacheManager, call: Callable[..., Any], has_disk: bool):
-        self.kv, self.call, self.has_disk = kv, call, has_disk
+    def __init__(self, kv: KVCacheManager, calls: TierCalls, infos: list[TierInfo]):
+        self.kv, self.calls, self._infos = kv, calls, infos
+        self.keep = any(info.limit for info in infos)  # whether any takes blocks that leave the pool
+        self.save_hot = any(info.saves for info in infos)
         self.counts = TierCounts()
         self.rates = _Rates()
-        self._fetches: dict[int, _Fetch] = {}
+        self._fetches: dict[int, Fetch] = {}
         self._number = 0
         self._paused_until = 0.0
         self._measured = 0.0  # time.monotonic() of the last look at the workers' counts
         self._totals: dict[str, float] = {}
         self.events: KVEventLog | None = None  # told which blocks lower tiers have
         self._hot = HotPages()
-        kv.pool.observe(self._hot)
+        if self.keep:
+            kv.pool.observe(self._hot)
 
     @property
     def busy(self) -> bool:
@@ -111,28 +109,29 @@ class Tiers:
 
     @property
     def num_unsaved(self) -> int:
-        """Number of hot blocks in the pool of which the disk has no copy."""
-        return len(self._hot.unsaved) if self.has_disk else 0
+        """Number of hot blocks in the pool that no tier has for the next start."""
+        return len(self._hot.unsaved) if self.save_hot else 0
 
     # ---- seen
 
     def stats(self, now: bool) -> TierStats | None:
-        """Contents and traffic of the workers' tiers since the last call; None if that was lately and `now` is False.
-        """
-        if not now and time.monotonic() - self._measured < MEASURE_INTERVAL:
+        """Contents and traffic of the workers' tiers since the last call; None shortly after it unless `now`."""
+        if not self.keep or (not now and time.monotonic() - self._measured < MEASURE_INTERVAL):
             return None
         self._measured = time.monotonic()
-        found = self.call("stats")
+        found = self.calls.stats()
         if self.events is not None:
-            self.events.changed_below(found["changes"])
-        totals, before = found["counts"], self._totals
+            self.events.changed_below(found.changes)
+        totals, before = found.counts, self._totals
         self._totals = totals
         counts = {name: value - before.get(name, 0) for name, value in totals.items() if value != before.get(name, 0)}
-        return TierStats(found["used"], counts, found["store_sizes"], found["load_sizes"])
+        return TierStats(found.used, counts, found.store_sizes, found.load_sizes)
 
-    def describe(self) -> dict[str, Any]:
-        """The totals since the start, for a person."""
-        found, counts = self.call("stats", False), self.counts
+    def describe(self) -> dict[str, Any] | None:
+        """The totals since the start, for a person; None if no tier takes blocks that leave the pool."""
+        if not self.keep:
+            return None
+        found, counts = self.calls.stats(False), self.counts
         fetches = {
             "queried_tokens": counts.queries,
             "hit_tokens": counts.hits,
@@ -143,7 +142,7 @@ class Tiers:
             "seconds_per_block_fetched": self.rates.fetched,
             "seconds_per_token_computed": self.rates.computed,
         }
-        return {"used_bytes": found["used"]} | found["counts"] | fetches
+        return {"used_bytes": found.used} | found.counts | fetches
 
     # ---- up
 
@@ -151,27 +150,32 @@ class Tiers:
         """Start to fetch what lengthens the cached prefix of a waiting request, with at most so many free blocks.
         Returns whether the request has to wait for it.
         """
-        if time.monotonic() < self._paused_until:
+        if not self.keep or time.monotonic() < self._paused_until:
             return False
-        keys, num_tokens = self.kv.to_fetch(request, lambda keys: self.call("lookup", keys))
+        keys, num_tokens = self.kv.to_fetch(request, self.calls.lookup)
         self.counts.queries += max(request.num_tokens - self.kv.match(request).num_blocks * self.kv.block_size, 0)
         if not keys or self._is_faster_to_compute(len(keys), num_tokens):
             return False
         wanted = set(keys)
         for fetch in self._fetches.values():
-            if not wanted.isdisjoint(fetch.keys):  # another request's, which shares the prefix
+            if not fetch.of_slot and not wanted.isdisjoint(fetch.keys):  # another request's, which shares the prefix
                 fetch.requests.append(request)
                 return True
         states = sum(map(self.kv.is_state_key, keys))
         if len(keys) - states > num_free or (states and states > num_free_states):
             return False
-        ids = list(self.kv.take_for(keys).values())
+        fetch = self.fetch(request, keys, unsettled)
+        fetch.requests, fetch.num_tokens = [request], num_tokens
+        return True
+
+    def fetch(self, owner: Request, keys: list[bytes], unsettled: set[int], of_slot: bool = False) -> Fetch:
+        """Start to load keys of a request's prefix into free blocks. The caller has checked that there are as many."""
+        ids, now = list(self.kv.take_for(keys).values()), time.monotonic()
         self.store_evicted(unsettled)  # before these blocks are filled
         self._number += 1
-        self.call("load", self._number, keys, ids)
-        now = time.monotonic()
-        self._fetches[self._number] = _Fetch(keys, ids, request, [request], now, now, num_tokens=num_tokens)
-        return True
+        self.calls.load(self._number, keys, ids)
+        fetch = self._fetches[self._number] = Fetch(keys, ids, owner, [], now, now, of_slot=of_slot)
+        return fetch
 
     def _is_faster_to_compute(self, num_blocks: int, num_tokens: int) -> bool:
         fetching, computing = num_blocks * self.rates.fetched, num_tokens * self.rates.computed
@@ -185,7 +189,7 @@ class Tiers:
             return []
         ended: list[Request] = []
         now = time.monotonic()
-        for number, report in self.call("poll"):
+        for number, report in self.calls.poll():
             if (fetch := self._fetches.get(number)) is None:
                 continue
             if isinstance(report, int):
@@ -196,22 +200,27 @@ class Tiers:
             self._publish(fetch, report, now)
             ended += fetch.requests
         for number, fetch in list(self._fetches.items()):
-            if now - fetch.heard > SILENCE:
+            if now - fetch.heard > SILENCE and not fetch.of_slot:
                 logger.warning("kv cache: no block came for %.0f s; going on without lower tiers for a while", SILENCE)
                 self._paused_until = now + PAUSE
                 ended += fetch.requests
                 self._end(number)
         return ended
 
-    def _publish(self, fetch: _Fetch, ok: list[bool], now: float) -> None:
-        pool = self.kv.pool
+    def _publish(self, fetch: Fetch, ok: list[bool], now: float) -> None:
+        pool, fetch.loaded = self.kv.pool, ok
         filled = {key: block_id for key, block_id, good in zip(fetch.keys, fetch.block_ids, ok) if good}
         self.kv.publish_filled(fetch.owner, filled)
-        if self.events is not None:  # what an earlier run or another engine stored becomes known by its use
-            tiers = zip(filled, self.call("lookup", list(filled)))
-            self.events.changed_below([(_NAMES[tier], key, True) for key, tier in tiers if tier])
-        pool.note_hits([i for i, good in zip(fetch.block_ids, ok) if good and pool.is_published(i)], 0)
+        if self.events is not None and self.keep:
+            # blocks that an earlier run or another engine stored become known by their use
+            levels = zip(filled, self.calls.lookup(list(filled)))
+            self.events.changed_below([(self._infos[-level].medium, key, True) for key, level in levels if level])
+        if not fetch.of_slot:
+            pool.note_hits([i for i, good in zip(fetch.block_ids, ok) if good and pool.is_published(i)], 0)
+            self._count(fetch, ok, now)
         pool.release(fetch.block_ids)
+
+    def _count(self, fetch: Fetch, ok: list[bool], now: float) -> None:
         self.rates.fetched = _Rates.mix(self.rates.fetched, (now - fetch.started) / len(fetch.keys))
         self.counts.num_fetches += 1
         self.counts.num_failed += ok.count(False)
@@ -223,11 +232,11 @@ class Tiers:
         for number, fetch in list(self._fetches.items()):
             if request in fetch.requests:
                 fetch.requests.remove(request)
-                if not fetch.requests:
+                if not fetch.requests and not fetch.of_slot:
                     self._end(number)
 
     def _end(self, number: int) -> None:
-        self.call("cancel", number)  # the workers write nothing to the blocks from here on
+        self.calls.cancel(number)  # the workers write nothing to the blocks from here on
         self.kv.pool.release(self._fetches.pop(number).block_ids)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
@@ -239,18 +248,20 @@ class Tiers:
 
     def take_evicted(self, unsettled: set[int]) -> list[tuple[int, bytes]]:
         """Hot blocks that were taken since the last call, whose contents must be stored before they are overwritten."""
+        if not self._hot.evicted:
+            return []
         evicted, self._hot.evicted = self._hot.evicted, []
         return [(block_id, key) for block_id, key in evicted if block_id not in unsettled]
 
     def store_evicted(self, unsettled: set[int]) -> None:
         """Have them stored now, and not with the next step."""
         if evicted := self.take_evicted(unsettled):
-            self.call("store", evicted)
+            self.calls.store(evicted)
 
     def save(self, most: int, unsettled: set[int], only_free: bool) -> int:
-        """Have the disk tier write up to `most` hot blocks. Returns of how many it has a copy now, or soon."""
+        """Have up to `most` hot blocks written for the next start. Returns of how many there is a copy now, or soon."""
         pool, unsaved = self.kv.pool, self._hot.unsaved
-        if not self.has_disk or not unsaved:
+        if not self.num_unsaved:
             return 0
         chosen = []
         for block_id, used in unsaved.items():
@@ -258,7 +269,7 @@ class Tiers:
                 chosen.append((block_id, pool.hash_of(block_id), used))
                 if len(chosen) >= most:
                     break
-        done = self.call("save", chosen) if chosen else 0
+        done = self.calls.save(chosen) if chosen else 0
         for block_id, *_ in chosen[:done]:
             del unsaved[block_id]
         return done
@@ -267,11 +278,11 @@ class Tiers:
         """Have the lower tiers forget these blocks."""
         gone = set(keys)
         self._hot.evicted = [(block_id, key) for block_id, key in self._hot.evicted if key not in gone]
-        self.call("remove", keys)
+        self.calls.remove(keys)
 
     def clear(self) -> None:
         """Forget what the lower tiers have. The pool holds no blocks."""
         self._hot.evicted = []
-        self.call("clear")
+        self.calls.clear()
         if self.events is not None:
             self.events.cleared()

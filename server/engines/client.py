@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import msgspec
 import zmq
@@ -25,6 +25,7 @@ from quire.engine.messages import (
     CalledTools,
     CallResult,
     Choice,
+    EngineCalls,
     EngineDead,
     EngineOutput,
     EngineStats,
@@ -36,9 +37,11 @@ from quire.engine.messages import (
     ToEngine,
 )
 from quire.server.engines.quarantine import Quarantine
-from quire.server.values import Json
 
 logger = logging.getLogger("quire.engine_client")
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 _MESSAGES_PER_TURN = 64  # messages read before other tasks of the event loop run
 _BYTES_PER_TURN = 2**16  # of log-probabilities, mostly
@@ -419,8 +422,7 @@ class EngineClient:
         for entry in entries:
             entry.paused = True
         self._send(AbortRequests([entry.choice.request_id for entry in entries]))
-        self._pausing = next(self._call_ids)
-        self._send(Call(self._pausing, "stats", []))
+        self._pausing = self._send_call(EngineCalls.stats)
 
     def _on_paused(self) -> None:
         self._pausing = None
@@ -465,21 +467,27 @@ class EngineClient:
 
     def _send_vocabulary(self) -> None:
         if self._vocabulary is not None:
-            self._send(Call(next(self._call_ids), "set_vocabulary", [self._vocabulary]))
+            self._send_call(EngineCalls.set_vocabulary, self._vocabulary)
 
-    async def call(self, method: str, *args: Json, timeout: float = 10.0) -> Any:
+    def _send_call(self, method: Callable[[EngineCalls, *Args], object], *args: *Args) -> int:
+        call_id = next(self._call_ids)
+        self._send(Call(call_id, method.__name__, list(args)))
+        return call_id
+
+    async def call(self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0) -> T:
         """Call a method of the engine. Raises EngineCallError, EngineUnavailable, TimeoutError."""
         if self.ready is None:
             raise EngineUnavailable(self.dead or "the engine is not ready")
-        call_id = next(self._call_ids)
+        call_id = self._send_call(method, *args)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(Call(call_id, method, list(args)))
         try:
             return await asyncio.wait_for(future, timeout)
         finally:
             self._calls.pop(call_id, None)
 
-    async def call_each(self, method: str, *args: Json, timeout: float = 10.0) -> list[Any]:
+    async def call_each(
+        self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
+    ) -> list[T]:
         """The answer of each engine, of which there is one. Raises as `call`."""
         return [await self.call(method, *args, timeout=timeout)]
 

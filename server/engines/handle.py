@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
 
-from quire.engine.messages import AddRequest, Ready
-from quire.server.values import Json
+from quire.engine.messages import AddRequest, EngineCalls, Ready
 
 if TYPE_CHECKING:
     from quire.server.engines.client import OutputStream
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 
 class EngineHandle(Protocol):
@@ -34,11 +37,17 @@ class EngineHandle(Protocol):
     def set_vocabulary(self, vocabulary: bytes) -> None:
         """Send the tokens that grammars need, a `Vocabulary` as msgpack, now and to every later engine."""
 
-    async def call(self, method: str, *args: Json, timeout: float = 10.0) -> Any:
-        """Call a method of the engine. Raises EngineCallError, EngineUnavailable, TimeoutError."""
+    async def call(
+        self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
+    ) -> T | list[T]:
+        """Call a method of the engine. Returns the answer, of several engines their common one or the list of differing
+        ones. Raises EngineCallError, EngineUnavailable, TimeoutError.
+        """
 
-    async def call_each(self, method: str, *args: Json, timeout: float = 10.0) -> list[Any]:
-        """The same of each engine."""
+    async def call_each(
+        self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
+    ) -> list[T]:
+        """The answer of each engine. Raises as `call`."""
 
     async def close(self, reason: str = ...) -> None:
         """Fail every open request, and every later one. Idempotent."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
 
 import msgspec
 
-from quire.engine.messages import AddRequest, Ready
-from quire.server.engines.client import EngineClient, OutputStream
-from quire.server.values import Json
+from quire.engine.messages import AddRequest, EngineCalls, Ready
+from quire.server.engines.client import Args, EngineClient, OutputStream, T
 
 _CHUNK = 32  # tokens of a prompt per hash
 _MAX_PROMPT = 256 * _CHUNK  # leading tokens: prompts that share this many share enough
@@ -71,7 +69,9 @@ class EnginePool:
         for client in self.clients:
             client.set_vocabulary(vocabulary)
 
-    async def call(self, method: str, *args: Json, timeout: float = 10.0) -> Any:
+    async def call(
+        self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
+    ) -> T | list[T]:
         """Call a method of every engine; returns the common answer, or the list of differing answers.
 
         Raises the same errors as `EngineClient.call`.
@@ -79,7 +79,9 @@ class EnginePool:
         answers = await self.call_each(method, *args, timeout=timeout)
         return answers[0] if all(answer == answers[0] for answer in answers) else answers
 
-    async def call_each(self, method: str, *args: Json, timeout: float = 10.0) -> list[Any]:
+    async def call_each(
+        self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
+    ) -> list[T]:
         """The answer of every engine. Raises as `call`."""
         return await asyncio.gather(*(client.call(method, *args, timeout=timeout) for client in self.clients))
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from quire.engine.messages import EngineCalls
 from quire.server.engines.handle import EngineHandle
 from quire.server.errors import ApiError, GatewayTimeout, Unavailable
 
@@ -38,14 +39,12 @@ NO_DEADLINES = Deadlines()
 async def all_wait(client: EngineHandle, request_ids: Sequence[str]) -> bool:
     """Whether no choice of a request has been scheduled yet."""
     try:
-        found = await client.call("waiting", list(request_ids), timeout=_ANSWER_SECONDS)
+        found = await client.call_each(EngineCalls.waiting, list(request_ids), timeout=_ANSWER_SECONDS)
     except TimeoutError:
         return False
     except RuntimeError:  # no engine is ready
         return True
-    several = found and isinstance(found[0], list)  # the answers of several engines
-    waiting = {request_id for one in found for request_id in (one if several else [one])}
-    return waiting.issuperset(request_ids)
+    return set().union(*found).issuperset(request_ids)
 
 
 async def prepared(work: Awaitable[None], limits: Deadlines) -> Deadlines:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from quire.checkpoints.hub import adapter_folder, is_hub_adapter
 from quire.checkpoints.lora import folders_at_start, parse_module
 from quire.configs.config import Config
+from quire.engine.messages import EngineCalls
 from quire.server.errors import BadRequest, Conflict, Forbidden, NotFound, Unavailable
 from quire.server.lora.fields import LoraScale
 from quire.server.lora.served import Adapter, Served
@@ -170,7 +171,7 @@ class Adapters(Served):
             other.snapshot.key != adapter.snapshot.key for other in self.loaded.values()
         ):
             try:
-                await client.call("unload_lora", adapter.snapshot.key)
+                await client.call(EngineCalls.unload_lora, adapter.snapshot.key)
             except (RuntimeError, TimeoutError) as error:  # it is dropped when others are loaded
                 logger.info("the engine did not unload %s: %s", name, error)
 
@@ -183,10 +184,12 @@ class Adapters(Served):
 async def _load_into(client: EngineHandle, adapter: Adapter) -> None:
     """Have all engines read an adapter. Raises ValueError if it does not fit the model, Unavailable."""
     try:
-        why_not = await client.call("load_lora", adapter.snapshot.key, adapter.snapshot.folder, timeout=_LOAD_TIMEOUT)
+        found = await client.call_each(
+            EngineCalls.load_lora, adapter.snapshot.key, adapter.snapshot.folder, timeout=_LOAD_TIMEOUT
+        )
     except (RuntimeError, TimeoutError) as error:
         raise Unavailable(f"The engine did not load the adapter: {error}.", retry_after=2) from None
-    for reason in why_not if isinstance(why_not, list) else [why_not]:
+    for reason in found:
         if reason:
             raise ValueError(reason)
 

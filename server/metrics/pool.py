@@ -33,7 +33,7 @@ def make_metrics(config: Config, model_name: str, worker: WorkerReady) -> Metric
 
 def tier_limits(worker: WorkerReady) -> dict[str, int]:
     """The bytes that the tiers below the KV cache may have."""
-    return {tier: size for tier, size in (("ram", worker.offload_bytes), ("disk", worker.disk_bytes)) if size}
+    return {tier.name: tier.limit for tier in worker.tiers if tier.limit}
 
 
 class MetricsPool(Collector):

@@ -13,9 +13,9 @@ from quire.engine.messages import TierStats
 SIZES = tuple(float(1 << shift) for shift in range(12, 35, 2))  # bytes of a transfer: 4 KiB to 16 GiB
 _DIRECTIONS = {"store": "GPU_to_CPU", "load": "CPU_to_GPU"}  # vLLM's names, whatever the device is
 _COUNTERS = {
-    "store_bytes": "Bytes copied from the KV cache to RAM or disk.",
+    "store_bytes": "Bytes copied from the KV cache to lower tiers.",
     "store_time": "Seconds of copying from the KV cache.",
-    "load_bytes": "Bytes copied from RAM or disk to the KV cache.",
+    "load_bytes": "Bytes copied from lower tiers to the KV cache.",
     "load_time": "Seconds of reading and of copying to the KV cache.",
     "stores_skipped": "Blocks that no tier had room or time for.",
 }
@@ -31,7 +31,7 @@ _PER_TIER = {
 
 
 class TierMetrics:
-    """`limits` has the bytes of each tier that there is (ram, disk); without any, nothing is published. Its owner, a
+    """`limits` has the bytes of each tier that takes blocks; without any, nothing is published. Its owner, a
     `Metrics`, is passed to `collect`.
     """
 

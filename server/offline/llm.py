@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from quire.configs.config import Config
 from quire.configs.options import all_options, config_from
 from quire.configs.sources import EMBEDDED_MODEL, embedded_model
+from quire.engine.messages import EngineCalls
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.translate import COMPLETION_MAX_TOKENS
 from quire.server.errors import ApiError, BadRequest
@@ -203,7 +204,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; returns False if running requests use them."""
-        return self._run(self._runtime.state.client.call("reset_prefix_cache"))
+        return all(self._run(self._runtime.state.client.call_each(EngineCalls.reset_prefix_cache)))
 
     def close(self) -> None:
         """End the engine. Idempotent."""

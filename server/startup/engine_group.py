@@ -34,7 +34,7 @@ logger = logging.getLogger("quire")
 # for a model that reads images and has no chat template, such as DeepSeek-OCR: its messages, one after another
 PLAIN = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 TERMINATE_TIMEOUT = 5.0  # seconds for an engine to exit
-SAVE_TIMEOUT = 15.0  # more seconds for one that writes its KV cache to disk first
+SAVE_TIMEOUT = 15.0  # more seconds for one that writes its KV cache first
 
 
 class EngineUser(Protocol):
@@ -58,6 +58,7 @@ class EngineGroup:
         self.folder: str | None = None  # the model folder, once it is on this machine
         self.processes: list[EngineProcess] = []
         self.supervisors: list[Supervisor] = []
+        self.saves = False  # whether engines write their KV cache before they end
 
     def start_if_local(self) -> None:
         """`start` if the model, and the draft model if there is one, need neither a download nor a conversion. Raises
@@ -119,9 +120,14 @@ class EngineGroup:
             if engine == 0:  # show one progress bar; the other engines load the same model
                 progress(message.phase, message.fraction)
 
+        def note_ready(again: bool) -> None:
+            found = [client.ready.worker for client in clients if client.ready is not None]
+            self.saves = any(tier.saves for worker in found for tier in worker.tiers)
+            on_ready(again)
+
         clients = user.connect(on_stats, on_progress)
         self.supervisors = [
-            Supervisor(engine.config, engine, client, on_ready, functools.partial(user.on_death, engine.index))
+            Supervisor(engine.config, engine, client, note_ready, functools.partial(user.on_death, engine.index))
             for engine, client in zip(self.processes, clients, strict=True)
         ]
         try:
@@ -166,8 +172,8 @@ class EngineGroup:
         return [supervisor.engine for supervisor in self.supervisors] or self.processes
 
     async def terminate(self) -> None:
-        """Terminate all engines; kill them after TERMINATE_TIMEOUT, later if they have a folder to write to."""
-        timeout = TERMINATE_TIMEOUT + (SAVE_TIMEOUT if self.config.cache.kv_disk else 0)
+        """Terminate all engines; kill them after TERMINATE_TIMEOUT, later if they write their KV cache first."""
+        timeout = TERMINATE_TIMEOUT + (SAVE_TIMEOUT if self.saves else 0)
         await asyncio.gather(
             *(in_thread(functools.partial(engine.terminate, timeout)) for engine in self._current())
         )

@@ -54,11 +54,10 @@ def plan_table(ready: WorkerReady) -> str:
 
 def _below(ready: WorkerReady) -> list[str]:
     """The room of blocks in lower tiers."""
-    tiers = [("in RAM", ready.offload_bytes), ("on disk", ready.disk_bytes)]
     return [
-        f"{where}, at most: {format_bytes(limit)} of blocks that were used again and leave the KV cache"
-        for where, limit in tiers
-        if limit
+        f"{tier.where}, at most: {format_bytes(tier.limit)} of blocks that were used again and leave the KV cache"
+        for tier in ready.tiers
+        if tier.limit
     ]
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from quire.cli import main as cli
 from quire.cli.bench import datasets, load, report, serve, startup
 from quire.cli.bench.connection import Client
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.helpers.server.fake_openai import MODEL, FakeOpenAI
 from tests.helpers.server.light_model import write_light_model
 
@@ -313,12 +314,12 @@ def folder(tmp_path_factory):
     return write_light_model(tmp_path_factory.mktemp("light"))
 
 
-FAKE = ["--distributed-executor-backend", "fake", "--max-model-len", "256"]
+FAKE = ["--distributed-executor-backend", BACKEND, "--max-model-len", "256"]
 
 
 @pytest.mark.slow
 def test_startup_stages_come_in_order(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("QUIRE_FAKE", "load_delay=1")
+    monkeypatch.setenv("FAKE_EXECUTOR", "load_delay=1")
     assert (
         cli.main(["bench", "startup", folder, *FAKE, "--num-iters", "2", "--output-json", str(tmp_path / "r.json")])
         == 0
@@ -387,7 +388,7 @@ def test_a_url_of_the_api_is_understood(server, flag):
 
 
 def test_throughput_and_latency_count_the_tokens(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("QUIRE_FAKE", "step_delay=0.01")
+    monkeypatch.setenv("FAKE_EXECUTOR", "step_delay=0.01")
 
     def plotted(name: str) -> list[str]:
         return ["--plot", str(tmp_path / f"{name}.png")] if importlib.util.find_spec("matplotlib") else []

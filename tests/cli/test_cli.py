@@ -366,7 +366,7 @@ def test_config_from_checks_python_values():
             "max_model_len": 512,
             "kv_cache_memory_bytes": "1M",
             "served_model_name": "one",
-            "distributed_executor_backend": "fake",
+            "distributed_executor_backend": "some.module:Executor",
         }
     )
     assert (

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.cli.test_console import read_until
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.helpers.server.running import MODEL, poll
 from tests.server.http.test_tls import certificate
 from tests.server.test_launch import free_port, gone
@@ -31,7 +32,7 @@ def command(*arguments: str) -> list[str]:
 
 def own(folder: str, *arguments: str) -> list[str]:
     """The command for a server of its own: nothing listens on the port of the settings."""
-    fake = ("--distributed-executor-backend", "fake", "--max-model-len", "512", "--port", str(free_port()))
+    fake = ("--distributed-executor-backend", BACKEND, "--max-model-len", "512", "--port", str(free_port()))
     return command(folder, *fake, *arguments)
 
 

@@ -12,14 +12,15 @@ import time
 import httpx
 
 from quire.configs.log_format import formatter
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.helpers.engine.harness import Engine, fake_config
 
 
 def test_every_line_of_every_process_is_json(model_folder, tmp_path):
     address = tmp_path / "address"
     command = [sys.executable, "-m", "quire", "serve", model_folder, "--port", "0", "--log-format", "json"]
-    command += ["--distributed-executor-backend", "fake", "--address-file", str(address)]
-    environment = os.environ | {"QUIRE_FAKE": "step_delay=0.02", "QUIRE_SLOW_STEP_THRESHOLD": "0.01"}
+    command += ["--distributed-executor-backend", BACKEND, "--address-file", str(address)]
+    environment = os.environ | {"FAKE_EXECUTOR": "step_delay=0.02", "QUIRE_SLOW_STEP_THRESHOLD": "0.01"}
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         url = _ready(address)

@@ -134,7 +134,7 @@ def rolling(model_folder: str, folder: Path, num_requests: int, num_clients: int
     """The statuses of requests during which each of two servers ends and another one begins at its port."""
     settings = {"allowed_hosts": ["llm.example.org"], "shutdown_timeout": 20.0}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setenv("QUIRE_FAKE", "step_delay=0.01")
+        patch.setenv("FAKE_EXECUTOR", "step_delay=0.01")
         servers = [RunningServer(make_config(model_folder, **settings)).wait_ready() for _ in range(2)]
         stack.callback(lambda: [one.stop() for one in servers])
         ports = [one.listener.getsockname()[1] for one in servers]

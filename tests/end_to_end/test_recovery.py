@@ -382,7 +382,7 @@ def test_a_hung_step_leaves_its_stack_in_the_log(model_folder, tmp_path):
         answer = server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 50, "ignore_eos": True}, timeout=60)
         assert answer.status_code == 200, answer.text  # the new engine needs fewer steps for the rest
         stacks = server.log.partition("it hung: no step ended for --step-timeout 1 seconds")[2]
-        assert "Current thread" in stacks and 'engine/executor/fake.py", line' in stacks and "in step" in stacks
+        assert "Current thread" in stacks and 'helpers/engine/fake_executor.py", line' in stacks and "in step" in stacks
 
 
 def test_a_rank_that_hangs(checkpoint, tmp_path):

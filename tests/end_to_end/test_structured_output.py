@@ -107,7 +107,7 @@ def expected(engine) -> list[list[int]]:
 
 def start(engine):
     vocabulary = Vocabulary(TOKENS, [1, 2, 3], [EOS])
-    engine.executor.call("set_vocabulary", msgspec.msgpack.encode(vocabulary))
+    engine.executor.workers.set_vocabulary(msgspec.msgpack.encode(vocabulary))
     return engine
 
 

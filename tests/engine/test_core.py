@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from quire.engine.chores.give_back import GiveBack
+from quire.engine.chores.idle_work import IdleWork
 from quire.engine.core import EngineCore
-from quire.engine.executor.fake import FakeExecutor, expected_tokens
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -19,7 +20,8 @@ from quire.engine.messages import (
     StepOutputs,
 )
 from quire.worker.messages import StepOutput
-from tests.helpers.engine.harness import CLIENT, VOCAB, Engine, Idle, LocalSocket, fake_config
+from tests.helpers.engine.fake_executor import FakeExecutor, expected_tokens
+from tests.helpers.engine.harness import CLIENT, VOCAB, Clock, Engine, Idle, LocalSocket, fake_config
 
 
 def sent(engine: Engine, client: bytes = CLIENT) -> list:
@@ -166,11 +168,12 @@ def test_statistics_come_while_running_and_when_the_engine_becomes_idle():
 def test_an_idle_engine_looks_for_kernels_until_they_are_there(monkeypatch):
     looks = iter([True, True, False])  # at the start, then while idle
     monkeypatch.setattr(FakeExecutor, "look_for_ops", lambda self: next(looks))
-    engine, timeouts = Engine(fake_config()), []
-    monkeypatch.setattr(engine.socket, "wait", lambda timeout=None: timeouts.append(timeout) or [])
+    clock = Clock(monkeypatch)
+    engine = Engine(fake_config())
+    monkeypatch.setattr(engine.socket, "wait", clock.wait)
     for _ in range(4):
         engine.core.receive()
-    assert timeouts == [0.5, 0.5, None, None]
+    assert clock.timeouts == [0.5, 0.5, None, None]
 
 
 def test_an_idle_engine_gives_the_memory_of_its_cache_back_once(monkeypatch):
@@ -178,18 +181,19 @@ def test_an_idle_engine_gives_the_memory_of_its_cache_back_once(monkeypatch):
     calls, wanted = [], iter([False, True])
     monkeypatch.setattr(FakeExecutor, "wants_memory_back", lambda self, idle: next(wanted), raising=False)
     monkeypatch.setattr(FakeExecutor, "give_back", lambda self: calls.append("given back"), raising=False)
-    engine, timeouts = Engine(fake_config()), []
-    engine.core.gives_back = True
-    monkeypatch.setattr(engine.socket, "wait", lambda timeout=None: timeouts.append(timeout) or [])
+    clock = Clock(monkeypatch)
+    engine = Engine(fake_config())
+    engine.core.chores.append(GiveBack(engine.scheduler.kv, engine.core.executor, engine.core.ready.worker))
+    monkeypatch.setattr(engine.socket, "wait", clock.wait)
     engine.core.receive()
     engine.add("a", [1] * 40, max_tokens=4)
-    while engine.core.scheduler.requests or not timeouts[1:]:
+    while engine.core.scheduler.requests or not clock.timeouts[1:]:
         engine.core.receive()
         if engine.core.scheduler.requests:
             engine.core.step()
-    for _ in range(3):
+    for _ in range(4):
         engine.core.receive()
-    assert timeouts == [None, None, 5.0, 5.0, None]
+    assert clock.timeouts == [None, None, 0.0, 5.0, 5.0, None], "0.0: for statistics"
     assert calls == ["given back"]
     pool = engine.core.scheduler.kv.pool
     assert not pool.pages.by_key and pool.take(3) == [1, 2, 3]
@@ -197,7 +201,7 @@ def test_an_idle_engine_gives_the_memory_of_its_cache_back_once(monkeypatch):
 
 def test_a_busy_engine_gives_free_blocks_back_when_the_machine_is_short(monkeypatch):
     """Cached prefixes that are reused last stay; the blocks of requests always do."""
-    monkeypatch.setattr("quire.engine.core.BUSY_GIVE_BACK_INTERVAL", 0.0)
+    monkeypatch.setattr("quire.engine.chores.give_back.INTERVAL", 0.0)
     engine = Engine(fake_config(num_gpu_blocks_override=100, block_size=4, max_num_batched_tokens=16))
     pool = engine.core.scheduler.kv.pool
     for i in range(4):  # 10 full blocks each, of which the fake has the contents
@@ -287,7 +291,7 @@ def test_what_the_workers_put_off_is_done_between_requests(monkeypatch):
         return pieces[len(done) - 1]
 
     monkeypatch.setattr(engine.core.executor, "work_idle", work_idle, raising=False)
-    engine.core.works_idle = True
+    engine.core.chores.append(IdleWork(engine.core.executor))
     engine.turn()
     engine.turn()
     engine.add("first", [1, 2], max_tokens=3)

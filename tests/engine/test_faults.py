@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.executor.fake import FakeExecutor, FakeOptions, expected_tokens, extend, next_token
 from quire.engine.messages import SamplingParams
 from quire.worker.messages import StepOutput, TokenLogprobs
+from tests.helpers.engine.fake_executor import FakeExecutor, FakeOptions, expected_tokens, extend, next_token
 from tests.helpers.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
 
 MAX_MODEL_LEN = 64

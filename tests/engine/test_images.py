@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.encoder_cache import EncoderCache
-from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import Choice, MediaItem, SamplingParams
+from tests.helpers.engine.fake_executor import expected_tokens
 from tests.helpers.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
 
 IMAGE = 9  # the image token id
@@ -25,7 +25,7 @@ def item(key: str, offset: int, length: int, num_embeds: int | None = None) -> M
 
 
 def engine_with(images: str, mix: str = "full", **configuration) -> Engine:
-    with mock.patch.dict(os.environ, {"QUIRE_FAKE": f"images={images},groups={mix}"}):
+    with mock.patch.dict(os.environ, {"FAKE_EXECUTOR": f"images={images},groups={mix}"}):
         return Engine(fake_config(max_model_len=str(MAX_MODEL_LEN), **configuration))
 
 

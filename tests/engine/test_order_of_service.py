@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import AddRequest, Choice, SamplingParams
+from tests.helpers.engine.fake_executor import expected_tokens
 from tests.helpers.engine.harness import VOCAB, Engine, assert_invariants, fake_config, greedy, make, run_step
 
 

@@ -14,7 +14,6 @@ import psutil
 import pytest
 import zmq
 
-from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -28,6 +27,7 @@ from quire.engine.messages import (
     SamplingParams,
     StepOutputs,
 )
+from tests.helpers.engine.fake_executor import expected_tokens
 from tests.helpers.engine.harness import VOCAB, fake_config
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ class EngineProcess:
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "QUIRE_FAKE": fake, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "FAKE_EXECUTOR": fake, "OMP_NUM_THREADS": "1"},
         )
         payload = msgspec.msgpack.encode(fake_config(**settings))
         self.process.stdin.write(len(payload).to_bytes(4, "big") + payload)
@@ -210,7 +210,7 @@ def test_no_complaint_about_a_server_that_leaves_in_order(start):
 
 HOLDS_THE_INTERPRETER = """
 import sys, threading
-from quire.engine.executor import fake
+from tests.helpers.engine import fake_executor as fake
 
 def result(self):
     if self.output.step == 5:
@@ -261,7 +261,7 @@ def test_the_parents_death_ends_an_engine_whose_interpreter_is_held(tmp_path):
 
 def test_a_start_that_cannot_succeed_says_why(start):
     engine, server = start("speed=9")
-    assert server.until(EngineDead)[-1] == EngineDead("QUIRE_FAKE: unknown option speed")
+    assert server.until(EngineDead)[-1] == EngineDead("FAKE_EXECUTOR: unknown option speed")
     assert engine.wait()[0] == 1
     assert engine.process.stderr.read() == b"", "the server says it"
 

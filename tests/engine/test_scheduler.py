@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import AddRequest, Choice, SamplingParams
 from quire.worker.messages import NO_TOKEN_ERROR, NewRequest, StepInput, StepOutput
+from tests.helpers.engine.fake_executor import expected_tokens
 from tests.helpers.engine.harness import CLIENT, VOCAB, Engine, assert_invariants, fake_config, greedy, make, run_step
 
 

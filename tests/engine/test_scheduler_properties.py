@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import SamplingParams
 from quire.worker.messages import longest_request
+from tests.helpers.engine.fake_executor import expected_tokens
 from tests.helpers.engine.harness import CLIENT, VOCAB, Engine, Idle, assert_invariants, fake_config
 
 EOS_CHANCE = 0.05
@@ -90,11 +90,11 @@ group_mixes = st.sampled_from(
 @given(engine_settings, group_mixes, workload(), st.booleans())
 def test_any_schedule_gives_what_each_request_gets_alone(configuration, mix, requests, short_of_memory):
     configuration["num_gpu_blocks_override"] *= 1 + mix.count("+")
-    with mock.patch.dict(os.environ, {"QUIRE_FAKE": f"eos_chance={EOS_CHANCE},groups={mix}"}):
+    with mock.patch.dict(os.environ, {"FAKE_EXECUTOR": f"eos_chance={EOS_CHANCE},groups={mix}"}):
         engine = Engine(fake_config(max_model_len=str(MAX_MODEL_LEN), **configuration))
     if short_of_memory:
         engine.give_back_in_every_turn(3)
-    with mock.patch("quire.engine.core.BUSY_GIVE_BACK_INTERVAL", 0.0):
+    with mock.patch("quire.engine.chores.give_back.INTERVAL", 0.0):
         messages = drive(engine, requests)
     num_usable, block_size = configuration["num_gpu_blocks_override"] - 1, configuration["block_size"]
     chunk = configuration["max_num_batched_tokens"]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.executor.fake import expected_tokens
 from quire.worker.messages import SamplingParams, longest_request
 from tests.engine.test_scheduler_properties import EOS_CHANCE, MAX_MODEL_LEN, check_outputs, drive, workload
+from tests.helpers.engine.fake_executor import expected_tokens
 from tests.helpers.engine.harness import CLIENT, VOCAB, Engine, fake_config
 
 configurations = st.fixed_dictionaries(
@@ -33,7 +33,7 @@ group_mixes = st.sampled_from(
 
 
 def fake_engine(options: str, **configuration) -> Engine:
-    with mock.patch.dict(os.environ, {"QUIRE_FAKE": options}):
+    with mock.patch.dict(os.environ, {"FAKE_EXECUTOR": options}):
         engine = Engine(fake_config(**configuration))
     engine.scheduler.flush_stats = engine.scheduler.stats  # keep all counts
     return engine
@@ -171,5 +171,3 @@ def test_prefixes_of_accepted_tokens_are_shared():
         engine.run()
         assert engine.last("b").num_cached_tokens == 40
         assert engine.tokens("b") == expected_tokens(text, SamplingParams(max_tokens=10), 4096, VOCAB)
-
-

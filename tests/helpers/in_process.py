@@ -7,7 +7,6 @@ itself). Tests of models that have no such drafter are skipped.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
@@ -18,10 +17,8 @@ import pytest
 
 from quire.configs.config import Config
 from quire.engine.executor.base import get_executor, steps_in_flight
-from quire.engine.kv.manager import KVCacheManager
-from quire.engine.kv.tiers import tiers_below
 from quire.engine.messages import AddRequest, Choice, LoraUse, MediaItem, SamplingParams, TokenLogprobs
-from quire.engine.scheduler import Scheduler
+from quire.engine.startup import make_scheduler
 from quire.worker.messages import WorkerReady
 
 FORCED_DRAFTS = os.environ.get("FORCED_DRAFTS")
@@ -68,18 +65,7 @@ class InProcessEngine:
         """Start with an empty cache of the sizes that the workers found."""
         self.ready = ready
         self.depth = steps_in_flight(self.config, self.ready)
-        kv = KVCacheManager(
-            self.ready.num_blocks,
-            self.ready.block_size,
-            self.config.cache.enable_prefix_caching,
-            self.ready.groups,
-            self.ready.max_num_batched_tokens,
-            bool(self.ready.media and self.ready.media.whole),
-            self.ready.num_states,
-        )
-        tiers = tiers_below(kv, ready, functools.partial(self.executor.call, "call_tiers"))
-        stages = self.config.parallel.pipeline_parallel_size
-        self.scheduler = Scheduler(self.config.scheduler, self.ready, kv, stages, tiers)
+        self.scheduler = make_scheduler(self.config, ready, self.executor)
 
     def generate(
         self,

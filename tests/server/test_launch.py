@@ -21,6 +21,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.helpers.server.running import poll
 from tests.server.api.test_chat import HELLO, events
 
@@ -51,7 +52,7 @@ class ServerProcess:
         settings = {
             "model": folder,
             "port": self.port,
-            "distributed_executor_backend": "fake",
+            "distributed_executor_backend": BACKEND,
             "max_model_len": "512",
             "served_model_name": ["m"],
             "log_stats_interval": 0.0,
@@ -65,7 +66,7 @@ class ServerProcess:
                 [sys.executable, "-c", script, json.dumps(settings)],
                 stderr=log,
                 stdout=log,
-                env=os.environ | {"QUIRE_FAKE": fake, "TMPDIR": str(temporary or tmp_path)},
+                env=os.environ | {"FAKE_EXECUTOR": fake, "TMPDIR": str(temporary or tmp_path)},
             )
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20.0, trust_env=False)
 
@@ -367,7 +368,7 @@ def test_an_engine_that_cannot_start_gives_its_reason(model_folder, tmp_path):
         thread.join()
         assert (
             answers == [1]
-            and "cannot start: QUIRE_FAKE: unknown option nonsense" in server.log
+            and "cannot start: FAKE_EXECUTOR: unknown option nonsense" in server.log
             and "ready in" not in server.log
         )
 

@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.messages import EngineCalls
 from quire.server.api import needs
 from quire.server.errors import ApiError, BadRequest, EngineError, InsufficientStorage, Unavailable
 from quire.server.http.read_body import read_body, require_deliberate
@@ -88,13 +89,16 @@ async def _done(
     state: needs.Engine, action: Literal["save", "restore", "erase"], number: int, name: str
 ) -> dict[str, int]:
     try:
-        answer = await state.client.call("slot", action, number, name, timeout=TIMEOUT)
+        if action == "erase":
+            answers = await state.client.call_each(EngineCalls.erase_slot, number, timeout=TIMEOUT)
+        else:
+            method = EngineCalls.save_slot if action == "save" else EngineCalls.restore_slot
+            answers = await state.client.call_each(method, number, name, timeout=TIMEOUT)
     except TimeoutError:
         raise Unavailable("The engine did not answer in time.", code="engine_busy") from None
     except RuntimeError as error:
         raise EngineError(f"The engine could not {action} the slot: {error}") from error
-    answers = answer if isinstance(answer, list) else [answer]  # of several engines, one has the slot
-    found = next((one for one in answers if one is not None), None)
+    found = next((one for one in answers if one is not None), None)  # of several engines, one has the slot
     if found is None:
         raise BadRequest("Invalid slot ID", param="id")
     if not found and action == "save":

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.messages import EngineCalls
 from quire.server.api import needs
 from quire.server.errors import Conflict, EngineError, NotFound, Unavailable
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import JsonResponse
+
+T = TypeVar("T")
 
 _WRITE_SECONDS = 300.0  # a long profile takes a while to be written
 
@@ -23,7 +27,7 @@ class Profile(msgspec.Struct):
 
 async def start_profile(request: Request, state: needs.ConfiguredEngine) -> Response:
     """Begin a profile of all workers. It takes 2,000 steps or two minutes at most."""
-    for reason in await _in_engines(request, state, "start_profile"):
+    for reason in await _in_engines(request, state, EngineCalls.start_profile):
         _refuse(reason)
     return JsonResponse(Profile("started"))
 
@@ -31,7 +35,7 @@ async def start_profile(request: Request, state: needs.ConfiguredEngine) -> Resp
 async def stop_profile(request: Request, state: needs.ConfiguredEngine) -> Response:
     """End the profile and write its traces, during which no tokens are generated."""
     files = []
-    for reason, name in await _in_engines(request, state, "stop_profile"):
+    for reason, name in await _in_engines(request, state, EngineCalls.stop_profile):
         _refuse(reason)
         files.append(name)
     return JsonResponse(Profile("stopped", files))
@@ -43,7 +47,9 @@ def _refuse(reason: str) -> None:
         raise Conflict(f"{reason[:1].upper()}{reason[1:]}.")
 
 
-async def _in_engines(request: Request, state: needs.ConfiguredEngine, method: str) -> list[Any]:
+async def _in_engines(
+    request: Request, state: needs.ConfiguredEngine, method: Callable[[EngineCalls], T]
+) -> list[T]:
     """The answer of each engine. Raises NotFound without a folder for profiles, Unavailable, EngineError."""
     if state.config.device.torch_profiler_dir is None:
         raise NotFound("This server takes no profiles: start it with --torch-profiler-dir DIR.")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Protocol
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar, TypeVarTuple
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.messages import EngineCalls
 from quire.server.api import needs
 from quire.server.errors import EngineError, Unavailable
 from quire.server.http.read_body import use_body
 from quire.server.http.sse import JsonResponse
-from quire.server.values import Json
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 MAX_IDS = 10_000
 
@@ -66,15 +70,15 @@ class Load(msgspec.Struct, kw_only=True):
 
 async def list_requests(request: Request, state: needs.Engine) -> Response:
     """List the requests in the engines, oldest first."""
-    found = [_running_request(one) for one in await _in_engines(state, "requests")]
+    found = [_running_request(one) for one in await _in_engines(state, EngineCalls.requests)]
     return JsonResponse(RequestList(sorted(found, key=lambda one: -one.age)))
 
 
 async def abort_requests(request: Request, state: _Posting) -> Response:
     """End requests: their answers end with finish_reason abort."""
     asked = set(await use_body(request, AbortBody, state, lambda body: body.request_ids))
-    named = {one["id"]: asked.intersection(_names(one["id"])) for one in await _in_engines(state, "requests")}
-    ended = await _in_engines(state, "abort", [engine_id for engine_id, names in named.items() if names])
+    named = {one["id"]: asked.intersection(_names(one["id"])) for one in await _in_engines(state, EngineCalls.requests)}
+    ended = await _in_engines(state, EngineCalls.abort, [engine_id for engine_id, names in named.items() if names])
     return JsonResponse(Aborted(sorted(set().union(*(named[engine_id] for engine_id in ended)))))
 
 
@@ -91,17 +95,16 @@ async def load(request: Request, state: needs.Load) -> Response:
     )
 
 
-async def _in_engines(state: needs.Engine, method: str, *arguments: Json) -> list[Any]:
+async def _in_engines(state: needs.Engine, method: Callable[[EngineCalls, *Args], list[T]], *args: *Args) -> list[T]:
     """The list that a method of the engine answers, of all engines together. Raises Unavailable, EngineError."""
     state.require_ready()
     try:
-        found = await state.client.call(method, *arguments)
+        found = await state.client.call_each(method, *args)
     except TimeoutError:
         raise Unavailable("The engine did not answer in time.", code="engine_busy") from None
     except RuntimeError as error:
         raise EngineError(f"The engine did not answer: {error}") from error
-    several = found and isinstance(found[0], list)
-    return [item for part in found for item in part] if several else found
+    return [item for part in found for item in part]
 
 
 def _names(engine_id: str) -> tuple[str, str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.configs.config import Config
-from quire.engine.messages import Ready
+from quire.engine.messages import EngineCalls, Ready
 from quire.server.api import needs
 from quire.server.errors import EngineError, Unavailable
 from quire.server.http.read_body import require_deliberate
@@ -111,8 +112,8 @@ async def server_info(request: Request, state: _Server) -> Response:
             "health": state.health(),
             "config": _public_settings(state.config),
             "engine": state.ready and _engine(state.ready),
-            "kv_tiers": await _asked(state, "describe_tiers"),
-            "kernels": await _asked(state, "describe_ops"),
+            "kv_tiers": await _asked(state, EngineCalls.describe_tiers),
+            "kernels": await _asked(state, EngineCalls.describe_ops),
             "formats": state.formats and state.formats.describe(),
             "images": state.images.describe(),
             "sampling_defaults": state.model and state.model.other_defaults | state.model.sampling_defaults,
@@ -124,7 +125,7 @@ async def server_info(request: Request, state: _Server) -> Response:
     )
 
 
-async def _asked(state: needs.Engine, method: str) -> Any:
+async def _asked(state: needs.Engine, method: Callable[[EngineCalls], object]) -> object:
     """The engines' reports: the kernels in use, the progress of their compilation and since when they are in use, or
     what is in the tiers below the KV cache. None if no engine says.
     """
@@ -159,7 +160,7 @@ async def reset_prefix_cache(request: Request, state: needs.Engine) -> Response:
     require_deliberate(request)
     state.require_ready()
     try:
-        return JsonResponse({"success": bool(await state.client.call("reset_prefix_cache"))})
+        return JsonResponse({"success": all(await state.client.call_each(EngineCalls.reset_prefix_cache))})
     except TimeoutError:
         raise Unavailable("The engine did not answer in time.", code="engine_busy") from None
     except RuntimeError as error:

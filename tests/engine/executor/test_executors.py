@@ -15,12 +15,12 @@ import pytest
 
 from quire.configs.config import Config
 from quire.engine.executor.base import steps_in_flight
-from quire.engine.executor.fake import expected_tokens
 from quire.engine.executor.multiproc import MultiprocExecutor
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import AddRequest, SamplingParams
 from quire.engine.scheduler import Scheduler
 from tests.helpers.engine import fake_worker
+from tests.helpers.engine.fake_executor import expected_tokens
 from tests.helpers.engine.harness import VOCAB
 
 SAMPLING = SamplingParams(max_tokens=12)

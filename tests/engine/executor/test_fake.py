@@ -6,10 +6,11 @@ import time
 
 import pytest
 
+from quire.configs.config import Config
 from quire.engine.executor.base import get_executor
-from quire.engine.executor.fake import FakeExecutor, FakeOptions, expected_tokens
 from quire.engine.messages import SamplingParams
 from quire.worker.messages import NewRequest, StepInput
+from tests.helpers.engine.fake_executor import FakeExecutor, FakeOptions, expected_tokens
 from tests.helpers.engine.harness import VOCAB, fake_config
 
 SAMPLING = SamplingParams(max_tokens=10)
@@ -117,6 +118,19 @@ def test_options_from_text():
 
 def test_get_executor():
     assert isinstance(get_executor(fake_config()), FakeExecutor)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("mpi", "must be one of uniproc, mp, ray or MODULE:CLASS"),
+        ("no.such.module:Executor", "cannot be imported: No module named 'no'"),
+        ("quire.engine.step:Executor", "cannot be imported: module 'quire.engine.step' has no attribute 'Executor'"),
+    ],
+)
+def test_an_executor_that_there_is_not(name, message):
+    with pytest.raises(ValueError, match=message):
+        get_executor(Config.from_flat(distributed_executor_backend=name))
     with pytest.raises(ValueError, match="must be one of"):
         get_executor(fake_config().from_flat(distributed_executor_backend="carrier-pigeon"))
     with pytest.raises(ValueError, match="uniproc"):

@@ -15,7 +15,7 @@ SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 8192, "max_model_len": "81
 
 
 def engine_with(fake: str = "groups=full+state", **settings) -> Engine:
-    with mock.patch.dict(os.environ, {"QUIRE_FAKE": fake}):
+    with mock.patch.dict(os.environ, {"FAKE_EXECUTOR": fake}):
         return Engine(fake_config(**SIZES | {"block_size": 16} | settings))
 
 

@@ -117,7 +117,7 @@ class Subscriber:
 
     def of_tier(self, name: str) -> set[tuple[int, int]]:
         """Of "ram" or "disk"."""
-        tier = getattr(self.engine.core.executor.tiers, name)
+        tier = self.engine.tier(name)
         keys = tier._blocks if name == "ram" else tier._index
         return {(key[0], wire_hash(key)) for key in keys}
 
@@ -125,7 +125,7 @@ class Subscriber:
         self.engine.run()
 
     def close(self) -> None:
-        self.engine.core.publisher.stop()
+        self.engine.core.stop()
         self.context.destroy(linger=0)
 
 
@@ -175,7 +175,7 @@ def test_the_wire_form(subscribe, event_format):
     ("groups", "ram"), [("full", 0), ("full", 1500), ("full+window:24", 1500), ("full+state", 1 << 20)]
 )
 def test_a_router_knows_what_is_cached(subscribe, monkeypatch, tmp_path, groups, ram):
-    monkeypatch.setenv("QUIRE_FAKE", f"groups={groups}")
+    monkeypatch.setenv("FAKE_EXECUTOR", f"groups={groups}")
     chance = random.Random(len(groups) + ram)
     router = subscribe(kv_disk=str(tmp_path / "kv"), kv_disk_gib=12e-6, kv_offload_gib=ram / 2**30, steps_in_flight=2)
     talks, wait = [[chance.randrange(VOCAB) for _ in range(40)] for _ in range(9)], router.engine
@@ -186,7 +186,7 @@ def test_a_router_knows_what_is_cached(subscribe, monkeypatch, tmp_path, groups,
         router.run()
         if turn % 3:
             tiers.save(64, set(), False)
-        tiers.call("flush", 5.0)
+        tiers.calls.flush(5.0)
         if turn == 9:
             wait.put(Call(turn, "reset_prefix_cache"))
             router.run()
@@ -219,7 +219,7 @@ def test_what_an_earlier_run_left_on_disk_is_told_when_it_is_used(subscribe, tmp
     for name in "ab":
         first.add(name, prompt, max_tokens=1)
         first.run()
-    first.core.save_hot()
+    first.core.stop()
     router = subscribe(**settings)
     router.join()
     assert router.of_tier("disk")
@@ -275,4 +275,4 @@ def test_a_router_that_listens_is_connected_to(tmp_path):
             if socket.poll(100):
                 break
         assert len(socket.recv_multipart()) == 3
-        engine.core.publisher.stop()
+        engine.core.stop()

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import AddRequest, Call, CallResult, SamplingParams
 from quire.worker.cache.tiers import slots as slots_module
+from tests.helpers.engine.fake_executor import expected_tokens
 from tests.helpers.engine.harness import VOCAB, Engine, fake_config
 
 NUMBERS = itertools.count(1)
@@ -31,11 +31,12 @@ def ask(engine: Engine, name: str, prompt: list[int] = PROMPT, **fields) -> int:
 def act(engine: Engine, *args):
     answer = begin(engine, *args)
     while not answer:
-        engine.scheduler.contents.slots.poll()
+        engine.core.jobs.run(0.0, idle=True)
+        engine.scheduler.tiers.poll()  # which goes on with fetches
     return answer[0]
 
 
-def begin(engine: Engine, *args) -> list:
+def begin(engine: Engine, action: str, *args) -> list:
     """Begin an action; the list gets its answer."""
     answers, number = [], next(NUMBERS)
     send = engine.socket.send
@@ -47,13 +48,13 @@ def begin(engine: Engine, *args) -> list:
         return send(client, message)
 
     engine.socket.send = taken
-    engine.core.handle(b"server", Call(number, "slot", list(args)))
+    engine.core.handle(b"server", Call(number, f"{action}_slot", list(args)))
     return answers
 
 
 @pytest.mark.parametrize("groups", ["full", "full+window:8", "full+state", "window:24+state"])
 def test_a_slot_survives_the_engine(tmp_path, monkeypatch, groups):
-    monkeypatch.setenv("QUIRE_FAKE", f"groups={groups}")
+    monkeypatch.setenv("FAKE_EXECUTOR", f"groups={groups}")
     engine = engine_of(tmp_path / "slots")
     ask(engine, "a", cache_salt="tenant")
     saved = act(engine, "save", 0, "mine.bin")
@@ -138,7 +139,7 @@ def test_other_requests_run_while_a_slot_is_copied(tmp_path, monkeypatch, action
             engine.turn()
         assert engine.tokens(str(i)) == expected_tokens(prompt, SamplingParams(max_tokens=30), 4096, VOCAB)
     if action == "save":  # the blocks are held
-        assert not engine.core.call(Call(2, "reset_prefix_cache")).value
+        assert not engine.call("reset_prefix_cache")
     assert not first and not second
     go.set()
     engine.run()

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.executor.fake import FakeOptions, expected_tokens
+from quire.engine.chores.base import seconds_until_due
+from quire.engine.chores.save_hot import SaveHot
 from quire.engine.messages import AddRequest, Call, CalledTools, CallResult, SamplingParams
 from quire.worker.cache.tiers import store as store_module
 from quire.worker.cache.tiers.disk import DiskTier
 from quire.worker.cache.tiers.segments import read_places
+from tests.helpers.engine.fake_executor import FakeOptions, expected_tokens
 from tests.helpers.engine.harness import VOCAB, Engine, Idle, fake_config
 
 GIB = 1 << 30
@@ -60,10 +62,10 @@ def test_a_block_seen_once_goes_nowhere_and_a_hot_one_survives_a_restart(tmp_pat
     folder, prompt = tmp_path / "kv", list(range(1, 42))
     engine = engine_of(folder)
     assert ask(engine, "a", prompt) == 0
-    engine.core.save_hot()
+    engine.core.stop()
     assert not files_of(folder)
     assert ask(engine, "b", prompt) == 40
-    engine.core.save_hot()
+    engine.core.stop()
     assert files_of(folder)
     again = engine_of(folder)
     assert ask(again, "c", prompt) == 40
@@ -78,7 +80,7 @@ def test_the_end_of_a_prefix_leaves_the_disk_before_its_beginning(tmp_path, monk
     engine = engine_of(folder, limit=1 << 20 if lowered else 16 * 4096)
     ask(engine, "a", prompt)
     ask(engine, "b", prompt)
-    engine.core.save_hot()
+    engine.core.stop()
     assert len(files_of(folder)) == (32 if lowered else 16)
     engine.core.executor.shutdown()
     half = engine_of(folder, limit=16 * 4096)
@@ -93,7 +95,7 @@ def test_choices_of_one_request_are_no_hits_of_each_other(tmp_path, n):
     engine = engine_of(tmp_path / "kv")
     engine.add("a", list(range(1, 42)), max_tokens=3, siblings=[Choice(f"s{i}", i) for i in range(1, n)])
     engine.run()
-    engine.core.save_hot()
+    engine.core.stop()
     assert not files_of(tmp_path / "kv")
 
 
@@ -111,20 +113,20 @@ def test_ram_takes_what_the_pool_reuses(tmp_path):
 
 @pytest.mark.parametrize("groups", ["full", "full+state", "full+window:8"])
 def test_freeing_a_conversation_frees_it_in_every_tier(tmp_path, monkeypatch, groups):
-    monkeypatch.setenv("QUIRE_FAKE", f"groups={groups}")
+    monkeypatch.setenv("FAKE_EXECUTOR", f"groups={groups}")
     folder, mine, other = tmp_path / "kv", list(range(1, 42)), list(range(500, 541))
     engine = engine_of(folder, ram=1 << 20)
     for i in range(3):
         for name, prompt, key in (("mine", mine, "t/mine"), ("other", other, None)):
             engine.put(AddRequest(f"{name}{i}", prompt, SamplingParams(max_tokens=5), cache_key=key, cache_seconds=60))
             engine.run()
-    engine.core.save_hot()
-    disk, remove, freed = engine.core.executor.tiers.disk, engine.scheduler.tiers.remove, []
+    engine.core.stop()
+    disk, remove, freed = engine.tier("disk"), engine.scheduler.tiers.remove, []
     monkeypatch.setattr(engine.scheduler.tiers, "remove", lambda keys: (freed.extend(keys), remove(keys)))
     before = blocks_of(disk)
-    assert engine.core.call(Call(1, "free_cache", ["t/mine"])).value is True
-    assert [engine.core.call(Call(3, "free_cache", [key])).value for key in ("t/mine", "t/never")] == [False, False]
-    assert engine.scheduler.tiers.call("flush", 5.0)
+    assert engine.call("free_cache", "t/mine") is True
+    assert [engine.call("free_cache", key) for key in ("t/mine", "t/never")] == [False, False]
+    assert engine.scheduler.tiers.calls.flush(5.0)
     assert set(freed) & before and blocks_of(disk) == before - set(freed)
     assert ask(engine, "again", mine) == 0
     assert ask(engine, "others", other) >= 36
@@ -145,7 +147,7 @@ def test_blocks_that_are_freed_while_they_are_written_leave_the_disk(tmp_path):
 
     tier._write = slow
     for key in (b"a", b"b", b"c"):
-        assert tier.offer(key, key * 100)
+        assert tier.offer(key, key * 100) is not None
     assert begun.wait(5.0)
     tier.remove([b"a", b"never seen"])
     assert b"a" not in tier and tier.read(b"a") is None and b"b" in tier
@@ -170,7 +172,7 @@ def test_what_moves_is_counted(tmp_path):
     for i in range(4):
         ask(engine, f"other {i}", [100 + i] * 90)
     assert ask(engine, "c", prompt) == 40
-    described = engine.core.call(Call(1, "describe_tiers")).value
+    described = engine.call("describe_tiers")
     assert described["hit_tokens"] == 40 and described["load_bytes"] > 0 and described["store_bytes"] > 0
     assert described["ram_read_blocks"] + described["disk_read_blocks"] == 10
     assert described["used_bytes"]["ram"] <= 4000
@@ -186,7 +188,7 @@ def test_a_reset_clears_every_tier(tmp_path):
     engine, prompt = engine_of(tmp_path / "kv", ram=1 << 20), list(range(1, 42))
     ask(engine, "a", prompt)
     ask(engine, "b", prompt)
-    engine.core.save_hot()
+    engine.core.stop()
     engine.put(Call(1, "reset_prefix_cache"))
     engine.core.receive()
     assert any(isinstance(m, CallResult) and m.value is True for _, m in engine.socket.sent)
@@ -197,25 +199,26 @@ def test_a_reset_clears_every_tier(tmp_path):
 
 def test_an_idle_engine_writes_hot_blocks(tmp_path):
     engine, prompt = engine_of(tmp_path / "kv"), list(range(1, 42))
-    engine.core.save_due = time.monotonic() + 0.5  # not while it is busy
+    saver, chores = engine.chore(SaveHot), engine.core.chores
+    saver._next = time.monotonic() + 0.5  # not while it is busy
     ask(engine, "a", prompt)
     ask(engine, "b", prompt)
-    assert 0 <= engine.core.idle_wait() <= 1  # it wakes up for them
-    engine.core.save_due = 0
-    engine.core.save_some(idle=True)
-    assert engine.scheduler.tiers.call("flush", 5.0)
+    assert 0 <= seconds_until_due(chores, idle=True) <= 1  # it wakes up for them
+    saver._next = 0
+    saver.run(time.monotonic(), idle=True)
+    assert engine.scheduler.tiers.calls.flush(5.0)
     assert files_of(tmp_path / "kv")
-    engine.core.save_due = 0
-    engine.core.save_some(idle=True)
+    saver._next = 0
+    saver.run(time.monotonic(), idle=True)
     assert not engine.scheduler.tiers.num_unsaved
-    assert 0 < engine.core.idle_wait() <= 1  # it wakes up once more, to tell what was written
-    engine.core.written_due = 0.001
+    assert 0 < seconds_until_due(chores, idle=True) <= 1  # it wakes up once more, to tell what was written
     told = []
-    engine.core.send_stats = lambda *_: told.append(engine.scheduler.flush_stats().tiers)
-    engine.core.save_some(idle=True)
+    engine.core.stats._send = lambda: told.append(engine.scheduler.flush_stats().tiers)
+    saver.run(time.monotonic() + 2, idle=True)
     with pytest.raises(Idle):
-        engine.turn()
-    assert told[0].used["disk"] > 0 and engine.core.idle_wait() is None
+        for _ in range(2):
+            engine.turn()
+    assert told[0].used["disk"] > 0 and seconds_until_due(chores, idle=True) is None
 
 
 def test_others_run_while_a_request_waits_for_its_blocks(tmp_path, monkeypatch):
@@ -223,7 +226,7 @@ def test_others_run_while_a_request_waits_for_its_blocks(tmp_path, monkeypatch):
     first = engine_of(tmp_path / "kv")
     ask(first, "a", prompt)
     ask(first, "b", prompt)
-    first.core.save_hot()
+    first.core.stop()
     engine = engine_of(tmp_path / "kv")
     read = engine.core.executor.tiers._read_one
 
@@ -247,7 +250,7 @@ def test_a_disk_that_does_not_answer_ends_no_request(tmp_path, monkeypatch):
     first = engine_of(tmp_path / "kv")
     ask(first, "a", prompt)
     ask(first, "b", prompt)
-    first.core.save_hot()
+    first.core.stop()
     engine = engine_of(tmp_path / "kv")
     monkeypatch.setattr("quire.engine.kv.tiers.SILENCE", 0.2)
     monkeypatch.setattr(engine.core.executor.tiers, "_read_one", lambda key: time.sleep(1.0))
@@ -264,7 +267,7 @@ def test_an_aborted_fetch_gives_its_blocks_back(tmp_path, monkeypatch):
     first = engine_of(tmp_path / "kv")
     ask(first, "a", prompt)
     ask(first, "b", prompt)
-    first.core.save_hot()
+    first.core.stop()
     engine = engine_of(tmp_path / "kv")
     read = engine.core.executor.tiers._read_one
     monkeypatch.setattr(engine.core.executor.tiers, "_read_one", lambda key: (time.sleep(0.02), read(key))[1])
@@ -293,7 +296,7 @@ def test_damage_is_a_miss_and_a_log_line(tmp_path, caplog, how, when):
     first = engine_of(tmp_path / "kv")
     ask(first, "a", prompt)
     ask(first, "b", prompt)
-    first.core.save_hot()
+    first.core.stop()
     engine = engine_of(tmp_path / "kv") if when == "while it runs" else None
     for path in files_of(tmp_path / "kv"):
         path.write_bytes(DAMAGE[how](path.read_bytes()))
@@ -312,7 +315,7 @@ def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):
     crashes, orderly ends, damaged and removed files.
     """
     chance = random.Random(seed)
-    monkeypatch.setenv("QUIRE_FAKE", f"groups={groups}")
+    monkeypatch.setenv("FAKE_EXECUTOR", f"groups={groups}")
     monkeypatch.setattr(store_module, "COPY_BYTES", 2000)
     limit, folder = 40_000, tmp_path / "kv"
 
@@ -348,7 +351,7 @@ def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):
             engine.scheduler.contents.free_key(chance.choice(["t/a", "t/b"]))
         elif hint < 0.6:
             action = chance.choice(["save", "restore", "restore", "erase"])
-            engine.put(Call(0, "slot", [action, chance.randrange(2), "x"]))
+            engine.put(Call(0, f"{action}_slot", [chance.randrange(2), *([] if action == "erase" else ["x"])]))
         for name, prompt in batch:
             assert engine.tokens(name) == expected_tokens(prompt, SamplingParams(max_tokens=4), 4096, VOCAB)
         for talk in talks:
@@ -361,13 +364,13 @@ def test_texts_are_those_without_a_cache(tmp_path, monkeypatch, groups, seed):
         assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= limit
         event = chance.random()
         if event < 0.35:
-            engine.core.save_due = 0
-            engine.core.save_some(idle=True)
+            engine.chore(SaveHot)._next = 0
+            engine.chore(SaveHot).run(time.monotonic(), idle=True)
         elif event < 0.65:
             if event < 0.5:
-                engine.core.save_hot()
+                engine.core.stop()
             else:
-                engine.scheduler.tiers.call("flush", 5.0)
+                engine.scheduler.tiers.calls.flush(5.0)
             fetched += engine.scheduler.tiers.counts.hits
             engine.core.executor.shutdown()
             for path in files_of(folder):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from quire.engine.executor.fake import FakeExecutor, FakeOptions
 from quire.worker.messages import StepInput, StepOutput, WorkerReady
+from tests.helpers.engine.fake_executor import FakeExecutor, FakeOptions
 
 
 class FakeWorker:

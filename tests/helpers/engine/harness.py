@@ -4,16 +4,21 @@ engine.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+import pytest
 
 from quire.configs.config import Config
+from quire.engine.chores.give_back import GiveBack
 from quire.engine.core import EngineCore
-from quire.engine.executor.fake import FakeExecutor, FakeOptions
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
+    Call,
+    CallResult,
     Choice,
     EngineOutput,
     FromEngine,
@@ -24,13 +29,31 @@ from quire.engine.messages import (
     ToEngine,
 )
 from quire.engine.scheduler import Scheduler
+from quire.worker.cache.tiers.base import Tier
+from tests.helpers.engine.fake_executor import BACKEND, FakeExecutor, FakeOptions
+
+T = TypeVar("T")
 
 VOCAB = 1000
 CLIENT = b"server"
+SOON = 0.005  # seconds: an engine that sleeps for longer is idle
 
 
 def fake_config(**settings: Any) -> Config:
-    return Config.from_flat(distributed_executor_backend="fake", **settings)
+    return Config.from_flat(distributed_executor_backend=BACKEND, **settings)
+
+
+class Clock:
+    """time.monotonic(), which only a waiting engine moves on, and the `timeouts` for which it waited."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now, self.timeouts = 1000.0, []
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+    def wait(self, timeout: float | None = None) -> list[int]:
+        self.timeouts.append(timeout)
+        self.now += timeout or 0.0
+        return []
 
 
 class Idle(Exception):
@@ -47,8 +70,10 @@ class LocalSocket:
         raise AssertionError("the fake has no processes")
 
     def wait(self, timeout: float | None = None) -> list[int]:
-        if not self.inbox and timeout != 0:
+        if not self.inbox and (timeout is None or timeout > SOON):
             raise Idle
+        if not self.inbox:
+            time.sleep(timeout)
         return []
 
     def receive(self) -> list[tuple[bytes, ToEngine]]:
@@ -118,15 +143,30 @@ class Engine:
     def abort(self, *request_ids: str, client: bytes = CLIENT) -> None:
         self.put(AbortRequests(list(request_ids)), client)
 
+    def tier(self, name: str) -> Tier:
+        return next(tier for tier in self.core.executor.tiers.tiers if tier.name == name)
+
+    def chore(self, kind: type[T]) -> T:
+        (found,) = [chore for chore in self.core.chores if isinstance(chore, kind)]
+        return found
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The result of a call that is answered at once."""
+        self.core.handle(CLIENT, Call(-1, method, list(args)))
+        (found,) = [m for _, m in self.socket.sent if isinstance(m, CallResult) and m.call_id == -1]
+        self.collect()
+        assert found.error is None, found.error
+        return found.value
+
     def give_back_in_every_turn(self, num_blocks: int) -> list[int]:
         """Let the machine be short of the memory of `num_blocks` blocks whenever the engine looks, which it does in
-        every turn with BUSY_GIVE_BACK_INTERVAL 0. Returns a list of the blocks that it will give back.
+        every turn with an INTERVAL of 0. Returns a list of the blocks that it will give back.
         """
         given, executor = [], self.core.executor
         give_back_blocks = executor.give_back_blocks
         executor.memory_short = lambda: num_blocks  # a block of the fake has no size, which counts as 1
         executor.give_back_blocks = lambda blocks: (given.extend(blocks), give_back_blocks(blocks))
-        self.core.gives_back = True
+        self.core.chores.append(GiveBack(self.scheduler.kv, executor, self.core.ready.worker))
         return given
 
     def turn(self) -> None:

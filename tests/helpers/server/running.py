@@ -21,6 +21,7 @@ import pytest
 
 from quire.configs.config import Config
 from quire.server.launch import Launcher, bind
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.helpers.models.checkpoints import CHAT_TEMPLATE, VOCAB_SIZE, _byte_level
 
 MODEL = "org/test-model"
@@ -49,7 +50,7 @@ def make_config(folder: str, **settings: Any) -> Config:
         "model": folder,
         "port": 0,
         "served_model_name": [MODEL, "alias"],
-        "distributed_executor_backend": "fake",
+        "distributed_executor_backend": BACKEND,
         "max_model_len": "512",
         "shutdown_timeout": 5.0,
         "log_stats_interval": 0.0,
@@ -128,7 +129,7 @@ def running_server(
 ) -> Iterator[RunningServer]:
     """A server for one test. `fake` are the FakeOptions of its engine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUIRE_FAKE", fake)
+        patch.setenv("FAKE_EXECUTOR", fake)
         server = RunningServer(make_config(folder, **settings))
         poll(lambda: hasattr(server, "launcher"), 60)
     try:

@@ -9,9 +9,9 @@ import random
 import openai
 import pytest
 
-from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import SamplingParams
 from quire.server.api.openai.objects import ChatChunkChoice, ChatDelta
+from tests.helpers.engine.fake_executor import expected_tokens
 from tests.helpers.models.checkpoints import VOCAB_SIZE
 from tests.helpers.server.running import MODEL, running_server
 

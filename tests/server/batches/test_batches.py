@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from quire.cli.bench.process import free_port
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.helpers.server.running import RunningServer, make_config, poll
 
 
@@ -294,7 +295,7 @@ def test_a_killed_server_continues_without_doing_a_line_twice(model_folder, tmp_
     """kill -9 in the middle of a batch, several times."""
     port, folder = free_port(), str(tmp_path / "batches")
     command = [sys.executable, "-m", "quire", "serve", model_folder, "--port", str(port), "--batch-dir", folder]
-    command += ["--distributed-executor-backend", "fake", "--max-model-len", "512", "--max-num-seqs", "8"]
+    command += ["--distributed-executor-backend", BACKEND, "--max-model-len", "512", "--max-num-seqs", "8"]
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     batch_id = ""
     for kill_at in (40, 120, None):

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from quire.configs.config import Config
-from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
     Call,
     CallResult,
     Choice,
+    EngineCalls,
     EngineDead,
     EngineOutput,
     EngineStats,
@@ -28,6 +28,7 @@ from quire.server.engines.client import EngineCallError, EngineClient, EngineUna
 from quire.server.engines.process import EngineProcess
 from quire.server.engines.quarantine import Quarantine
 from quire.server.engines.turns import Turns
+from tests.helpers.engine.fake_executor import BACKEND, expected_tokens
 from tests.helpers.server.fake_engine import FakeEngine, ready
 
 
@@ -231,7 +232,7 @@ class TestCalls:
     @asynchronous
     async def test_answers_and_errors(self):
         async with connected() as (client, engine):
-            first, second = asyncio.create_task(client.call("stats", 1, "x")), asyncio.create_task(client.call("nope"))
+            first, second = (asyncio.create_task(client.call(*c)) for c in ((EngineCalls.stats, 1, "x"), (len,)))
             a, b = await engine.receive(), await engine.receive()
             assert a == Call(a.call_id, "stats", [1, "x"])
             await engine.send(CallResult(b.call_id, error="unknown method"))
@@ -240,19 +241,19 @@ class TestCalls:
             with pytest.raises(EngineCallError, match="unknown method"):
                 await second
             with pytest.raises(TimeoutError):
-                await client.call("stats", timeout=0.05)
+                await client.call(EngineCalls.stats, timeout=0.05)
             await engine.send(CallResult(3, "late"))
 
     @asynchronous
     async def test_death_ends_calls(self):
         async with connected() as (client, engine):
-            call = asyncio.create_task(client.call("stats"))
+            call = asyncio.create_task(client.call(EngineCalls.stats))
             await engine.receive()
             await engine.send(EngineDead("out of memory"))
             with pytest.raises(EngineUnavailable, match="out of memory"):
                 await call
             with pytest.raises(EngineUnavailable, match="out of memory"):
-                await client.call("stats")
+                await client.call(EngineCalls.stats)
 
 
 class TestRestart:
@@ -559,9 +560,8 @@ class TestSeveralFrontends:
 
 
 class TestRealEngine:
-    CONFIG = Config.from_flat(
-        distributed_executor_backend="fake", max_num_seqs=4, max_num_batched_tokens=64, log_level="warning"
-    )
+    SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    CONFIG = Config.from_flat(distributed_executor_backend=BACKEND, log_level="warning", **SIZES)
 
     @asynchronous
     async def test_requests_survive_a_killed_engine(self):
@@ -591,9 +591,9 @@ class TestRealEngine:
             await client.wait_ready()
             for i, (task, p) in enumerate(zip(tasks, params)):
                 assert await task == expected_tokens([1, 2, i], p, 4096, 1000)
-            assert (await client.call("stats"))["num_running"] == 0
+            assert (await client.call(EngineCalls.stats))["num_running"] == 0
             with pytest.raises(EngineCallError, match="unknown method"):
-                await client.call("no_such_method")
+                await client.call(lambda engine: None)
         finally:
             await client.close()
             for engine in engines:

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.configs.config import Config
-from quire.engine.executor.fake import expected_tokens
-from quire.engine.messages import AddRequest, EngineOutput, RequestTiming, SamplingParams, TokenLogprobs
+from quire.engine.messages import AddRequest, EngineCalls, EngineOutput, RequestTiming, SamplingParams, TokenLogprobs
 from quire.server.engines.client import EngineClient, OutputStream
 from quire.server.engines.process import EngineProcess
 from quire.server.errors import BadRequest, EngineError
@@ -20,6 +19,7 @@ from quire.server.generate.generation import SLICE, Generation
 from quire.server.metrics.metrics import Metrics
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.text.tokenizer import Tokenizer
+from tests.helpers.engine.fake_executor import BACKEND, expected_tokens
 from tests.helpers.server.tokenizer_kinds import CORPUS, byte_level, llama2
 from tests.helpers.server.whole_text import whole_text
 
@@ -357,7 +357,7 @@ def test_with_the_engine_process(tokenizer):
 
     async def main():
         engine = EngineProcess(
-            Config.from_flat(distributed_executor_backend="fake", max_num_seqs=8, log_level="warning")
+            Config.from_flat(distributed_executor_backend=BACKEND, max_num_seqs=8, log_level="warning")
         )
         engine.start()
         client = EngineClient()
@@ -391,7 +391,7 @@ def test_with_the_engine_process(tokenizer):
 
             await asyncio.gather(*(one(index) for index in range(20)))
             assert client.num_open == 0
-            while (stats := await client.call("stats"))["num_running"] or stats["num_waiting"]:
+            while (stats := await client.call(EngineCalls.stats))["num_running"] or stats["num_waiting"]:
                 await asyncio.sleep(0.01)
             assert stats["kv_cache_usage"] == 0
         finally:

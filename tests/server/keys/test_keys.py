@@ -16,6 +16,7 @@ import yaml
 
 from quire.cli import hash_key
 from quire.server.keys.key import hashed
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.helpers.server.running import MODEL, poll, running_server
 
 CHAT = "/v1/chat/completions"
@@ -243,6 +244,6 @@ def test_hash_key(monkeypatch, capsys):
 def test_a_wrong_file_ends_the_start(tmp_path, model_folder):
     (tmp_path / "keys.yaml").write_text("keys: [{name: a}]")
     command = [sys.executable, "-m", "quire", "serve", model_folder, "--port", "0"]
-    command += ["--distributed-executor-backend", "fake", "--api-key-file", str(tmp_path / "keys.yaml")]
+    command += ["--distributed-executor-backend", BACKEND, "--api-key-file", str(tmp_path / "keys.yaml")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and "missing required field `key`" in ended.stderr

@@ -10,6 +10,7 @@ from PIL import Image
 from quire.server.media.service import _max_images
 from quire.server.offline.llm import LLM
 from quire.server.offline.params import SamplingParams
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.server.media.conftest import FAKE, IMAGE_ID, NUM_TOKENS, data_url, image_part, picture, text_part
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -22,9 +23,9 @@ def pil(color: str = "red", size: tuple[int, int] = (20, 10)) -> Image.Image:
 @pytest.fixture(scope="module")
 def llm(seeing_folder) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUIRE_FAKE", FAKE)
+        patch.setenv("FAKE_EXECUTOR", FAKE)
         settings = {"limit_mm_per_prompt": '{"image": 2}', "mm_processor_cache_gb": 3e-5}
-        with LLM(seeing_folder, distributed_executor_backend="fake", max_model_len=256, **settings) as llm:
+        with LLM(seeing_folder, distributed_executor_backend=BACKEND, max_model_len=256, **settings) as llm:
             yield llm
 
 

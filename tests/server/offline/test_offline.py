@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.configs import sources
-from quire.engine.executor.fake import expected_tokens
 from quire.engine.messages import SamplingParams as EngineParams
 from quire.server.engines.supervisor import Supervisor
 from quire.server.offline.llm import LLM, offline_config
 from quire.server.offline.params import SamplingParams
+from tests.helpers.engine.fake_executor import BACKEND, expected_tokens
 from tests.helpers.models.checkpoints import greedy, load_reference
 from tests.helpers.server.light_model import VOCAB_SIZE, write_light_model
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    with LLM(folder, distributed_executor_backend="fake", max_model_len=MAX_LEN) as llm:
+    with LLM(folder, distributed_executor_backend=BACKEND, max_model_len=MAX_LEN) as llm:
         yield llm
 
 
@@ -299,8 +299,8 @@ def test_several_threads_share_one_llm(llm):
 def slow_llm(folder):
     """One token takes 20 ms."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUIRE_FAKE", "step_delay=0.02")
-        llm = LLM(folder, distributed_executor_backend="fake", max_model_len=MAX_LEN)
+        patch.setenv("FAKE_EXECUTOR", "step_delay=0.02")
+        llm = LLM(folder, distributed_executor_backend=BACKEND, max_model_len=MAX_LEN)
     with llm:
         yield llm
 
@@ -331,9 +331,9 @@ def test_a_mistake_of_who_watches_over_the_engine_is_told(folder, monkeypatch):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="the engine failed: a mistake"):
         patch.setattr(Supervisor, "_until_ready", mistake)
-        LLM(folder, distributed_executor_backend="fake")
-    monkeypatch.setenv("QUIRE_FAKE", "step_delay=0.02")
-    with LLM(folder, distributed_executor_backend="fake", max_model_len=MAX_LEN) as llm:
+        LLM(folder, distributed_executor_backend=BACKEND)
+    monkeypatch.setenv("FAKE_EXECUTOR", "step_delay=0.02")
+    with LLM(folder, distributed_executor_backend=BACKEND, max_model_len=MAX_LEN) as llm:
         monkeypatch.setattr(llm._runtime.supervisor, "_check_restarts", mistake)
         threading.Timer(0.3, lambda: os.kill(llm._runtime.supervisor.engine.pid, signal.SIGKILL)).start()
         with pytest.raises(RuntimeError):
@@ -343,7 +343,7 @@ def test_a_mistake_of_who_watches_over_the_engine_is_told(folder, monkeypatch):
 
 
 def test_close_ends_the_engine(folder):
-    llm = LLM(folder, distributed_executor_backend="fake")
+    llm = LLM(folder, distributed_executor_backend=BACKEND)
     engine = psutil.Process(llm._runtime.supervisor.engine.pid)
     llm.close()
     llm.close()

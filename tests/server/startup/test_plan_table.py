@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from quire.checkpoints.sizes import format_bytes, format_each
 from quire.engine.messages import MemoryPlan, WorkerReady
 from quire.server.startup.plan_table import plan_table
+from quire.worker.messages import TierInfo
 
 GIB = 2**30
+TIERS = [TierInfo("ram", "CPU", "in RAM", 8 * GIB), TierInfo("disk", "STORAGE", "on disk", GIB // 2, saves=True)]
 
 
 def test_table_says_where_memory_goes_and_what_was_chosen():
@@ -39,7 +41,7 @@ def test_table_says_where_memory_goes_and_what_was_chosen():
     table = plan_table(ready)
     lines = table.splitlines()
     assert "in RAM" not in table and "on disk" not in table
-    below = plan_table(msgspec.structs.replace(ready, offload_bytes=8 * GIB, disk_bytes=GIB // 2))
+    below = plan_table(msgspec.structs.replace(ready, tiers=TIERS))
     assert f"in RAM, at most: {format_bytes(8 * GIB)}" in below
     on_cpu = msgspec.structs.replace(ready, plan=msgspec.structs.replace(plan, offload=GIB))
     assert "RAM tier" not in table and "RAM tier" in plan_table(on_cpu)

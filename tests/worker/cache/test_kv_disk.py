@@ -88,7 +88,7 @@ def test_a_folder_that_exists_keeps_its_mode_and_ours_are_closed(tmp_path):
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     tier = DiskTier(tmp_path / "file", 1 << 20, ONE)
-    assert "only read" in caplog.text and not tier.offer(b"k", b"x") and tier.read(b"k") is None
+    assert "only read" in caplog.text and tier.offer(b"k", b"x") is None and tier.read(b"k") is None
     tier.clear()
     tier.stop()
 
@@ -181,11 +181,11 @@ def test_a_block_that_is_removed_while_the_writer_erases_another_is_erased(tmp_p
     tier.remove([b"a 0"])
     assert there.wait(5.0)
     tier.remove([b"a 1"])
-    assert b"a 1" not in tier and not tier.offer(b"a 1", bytes(100))
+    assert b"a 1" not in tier and tier.offer(b"a 1", bytes(100)) is None
     go.set()
     assert tier.flush(5.0)
     assert left(tmp_path) == {b"a 2"} and tier.read(b"a 2") == bytes(100)
-    assert tier.offer(b"a 1", bytes(100)) and tier.flush(5.0)  # computed and found again
+    assert tier.offer(b"a 1", bytes(100)) is not None and tier.flush(5.0)  # computed and found again
     assert left(tmp_path) == {b"a 1", b"a 2"}
     tier.stop()
 
@@ -252,7 +252,7 @@ def test_what_another_engine_writes_is_found_later_and_foreign_models_stay(tmp_p
     first, second = DiskTier(tmp_path, 1 << 20, ONE), DiskTier(tmp_path, 1 << 20, ONE)
     fill(first, "a", 2)
     second._refresh()
-    assert second.contains_all([b"a 0", b"a 1", b"a 2"]) == [True, True, False]
+    assert second.contains([b"a 0", b"a 1", b"a 2"]) == [True, True, False]
     foreign = DiskTier(tmp_path, 1 << 20, OTHER)
     assert b"a 0" not in foreign
     foreign.clear()
@@ -274,5 +274,5 @@ def test_an_unfinished_file_of_a_killed_engine_is_removed(tmp_path):
 @pytest.mark.parametrize("limit", [0, 25])
 def test_ram_keeps_its_limit(limit):
     ram = RamTier(limit)
-    left = [one for i in range(5) for one in ram.add(bytes([i]), bytes(10))]
+    left = [one for i in range(5) for one in ram.offer(bytes([i]), bytes(10))]
     assert ram.used <= limit and len(left) == 5 - limit // 10 and left[0][0] == b"\x00"

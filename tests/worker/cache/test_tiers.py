@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import stat
 
@@ -25,7 +24,7 @@ def engine_for(folder: str, **settings) -> InProcessEngine:
 def save(engine: InProcessEngine) -> None:
     while engine.scheduler.contents.save(64):
         pass
-    assert engine.scheduler.tiers.call("flush", 10.0)
+    assert engine.scheduler.tiers.calls.flush(10.0)
 
 
 KINDS = {
@@ -128,15 +127,17 @@ def test_a_slot_file_brings_the_same_bits_to_the_next_engine(tmp_path, kind):
 
     def start() -> InProcessEngine:
         engine = engine_for(folder, slot_save_path=str(tmp_path / "slots"))
-        engine.scheduler.contents.open_slots(functools.partial(engine.executor.call, "call_slots"), 0)
+        engine.scheduler.contents.open_slots(engine.executor.slots, 0)
         return engine
 
     def act(engine: InProcessEngine, action: str) -> dict[str, int]:
-        answers = []
-        engine.scheduler.contents.slots.begin(lambda value, _: answers.append(value), action, 0, "x")
-        while not answers:
-            engine.scheduler.contents.slots.poll()
-        return answers[0]
+        job = getattr(engine.scheduler.contents.slots, action)(0, "x")
+        while True:
+            engine.scheduler.tiers.poll()  # which goes on with fetches
+            try:
+                next(job)
+            except StopIteration as end:
+                return end.value
 
     engine = start()
     engine.generate([prompt], GREEDY)

@@ -42,7 +42,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 def run(folder: str, **settings) -> list[list[int]]:
     engine = InProcessEngine(folder, **{**SETTINGS, **settings})
     try:
-        while engine.executor.call("work_idle"):  # records graphs, if the platform has them
+        while engine.executor.workers.work_idle():  # records graphs, if the platform has them
             pass
         results = engine.generate(*requests())
         assert not any(result.error for result in results)
@@ -79,7 +79,7 @@ def test_bfloat16_graphs_choose_what_eager_steps_find_best(checkpoint, backend):
         graphs = InProcessEngine(folder, **settings)
     except ValueError as error:
         pytest.skip(str(error))
-    while graphs.executor.call("work_idle"):
+    while graphs.executor.workers.work_idle():
         pass
     outputs = [
         result.token_ids

@@ -165,7 +165,7 @@ def test_texts_on_a_gpu(name, eager, checkpoint, tmp_path):
     engine = InProcessEngine(
         folder, device="cuda", dtype="float32", speculative_config=FORCED, enforce_eager=eager, **SIZES
     )
-    while engine.executor.call("work_idle"):
+    while engine.executor.workers.work_idle():
         pass
     assert check_texts(engine) > 10
     engine.close()

@@ -37,7 +37,7 @@ def answers(folder: str, adapters: list[list[LoraUse]] | None = None, **settings
     vocab = min(read_model_spec(folder).vocab_size, 500)
     prompts = [[(11 * i + 7 * j) % (vocab - 4) + 3 for j in range(1 + 17 * i)] for i in range(6)]
     try:
-        while engine.executor.call("work_idle"):  # records graphs, if the platform has them
+        while engine.executor.workers.work_idle():  # records graphs, if the platform has them
             pass
         results = engine.generate(prompts, SAMPLING, adapters=adapters)
         again = [prompt + result.token_ids[:3] for prompt, result in zip(prompts, results)]

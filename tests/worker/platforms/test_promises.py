@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.configs.config import Config
-from quire.worker.cache.tiers.sizes import offload_bytes
+from quire.worker.cache.tiers.ram import RamTier
 from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cuda.device import CudaPlatform
 from quire.worker.host import resources as host
@@ -71,7 +71,7 @@ def test_a_server_plans_with_what_others_leave(other, tmp_path, monkeypatch):
     other(6 * GIB)
     total, available = platform.memory()
     assert total == 16 * GIB and 2 * GIB <= available < 2.3 * GIB
-    gibs = lambda config: offload_bytes(config, platform) / GIB  # noqa: E731
+    gibs = lambda config: (RamTier.plan(config, platform) or 0) / GIB  # noqa: E731
     assert gibs(Config.from_flat(kv_offload_gib=1.5)) == 1.5 and gibs(Config()) == 0
     with pytest.raises(ValueError, match=r"-gib 3: 3\.00 GiB are more than the 2\.\d+ GiB .*at most 2\."):
         gibs(Config.from_flat(kv_offload_gib=3))
@@ -79,9 +79,9 @@ def test_a_server_plans_with_what_others_leave(other, tmp_path, monkeypatch):
         gibs(Config.from_flat(kv_offload_gib=1.5, data_parallel_size=2))
     gpu = CudaPlatform(0)
     gpu._promises = platform._promises
-    assert 0.5 <= offload_bytes(Config(), gpu) / GIB < 0.6
+    assert 0.5 <= RamTier.plan(Config(), gpu) / GIB < 0.6
     other(6 * GIB)
-    assert platform.memory()[1] == 0 and offload_bytes(Config(), gpu) == 0
+    assert platform.memory()[1] == 0 and RamTier.plan(Config(), gpu) is None
 
 
 def test_a_folder_that_cannot_be_written_is_no_catastrophe(tmp_path, caplog):

@@ -288,7 +288,7 @@ def test_costs_are_measured_while_idle_and_leave_no_trace(checkpoint, native_ker
     prompt, sampling = PERIOD * 6, SamplingParams(temperature=0.0, max_tokens=30, logprobs=1)
     before = engine.generate([prompt], sampling)[0]
     runner = engine.executor._worker.runner
-    while engine.executor.call("work_idle"):
+    while engine.executor.workers.work_idle():
         pass
     assert sorted(runner.measurement.seconds) == [1, 2, 3, 4, 6, 8, 12, 16]
     assert runner.speculator.costs.of(16) >= runner.speculator.costs.of(1) == 1

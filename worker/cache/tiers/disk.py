@@ -17,12 +17,17 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from quire.configs.config import Config
+from quire.worker.cache.tiers.base import GIB, Content, Rank, Tier, content_of
 from quire.worker.cache.tiers.segments import Place, encode, read_block, read_places
 from quire.worker.cache.tiers.unusable import Unusable
+
+if TYPE_CHECKING:
+    from quire.worker.platforms.base import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +41,10 @@ _PAGE = 4096  # files take whole pages of the disk
 _OURS = (".kv", ".tmp")
 
 
-class DiskTier:
+class DiskTier(Tier):
     """Blocks by key. `limit` bounds the bytes of all files in `folder`, of all engines that use it."""
+
+    name, medium, where, saves = "disk", "STORAGE", "on disk", True
 
     def __init__(self, folder: Path, limit: int, fingerprint: bytes):
         self.root, self.limit, self.fingerprint = folder, limit, fingerprint
@@ -49,7 +56,6 @@ class DiskTier:
         self.written = self.num_evicted = 0  # bytes, files
         self.unusable = Unusable(folder)
         self.seconds_writing = 0.0
-        self.changes: deque[tuple[bytes, bool]] | None = None  # (block, whether it is here now); None: nobody asks
         self._index: dict[bytes, Place] = {}
         self._known: dict[str, list[bytes]] = {}  # keys by file name, also of files that are not ours
         self._queue: dict[bytes, tuple[bytes, int]] = {}  # blocks that wait for the writer, their time of use in ns
@@ -66,13 +72,22 @@ class DiskTier:
         self._writer = threading.Thread(target=self._write_queued, name="kv-disk-writer", daemon=True)
         self._writer.start()
 
+    @classmethod
+    def plan(cls, config: Config, platform: Platform) -> int | None:
+        """The limit of the files."""
+        return max(int(config.cache.kv_disk_gib * GIB), 1) if config.cache.kv_disk else None
+
+    @classmethod
+    def open(cls, limit: int, rank: Rank) -> DiskTier:
+        return cls(Path(rank.config.cache.kv_disk).expanduser(), limit, rank.fingerprint())
+
     # ---- lookups; any thread
 
     def __contains__(self, key: bytes) -> bool:
         return (key in self._index or key in self._queue) and key not in self._doomed
 
-    def contains_all(self, keys: list[bytes]) -> list[bool]:
-        """Which of these blocks are here. Other engines' new files are found some seconds later."""
+    def contains(self, keys: list[bytes]) -> list[bool]:
+        """Other engines' new files are found some seconds later."""
         found = [key in self for key in keys]
         if not all(found) and time.monotonic() - self._refreshed > REFRESH:
             self._refreshed = time.monotonic()
@@ -80,7 +95,6 @@ class DiskTier:
         return found
 
     def read(self, key: bytes) -> bytes | None:
-        """The content of a block, or None."""
         if key in self._doomed:
             return None
         if (queued := self._queue.get(key)) is not None:
@@ -94,7 +108,6 @@ class DiskTier:
             return None
 
     def touch(self, keys: list[bytes]) -> None:
-        """Note a use of these blocks, which are in the order of a prefix: its beginning counts as used last."""
         paths = dict.fromkeys(place.path for key in reversed(keys) if (place := self._index.get(key)) is not None)
         for path in paths if self.writable else ():
             with contextlib.suppress(OSError):  # gone, or not ours to change: then its time stays
@@ -102,23 +115,19 @@ class DiskTier:
 
     # ---- writes
 
-    def offer(self, key: bytes, content: bytes | Callable[[], bytes], used: int = 0) -> bool:
-        """Queue a block for the writer, which was last used at `used` ns, 0: now. Returns False if it cannot take it
-        now. A function is called for the content if the block is wanted.
-        """
+    def offer(self, key: bytes, content: Content, used: int = 0) -> list[tuple[bytes, bytes]] | None:
+        """Queue a block for the writer. Files that make room for it leave no contents for the next tier."""
         if key in self:
-            return True
-        if key in self._doomed:  # until the writer removed it from its file
-            return False
-        if not self.writable or time.monotonic() < self._paused_until or self._queued_bytes >= self.queue_bytes:
-            return False
-        content = content() if callable(content) else content
+            return []
+        if key in self._doomed or not self.accepts:  # doomed until the writer removed it from its file
+            return None
+        content = content_of(content)
         with self._changed:
             if key not in self._queue:
                 self._queue[key] = content, used or time.time_ns()
                 self._queued_bytes += len(content)
             self._changed.notify_all()
-        return True
+        return []
 
     @property
     def accepts(self) -> bool:
@@ -126,7 +135,6 @@ class DiskTier:
         return self.writable and time.monotonic() >= self._paused_until and self._queued_bytes < self.queue_bytes
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all offered blocks are written and removed ones erased, at most `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._queue and not self._writing and not self._must_erase(), timeout
@@ -143,7 +151,6 @@ class DiskTier:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Remove all blocks of this engine's model and format."""
         with self._changed:
             self._num_cleared += 1
             self._queue.clear()
@@ -162,6 +169,10 @@ class DiskTier:
             self._stopped = True
             self._changed.notify_all()
         self._writer.join(timeout=1.0)
+
+    def counts(self) -> dict[str, float]:
+        written = {"written_bytes": self.written, "written_seconds": self.seconds_writing}
+        return written | {"evicted": self.num_evicted, "damaged": self.unusable.count}
 
     # ---- the folder
 

@@ -1,78 +1,39 @@
-"""The tiers that the settings ask for, over a rank's cache."""
+"""The kinds of tiers, and those that the settings ask for. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from quire.configs.config import Config
-from quire.worker.cache import allocation
-from quire.worker.cache.tiers.blocks import BlockBytes
+from quire.worker.cache.tiers.base import Agree, Rank, Tier, alone
 from quire.worker.cache.tiers.disk import DiskTier
-from quire.worker.cache.tiers.fingerprint import fingerprint, model_identity
 from quire.worker.cache.tiers.ram import RamTier
-from quire.worker.cache.tiers.slots import SlotFiles
-from quire.worker.cache.tiers.store import TierStore
-from quire.worker.messages import WorkerReady
+from quire.worker.cache.tiers.slots import SlotTier
+from quire.worker.messages import TierInfo
+
+if TYPE_CHECKING:
+    from quire.worker.platforms.base import Platform
+
+TIERS: list[type[Tier]] = [RamTier, DiskTier, SlotTier]  # blocks that one evicts are offered to the next
 
 
-def open_tiers(
-    config: Config,
-    model: nn.Module,
-    ready: WorkerReady,
-    storage: str,
-    place: tuple[int, int, int],
-    agree: Callable[[list[int]], list[int]],
-) -> TierStore | None:
-    """The tiers of the rank at `place` (rank, ranks, tensor-parallel ranks), whose keys and values have the type and
-    scales `storage`; None if there are none.
+def plan_tiers(config: Config, platform: Platform, agree: Agree = alone) -> list[TierInfo]:
+    """The tiers that the settings ask for, with the bytes of all ranks of an engine, which call this together. Raises
+    ValueError for settings that cannot be followed.
     """
-    blocks = block_bytes(model, ready)
-    ram = RamTier(ready.offload_bytes // place[1]) if ready.offload_bytes else None
-    disk = None
-    if ready.disk_bytes:
-        mark = _mark(config, model, ready, storage, place, blocks)
-        disk = DiskTier(Path(config.cache.kv_disk).expanduser(), ready.disk_bytes, mark)
-    return TierStore(blocks.gather, blocks.scatter, ram, disk, agree) if ram or disk else None
+    if not config.cache.enable_prefix_caching:
+        return []
+    asked = [kind.plan(config, platform) for kind in TIERS]
+    limits = agree([-1 if limit is None else limit for limit in asked])
+    return [TierInfo(kind.name, kind.medium, kind.where, n, kind.saves) for kind, n in zip(TIERS, limits) if n >= 0]
 
 
-def open_slots(
-    config: Config,
-    model: nn.Module,
-    ready: WorkerReady,
-    storage: str,
-    place: tuple[int, int, int],
-    agree: Callable[[list[int]], list[int]],
-) -> SlotFiles | None:
-    """The slot files of a rank, as `open_tiers`; None if the settings name no folder. Raises ValueError for one that
-    cannot be made.
-    """
-    if not config.cache.slot_save_path:
-        return None
-    blocks, folder = block_bytes(model, ready), Path(config.cache.slot_save_path).expanduser()
-    mark = _mark(config, model, ready, storage, place, blocks)
-    try:
-        return SlotFiles(folder, mark, blocks.gather, blocks.scatter, place[0], agree)
-    except OSError as error:
-        raise ValueError(f"--slot-save-path {folder}: {error.strerror}") from None
+def ram_bytes(tiers: list[TierInfo]) -> int:
+    """The RAM that the tiers of all ranks may take."""
+    return sum(tier.limit for tier in tiers if tier.medium == RamTier.medium)
 
 
-def block_bytes(model: nn.Module, ready: WorkerReady) -> BlockBytes:
-    return BlockBytes(allocation.attention_layers(model), allocation.state_layers(model), ready.num_blocks)
-
-
-def _mark(
-    config: Config, model: nn.Module, ready: WorkerReady, storage: str, place: tuple[int, int, int], blocks: BlockBytes
-) -> bytes:
-    """The fingerprint of a rank's blocks."""
-    facts = (ready.block_size, ready.groups, storage, place, blocks.layout, _weights_dtype(model))
-    facts += (config.model.load_format, config.model.seed, config.model.quantization)
-    return fingerprint(model_identity(config.model.model), facts)
-
-
-def _weights_dtype(model: nn.Module) -> str:
-    """The type of the activations, as the first parameter in floating point shows it."""
-    return next((str(p.dtype) for p in model.parameters() if p.is_floating_point()), str(torch.float32))
+def open_tiers(tiers: list[TierInfo], rank: Rank) -> list[Tier]:
+    """Open the tiers of a rank. Raises ValueError if that is not possible."""
+    kinds = {kind.name: kind for kind in TIERS}
+    return [kinds[tier.name].open(tier.limit, rank) for tier in tiers]

@@ -12,18 +12,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from quire.worker.cache.tiers.disk import DiskTier
-from quire.worker.cache.tiers.ram import RamTier
+from quire.worker.cache.tiers.base import Agree, Content, Tier, alone
+from quire.worker.messages import TierReport
 
 COPY_BYTES = 64 << 20  # bytes that one poll copies into blocks
 READ_AHEAD_BYTES = 256 << 20  # bytes that were read and not copied yet
-
-MISS, ON_DISK, IN_RAM = 0, 1, 2
-TIERS = {IN_RAM: "ram", ON_DISK: "disk"}
 
 
 @dataclass(slots=True, eq=False)
@@ -47,22 +43,21 @@ class _Counts:
 
 
 class TierStore:
-    """`gather` returns the contents of a block, `scatter` writes them, both in the thread that calls the methods here.
-    `agree` reduces numbers to the least of all ranks, in the same order on each.
+    """`tiers` are in the order in which blocks go down: what one evicts is offered to the next. `gather` returns the
+    contents of a block, `scatter` writes them, both in the thread that calls the methods here.
     """
 
     def __init__(
         self,
         gather: Callable[[int], bytes],
         scatter: Callable[[int, bytes], None],
-        ram: RamTier | None,
-        disk: DiskTier | None,
-        agree: Callable[[list[int]], list[int]] = lambda numbers: numbers,
+        tiers: list[Tier],
+        agree: Agree = alone,
     ):
-        self.gather, self.scatter, self.ram, self.disk, self.agree = gather, scatter, ram, disk, agree
+        self.gather, self.scatter, self.tiers, self.agree = gather, scatter, tiers, agree
         self.counts = _Counts()
         measured = ("bytes", "blocks", "seconds")
-        self.tier_counts = {f"{tier}_read_{what}": 0.0 for tier in TIERS.values() for what in measured}
+        self.read_counts = {f"{tier.name}_read_{what}": 0.0 for tier in tiers for what in measured}
         # bytes of each transfer since the last `stats`
         self._store_sizes: list[int] = []
         self._load_sizes: list[int] = []
@@ -73,48 +68,49 @@ class TierStore:
         self._lock = threading.Condition()
         self._reader: threading.Thread | None = None
 
-    def lookup(self, keys: Sequence[bytes]) -> list[int]:
-        """The tier of each key, MISS, ON_DISK or IN_RAM."""
-        on_disk = self.disk.contains_all(list(keys)) if self.disk else [False] * len(keys)
-        found = [
-            IN_RAM if self.ram and key in self.ram else ON_DISK if here else MISS for key, here in zip(keys, on_disk)
-        ]
+    def lookup(self, keys: list[bytes]) -> list[int]:
+        """Where each key is: 1 for the last tier, 2 for the one before it ..., 0: nowhere."""
+        found = [0] * len(keys)
+        for level, tier in enumerate(reversed(self.tiers), 1):
+            found = [level if here else below for here, below in zip(tier.contains(keys), found)]
         return self.agree(found)
 
     # ---- down
 
-    def store(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Keep blocks that are about to be reused: in RAM, or else on disk if the writer has room."""
+    def store(self, blocks: list[tuple[int, bytes]]) -> None:
+        """Keep blocks that are about to be reused: in the first tier that takes them."""
         before = self.counts.store_bytes
         for block_id, key in blocks:
-            if self.ram is not None:
-                if key not in self.ram:
-                    self._demote(self.ram.add(key, self._gather(block_id)))
-            elif self.disk is not None:
-                self._offer(key, lambda block_id=block_id: self._gather(block_id))
+            self._offer(key, lambda block_id=block_id: self._gather(block_id))
         self._note_store(before)
 
-    def save(self, blocks: Sequence[tuple[int, bytes, int]]) -> int:
-        """Write blocks (id, key, time of last use in ns) to disk that stay in the pool. Returns for how many of the
-        first ones that was begun, on every rank; 0 without a disk tier that takes any.
+    def save(self, blocks: list[tuple[int, bytes, int]]) -> int:
+        """Write blocks (id, key, time of last use in ns) that stay in the pool to the first tier that survives the
+        process. Returns for how many of the first ones that was begun, on every rank.
         """
         done, before = 0, self.counts.store_bytes
-        if self.disk is not None:
-            for block_id, key, used in blocks:
-                if not self.disk.offer(key, lambda block_id=block_id: self._gather(block_id), used):
-                    break
-                done += 1
+        first = next(i for i, tier in enumerate(self.tiers) if tier.saves)
+        for block_id, key, used in blocks:
+            evicted = self.tiers[first].offer(key, lambda block_id=block_id: self._gather(block_id), used)
+            if evicted is None:
+                break
+            self._demote(evicted, first + 1)
+            done += 1
         self._note_store(before)
         return self.agree([done])[0]
 
-    def _demote(self, blocks: list[tuple[bytes, bytes]]) -> None:
-        if self.disk is not None:
-            for key, content in blocks:
-                self._offer(key, content)
+    def _offer(self, key: bytes, content: Content, first: int = 0) -> None:
+        for i, tier in enumerate(self.tiers[first:], first):
+            if (evicted := tier.offer(key, content)) is not None:
+                self._demote(evicted, i + 1)
+                return
+        self.counts.stores_skipped += 1
 
-    def _offer(self, key: bytes, content: bytes | Callable[[], bytes]) -> None:
-        if not self.disk.offer(key, content):
-            self.counts.stores_skipped += 1
+    def _demote(self, blocks: list[tuple[bytes, bytes]], first: int) -> None:
+        """Offer blocks that left a tier to those from `first` on."""
+        if any(tier.limit for tier in self.tiers[first:]):
+            for key, content in blocks:
+                self._offer(key, content, first)
 
     def _gather(self, block_id: int) -> bytes:
         start = time.monotonic()
@@ -128,17 +124,18 @@ class TierStore:
             self._store_sizes.append(size)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the disk has what it was given."""
-        return self.disk is None or self.disk.flush(timeout)
+        """Wait until every tier has what it was given."""
+        deadline = time.monotonic() + timeout
+        done = [tier.flush(max(deadline - time.monotonic(), 0.0)) for tier in self.tiers]
+        return all(done)
 
     # ---- up
 
-    def load(self, number: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+    def load(self, number: int, keys: list[bytes], block_ids: list[int]) -> None:
         """Begin to read these keys, which `poll` copies into the blocks."""
-        load = self._loads[number] = _Load(list(keys), list(block_ids))
-        for tier in (self.ram, self.disk):
-            if tier is not None:
-                tier.touch(load.keys)
+        load = self._loads[number] = _Load(keys, block_ids)
+        for tier in self.tiers:
+            tier.touch(load.keys)
         if self._reader is None:
             self._reader = threading.Thread(target=self._read_jobs, name="kv-reader", daemon=True)
             self._reader.start()
@@ -205,68 +202,55 @@ class TierStore:
                 self._read.put((load, content))
 
     def _read_one(self, key: bytes) -> bytes | None:
-        start = time.monotonic()
-        if self.ram is not None and (content := self.ram.read(key)) is not None:
-            tier = IN_RAM
-        else:
-            content, tier = self.disk.read(key) if self.disk else None, ON_DISK
-        if content is not None:
-            seconds, counts = time.monotonic() - start, self.tier_counts
-            for what, value in (("bytes", len(content)), ("blocks", 1), ("seconds", seconds)):
-                counts[f"{TIERS[tier]}_read_{what}"] += value
-        return content
+        for tier in self.tiers:
+            start = time.monotonic()
+            if (content := tier.read(key)) is not None:
+                seconds, counts = time.monotonic() - start, self.read_counts
+                for what, value in (("bytes", len(content)), ("blocks", 1), ("seconds", seconds)):
+                    counts[f"{tier.name}_read_{what}"] += value
+                return content
+        return None
 
     # ---- both
 
-    def remove(self, keys: Sequence[bytes]) -> None:
-        """Forget these blocks in both tiers."""
-        for tier in (self.ram, self.disk):
-            if tier is not None:
-                tier.remove(list(keys))
+    def remove(self, keys: list[bytes]) -> None:
+        """Forget these blocks in every tier."""
+        for tier in self.tiers:
+            tier.remove(keys)
 
     def clear(self) -> None:
-        """Forget every block of this model in both tiers."""
-        for tier in (self.ram, self.disk):
-            if tier is not None:
-                tier.clear()
-                if tier.changes is not None:
-                    tier.changes.clear()
+        """Forget every block of this model in every tier."""
+        for tier in self.tiers:
+            tier.clear()
+            if tier.changes is not None:
+                tier.changes.clear()
 
     def watch(self) -> None:
         """From now on `stats` tells which blocks came and left."""
-        for tier in (self.ram, self.disk):
-            if tier is not None:
-                tier.changes = deque()
+        for tier in self.tiers:
+            tier.changes = deque()
 
     def _changes(self) -> list[tuple[str, bytes, bool]]:
-        """(tier, key, whether it is there now) since the last call. The writer of the disk adds to them meanwhile."""
+        """(medium, key, whether it is there now) since the last call. The threads of tiers add to them meanwhile."""
         found = []
-        for name, tier in (("ram", self.ram), ("disk", self.disk)):
-            while tier is not None and tier.changes:
-                found.append((name, *tier.changes.popleft()))
+        for tier in self.tiers:
+            while tier.changes:
+                found.append((tier.medium, *tier.changes.popleft()))
         return found
 
     def stop(self) -> None:
         self._jobs.put(None)
-        if self.disk is not None:
-            self.disk.stop()
+        for tier in self.tiers:
+            tier.stop()
 
-    def stats(self, take: bool = True) -> dict[str, Any]:
-        """What this rank has and did: `used`, bytes by tier; `counts`, totals since the start; `store_sizes` and
-        `load_sizes`, the bytes of each transfer from and to the pool, and `changes`, all since the last call with
-        `take`.
-        """
-        used, counts = {}, asdict(self.counts) | self.tier_counts
-        counts["load_time"] += counts["ram_read_seconds"] + counts["disk_read_seconds"]
-        if self.ram is not None:
-            used["ram"] = self.ram.used
-            counts |= {"ram_written_bytes": self.ram.added, "ram_evicted": self.ram.num_evicted}
-        if (disk := self.disk) is not None:
-            used["disk"] = disk.used
-            counts |= {"disk_written_bytes": disk.written, "disk_written_seconds": disk.seconds_writing}
-            counts |= {"disk_evicted": disk.num_evicted, "disk_damaged": disk.unusable.count}
-        sizes = {"store_sizes": self._store_sizes, "load_sizes": self._load_sizes}
+    def stats(self, take: bool = True) -> TierReport:
+        """The contents and traffic of this rank. Sizes and changes are those since the last call with `take`."""
+        used, counts = {}, asdict(self.counts) | self.read_counts
+        for tier in self.tiers:
+            counts["load_time"] += counts[f"{tier.name}_read_seconds"]
+            used[tier.name] = tier.used
+            counts |= {f"{tier.name}_{name}": value for name, value in tier.counts().items()}
+        report = TierReport(used, counts, self._store_sizes, self._load_sizes, self._changes() if take else [])
         if take:
             self._store_sizes, self._load_sizes = [], []
-            sizes["changes"] = self._changes()
-        return {"used": used, "counts": counts} | sizes
+        return report

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -21,12 +22,12 @@ import msgspec
 
 from quire.configs.config import Config
 from quire.engine.executor.base import Executor, ReportProgress
-from quire.worker.cache.tiers.disk import DiskTier
+from quire.worker.cache.tiers.base import Rank
 from quire.worker.cache.tiers.fingerprint import fingerprint
-from quire.worker.cache.tiers.ram import RamTier
-from quire.worker.cache.tiers.slots import SlotFiles
+from quire.worker.cache.tiers.open import open_tiers, plan_tiers
 from quire.worker.cache.tiers.store import TierStore
 from quire.worker.messages import (
+    SLOTS,
     CacheGroup,
     MediaInfo,
     MediaItem,
@@ -38,6 +39,8 @@ from quire.worker.messages import (
     TokenLogprobs,
     WorkerReady,
 )
+
+BACKEND = "tests.helpers.engine.fake_executor:FakeExecutor"  # of `distributed_executor_backend`
 
 _MASK = (1 << 61) - 1
 
@@ -110,7 +113,9 @@ def expected_tokens(
 
 @dataclass(frozen=True)
 class FakeOptions:
-    """Behaviour of the fake. A process reads it from QUIRE_FAKE, e.g. "step_delay=0.01,eos_chance=0.05,validate=0"."""
+    """Behaviour of the fake. A process reads it from the variable FAKE_EXECUTOR, such as
+    "step_delay=0.01,eos_chance=0.05,validate=0".
+    """
 
     validate: bool = True
     eos_chance: float = 0.0
@@ -133,7 +138,7 @@ class FakeOptions:
         """Parse options. Raises ValueError for an unknown name."""
         pairs = dict(pair.split("=", 1) for pair in text.split(",") if pair)
         if unknown := pairs.keys() - {f.name for f in fields(cls)}:
-            raise ValueError(f"QUIRE_FAKE: unknown option {', '.join(sorted(unknown))}")
+            raise ValueError(f"FAKE_EXECUTOR: unknown option {', '.join(sorted(unknown))}")
         return cls(**{name: _READ.get(name, float)(value) for name, value in pairs.items()})
 
     def cache_groups(self) -> list[CacheGroup]:
@@ -191,7 +196,7 @@ class FakeExecutor(Executor):
     """
 
     def __init__(self, config: Config, options: FakeOptions | None = None):
-        self.options = options or FakeOptions.from_text(os.environ.get("QUIRE_FAKE", ""))
+        self.options = options or FakeOptions.from_text(os.environ.get("FAKE_EXECUTOR", ""))
         self.ready = _sizes(config, self.options.cache_groups(), self.options.media_info())
         self.num_steps = 0
         self._encoded = (0.0, 0.0)
@@ -204,23 +209,14 @@ class FakeExecutor(Executor):
         self._free_at = 0.0
         has_states = any(group.kind == "state" for group in self.ready.groups)
         self._max_draft = int(self.options.drafts) if not has_states else 0
+        self.workers = self  # has the methods of `WorkerCalls`
         self.tiers = self._open_tiers(config)
-        self.slots = None
-        if config.cache.slot_save_path:
-            folder = Path(config.cache.slot_save_path)
-            self.slots = SlotFiles(folder, self._fingerprint(config), self._gather, self._scatter)
+        self.slots = next((tier for tier in self.tiers.tiers if tier.name == SLOTS), None) if self.tiers else None
 
     def _open_tiers(self, config: Config) -> TierStore | None:
-        ram = RamTier(self.ready.offload_bytes) if self.ready.offload_bytes else None
-        disk = None
-        if self.ready.disk_bytes:
-            disk = DiskTier(Path(config.cache.kv_disk), self.ready.disk_bytes, self._fingerprint(config))
-        return TierStore(self._gather, self._scatter, ram, disk) if ram or disk else None
-
-    def _fingerprint(self, config: Config) -> bytes:
-        return fingerprint(
-            b"fake", (self.ready.groups, self.ready.block_size, self.ready.vocab_size, config.model.model)
-        )
+        facts = (self.ready.groups, self.ready.block_size, self.ready.vocab_size, config.model.model)
+        tiers = open_tiers(self.ready.tiers, Rank(config, self._gather, lambda: fingerprint(b"fake", facts)))
+        return TierStore(self._gather, self._scatter, tiers) if tiers else None
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         for i in range(10):
@@ -229,17 +225,29 @@ class FakeExecutor(Executor):
         progress("loading weights", 1.0)
         return self.ready
 
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self, method)(*args)
+
+    # ---- calls between steps
+
     def look_for_ops(self) -> bool:
         return False
 
     def describe_ops(self) -> dict[str, object]:
         return {"name": "fake", "status": "fake", "since": None}
 
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self, method)(*args)
-
     def encoded(self) -> tuple[float, float]:
         return self._encoded
+
+    def work_idle(self) -> bool:
+        return False
+
+    def wants_memory_back(self, idle: float) -> bool:
+        return False
+
+    def give_back(self) -> None:
+        """The contents of all blocks are lost."""
+        self._slots = [None] * len(self._slots)
 
     def memory_short(self) -> int:
         return 0
@@ -250,20 +258,11 @@ class FakeExecutor(Executor):
             first = block_id * self.ready.block_size
             self._slots[first : first + self.ready.block_size] = [None] * self.ready.block_size
 
-    def call_tiers(self, method: str, *args: Any) -> Any:
-        return getattr(self.tiers, method)(*args)
+    def start_profile(self) -> str:
+        return "the fake executor takes no profiles"
 
-    def call_slots(self, method: str, *args: Any) -> Any:
-        return getattr(self.slots, method)(*args)
-
-    def _gather(self, block_id: int) -> bytes:
-        size = self.ready.block_size
-        return msgspec.msgpack.encode(self._slots[block_id * size : (block_id + 1) * size])
-
-    def _scatter(self, block_id: int, content: bytes) -> None:
-        size = self.ready.block_size
-        slots = msgspec.msgpack.decode(content, type=list[tuple[int, int] | None])
-        self._slots[block_id * size : (block_id + 1) * size] = slots
+    def stop_profile(self) -> tuple[str, str]:
+        return self.start_profile(), ""
 
     def load_lora(self, key: str, folder: str) -> str:
         """Adapters do not change the fake tokens."""
@@ -281,6 +280,17 @@ class FakeExecutor(Executor):
     def shutdown(self) -> None:
         if self.tiers is not None:
             self.tiers.stop()
+
+    # ---- steps
+
+    def _gather(self, block_id: int) -> bytes:
+        size = self.ready.block_size
+        return msgspec.msgpack.encode(self._slots[block_id * size : (block_id + 1) * size])
+
+    def _scatter(self, block_id: int, content: bytes) -> None:
+        size = self.ready.block_size
+        slots = msgspec.msgpack.decode(content, type=list[tuple[int, int] | None])
+        self._slots[block_id * size : (block_id + 1) * size] = slots
 
     def execute(self, step: StepInput) -> _Result:
         if self.options.validate:
@@ -532,6 +542,15 @@ class FakeExecutor(Executor):
         return ids[block] * self.ready.block_size + offset
 
 
+class _Platform:
+    """A machine with much RAM."""
+
+    device = SimpleNamespace(type="cpu")
+
+    def free_ram(self) -> int:
+        return 1 << 50
+
+
 def _sizes(config: Config, groups: list[CacheGroup], media: MediaInfo | None) -> WorkerReady:
     path = Path(config.model.model, "config.json")
     vocab_size = json.loads(path.read_text())["vocab_size"] if config.model.model and path.exists() else 1000
@@ -550,8 +569,6 @@ def _sizes(config: Config, groups: list[CacheGroup], media: MediaInfo | None) ->
         groups=groups,
         media=media,
         num_states=2 * (config.scheduler.max_num_seqs or 64) + 3,
-        has_slot_files=bool(config.cache.slot_save_path),
-        offload_bytes=int((config.cache.kv_offload_gib or 0) * (1 << 30)),
-        disk_bytes=int(config.cache.kv_disk_gib * (1 << 30)) if config.cache.kv_disk else 0,
+        tiers=plan_tiers(config, _Platform()),
         max_loras=(config.lora.max_loras or 8) if config.lora.enabled else 0,
     )

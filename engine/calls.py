@@ -1,0 +1,75 @@
+"""Calls of servers: what `EngineCalls` declares, run between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from quire.engine.kv.slots import Later, Slots
+from quire.engine.scheduler import Outputs, Scheduler
+from quire.worker.messages import WorkerCalls
+
+
+class Calls:
+    """`send` sends outputs of requests to their servers. A `Later` is run in parts, between several steps."""
+
+    def __init__(self, scheduler: Scheduler, workers: WorkerCalls, send: Callable[[Outputs], None]):
+        self._scheduler, self._workers, self._send = scheduler, workers, send
+
+    def reset_prefix_cache(self) -> bool:
+        return self._scheduler.contents.reset_prefix_cache()
+
+    def free_cache(self, key: str) -> bool:
+        self._workers.forget_conversation(key)
+        return self._scheduler.contents.free_key(key)
+
+    def set_vocabulary(self, vocabulary: bytes) -> None:
+        self._workers.set_vocabulary(vocabulary)
+
+    def load_lora(self, key: str, folder: str) -> str:
+        return self._workers.load_lora(key, folder)
+
+    def unload_lora(self, key: str) -> None:
+        self._workers.unload_lora(key)
+
+    def start_profile(self) -> str:
+        return self._workers.start_profile()
+
+    def stop_profile(self) -> list[str]:
+        return list(self._workers.stop_profile())
+
+    def save_slot(self, number: int, name: str) -> Later | None:
+        return self._slots.save(number, name)
+
+    def restore_slot(self, number: int, name: str) -> Later | None:
+        return self._slots.restore(number, name)
+
+    def erase_slot(self, number: int) -> Later | None:
+        return self._slots.erase(number)
+
+    @property
+    def _slots(self) -> Slots:
+        if (slots := self._scheduler.contents.slots) is None:
+            raise ValueError("slot files need prefix caching")
+        return slots
+
+    def waiting(self, request_ids: list[str]) -> list[str]:
+        return self._scheduler.not_begun(request_ids)
+
+    def requests(self) -> list[dict[str, object]]:
+        return self._scheduler.describe()
+
+    def abort(self, request_ids: list[str]) -> list[str]:
+        outputs = self._scheduler.end(request_ids)
+        self._send(outputs)
+        return [output.request_id for client_outputs in outputs.values() for output in client_outputs]
+
+    def stats(self) -> dict[str, object]:
+        return msgspec.structs.asdict(self._scheduler.stats())
+
+    def describe_tiers(self) -> dict[str, object] | None:
+        return self._scheduler.tiers and self._scheduler.tiers.describe()
+
+    def describe_ops(self) -> dict[str, object]:
+        return self._workers.describe_ops()

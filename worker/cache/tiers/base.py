@@ -1,0 +1,101 @@
+"""A tier below the KV cache: it keeps the contents of blocks by key, some bytes of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+
+from quire.configs.config import Config
+
+if TYPE_CHECKING:
+    from quire.worker.platforms.base import Platform
+
+GIB = 1 << 30
+
+Content = bytes | Callable[[], bytes]  # of a block; a function is called only if the block is wanted
+Changes = deque[tuple[bytes, bool]]  # (key, whether the block is here now), in order
+
+
+Agree = Callable[[list[int]], list[int]]
+
+
+def alone(numbers: list[int]) -> list[int]:
+    """The least numbers of a single rank."""
+    return numbers
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Whose blocks a tier keeps. `gather` returns the content of a block of the rank's cache; `fingerprint` is that of
+    the model and the format, and reads parts of the model's files; `agree` reduces numbers to the least of all ranks,
+    which call it in the same order.
+    """
+
+    config: Config
+    gather: Callable[[int], bytes]
+    fingerprint: Callable[[], bytes]
+    number: int = 0
+    num_ranks: int = 1
+    agree: Agree = alone
+
+
+class Tier(Protocol):
+    """Its class says what the tier is, `plan` whether the settings ask for it. Methods are called in the worker's
+    thread, `contains`, `read` and `touch` also in the one that reads ahead.
+    """
+
+    name: ClassVar[str]  # in metrics
+    medium: ClassVar[str]  # vLLM's name of it, in KV events
+    where: ClassVar[str]  # for a person
+    saves: ClassVar[bool]  # whether hot blocks are written to it before they leave the KV cache, for the next start
+
+    limit: int = 0  # bytes of this rank
+    used: int = 0  # bytes
+    changes: Changes | None = None  # since they were taken; None: they are not tracked
+
+    @classmethod
+    def plan(cls, config: Config, platform: Platform) -> int | None:
+        """The bytes that the settings give to all ranks of an engine; None: there is no such tier. Raises ValueError
+        for settings that cannot be followed.
+        """
+
+    @classmethod
+    def open(cls, limit: int, rank: Rank) -> Self:
+        """Open the tier of a rank, with `limit` bytes for all ranks. Raises ValueError if that is not possible."""
+
+    def contains(self, keys: list[bytes]) -> list[bool]:
+        """Which of these blocks are here."""
+
+    def read(self, key: bytes) -> bytes | None:
+        """The content of a block, or None."""
+
+    def offer(self, key: bytes, content: Content, used: int = 0) -> list[tuple[bytes, bytes]] | None:
+        """Keep a block, which was last used at `used` ns, 0: now. Returns the (key, content) of those that had to leave
+        for it, which may be this one; None: it cannot be taken now.
+        """
+
+    def remove(self, keys: list[bytes]) -> None:
+        """Forget these blocks."""
+
+    def clear(self) -> None:
+        """Forget every block of this model and format."""
+
+    def touch(self, keys: list[bytes]) -> None:
+        """Note a use of these blocks, which are in the order of a prefix: its beginning counts as used last."""
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until what was offered is kept and what was removed is erased, at most `timeout` seconds."""
+        return True
+
+    def stop(self) -> None:
+        """End the tier's threads."""
+
+    def counts(self) -> dict[str, float]:
+        """Totals since the start, by the names of `kv_tier_*` metrics."""
+        return {}
+
+
+def content_of(content: Content) -> bytes:
+    return content() if callable(content) else content
