@@ -87,13 +87,15 @@ def test_drafts_of_a_step_in_flight_end_with_a_preemption():
 def run_one(options: str, **sampling):
     engine = fake_engine(options)
     message = engine.add("a", [1, 2, 3], **sampling)
-    steps = 0
+    steps, execute = 0, engine.core.executor.execute
 
-    def count():
+    def counted(step):
         nonlocal steps
         steps += 1
+        return execute(step)
 
-    engine.run(count)
+    engine.core.executor.execute = counted
+    engine.run()
     assert engine.tokens("a") == expected_tokens([1, 2, 3], message.sampling, 4096, VOCAB)
     engine.assert_at_rest()
     return engine, steps
