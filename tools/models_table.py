@@ -34,6 +34,8 @@ The families of the table are served from safetensors in float32, bfloat16, floa
   (`--model-impl`): transformers computes them over quire's attention, prefix cache, scheduler and linear layers.
 - Hybrids with recurrent states (Qwen3.5, Qwen3-Next, LFM2, Granite 4-H, Nemotron 3, Kimi-Linear ...) have the same
   prefix cache, over checkpoints of their states.
+- Time steps of Mamba 2 have the bounds of `time_step_limit`, by default none, as in the published code, vLLM and
+  llama.cpp. transformers bounds those of Nemotron-H and Zamba 2 by `time_step_min` instead, in prompts only.
 
 ## The table
 

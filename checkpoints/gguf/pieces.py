@@ -49,14 +49,18 @@ def plamo_lines(metadata: Mapping[str, Any], tokens: list[str]) -> str:
     """The lines of tokenizer.jsonl."""
     names = {UNKNOWN: "UNKNOWN", CONTROL: "CONTROL", _BYTE: "BYTE"}
     kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    entries = zip(tokens, metadata["tokenizer.ggml.scores"], (names.get(kind, "NORMAL") for kind in kinds))
+    entries = zip(tokens, _scores(metadata, tokens), (names.get(kind, "NORMAL") for kind in kinds))
     return "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
 
 
+def _scores(metadata: Mapping[str, Any], tokens: list[str]) -> list[float]:
+    """Return the pieces' scores, which are 0 without an entry."""
+    return metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
+
+
 def unigram(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    scores = metadata["tokenizer.ggml.scores"]
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 2)
-    tokenizer = Tokenizer(models.Unigram(list(zip(tokens, scores)), unknown, byte_fallback=False))
+    tokenizer = Tokenizer(models.Unigram(list(zip(tokens, _scores(metadata, tokens))), unknown, byte_fallback=False))
     if charsmap := metadata.get("tokenizer.ggml.precompiled_charsmap"):
         tokenizer.normalizer = normalizers.Precompiled(bytes(entry & 255 for entry in charsmap))
     prefix = "always" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never"

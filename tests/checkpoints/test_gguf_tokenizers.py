@@ -22,7 +22,7 @@ from tokenizers import (
 )
 
 from quire.checkpoints.gguf.splits import ALIASES, SPLITS
-from quire.checkpoints.gguf.tokenizer import gguf_tokenizer
+from quire.checkpoints.gguf.tokenizer import gguf_tokenizer, tokenizer_files
 from tests.helpers.models.checkpoints import TEXT
 
 TEXTS = [
@@ -144,6 +144,15 @@ def test_unigram(mapped):
         metadata["tokenizer.ggml.precompiled_charsmap"] = list(struct.unpack("4102b", _charsmap()))
         assert "A" in "".join(theirs.encode("Ａ").tokens)
     check(gguf_tokenizer(metadata)[0], theirs, pairs=True)
+
+
+@pytest.mark.parametrize("kind", ["t5", "plamo2"])
+def test_pieces_without_scores(kind):
+    """As in llama.cpp the scores are 0 then."""
+    tokens = ["a", "b", "<unk>", "ab"]
+    metadata = {"tokenizer.ggml.model": kind, "tokenizer.ggml.tokens": tokens}
+    named = metadata | {"tokenizer.ggml.scores": [0.0] * 4}
+    assert tokenizer_files(metadata) == tokenizer_files(named)
 
 
 def test_gemma4():
