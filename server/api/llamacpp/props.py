@@ -11,9 +11,10 @@ from starlette.responses import Response
 from quire.server import needs
 from quire.server.http.route import Route
 from quire.server.http.sse import JsonResponse
+from quire.server.keys.access import require_model
 
 
-class _Server(needs.Version, needs.Engine, needs.Media, needs.Text, needs.Names, Protocol):
+class _Server(needs.Version, needs.Engine, needs.Media, needs.Text, needs.Choice, Protocol):
     """To describe the server to clients of llama.cpp."""
 
 
@@ -28,8 +29,9 @@ class Props(msgspec.Struct, kw_only=True):
 
 
 async def props(request: Request, state: _Server) -> Response:
-    """Describes the server and its model."""
+    """Describes the server and its model. Raises Forbidden for a key that may not ask for the model."""
     model = state.require_ready()
+    require_model(request.scope, None, state)
     return JsonResponse(
         Props(
             default_generation_settings={
