@@ -48,8 +48,8 @@ class ApiKeys:
             )
         if for_admins and not holder.key.admin:
             return Forbidden(
-                f"{scope['path'][:200]} needs the API key of an administrator: one of --admin-api-key, or of --api-key-file "
-                "with `admin: true`."
+                f"{scope['path'][:200]} needs the API key of an administrator: one of --admin-api-key, or of "
+                "--api-key-file with `admin: true`."
             )
         scope["key"] = holder.key
         if holder.owner is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from quire.server.api.openai.responses.namespaces import joined
 from quire.server.api.openai.responses.protocol import InputItem, InputPart
 from quire.server.api.openai.tools import CalledCustom, CalledFunction, MessageToolCall, required, template_call
 from quire.server.errors import BadRequest
@@ -66,11 +67,11 @@ class _Writer:
                 self.thoughts.append(_thoughts(item, path))
             case "function_call":
                 function = CalledFunction(
-                    name=required(item.name, f"{path}.name"), arguments=required(item.arguments, f"{path}.arguments")
+                    name=_name(item, path), arguments=required(item.arguments, f"{path}.arguments")
                 )
                 self._call(item, MessageToolCall(id=item.call_id, function=function), path)
             case "custom_tool_call":
-                custom = CalledCustom(name=required(item.name, f"{path}.name"), input=required(item.input, path))
+                custom = CalledCustom(name=_name(item, path), input=required(item.input, path))
                 self._call(item, MessageToolCall(id=item.call_id, type="custom", custom=custom), path)
             case "function_call_output" | "custom_tool_call_output":
                 self._output(item, path)
@@ -119,6 +120,11 @@ class _Writer:
         self.finish()
         content = content_of(required(item.output, f"{path}.output"), f"{path}.output")
         self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+
+
+def _name(item: InputItem, path: str) -> str:
+    """Return the name by which the model knows the tool that a call names."""
+    return joined(item.namespace, required(item.name, f"{path}.name"))
 
 
 def _thoughts(item: InputItem, path: str) -> str:
