@@ -13,6 +13,7 @@ from quire.server.generate.generic_tools import with_generic_tools
 from quire.server.generate.images import Illustrated, Placeholders, after_results
 from quire.server.generate.parse import Parsing
 from quire.server.generate.request import Conversation
+from quire.server.generate.system_messages import fit_system_messages
 from quire.server.generate.thinking import Thinking, resolve
 from quire.server.generate.tool_structure import called_tools, structure_of
 from quire.server.structured.structure import Structure
@@ -106,6 +107,7 @@ def _fit_to(
     messages = after_results(conversation.messages)
     if "developer" not in template.source:  # templates older than the role know it as system
         messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
+    messages = fit_system_messages(messages, template)
     has_calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
     if not tools and not has_calls:
         return messages, tools
