@@ -61,8 +61,7 @@ def protected(app: ASGIApp, state: ServerState) -> ASGIApp:
     layers = app
     server = state.config.server
     if state.keys is not None:
-        admin = frozenset(route.path for route in ROUTES if route.admin)
-        layers = ApiKeys(layers, state.keys, admin, server.share_prefix_cache)
+        layers = ApiKeys(layers, state.keys, ROUTES, server.share_prefix_cache)
     if "*" not in server.allowed_hosts and (server.allowed_hosts or (server.uds is None and is_loopback(server.host))):
         layers = Hosts(layers, [server.host, *server.allowed_hosts])
     if state.config.server.allowed_origins:

@@ -15,7 +15,7 @@ import logging
 import socket
 from collections.abc import Callable
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.configs.config import Config
 from quire.configs.serving import ServerConfig
@@ -93,10 +93,8 @@ class Frontend:
         from quire.server.http.connections import Connections, Limits
 
         self.connections = Connections(Limits(max_connections()))
-        self._http = _http_server(RequestBoundary(self.gate, self.state), self.connections, self.config.server)
-        if self._tls is not None:
-            self._http.config.load()
-            self._http.config.ssl = self._tls.context
+        app = RequestBoundary(self.gate, self.state)
+        self._http = _http_server(app, self.connections, self.config.server, self._tls)
         loading = asyncio.create_task(self._load_routes())
         serving = asyncio.create_task(self._http.serve(sockets=[self.listener]))
         others = [loading, asyncio.create_task(self._watch())]
@@ -330,10 +328,15 @@ def _is_busy(client: EngineClient) -> bool:
     return client.ready is not None and client.load + client.num_background > 0
 
 
-def _http_server(app: ASGIApp, connections: Connections, config: ServerConfig) -> uvicorn.Server:
+def _http_server(app: ASGIApp, connections: Connections, config: ServerConfig, tls: Tls | None) -> uvicorn.Server:
     import uvicorn
 
     from quire.server.http.connections import Connection
+    from quire.server.http.handshakes import Handshake
+
+    def protocol(**settings: Any) -> Connection | Handshake:
+        make = functools.partial(Connection, shared=connections, **settings)
+        return make() if tls is None else Handshake(make, connections, tls.context)
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket]) -> None:
@@ -353,7 +356,7 @@ def _http_server(app: ASGIApp, connections: Connections, config: ServerConfig) -
             lifespan="off",
             server_header=False,
             backlog=ACCEPTS_PER_TURN,
-            http=functools.partial(Connection, shared=connections),
+            http=protocol,
             ws="none",
             timeout_keep_alive=config.timeout_keep_alive,
             forwarded_allow_ips=config.forwarded_allow_ips,

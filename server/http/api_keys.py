@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.errors import ApiError, Forbidden, Unauthorized
 from quire.server.http.middleware import PROBES, header, send_error
+from quire.server.http.route import Route
 from quire.server.keys.ring import KeyRing
 from quire.server.web.pages import PAGES
 
 
 class ApiKeys:
     """Requires a key of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Everything except the probes and
-    the static pages, unknown routes included, returns 401 without it. The paths `admin` need an administrator's key,
-    and others get 403; they need it even if no other route needs a key.
+    the static pages, unknown routes included, returns 401 without it. Of `routes`, those with `admin` need an
+    administrator's key, and others get 403; they need it even if no other route needs a key.
 
     Sets "key" in the scope; with several keys "owner" per key, and "tenant" to the same unless `share_prefix_cache`.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, admin: frozenset[str], share_prefix_cache: bool = False):
-        self.app, self.keys, self.admin = app, keys, admin
-        self.share_prefix_cache = share_prefix_cache
+    def __init__(self, app: ASGIApp, keys: KeyRing, routes: Iterable[Route], share_prefix_cache: bool = False):
+        self.app, self.keys, self.share_prefix_cache = app, keys, share_prefix_cache
+        # paths with parameters, too: as Starlette matches them
+        self._admin = [(frozenset(route.methods), compile_path(route.path)[0]) for route in routes if route.admin]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or scope["path"] in PROBES or _is_page(scope)
@@ -31,7 +36,7 @@ class ApiKeys:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Why the request has no access; otherwise notes in the scope whose it is."""
-        presented, for_admins = _presented_key(scope), scope["path"] in self.admin
+        presented, for_admins = _presented_key(scope), self._is_for_admins(scope)
         holder = None if presented is None else self.keys.find(presented)
         if holder is None:
             if not for_admins and not self.keys.is_required:
@@ -43,8 +48,8 @@ class ApiKeys:
             )
         if for_admins and not holder.key.admin:
             return Forbidden(
-                f"{scope['path']} needs the API key of an administrator: one of --admin-api-key, or of --api-key-file "
-                "with `admin: true`."
+                f"{scope['path'][:200]} needs the API key of an administrator: one of --admin-api-key, or of "
+                "--api-key-file with `admin: true`."
             )
         scope["key"] = holder.key
         if holder.owner is not None:
@@ -52,6 +57,10 @@ class ApiKeys:
             if not self.share_prefix_cache:
                 scope["tenant"] = holder.owner
         return None
+
+    def _is_for_admins(self, scope: Scope) -> bool:
+        method, path = scope["method"], scope["path"]
+        return any(method in methods and pattern.match(path) for methods, pattern in self._admin)
 
 
 def _is_page(scope: Scope) -> bool:

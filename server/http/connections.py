@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Protocol
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -45,15 +46,33 @@ class Limits:
     body_budget: int = BODY_BUDGET
 
 
+class Member(Protocol):
+    """A connection, or its TLS handshake."""
+
+    transport: asyncio.Transport
+
+    def give_way(self) -> None: ...
+
+
 class Connections:
     """The shared state of the connections of one frontend."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
-        self.open: set[Connection] = set()
-        self.idle: dict[Connection, None] = {}  # connections without a complete request, longest idle first
+        self.open: set[Member] = set()
+        self.idle: dict[Member, None] = {}  # connections without a complete request, longest idle first
         self.body_bytes = 0
         self._trim: asyncio.TimerHandle | None = None
+
+    def enter(self, member: Member) -> int:
+        """Count a new connection, for which the longest idle one makes room. Return how many there are too many."""
+        self.open.add(member)
+        excess = len(self.open) - self.limits.max_connections
+        return excess if excess > 0 and not self.close_longest_idle() else 0
+
+    def leave(self, member: Member) -> None:
+        self.open.discard(member)
+        self.idle.pop(member, None)
 
     def close_longest_idle(self) -> bool:
         """Close an idle connection to make room for a new one. False if none is idle."""
@@ -65,8 +84,8 @@ class Connections:
 
     def abort_all(self) -> None:
         """Close all connections without sending pending data."""
-        for connection in list(self.open):
-            connection.transport.abort()
+        for member in list(self.open):
+            member.transport.abort()
 
     def give_back_memory(self) -> None:
         """Schedule malloc_trim: the memory of a large body otherwise stays in the C library's heap."""
@@ -118,20 +137,17 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(_Transport(transport, self))
         _detect_loss(transport.get_extra_info("socket"))
-        self.shared.open.add(self)
-        excess = len(self.shared.open) - self.limits.max_connections
-        if excess > 0 and not self.shared.close_longest_idle():
-            self.crowded = True
-            if excess > SPARE_CONNECTIONS:
-                transport.abort()
-                return
+        excess = self.shared.enter(self)
+        self.crowded = excess > 0
+        if excess > SPARE_CONNECTIONS:
+            transport.abort()
+            return
         self._follow()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect(None)
         self.forget_body()
-        self.shared.open.discard(self)
-        self.shared.idle.pop(self, None)
+        self.shared.leave(self)
         if self._busy and self.flow.write_paused:  # cancel the answer first; its buffer may be large
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -274,15 +290,18 @@ class Connection(H11Protocol):
         self._expect(None)
         self.shared.idle.pop(self, None)
         self.flow.resume_reading()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no half-closed connections
+            self.transport.write_eof()
         self._timer = self.loop.call_later(self.limits.linger_timeout, self.transport.abort)
 
     def give_way(self) -> None:
-        """Close, to make room for a new connection."""
-        self.shared.open.discard(self)
-        self.shared.idle.pop(self, None)
+        """Close, to make room for a new connection. That of TLS does not wait for the client's consent."""
+        self.shared.leave(self)
         self._expect(None)
-        self.transport.close()
+        if self.transport.can_write_eof():
+            self.transport.close()
+        else:
+            self.transport.abort()
 
     def shutdown(self) -> None:
         """Called when the server shuts down."""
@@ -292,12 +311,15 @@ class Connection(H11Protocol):
             super().shutdown()
 
 
+_SAME = ("write", "can_write_eof", "write_eof", "abort", "get_extra_info", "pause_reading", "resume_reading")
+
+
 class _Transport:
     """The transport as uvicorn sees it: `close` lingers when not all of the request was read."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection):
         self._transport, self._connection = transport, connection
-        for name in ("write", "write_eof", "abort", "get_extra_info", "pause_reading", "resume_reading"):
+        for name in _SAME:
             setattr(self, name, getattr(transport, name))
 
     def is_closing(self) -> bool:

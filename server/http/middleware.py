@@ -26,6 +26,7 @@ access_logger = logging.getLogger("quire.access")
 logger = logging.getLogger(__name__)
 
 PROBES = frozenset({"/live", "/ready", "/health"})
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})  # RFC 9110, 5789
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -48,6 +49,11 @@ def note_refusal(scope: Scope, error: ApiError) -> None:
 async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
     note_refusal(scope, error)
     await send_json(send, error.status, body_of(error, scope["path"]), error.headers)
+
+
+class UnknownMethod(ApiError):
+    status = 501
+    type = "invalid_request_error"
 
 
 class _Server(needs.Drain, needs.Settings, needs.Accounts, Protocol):
@@ -89,7 +95,7 @@ class RequestBoundary:
         if not probe:
             self.state.enter()
         try:
-            await self.app(scope, receive, send_with_headers)
+            await self._answer(scope, receive, send_with_headers)
         except Exception:
             logger.exception(
                 "%s %s failed (request %s)", scope["method"], _printable(scope["path"]), scope["request_id"]
@@ -110,6 +116,17 @@ class RequestBoundary:
                     self.state.metrics.observe_http(
                         getattr(scope.get("route"), "path", "none"), scope["method"], status
                     )
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the application answer. A method that HTTP does not define is refused here and counted as "other":
+        methods are labels of metrics and parts of log lines, and a client could make up any number of them.
+        """
+        if scope["method"] in METHODS:
+            await self.app(scope, receive, send)
+            return
+        error = UnknownMethod(f"This server does not know the method '{scope['method'][:40]}'.")
+        scope["method"] = "other"
+        await send_error(scope, send, error)
 
     def _note_error(self, scope: Scope, status: int) -> None:
         error = scope.get("refused")

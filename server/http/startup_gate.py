@@ -12,6 +12,8 @@ from quire.server.http import needs
 from quire.server.http.middleware import PROBES, send_error, send_json
 
 POLL_SECONDS = 0.02
+# what many clients ask first, and the pages, which a browser would not ask for again: held until the answer is known
+_HELD = ("/v1/models", "/docs", "/ui/")
 
 
 class StartupGate:
@@ -24,8 +26,7 @@ class StartupGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.app is not None:
             await self.app(scope, receive, send)
-        elif scope["path"].startswith("/v1/models") and self.state.status == "loading":
-            # many clients send this request first: hold it until the answer is known
+        elif self.state.status == "loading" and (scope["path"] == "/" or scope["path"].startswith(_HELD)):
             await self._wait()
             await self(scope, receive, send)
         elif scope["path"] in PROBES and scope["method"] in ("GET", "HEAD"):

@@ -151,9 +151,12 @@ class Adapters(Served):
         """The folder of a path, without links. Raises Forbidden unless it is one of the command line, or below
         --lora-dir; whether it exists is not told then.
         """
-        folder = Path(os.path.realpath(os.path.expanduser(path)))
-        parts = Path(path).parts
-        if ".." in parts or "\0" in path or not self._is_inside(folder):
+        try:
+            folder = Path(os.path.realpath(os.path.expanduser(path)))
+            is_allowed = ".." not in Path(path).parts and self._is_inside(folder)
+        except ValueError:  # a null character, which no path has
+            is_allowed = False
+        if not is_allowed:
             raise Forbidden(
                 "lora_path: adapters may be loaded from below --lora-dir and from the paths of --lora-modules only.",
                 param="lora_path",

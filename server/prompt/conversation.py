@@ -9,6 +9,7 @@ from quire.engine.messages import ThinkingBudget
 from quire.server.errors import BadRequest
 from quire.server.prompt.generic_tools import with_generic_tools
 from quire.server.prompt.images import Illustrated, Placeholders, after_results
+from quire.server.prompt.system_messages import fit_system_messages
 from quire.server.prompt.thinking import Thinking, resolve
 from quire.server.prompt.tool_structure import called_tools, structure_of
 from quire.server.request import needs
@@ -106,6 +107,7 @@ def _fit_to(
     messages = after_results(conversation.messages)
     if "developer" not in template.source:  # templates older than the role know it as system
         messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
+    messages = fit_system_messages(messages, template)
     has_calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
     if not tools and not has_calls:
         return messages, tools

@@ -21,7 +21,7 @@ from jinja2 import nodes
 
 from quire.server.parsers import model_json
 from quire.server.parsers.json_writer import repaired
-from quire.server.text.template_probe import ToolSupport, probe_tools, with_no_content
+from quire.server.text.template_probe import ToolSupport, probe_systems, probe_tools, with_no_content
 from quire.server.text.template_sandbox import MAX_CHARS, Limit, Sandbox
 from quire.server.values import Json
 
@@ -197,11 +197,15 @@ class ChatTemplate:
     @cached_property
     def tool_support(self) -> ToolSupport:
         """The template's support for tools and calls."""
+        return probe_tools(self._probe, self.source)
 
-        def render(messages: list[dict[str, Any]], tools: list[dict] | None) -> str | None:
-            return self._attempt([self._fit_content(dict(message)) for message in messages], tools)
+    @cached_property
+    def takes_systems_anywhere(self) -> bool:
+        """Whether the template prints several system messages, and late ones."""
+        return probe_systems(self._probe)
 
-        return probe_tools(render, self.source)
+    def _probe(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> str | None:
+        return self._attempt([self._fit_content(dict(message)) for message in messages], tools)
 
     @property
     def content_format(self) -> str:

@@ -1,4 +1,5 @@
-"""Capabilities of a chat template, found by rendering short conversations: tools, calls, results, and their form.
+"""Capabilities of a chat template, found by rendering short conversations: tools, calls, results, and their form, and
+system messages after the first one.
 
 Templates differ in what they take (arguments as an object or as text, ids of nine characters, `null` content) and say
 so nowhere; a template that cannot print something usually leaves it out without an error.
@@ -61,6 +62,19 @@ def probe_tools(render: Render, source: str) -> ToolSupport:
     if "tool" not in source:
         return ToolSupport(tools, calls=False)
     return results_only or ToolSupport(tools, calls=failed_always)
+
+
+def probe_systems(render: Render) -> bool:
+    """Return whether a template prints several system messages at the beginning, and later ones. One that fails without
+    any, too, cannot be judged.
+    """
+    first, second = ({"role": "system", "content": text} for text in ("qzfirst", "qzsecond"))
+    user, answer = {"role": "user", "content": "qzask"}, {"role": "assistant", "content": "qzanswer"}
+    for conversation in ([first, second, user], [user, second], [user, answer, second, user]):
+        text = render(conversation, None)
+        if text is None or any(message["content"] not in text for message in conversation):
+            return render([user], None) is None
+    return True
 
 
 def _variants(user: dict[str, Any], tools: bool) -> Iterator[tuple[ToolSupport, list[dict[str, Any]]]]:

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.server.api.anthropic.block import NOTHING, OF_BLOCK, BaseBlock, JsonObject, Name
 from quire.server.errors import BadRequest
-from quire.server.generate.foreign import is_given, readable
+from quire.server.prompt.foreign import is_given, readable
 from quire.server.request.limits import Text
 
 

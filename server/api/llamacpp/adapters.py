@@ -13,7 +13,12 @@ from quire.server.errors import BadRequest
 from quire.server.http.read_body import read_body, require_deliberate
 from quire.server.http.route import Route
 from quire.server.http.sse import JsonResponse
+from quire.server.keys.access import names_for
 from quire.server.lora.fields import LoraScales
+
+
+class _Listing(needs.Adapters, needs.Choice, Protocol):
+    """To list the adapters that a key may see."""
 
 
 class _Posting(needs.Body, needs.Readiness, needs.Adapters, Protocol):
@@ -31,15 +36,16 @@ class Done(msgspec.Struct):
     success: bool
 
 
-async def list_adapters(request: Request, state: needs.Adapters) -> Response:
-    """List the LoRA adapters and their default scales."""
-    adapters = state.adapters
+async def list_adapters(request: Request, state: _Listing) -> Response:
+    """List the LoRA adapters that the request's key may see, and their default scales."""
+    adapters, visible = state.adapters, names_for(request, state)
     return JsonResponse(
         [
             ListedAdapter(
                 id=one.id, path=one.source.name, name=one.name, scale=adapters.default_scales.get(one.name, 0.0)
             )
             for one in sorted(adapters.loaded.values(), key=lambda one: one.id)
+            if one.name in visible
         ]
     )
 

@@ -95,11 +95,12 @@ async def infill(request: Request, state: needs.Completion) -> Response:
 
 
 def _prepare(request: Request, body: InfillRequest, state: needs.Preparing) -> GenerationRequest:
+    model = body.model if body.model in state.adapters.loaded else None
+    identity = admission.admit(request, state, ID_PREFIX, model=model, lora=body.lora)
     if infill_of(state.tokenizer) is None:
         raise BadRequest("This model has no tokens for filling in the middle.", param="input_suffix")
     check_progress(body.return_progress, body.stream)
     limit = body.n_predict
-    model = body.model if body.model in state.adapters.loaded else None
     spec = GenerationSpec(
         prompts=[body.input_prefix + (body.prompt or "")],
         options=GenerationOptions(
@@ -118,7 +119,7 @@ def _prepare(request: Request, body: InfillRequest, state: needs.Preparing) -> G
         context=[(file.filename, file.text) for file in body.input_extra or ()],
         prompt_param="input_prefix",
         max_tokens_param="n_predict",
-        **admission.admit(request, state, ID_PREFIX, model=model, lora=body.lora),
+        **identity,
     )
     return prepare(spec, state)[0]
 

@@ -11,9 +11,10 @@ from starlette.responses import Response
 from quire.server.api import needs
 from quire.server.http.route import Route
 from quire.server.http.sse import JsonResponse
+from quire.server.keys.access import require_model
 
 
-class _Server(needs.Version, needs.Engine, needs.Media, needs.Text, needs.Names, Protocol):
+class _Server(needs.Version, needs.Engine, needs.Media, needs.Text, needs.Choice, Protocol):
     """To describe the server to clients of llama.cpp."""
 
 
@@ -30,6 +31,7 @@ class Props(msgspec.Struct, kw_only=True):
 async def props(request: Request, state: _Server) -> Response:
     """Describe the server and its model."""
     model = state.require_ready()
+    require_model(request.scope, None, state)
     return JsonResponse(
         Props(
             default_generation_settings={

@@ -6,8 +6,8 @@ import { copyButton, h } from "./dom.js";
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+|$)/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
-const TABLE_LINE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const HEADING = /^ {0,3}(#{1,6})\s/;
+const DASHES = /^\s*:?-+:?$/;
 const MAX_DEPTH = 12;  // of lists and quotes; deeper ones are paragraphs
 
 /** The nodes of a text. */
@@ -32,15 +32,25 @@ function block(lines, i, depth) {
   if (!line.trim()) return [null, i + 1];
   let match;
   if ((match = FENCE.exec(line))) return fenced(lines, i, match);
-  if ((match = HEADING.exec(line))) return [h(`h${Math.min(match[1].length + 2, 6)}`, {}, inline(match[2])), i + 1];
+  if ((match = HEADING.exec(line))) return [heading(line, match), i + 1];
   if (RULE.test(line)) return [h("hr"), i + 1];
-  if (line.includes("|") && i + 1 < lines.length && lines[i + 1].includes("-") && TABLE_LINE.test(lines[i + 1])) {
-    return table(lines, i);
-  }
+  if (line.includes("|") && i + 1 < lines.length && isTableLine(lines[i + 1])) return table(lines, i);
   if (depth < MAX_DEPTH && /^ {0,3}>/.test(line)) return quote(lines, i, depth);
   if (depth < MAX_DEPTH && ITEM.test(line)) return list(lines, i, depth);
   return paragraph(lines, i, depth);
 }
+
+function heading(line, match) {
+  const text = line.slice(match[0].length).trim();
+  let end = text.length;
+  while (text[end - 1] === "#") end--;
+  return h(`h${Math.min(match[1].length + 2, 6)}`, {}, inline(text.slice(0, end).trimEnd()));
+}
+
+const cellsOf = line => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/);
+
+/** Whether a line of dashes is between the head of a table and its rows. */
+const isTableLine = line => line.includes("-") && cellsOf(line).every(cell => DASHES.test(cell.trimEnd()));
 
 function fenced(lines, i, match) {
   const end = new RegExp(`^ {0,3}${match[1][0]}{${match[1].length},}\\s*$`);
@@ -90,7 +100,7 @@ function loosen(nodes) {
 }
 
 function table(lines, i) {
-  const cells = line => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map(cell => cell.trim().replaceAll("\\|", "|"));
+  const cells = line => cellsOf(line).map(cell => cell.trim().replaceAll("\\|", "|"));
   const row = (line, kind) => h("tr", {}, cells(line).map(cell => h(kind, kind === "th" ? {scope: "col"} : {}, inline(cell))));
   const head = h("thead", {}, row(lines[i], "th"));
   const body = h("tbody");
@@ -105,7 +115,8 @@ function paragraph(lines, i, depth) {
   return [h("p", {}, inline(text.map(line => line.replace(/^\s+/, "")).join("\n"))), i];
 }
 
-// One alternative per inline form, tried at each position; each is linear in the text.
+// One alternative per inline form, tried at each position; each is linear in the text, and begins no run of characters
+// in the middle.
 const INLINE = new RegExp([
   "(?<code>`+)",
   "(?<escape>\\\\[!-/:-@\\[-`{-~])",
@@ -115,7 +126,7 @@ const INLINE = new RegExp([
   "(?<![\\w*])\\*(?<em>(?![\\s*])[^*]{0,2000}[^*\\s])\\*",
   "(?<![\\w_])_(?<under>(?![\\s_])[^_]{0,2000}[^_\\s])_(?!\\w)",
   "~~(?<deleted>[^~]{1,2000})~~",
-  "(?<br> {2,}\\n|\\\\\\n)",
+  "(?<br>(?<! ) {2,}\\n|\\\\\\n)",
 ].join("|"), "g");
 
 /** Nodes and texts of one paragraph. */

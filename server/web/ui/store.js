@@ -46,15 +46,23 @@ export function parseExport(text) {
   return found.conversations;
 }
 
+const isText = value => typeof value === "string";
+const isListOf = (value, check) => value === undefined || value === null || (Array.isArray(value) && value.every(check));
+
+/** All that the page reads of a conversation: a stored one that it cannot show would keep it from starting. */
 function isConversation(value) {
-  return typeof value?.id === "string" && typeof value.title === "string" && typeof value.system === "string"
-    && Number.isFinite(value.updated) && value.settings !== null && typeof value.settings === "object"
+  return [value?.id, value?.title, value?.system].every(isText) && Number.isFinite(value.updated)
+    && value.settings !== null && typeof value.settings === "object" && Object.values(value.settings).every(isText)
     && Array.isArray(value.messages) && value.messages.every(isMessage);
 }
 
 function isMessage(value) {
-  return ["user", "assistant", "tool"].includes(value?.role) && typeof (value.content ?? "") === "string"
-    && (value.images ?? []).every(image => typeof image === "string" && image.startsWith("data:image/"));
+  const others = [value?.reasoning, value?.callId, value?.finish, value?.failed];
+  return ["user", "assistant", "tool"].includes(value?.role) && isText(value.content)
+    && others.every(text => text === undefined || text === null || isText(text))
+    && isListOf(value.images, image => isText(image) && image.startsWith("data:image/")) && isListOf(value.calls, isCall);
 }
+
+const isCall = value => [value?.id, value?.function?.name, value?.function?.arguments].every(isText);
 
 export const exported = conversations => JSON.stringify({format: "quire conversations", conversations}, null, 1);

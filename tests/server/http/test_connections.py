@@ -50,6 +50,23 @@ def test_idle_connections_outlive_those_of_balancers(own_server, model_folder):
             assert b"keep-alive: timeout=1\r\n" in answer and 1 < time.monotonic() - began < 5
 
 
+def test_methods_that_http_does_not_define(own_server, caplog):
+    """They are labels of metrics and parts of log lines: clients must not make up any number of them, nor long ones."""
+    caplog.set_level("INFO", logger="quire.access")
+    for i, method in enumerate((*(f"MADE-UP-{i}" for i in range(20)), "get", "X" * 60_000)):
+        path = "/v1/models" if i % 2 else "/nothing"
+        with connect(port_of(own_server)) as connection:
+            connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            head, _, body = read_all(connection).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 501 ") and len(body) < 1000, method[:20]
+        assert json.loads(body)["error"]["message"] == f"This server does not know the method '{method[:40]}'."
+    text = own_server.http.get("/metrics").text
+    found = re.findall(r'^http_requests_total\{.*method="([^"]*)"', text, re.MULTILINE)
+    assert "other" in found and set(found) <= {"GET", "HEAD", "POST", "DELETE", "other"}
+    assert max(len(record.getMessage()) for record in caplog.records) < 1000
+    assert own_server.http.request("PATCH", "/v1/models").status_code == 405
+
+
 def test_clients_that_vanish_are_noticed(own_server):
     """Their system answers no probe; without probes a request that waits is kept for hours."""
     with connect(port_of(own_server)) as connection:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from quire.cli import main as cli
 from quire.configs.config import ServerConfig
 from quire.server.http import tls
+from quire.server.http.connections import Limits
 from tests.helpers.server.running import poll, running_server
+from tests.server.http.test_connections import FEW_DESCRIPTORS
+from tests.server.test_launch import server_process
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
@@ -92,6 +98,124 @@ def test_commands_accept_any_certificate_if_they_are_told_to(model_folder, tmp_p
 def run(arguments: list[str]) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "quire", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def unchecked() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def secured(port: int, data: bytes = b"") -> ssl.SSLSocket:
+    connection = unchecked().wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=10))
+    connection.sendall(data)
+    return connection
+
+
+def read_all(connection: ssl.SSLSocket) -> bytes:
+    """Read until the server closes the connection, with or without TLS's way to say so."""
+    data = b""
+    with suppress(ssl.SSLError, ConnectionResetError):
+        while part := connection.recv(65536):
+            data += part
+    return data
+
+
+@pytest.fixture(scope="module")
+def secure(model_folder, tmp_path_factory):
+    cert, key = certificate(tmp_path_factory.mktemp("tls"), "server", 1)
+    with running_server(model_folder, ssl_certfile=cert, ssl_keyfile=key) as server:
+        port = server.listener.getsockname()[1]
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=unchecked(), trust_env=False) as client:
+            poll(lambda: client.get("/ready").status_code == 200, 60)
+            yield server, port, client
+
+
+REFUSED = {
+    "too large": b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 900000000\r\n\r\n{",
+    "no HTTP": b"NOTHING\r\n\r\n",
+    "two lengths": b"GET /live HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_connections_are_closed(secure, caplog, monkeypatch, name):
+    """TLS has no half-closed connections."""
+    server, port, client = secure
+    connections = server.launcher.frontend.connections
+    monkeypatch.setattr(connections, "limits", Limits(100, linger_timeout=0.2))
+    with secured(port, REFUSED[name]) as connection:
+        assert read_all(connection).startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 413 "))
+    assert client.get("/live").status_code == 200
+    poll(lambda: len(connections.open) <= 1)  # the client's
+    assert "Traceback" not in caplog.text and not [one for one in caplog.records if one.exc_info]
+
+
+def test_handshakes_have_a_deadline_and_are_counted(secure, monkeypatch):
+    server, port, client = secure
+    connections = server.launcher.frontend.connections
+    monkeypatch.setattr(connections, "limits", Limits(100, header_timeout=1.0))
+    for begin in (b"", b"\x16\x03\x01", b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+            poll(lambda: len(connections.open) == 2 and len(connections.idle) == 2)
+            plain.sendall(begin)
+            assert plain.recv(100) == b"" or begin == b"\x16\x03\x01"
+        poll(lambda: len(connections.open) == 1)
+    assert client.get("/live").status_code == 200
+
+
+def test_a_request_in_the_same_packet_as_the_end_of_the_handshake(secure):
+    """Its bytes arrive before the connection has its protocol."""
+    _, port, _ = secure
+    inbound, outbound = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls_client = unchecked().wrap_bio(inbound, outbound)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+        while True:
+            try:
+                tls_client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                plain.sendall(outbound.read())
+                inbound.write(plain.recv(65536))
+        tls_client.write(b"GET /live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        plain.sendall(outbound.read())  # the last message of the handshake, and the request
+        answer = b""
+        while b'"live"' not in answer:
+            inbound.write(plain.recv(65536))
+            with suppress(ssl.SSLWantReadError):
+                answer += tls_client.read(65536)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="Linux only")
+@pytest.mark.parametrize("kind", ["no handshake", "half a handshake", "idle", "refused"])
+def test_more_connections_than_descriptors(model_folder, tmp_path, kind):
+    """Of clients that answer nothing, not even that the connection may be closed."""
+    cert, key = certificate(tmp_path, "server", 1)
+    settings = {"ssl_certfile": cert, "ssl_keyfile": key}
+    with server_process(model_folder, tmp_path, script=FEW_DESCRIPTORS, **settings) as server:
+        url = f"https://127.0.0.1:{server.port}/health"
+
+        def status() -> int | None:
+            try:
+                return httpx.get(url, timeout=5, verify=unchecked(), trust_env=False).status_code
+            except httpx.HTTPError:
+                return None
+
+        poll(lambda: status() == 200, 60)
+        held = []
+        for _ in range(300):
+            if kind in ("no handshake", "half a handshake"):
+                held.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+                held[-1].sendall(b"\x16\x03\x01" if kind == "half a handshake" else b"")
+            else:
+                held.append(secured(server.port, REFUSED["no HTTP"] if kind == "refused" else b""))
+        assert [status() for _ in range(5)] == [200] * 5
+        for connection in held:
+            connection.close()
+        assert status() == 200 and len(server.log) < 100_000 and "Traceback" not in server.log
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
 
 
 def test_certificates_of_clients(model_folder, tmp_path):

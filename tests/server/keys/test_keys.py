@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import yaml
 
 from quire.cli import hash_key
 from quire.server.keys.key import hashed
+from quire.server.routes import ROUTES
 from tests.helpers.engine.fake_executor import BACKEND
 from tests.helpers.server.running import MODEL, poll, running_server
 
@@ -89,6 +91,36 @@ def test_routes_of_administrators(server):
         assert profile == (404 if status == 200 else status)  # without a folder for profiles there are none
     text = server.http.get("/server_info", headers=bearer("k-admin")).text
     assert not any(one["key"] in text for one in KEYS) and "k-plain" not in text and "k-admin" not in text
+
+
+def path_of(route) -> str:
+    return re.sub(r"\{[^}]*\}", "0", route.path)
+
+
+def test_every_route_of_administrators(server):
+    """Those whose path has a parameter, too. Other methods of the same path are open."""
+    admin = [route for route in ROUTES if route.admin]
+    assert "/slots/{id}" in {route.path for route in admin}
+    for route in admin:
+        for key, status in (("k-free", 403), ("k-plain", 403), ("nope", 401), ("", 401)):
+            headers = bearer(key) if key else {}
+            answer = server.http.request(route.method, path_of(route), headers=headers)
+            assert answer.status_code == status, (route.method, route.path, key)
+    assert server.http.get("/lora-adapters", headers=bearer("k-free")).json() == []
+
+
+def test_a_key_of_no_model_learns_nothing_of_it(server):
+    """Of all GETs without parameters these answer such a key."""
+    general = {"/live", "/ready", "/health", "/ping", "/version", "/api/version", "/load", "/metrics"}
+    lists = {path.strip() for path in LISTS} | {"/lora-adapters"}
+    for route in ROUTES:
+        if route.method == "GET" and not route.admin and "{" not in route.path:
+            answer = server.http.get(route.path, headers=bearer("k-none"))
+            assert (answer.status_code == 200) == (route.path in general | lists), (route.path, answer.text[:200])
+    texts = [server.http.get(path, headers=bearer("k-none")).text for path in lists]
+    assert not any(MODEL in text for text in texts)
+    answer = ask(server, "k-none", "/infill", input_prefix="a", input_suffix="b")
+    assert answer.status_code == 403  # before what the model cannot do
 
 
 def test_requests_per_minute_as_the_sdk_sees_them(server):

@@ -183,7 +183,8 @@ def test_paths(served, adapters, tmp_path):
     (inner / "adapter_model.safetensors").symlink_to(adapters["outside"] / "adapter_model.safetensors")
     above = adapters["one"] / ".." / "two"
     try:
-        for path in (adapters["outside"], link, inner, above, tmp_path, "/etc", "relative", tmp_path / "missing"):
+        odd = ("/etc", "relative", "a\0b", f"{adapters['one']}\0")
+        for path in (adapters["outside"], link, inner, above, tmp_path, tmp_path / "missing", *odd):
             refused = post(served, "/v1/load_lora_adapter", lora_name="x", lora_path=str(path))
             assert refused.status_code == 403, path
             assert str(path) not in refused.text

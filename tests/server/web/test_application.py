@@ -130,6 +130,49 @@ def test_an_answer_is_markdown_and_never_html(page, scripted):
     assert page.js("document.querySelector('.thoughts').textContent").startswith("Thoughts")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'# a' + ' '.repeat(n) + 'b'",
+        "'# a' + '#'.repeat(n) + 'b'",
+        "'# a' + ' #'.repeat(n / 2) + ' b'",
+        "'a' + ' '.repeat(n) + 'b'",
+        "'a\\n' + ' '.repeat(n) + 'b'",
+        "'[a](b' + ' '.repeat(n)",
+        "'|a\\n-' + ' '.repeat(n) + 'b'",
+        "'|a\\n' + ' '.repeat(n) + 'b-'",
+        "'|a|\\n|' + ' '.repeat(n) + '-'.repeat(n) + 'b'",
+        "'|a|\\n' + '|-'.repeat(n / 2) + 'b'",
+        "'*a '.repeat(n / 3)",
+        "'**a'.repeat(n / 3)",
+        "'[a]('.repeat(n / 4)",
+        "'`'.repeat(n) + 'b'",
+        "'https://' + '.'.repeat(n)",
+    ],
+)
+def test_what_a_looping_model_writes_is_shown_at_once(page, scripted, text):
+    """A text of 50,000 characters; spaces before a letter took minutes, a heading with them hours."""
+    page.open(scripted[0].url + "/")
+    shown = f"m.markdown((n => {text})(50000)).map(b => b.textContent).join('').length"
+    assert page.js(f"import('/ui/markdown.js').then(m => {shown})") > 0
+
+
+def test_headings_and_tables_at_their_edges(page, scripted):
+    page.open(scripted[0].url + "/")
+    texts = {
+        "# a": "H3 a", "## a ##": "H4 a", "#  a # b #": "H3 a # b", "#a": "P #a", "#": "P #",
+        "####### a": "P ####### a",
+        "|a|b|\n|-|:-:|": "DIV ab", "a|b\n-|-": "DIV ab", "|a\n-": "DIV a", "|a\n---b": "P |a\n---b",
+        "|a|\n| |": "P |a|\n| |", "a  \nb": "P a<BR>b", "a\\\nb": "P a<BR>b", "a \nb": "P a \nb",
+    }  # fmt: skip
+    show = "b.tagName + ' ' + (b.querySelector('br') ? b.innerHTML.replaceAll('<br>', '<BR>') : b.textContent)"
+    for text, expected in texts.items():
+        found = page.js(
+            f"import('/ui/markdown.js').then(m => m.markdown({json.dumps(text)}).map(b => {show}).join('; '))"
+        )
+        assert found == expected, text
+
+
 def test_the_browser_itself_refuses_text_as_html(browser, scripted):
     browser.open(scripted[0].url + "/")
     found = browser.js("(() => { try { document.body.innerHTML = 'x'; } catch (e) { return e.message; } })()")
@@ -230,6 +273,38 @@ def test_conversations_stay_in_the_browser(page, scripted):
         "import('/ui/store.js').then(s => s.parseExport('{\"conversations\": [1]}')).catch(e => e.message)"
     )
     assert refused == "This file holds no conversations of this page."
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None},
+        {"role": "assistant"},
+        {"role": "user", "content": 5},
+        {"role": "assistant", "content": "x", "calls": 5},
+        {"role": "assistant", "content": "x", "calls": [{}]},
+        {"role": "assistant", "content": "x", "calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]},
+        {"role": "assistant", "content": "x", "reasoning": {"a": 1}},
+        {"role": "user", "content": "x", "images": ["https://elsewhere/x.png"]},
+        {"role": "user", "content": "x", "images": "data:image/png"},
+        {"role": "tool", "content": "x", "callId": 1},
+        {"role": "system onclick", "content": "x"},
+        None,
+    ],
+)
+def test_a_file_with_what_the_page_cannot_show_is_refused(page, scripted, message):
+    """Once in the browser's store, it would keep the page from starting."""
+    page.open(scripted[0].url + "/")
+    one = {"id": "a", "title": "t", "system": "", "updated": 1, "settings": {}, "messages": []}
+    assert page.js(parse_export([one])) == ["a"]
+    assert page.js(parse_export([one | {"messages": [message]}])) == "This file holds no conversations of this page."
+    for settings in ({"stop": 5}, {"tools": []}, "x"):
+        assert page.js(parse_export([one | {"settings": settings}])).startswith("This file holds no")
+
+
+def parse_export(conversations: list) -> str:
+    text = json.dumps(json.dumps({"conversations": conversations}))
+    return f"import('/ui/store.js').then(s => s.parseExport({text}).map(c => c.id)).catch(e => e.message)"
 
 
 def enter_key(page: Browser, key: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from quire.server.api.openai.responses.namespaces import by_joined_name, joined
 from quire.server.api.openai.responses.objects import (
     IncompleteDetails,
     OutputFunctionCall,
@@ -109,10 +110,9 @@ def last_event(status: str, body: bytes, number: int) -> bytes:
 
 def replay(response: ResponseObject, body: bytes) -> list[bytes]:
     """The events of a response that has ended, its items whole."""
-    custom = frozenset(tool.name for tool in response.tools if tool.type == "custom")
     encrypted = any(isinstance(item, OutputReasoning) and item.encrypted_content for item in response.output)
     key = response.id.removeprefix("resp_")
-    output = Output(key, 0, custom, bool(response.reasoning.summary), encrypted, None)
+    output = Output(key, 0, by_joined_name(response.tools), bool(response.reasoning.summary), encrypted, None)
     answer = Answer(msgspec.structs.replace(response, output=[], usage=None, error=None, completed_at=None), output)
     told = answer.first()
     for event in _events_of(response):
@@ -133,7 +133,7 @@ def _events_of(response: ResponseObject) -> Iterable[Event]:
             case OutputReasoning():
                 yield Reasoning("".join(part.text for part in (*item.summary, *item.content)))
             case _:
-                yield ToolCallBegin(num_calls, item.name, item.call_id)
+                yield ToolCallBegin(num_calls, joined(item.namespace or None, item.name), item.call_id)
                 text = item.arguments if isinstance(item, OutputFunctionCall) else item.input
                 yield ToolCallArguments(num_calls, text)
                 num_calls += 1

@@ -23,6 +23,7 @@ from quire.server.api.openai.responses.background import Run
 from quire.server.api.openai.responses.conversations import append
 from quire.server.api.openai.responses.history import History
 from quire.server.api.openai.responses.items import as_items, stored
+from quire.server.api.openai.responses.namespaces import by_joined_name
 from quire.server.api.openai.responses.objects import ConversationId, InputTokens, ResponseObject, ResponseText
 from quire.server.api.openai.responses.output import Output
 from quire.server.api.openai.responses.protocol import (
@@ -168,7 +169,7 @@ def _prepared(body: ResponsesRequest, one: GenerationRequest, state: needs.Prepa
     output = Output(
         key,
         len(one.prompt_token_ids),
-        frozenset(tool.name for tool in response.tools if tool.type == "custom"),
+        by_joined_name(response.tools),
         response.reasoning.summary is not None,
         "reasoning.encrypted_content" in (body.include or ()),
         Formatter(state.tokenizer, body.top_logprobs or 0) if wants_logprobs(body) else None,

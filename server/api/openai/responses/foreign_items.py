@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.server.api.openai.tools import CalledFunction, MessageToolCall
-from quire.server.generate.foreign import is_given, readable
+from quire.server.prompt.foreign import is_given, readable
 from quire.server.values import Json
 
 _Field = msgspec.Raw | UnsetType

@@ -13,6 +13,7 @@ import msgspec
 
 from quire.server.api.openai.responses import foreign_items
 from quire.server.api.openai.responses.foreign_items import OWN_THOUGHTS
+from quire.server.api.openai.responses.namespaces import joined
 from quire.server.api.openai.responses.protocol import TEXT_PARTS, InputItem, InputPart, Screenshot
 from quire.server.api.openai.tools import CalledCustom, CalledFunction, MessageToolCall, required, template_call
 from quire.server.errors import BadRequest
@@ -68,11 +69,11 @@ class _Writer:
                 self.thoughts.append(_thoughts(item, path))
             case "function_call":
                 function = CalledFunction(
-                    name=required(item.name, f"{path}.name"), arguments=required(item.arguments, f"{path}.arguments")
+                    name=_name(item, path), arguments=required(item.arguments, f"{path}.arguments")
                 )
                 self._call(item, MessageToolCall(id=item.call_id, function=function), path)
             case "custom_tool_call":
-                custom = CalledCustom(name=required(item.name, f"{path}.name"), input=required(item.input, path))
+                custom = CalledCustom(name=_name(item, path), input=required(item.input, path))
                 self._call(item, MessageToolCall(id=item.call_id, type="custom", custom=custom), path)
             case "function_call_output" | "custom_tool_call_output":
                 content = content_of(required(item.output, f"{path}.output"), f"{path}.output")
@@ -129,6 +130,11 @@ class _Writer:
             )
         self.finish()
         self.messages.append({"role": "tool", "tool_call_id": self.called[call_id] or call_id, "content": content})
+
+
+def _name(item: InputItem, path: str) -> str:
+    """Return the name by which the model knows the tool that a call names."""
+    return joined(item.namespace, required(item.name, f"{path}.name"))
 
 
 def _thoughts(item: InputItem, path: str) -> str:

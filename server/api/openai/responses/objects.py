@@ -52,6 +52,7 @@ class OutputFunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="fu
     id: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str = ""
     status: ItemStatus = "in_progress"
 
@@ -60,6 +61,7 @@ class OutputCustomCall(msgspec.Struct, kw_only=True, tag_field="type", tag="cust
     id: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     input: str = ""
     status: ItemStatus = "in_progress"
 

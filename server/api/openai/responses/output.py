@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.responses.items import opaque
+from quire.server.api.openai.responses.namespaces import Named
 from quire.server.api.openai.responses.objects import (
     InputTokensDetails,
     OutputCustomCall,
@@ -34,23 +35,23 @@ ServerEvent = tuple[str, dict[str, Any]]  # its type, and its fields but `sequen
 class Output:
     """The output as it grows. Each method yields its events; `items` are complete after `finish`.
 
-    key: prefix of the item ids. custom: the names of tools that take a text. summarized: thoughts are
-    given as a summary. encrypted: thoughts have an `encrypted_content`. formatter: of log-probabilities, None without.
-    prewarm: the request asks for no output.
+    key: prefix of the item ids. tools: those of the request, by the names that the model knows. summarized: thoughts
+    are given as a summary. encrypted: thoughts have an `encrypted_content`. formatter: of log-probabilities, None
+    without. prewarm: the request asks for no output.
     """
 
     def __init__(
         self,
         key: str,
         num_input_tokens: int,
-        custom: frozenset[str],
+        tools: dict[str, Named],
         summarized: bool,
         encrypted: bool,
         formatter: Formatter | None,
         num_image_tokens: int = 0,
         prewarm: bool = False,
     ):
-        self.key, self.num_input_tokens, self.custom = key, num_input_tokens, custom
+        self.key, self.num_input_tokens, self.tools = key, num_input_tokens, tools
         self.num_image_tokens, self.prewarm = num_image_tokens, prewarm
         self.summarized, self.encrypted, self.formatter = summarized, encrypted, formatter
         self.items: list[OutputItem] = []
@@ -104,9 +105,10 @@ class Output:
                     yield from self._begin(OutputReasoning(id=self._id("rs")))
                 yield self._delta("reasoning_summary_text" if self.summarized else "reasoning_text", text)
             case ToolCallBegin():
-                custom = event.name in self.custom
+                name, namespace, custom = self.tools.get(event.name) or Named(event.name, None, False)
                 kind, prefix = (OutputCustomCall, "ctc") if custom else (OutputFunctionCall, "fc")
-                yield from self._begin(kind(id=self._id(prefix), call_id=event.call_id, name=event.name))
+                call = kind(id=self._id(prefix), call_id=event.call_id, name=name, namespace=namespace or UNSET)
+                yield from self._begin(call)
             case ToolCallArguments(_, text):
                 custom = isinstance(self.items[-1], OutputCustomCall)
                 yield self._delta("custom_tool_call_input" if custom else "function_call_arguments", text)

@@ -108,6 +108,7 @@ class InputItem(ForeignFields, kw_only=True, omit_defaults=True):
     encrypted_content: Text | None = None
     call_id: CallId | None = None
     name: Name | None = None  # a model may have made it up
+    namespace: Name | None = None  # of the tool that is called
     arguments: Text | Schema | None = None
     input: Text | None = None
     output: Text | Parts | Screenshot | None = None
@@ -115,7 +116,7 @@ class InputItem(ForeignFields, kw_only=True, omit_defaults=True):
 
     harmless: ClassVar = frozenset({"phase", "caller", "created_by"})
     unsupported: ClassVar[dict[str, tuple]] = _NOTHING
-    hints: ClassVar[dict[str, tuple]] = {"namespace": (), "async": (False,)}
+    hints: ClassVar[dict[str, tuple]] = {"async": (False,)}
 
     def parts(self) -> dict[int, InputPart]:
         """Return the parts of the content that the model reads, by place: of the assistant's those with text, whatever
@@ -158,12 +159,14 @@ class ResponseToolFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
     unsupported: ClassVar = _NOTHING
 
 
-class ResponseTool(msgspec.Struct, kw_only=True, omit_defaults=True):
+class NamespacedTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A function or a custom tool. Tools of the types `left_out`, which agents offer to every model and can do without,
     are ignored.
     """
 
-    left_out: ClassVar = re.compile(r"(web_search(_preview)?|local_shell|namespace)(_\d{4}_\d\d_\d\d)?")
+    left_out: ClassVar = re.compile(
+        r"(web_search(_preview)?|local_shell|image_generation|tool_search)(_\d{4}_\d\d_\d\d)?"
+    )
 
     type: Name
     name: ToolName | None = None
@@ -180,6 +183,12 @@ class ResponseTool(msgspec.Struct, kw_only=True, omit_defaults=True):
         "async": (False,),
         "output_schema": (),
     }
+
+
+class ResponseTool(NamespacedTool, kw_only=True, omit_defaults=True):
+    """The same, or a namespace of others."""
+
+    tools: Annotated[list[NamespacedTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class ResponseToolReference(msgspec.Struct, kw_only=True):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire.server.api import needs
 from quire.server.api.openai.responses.items import as_items, messages_of
+from quire.server.api.openai.responses.namespaces import NAMESPACE, joined
 from quire.server.api.openai.responses.protocol import (
     INCLUDED,
     INCLUDES_NOTHING,
     InputItem,
+    NamespacedTool,
     ResponsePrompt,
     ResponsesRequest,
     ResponseTool,
     TextFormat,
 )
-from quire.server.api.openai.tools import function_tool, known_names, require_distinct, required
+from quire.server.api.openai.tools import MAX_TOOLS, function_tool, known_names, require_distinct, required
 from quire.server.errors import BadRequest
 from quire.server.http.parse_body import is_left_out
 from quire.server.prompt.encode import encode_conversation
@@ -117,12 +121,32 @@ def truncate(prompt: Conversation, body: ResponsePrompt, state: needs.Prompting,
 
 
 def _tools(given: list[ResponseTool] | None) -> list[Tool]:
-    tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(given or ()) if not is_left_out(tool)]
+    tools: list[Tool] = []
+    for i, tool in enumerate(given or ()):
+        if tool.type == NAMESPACE:
+            tools += _of_namespace(tool, f"tools.{i}")
+        elif tool.tools is not None:
+            raise BadRequest(f"tools.{i}.tools: only a tool of the type namespace has tools.", param=f"tools.{i}.tools")
+        elif not is_left_out(tool):
+            tools.append(_tool(tool, f"tools.{i}"))
+    if len(tools) > MAX_TOOLS:
+        raise BadRequest(f"tools: there are {len(tools)} with those of namespaces, which is more than {MAX_TOOLS}.")
     require_distinct(tools, "tools")
     return tools
 
 
-def _tool(tool: ResponseTool, path: str) -> Tool:
+def _of_namespace(group: ResponseTool, path: str) -> list[Tool]:
+    """The tools of a namespace. Its description begins that of the first one, because templates know no groups."""
+    namespace, members = required(group.name, f"{path}.name"), required(group.tools, f"{path}.tools")
+    tools = [_tool(tool, f"{path}.tools.{i}") for i, tool in enumerate(members) if not is_left_out(tool)]
+    tools = [replace(tool, name=joined(namespace, tool.name)) for tool in tools]
+    if tools and group.description:
+        words = "\n\n".join(filter(None, (group.description, tools[0].description)))
+        tools[0] = replace(tools[0], description=words)
+    return tools
+
+
+def _tool(tool: NamespacedTool, path: str) -> Tool:
     if tool.type not in ("function", "custom"):
         raise BadRequest(
             f"{path}.type: this server runs no tools of type '{tool.type[:100]}', only function and custom.",

@@ -318,7 +318,8 @@ def test_tools_of_agents_are_left_out(pair, tmp_path):
     others = [
         {"type": "web_search", "external_web_access": False},
         {"type": "local_shell"},
-        {"type": "namespace", "name": "mcp", "tools": [TOOLS[0]]},
+        {"type": "image_generation", "output_format": "png"},
+        {"type": "tool_search"},
     ]
     response = server.http.post("/v1/responses", json={"input": "Hi", "tools": [*TOOLS, *others]})
     assert response.status_code == 200, response.text
@@ -333,6 +334,78 @@ def test_tools_of_agents_are_left_out(pair, tmp_path):
         for tool in others:
             refused = strict.http.post("/v1/responses", json={"input": "Hi", "tools": [tool]})
             assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("tools.0")
+
+
+GROUP = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "Customers.",
+    "tools": [
+        TOOLS[0] | {"name": "find", "description": "Finds one."},
+        {"type": "custom", "name": "note"},
+        {"type": "web_search"},
+    ],
+}
+CALL_OF_GROUP = '<tool_call>\n{"name": "crm__find", "arguments": {"city": "Zürich"}}\n</tool_call>'
+
+
+def test_tools_of_namespaces(pair):
+    """As Codex groups the tools of MCP servers. The model knows single names, the client gets both."""
+    server, script = pair
+    tools = [*TOOLS, GROUP, GROUP | {"name": "mcp__files__", "description": ""}]
+    script.says(CALL_OF_GROUP)
+    whole = ask(server, tools=tools)
+    shown = prompt(server, script)
+    for name in ("crm__find", "crm__note", "mcp__files__find", "mcp__files__note"):
+        assert f'"name": "{name}"' in shown
+    assert '"description": "Customers.\\n\\nFinds one."' in shown and shown.count("Customers.") == 1
+    script.says(CALL_OF_GROUP, seed=1)
+    events = streamed(server, tools=tools)
+    (added,) = [event.item for event in events if event.type == "response.output_item.added"]
+    replayed = server.http.get(f"/v1/responses/{whole.id}", params={"stream": "true"}).text
+    assert '"namespace":"crm"' in replayed and "crm__find" not in replayed
+    for call in (*whole.output, *events[-1].response.output, added):
+        assert (call.type, call.namespace, call.name) == ("function_call", "crm", "find")
+    (call,) = whole.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "found"}
+    histories = (
+        {"previous_response_id": whole.id, "input": [result]},
+        {"input": [{"role": "user", "content": "Weather?"}, call.model_dump(exclude_none=True), result]},
+    )
+    for history in histories:
+        script.says("ok")
+        ask(server, tools=tools, **history)
+        assert '{"name": "crm__find", "arguments": {"city": "Zürich"}}' in prompt(server, script)
+
+
+def test_custom_tools_of_namespaces(pair):
+    server, script = pair
+    script.says('<tool_call>\n{"name": "crm__note", "arguments": {"input": "x"}}\n</tool_call>')
+    (call,) = ask(server, tools=[GROUP], tool_choice="required").output
+    assert (call.type, call.namespace, call.name, call.input) == ("custom_tool_call", "crm", "note", "x")
+    script.says("ok")
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "noted"}
+    said = call.model_dump(exclude_none=True)
+    ask(server, tools=[GROUP], input=[{"role": "user", "content": "x"}, said, output])
+    assert '"name": "crm__note", "arguments": {"input": "x"}' in prompt(server, script)
+
+
+@pytest.mark.parametrize(
+    "tools,words",
+    [
+        ([GROUP, GROUP], "two tools are named 'crm__find'"),
+        ([GROUP, TOOLS[0] | {"name": "crm__find"}], "two tools are named 'crm__find'"),
+        ([GROUP | {"tools": [GROUP]}], "tools.0.tools.0.type"),
+        ([{"type": "namespace", "name": "x"}], "tools.0.tools"),
+        ([GROUP | {"name": None}], "tools.0.name"),
+        ([TOOLS[0] | {"tools": []}], "tools.0.tools: only"),
+        ([GROUP | {"name": f"n{i}", "tools": [TOOLS[0]] * 1024} for i in range(2)], "more than 1024"),
+    ],
+)
+def test_namespaces_that_cannot_be(pair, tools, words):
+    server, _ = pair
+    answer = server.http.post("/v1/responses", json={"input": "Hi", "tools": tools})
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
 def test_how_an_answer_ends(plain, monkeypatch):
