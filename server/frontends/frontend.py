@@ -15,7 +15,7 @@ import logging
 import socket
 from collections.abc import Callable
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.configs.config import Config
 from quire.configs.serving import ServerConfig
@@ -43,8 +43,8 @@ if TYPE_CHECKING:  # imported late, because these imports are slow
     from quire.server.batches.runner import Batches
     from quire.server.engines.client import EngineClient
     from quire.server.engines.pool import EnginePool
-    from quire.server.http.connections import Connections
-    from quire.server.http.tls import Tls
+    from quire.server.http.transport.connections import Connections
+    from quire.server.http.transport.tls import Tls
     from quire.server.request.sampling import SamplingDefaults
 
 logger = logging.getLogger("quire")
@@ -90,7 +90,7 @@ class Frontend:
 
     async def serve(self) -> None:
         """Accept connections until `end`."""
-        from quire.server.http.connections import Connections, Limits
+        from quire.server.http.transport.connections import Connections, Limits
 
         self.connections = Connections(Limits(max_connections()))
         app = RequestBoundary(self.gate, self.state)
@@ -319,7 +319,7 @@ def _tls(config: ServerConfig) -> Tls | None:
     """Raises ValueError for files that cannot be used."""
     if config.ssl_certfile is None and config.ssl_keyfile is None:
         return None
-    from quire.server.http.tls import Tls
+    from quire.server.http.transport.tls import Tls
 
     return Tls(config)
 
@@ -331,10 +331,10 @@ def _is_busy(client: EngineClient) -> bool:
 def _http_server(app: ASGIApp, connections: Connections, config: ServerConfig, tls: Tls | None) -> uvicorn.Server:
     import uvicorn
 
-    from quire.server.http.connections import Connection
-    from quire.server.http.handshakes import Handshake
+    from quire.server.http.transport.connections import Connection
+    from quire.server.http.transport.handshakes import Handshake
 
-    def protocol(**settings: Any) -> Connection | Handshake:
+    def protocol(**settings: object) -> Connection | Handshake:
         make = functools.partial(Connection, shared=connections, **settings)
         return make() if tls is None else Handshake(make, connections, tls.context)
 

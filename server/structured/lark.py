@@ -16,9 +16,10 @@ from llguidance import regex_to_lark
 from quire.server.structured.gbnf import GrammarError, parse
 from quire.server.structured.gbnf_rules import rules_of
 from quire.server.structured.library_errors import NOTHING
+from quire.server.structured.schema import json_rules
 from quire.server.structured.schema.escaped_pattern import PatternError
 from quire.server.structured.schema.keywords import SchemaError
-from quire.server.structured.schema.schema import json_rules, normalize
+from quire.server.structured.schema.schema import normalize
 from quire.server.structured.text_grammar import in_json, lark_of, lark_of_input
 from quire.server.values import Json
 

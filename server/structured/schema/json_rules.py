@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from quire.server.structured.schema import large_numbers
 from quire.server.structured.schema.large_numbers import BOUNDS
-from quire.server.structured.schema.schema import large_numbers
 from quire.server.structured.schema.schema_algebra import Schema, escaped, types_of
 from quire.server.values import Json
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from quire.server.structured.schema.schema import rewriting
+from quire.server.structured.schema import rewriting
 from quire.server.structured.schema.schema_algebra import (
     Complement,
     Inexpressible,

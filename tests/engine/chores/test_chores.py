@@ -133,7 +133,7 @@ def test_a_busy_engine_saves_less_often(monkeypatch, tmp_path):
     saver, saved = engine.chore(SaveHot), []
     clock = Clock(monkeypatch)
     unsaved = dict.fromkeys(range(1, 200), 0)
-    monkeypatch.setattr(engine.scheduler.kv.pool, "unsaved", unsaved)
+    monkeypatch.setattr(engine.scheduler.tiers._hot, "unsaved", unsaved)
     results = iter([10, 10, 0, 10])
     monkeypatch.setattr(engine.scheduler.contents, "save", lambda most, **_: saved.append(most) or next(results))
     for idle, pause in ((True, 0.01), (False, 1.0), (False, 5.0), (True, 0.01)):

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from quire.server.frontends.descriptors import complain_once_about_descriptors
-from quire.server.http.connections import Limits
+from quire.server.http.transport.connections import Limits
 from tests.helpers.server.running import RunningServer, poll, running_server
 from tests.server.api.test_chat import HELLO
 from tests.server.test_launch import CHAT, SCRIPT, gone, server_process

@@ -9,7 +9,7 @@ import ssl
 
 import pytest
 
-from quire.server.http.target import use_origin_form
+from quire.server.http.transport.target import use_origin_form
 from quire.server.routes import ROUTES
 from tests.helpers.server.running import RunningServer, poll, running_server
 from tests.server.api.test_chat import HELLO

@@ -17,8 +17,8 @@ import pytest
 
 from quire.cli import main as cli
 from quire.configs.config import ServerConfig
-from quire.server.http import tls
-from quire.server.http.connections import Limits
+from quire.server.http.transport import tls
+from quire.server.http.transport.connections import Limits
 from tests.helpers.server.running import poll, running_server
 from tests.server.http.test_connections import FEW_DESCRIPTORS
 from tests.server.test_launch import server_process

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.server.structured.schema.schema import large_numbers
+from quire.server.structured.schema import large_numbers
 from quire.server.structured.structure import Structure
 from tests.server.structured.walk import accepts
 

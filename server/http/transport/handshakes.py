@@ -9,7 +9,7 @@ import asyncio
 import ssl
 from collections.abc import Callable
 
-from quire.server.http.connections import SPARE_CONNECTIONS, Connection, Connections
+from quire.server.http.transport.connections import SPARE_CONNECTIONS, Connection, Connections
 
 
 class Handshake(asyncio.Protocol):

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from quire.server import heap
 from quire.server.errors import error_body
 from quire.server.http.middleware import PROBES
-from quire.server.http.target import use_origin_form
+from quire.server.http.transport.target import use_origin_form
 
 logger = logging.getLogger("quire")
 
