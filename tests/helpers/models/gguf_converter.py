@@ -393,7 +393,7 @@ def common(c: dict[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": int(dim * rope.get("partial_rotary_factor", 1.0)),
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
     }
-    if width := c.get("n_inner") or (4 * hidden if "n_embd" in c else _known_width(c)):
+    if width := c.get("n_inner") or (4 * hidden if "n_embd" in c else known_width(c)):
         found["feed_forward_length"] = width
     if count := num_drafting(c):
         found["nextn_predict_layers"] = count
@@ -415,7 +415,7 @@ def common(c: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _known_width(c: dict[str, Any]) -> int | None:
+def known_width(c: dict[str, Any]) -> int | None:
     """Return intermediate_size if the family has it. A published model of experts only does not have it in config.json,
     though ours do; the converter writes no key then.
     """
