@@ -96,9 +96,10 @@ class EngineCore:
 
         Raises RuntimeError if a worker process died while the engine slept.
         """
-        is_busy = self.in_flight or self.scheduler.requests
-        if not is_busy and self.socket.wait(seconds_until_due(self.chores, self.is_idle)):
-            raise RuntimeError("a worker process died")
+        if not self.in_flight and not self.scheduler.requests:
+            run_due([self.stats], self.is_idle)  # of the last step, before a sleep
+            if self.socket.wait(seconds_until_due(self.chores, self.is_idle)):
+                raise RuntimeError("a worker process died")
         for client, message in self.socket.receive():
             self.handle(client, message)
         run_due(self.chores, self.is_idle)

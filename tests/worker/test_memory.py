@@ -263,6 +263,16 @@ def test_the_ram_tier_is_part_of_the_plan_on_cpu(folder, monkeypatch):
         memory.preview(Config.from_flat(**settings | {"kv_offload_gib": 6}))
 
 
+@pytest.mark.parametrize("below", ["", "/new/folder"])
+def test_a_folder_for_slots_that_cannot_be_made_is_refused_without_weights(tmp_path, folder, below):
+    (tmp_path / "file").write_text("in the way")
+    settings = {"model": folder, "device": "cpu"}
+    with pytest.raises(ValueError, match=r"--slot-save-path .*file.*: Not a directory"):
+        memory.preview(Config.from_flat(**settings, slot_save_path=f"{tmp_path}/file{below}"))
+    ready = memory.preview(Config.from_flat(**settings, slot_save_path=f"{tmp_path}/new/folder"))
+    assert ready.has_slot_files and not (tmp_path / "new").exists(), "a preview makes no folder"
+
+
 def test_preview_needs_no_weights(tmp_path, folder):
     shutil.copy(f"{folder}/config.json", tmp_path)  # nothing else
     ready = memory.preview(Config.from_flat(model=str(tmp_path), device="cpu", max_num_seqs=3))

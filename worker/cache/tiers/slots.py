@@ -10,6 +10,7 @@ the disk, so that requests that run are not held up.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -60,7 +61,16 @@ class SlotTier(Tier):
 
     @classmethod
     def plan(cls, config: Config, platform: Platform) -> int | None:
-        return 0 if config.cache.slot_save_path else None
+        """Raises ValueError for a folder that cannot be made, and makes none: `quire check` calls this, too."""
+        if not config.cache.slot_save_path:
+            return None
+        folder = Path(config.cache.slot_save_path).expanduser()
+        above = next(path for path in (folder, *folder.parents) if path.exists())
+        if not above.is_dir():
+            raise ValueError(f"--slot-save-path {folder}: {os.strerror(errno.ENOTDIR)}")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise ValueError(f"--slot-save-path {folder}: {os.strerror(errno.EACCES)}")
+        return 0
 
     @classmethod
     def open(cls, limit: int, rank: Rank) -> SlotTier:
