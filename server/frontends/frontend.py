@@ -15,7 +15,7 @@ import logging
 import socket
 from collections.abc import Callable
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.configs.config import Config
 from quire.configs.serving import ServerConfig
@@ -333,7 +333,7 @@ def _http_server(app: ASGIApp, connections: Connections, config: ServerConfig, t
     from quire.server.http.connections import Connection
     from quire.server.http.handshakes import Handshake
 
-    def protocol(**settings: Any) -> Connection | Handshake:
+    def protocol(**settings: object) -> Connection | Handshake:
         make = functools.partial(Connection, shared=connections, **settings)
         return make() if tls is None else Handshake(make, connections, tls.context)
 
