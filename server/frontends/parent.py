@@ -410,7 +410,7 @@ class FrontendGroup:
             self.metrics.of(engine).plus(frontend.counts[engine] for frontend in self.frontends if frontend.counts)
             for engine in range(len(self.addresses))
         ]
-        return MetricsPool(pages).render()
+        return await in_thread(MetricsPool(pages).render)
 
     async def _collect(self) -> None:
         """Ask every frontend for its counts; one that does not answer in time keeps its last ones."""
