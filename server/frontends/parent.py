@@ -411,7 +411,7 @@ class FrontendGroup:
             self.metrics.of(engine).plus(frontend.counts[engine] for frontend in self.frontends if frontend.counts)
             for engine in range(len(self.addresses))
         ]
-        return MetricsPool(pages).render(view)
+        return await in_thread(functools.partial(MetricsPool(pages).render, view))
 
     async def _collect(self) -> None:
         """Ask every frontend for its counts; one that does not answer in time keeps its last ones."""

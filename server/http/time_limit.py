@@ -34,7 +34,7 @@ def seconds_of_header(request: Request) -> float | None:
     if (header := request.headers.get("x-request-timeout")) is None:
         return None
     try:
-        total = float(header)
+        total = math.nan if "_" in header else float(header)  # which Python's numbers may have
     except ValueError:
         total = math.nan
     if not 0 < total < math.inf:

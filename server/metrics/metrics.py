@@ -309,7 +309,7 @@ class Metrics(Collector):
         http = CounterMetricFamily(
             "http_requests", "Requests answered, by route.", labels=["handler", "method", "status"]
         )
-        for key, count in self._http.items():
+        for key, count in list(self._http.items()):  # the event loop may add to it meanwhile
             http.add_metric(key, count)
         yield http
         yield from self._of_keys()
@@ -339,8 +339,9 @@ class Metrics(Collector):
                 yield family
 
     def _of_keys(self) -> Iterator[Any]:
+        counts = list(self._keys.items())
         for metric, documentation in _OF_KEYS.items():
-            samples = [(name, code, count) for (one, name, code), count in self._keys.items() if one == metric]
+            samples = [(name, code, count) for (one, name, code), count in counts if one == metric]
             if not samples:
                 continue
             labels = ["key", "code"] if metric == "key_requests_refused" else ["key"]

@@ -33,7 +33,7 @@ def test_deadlines(slow_server):
         assert 0 < answer["usage"]["completion_tokens"] < 100
     poll(lambda: slow_server.state.client.num_open == 0)
     assert ask({"t_max_predict_ms": 0, "max_tokens": 2})["choices"][0]["stop_reason"] is None
-    for bad in ("0", "-1", "soon", "inf", "nan"):
+    for bad in ("0", "-1", "soon", "inf", "nan", "1_0"):
         assert is_error(
             slow_server.http.post(CHAT, json={"messages": HELLO}, headers={"X-Request-Timeout": bad}),
             400,

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,9 @@ import pytest
 import yaml
 
 from quire.cli import hash_key
+from quire.configs.config import Config
+from quire.server.keys import ring
+from quire.server.keys.key import digest as key_digest
 from quire.server.keys.key import hashed
 from quire.server.routes import ROUTES
 from tests.helpers.engine.fake_executor import BACKEND
@@ -256,6 +260,21 @@ def test_the_file_is_read_again(server, folder):
     poll(lambda: ask(server, "k-free").status_code == 200)
 
 
+def test_metrics_are_written_down_in_a_thread(server, monkeypatch):
+    """Four series per key: those of ten thousand took the event loop a second."""
+    metrics, threads = server.state.metrics, []
+    render = metrics.render
+
+    def noted(*view) -> bytes:
+        threads.append(threading.current_thread().name)
+        return render(*view)
+
+    monkeypatch.setattr(metrics, "render", noted)
+    answer = server.http.get("/metrics", headers=bearer("k-admin"))
+    assert answer.status_code == 200 and "quire:num_requests_running" in answer.text
+    assert threads[0].startswith("large-work")
+
+
 def test_only_an_admin_key(model_folder):
     with running_server(model_folder, admin_api_key=["boss"]) as running:
         running.wait_ready()
@@ -279,3 +298,31 @@ def test_a_wrong_file_ends_the_start(tmp_path, model_folder):
     command += ["--distributed-executor-backend", BACKEND, "--api-key-file", str(tmp_path / "keys.yaml")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and "missing required field `key`" in ended.stderr
+
+
+def test_ten_thousand_keys(tmp_path, monkeypatch):
+    """A request costs as much as with one; a large file that changes is read in a thread, and takes effect then."""
+    monkeypatch.setattr(ring, "_LOOK_SECONDS", 0.0)
+    path = tmp_path / "keys.yaml"
+    lines = [f"- {{name: user-{i}, key: key-{i}-abcdefgh}}" for i in range(10_000)]
+    path.write_text("\n".join(["keys:", *lines]))
+    keys = ring.KeyRing(Config.from_flat(model="m", api_key_file=str(path), api_key=["plain"]).server)
+    hashed_with: list[bytes] = []
+    monkeypatch.setattr(ring, "digest", lambda text: hashed_with.append(text) or key_digest(text))
+    monkeypatch.setattr(ring.Holder, "__getattribute__", None)  # none of them is looked at
+    assert keys.find(b"nobody's") is None and hashed_with == [b"nobody's"]
+    monkeypatch.undo()
+    monkeypatch.setattr(ring, "_LOOK_SECONDS", 0.0)
+    found = keys.find(b"key-9999-abcdefgh")
+    assert found.key.name == "user-9999" and keys.of_owner(found.owner) is found.key
+    assert keys.find(b"plain").key.name == "key-1"
+    read_in: list[str] = []
+    read = ring.read_keys
+    monkeypatch.setattr(ring, "read_keys", lambda path: read_in.append(threading.current_thread().name) or read(path))
+    path.write_text("\n".join(["keys:", *lines[:-1], "- {name: new, key: the-new-one}"]))
+    poll(lambda: keys.find(b"the-new-one") is not None)
+    assert keys.find(b"key-9999-abcdefgh") is None and read_in[0].startswith("keys")
+    path.write_text("keys: nothing")
+    keys.find(b"plain")
+    assert keys.find(b"the-new-one") is not None  # what cannot be read changes nothing
+    keys.close()
