@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -298,8 +300,7 @@ def test_adapters_of_the_hub_and_files(folder, adapters, expected, tmp_path, mon
 
 
 def test_one_of_the_command_line_that_is_broken_fails_the_start(folder, tmp_path):
-    with running_server(
-        folder, distributed_executor_backend="uniproc", kv_cache_memory_bytes=64 << 20, lora_modules=[f"x={tmp_path}"]
-    ) as server:
-        server.thread.join(60)
-        assert server.exit_code == 1
+    command = [sys.executable, "-m", "quire", "serve", folder, "--port", "0", "--lora-modules", f"x={tmp_path}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1 and "--lora-modules x: there is no adapter_config.json" in ended.stderr
+    assert "loading weights" not in ended.stderr
