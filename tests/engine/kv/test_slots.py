@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 
 import pytest
@@ -91,7 +92,9 @@ def test_a_file_that_is_not_whole_or_of_another_model_is_refused(tmp_path):
     (tmp_path / "torn").write_bytes(data[:-7])
     (tmp_path / "flipped").write_bytes(data[:-7] + bytes([data[-7] ^ 1]) + data[-6:])
     (tmp_path / "link").symlink_to(tmp_path / "x")
-    for name in ("torn", "flipped", "link", "missing"):
+    os.mkfifo(tmp_path / "pipe")  # which nothing writes
+    (tmp_path / "folder").mkdir()
+    for name in ("torn", "flipped", "link", "missing", "pipe", "folder"):
         assert act(engine, "restore", 0, name) == {}
     assert ask(engine, "b") == 40  # what is cached stays as it was
     other = engine_of(tmp_path, block_size=8)

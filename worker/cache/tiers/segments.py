@@ -12,9 +12,11 @@ read: a file that is torn, changed or not ours is a ValueError, and a block with
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 from zlib import crc32
 
 import msgspec
@@ -42,9 +44,18 @@ def encode(fingerprint: bytes, blocks: Sequence[tuple[bytes, bytes]]) -> list[by
     return [prefix + header, *(content for _, content in blocks)]
 
 
+def _open(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a regular file: a link may lead elsewhere, a pipe would wait for a writer. Raises OSError, ValueError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("no regular file")
+    return open(descriptor, "rb", buffering=buffering)
+
+
 def read_places(path: Path, fingerprint: bytes) -> dict[bytes, Place]:
     """The blocks of a file by key. Raises OSError, or ValueError if the file is not a whole one of this engine's."""
-    with path.open("rb") as file:
+    with _open(path) as file:
         if not (prefix := file.read(_PREFIX)):
             raise ValueError("it is empty")
         if len(prefix) < _PREFIX or not prefix.startswith(MAGIC):
@@ -71,7 +82,7 @@ def read_places(path: Path, fingerprint: bytes) -> dict[bytes, Place]:
 
 def read_block(place: Place) -> bytes:
     """The content of a block. Raises OSError, or ValueError if it was changed."""
-    with place.path.open("rb", buffering=0) as file:
+    with _open(place.path, buffering=0) as file:
         file.seek(place.offset)
         content = bytearray()
         while len(content) < place.size and (part := file.read(place.size - len(content))):
