@@ -1,6 +1,6 @@
 """Types and ranges of the keys of config.json, checked once, before anything is computed from them. Torch-free.
 
-A key that is not here is checked by what reads it. null is always allowed: it stands for a default.
+Other keys are checked by the code that reads them. null is always allowed: it stands for a default.
 """
 
 from __future__ import annotations

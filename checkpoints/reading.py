@@ -43,8 +43,8 @@ class KeptReads(dict):
 
 @contextmanager
 def reading(path: str | Path, content: KeptReads | None = None) -> Iterator[None]:
-    """The last resort while the file or folder `path` is read: any error that is no ValueError, of values that nobody
-    expected, becomes one that names `path` and, of `content`, the key that was asked for last.
+    """The last resort while the file or folder `path` is read: any error that is no ValueError, of unexpected
+    values, becomes one that names `path` and, of `content`, the key that was asked for last.
     """
     try:
         yield

@@ -55,8 +55,8 @@ def read_text_limit(folder: Path, transformer: Path, max_positions: int) -> Text
 
 
 def is_shortened(folder: Path, raw: Mapping[str, Any]) -> tuple[bool, list[int]]:
-    """Whether the first numbers of a vector are a vector of the text, too (Matryoshka), and how many there may be, if
-    the files list it.
+    """Return whether the first numbers of a vector are a vector of the text, too (Matryoshka), and how many there may
+    be, if the files list it.
     """
     sizes = raw.get("matryoshka_dimensions")
     if isinstance(sizes, list) and sizes and all(isinstance(size, int) and size > 0 for size in sizes):

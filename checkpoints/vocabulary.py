@@ -1,4 +1,4 @@
-"""Whether two models have the same tokens."""
+"""Compare the tokens of two models."""
 
 from __future__ import annotations
 

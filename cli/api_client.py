@@ -77,7 +77,7 @@ class Server:
             return json.load(response)["data"][0]["id"]
 
     def makes_no_text(self, model: str) -> bool:
-        """Whether the server says so, in Ollama's route; others than quire and Ollama do not."""
+        """Return whether the server says so, in Ollama's route; others than quire and Ollama do not."""
         root = Server(f"{self.parts.scheme}://{self.parts.netloc}/api", None, self.timeout, self.insecure)
         root.headers = self.headers
         try:

@@ -30,7 +30,7 @@ class Loading:
         self.shown.close()
 
     def is_ready(self, address: str) -> bool:
-        """Whether the server at HOST:PORT, or https://HOST:PORT, is ready; shows what it does until then."""
+        """Return whether the server at HOST:PORT, or https://HOST:PORT, is ready; shows what it does until then."""
         health = _health(address)
         if health.get("status") == "ready":
             return True

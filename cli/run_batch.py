@@ -1,6 +1,6 @@
 """`quire run-batch -i in.jsonl -o out.jsonl`: answer the requests of a file, as /v1/batches does, and end.
 
-The state lies in a folder beside the output until the output is complete: after an interruption, kill -9 included, the
+State is kept in a folder next to the output until the output is complete: after an interruption, kill -9 included, the
 same command goes on with the requests that have no answer yet.
 """
 

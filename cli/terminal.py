@@ -38,7 +38,7 @@ class _Message:
         return text
 
     def add(self, line: str) -> bool:
-        """Whether the message is complete with `line`."""
+        """Return whether the message is complete with `line`."""
         if not self.quoted and not self.lines and line.lstrip().startswith(QUOTES):
             self.quoted, line = True, line.lstrip()[len(QUOTES) :]
         if self.quoted:

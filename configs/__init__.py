@@ -1,1 +1,1 @@
-"""Configuration: a leaf package that imports nothing of ours and no torch."""
+"""Configuration: a leaf package that imports neither torch nor other quire packages."""

@@ -154,7 +154,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Which requests run in a step."""
+    """Settings of the scheduler."""
 
     max_num_seqs: int | None = opt(None, "maximum number of requests running at once", everyday=True, minimum=1)
     max_num_batched_tokens: int | None = opt(

@@ -37,7 +37,7 @@ _KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prom
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """Who drafts, and how many tokens: `num_draft` of each request in every step, or None to adapt to what drafts earn.
+    """The drafter and its number of tokens: `num_draft` of each request in every step, or None to adapt to their gain.
 
     `min_match` and `max_match` are how many of the last tokens method ngram looks up.
     """

@@ -26,7 +26,7 @@ class Background:
 
     @property
     def expects_others(self) -> bool:
-        """Whether a request that is not a background one was here lately."""
+        """Return whether a request that is not a background one was here lately."""
         return time.monotonic() - self._last_other < SHORT_STEP_SECONDS
 
     def start_step(self, are_others: bool, num_tokens: int, token_budget: int) -> None:

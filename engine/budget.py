@@ -49,7 +49,7 @@ class StepBudget:
         return max(budget, 0)
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """A waiting request was admitted with so many tokens."""
+        """Count the tokens of a waiting request that was admitted."""
         if request.background:
             self.background.budget -= num_tokens
         if request.tenant in self._parts:

@@ -167,8 +167,8 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the request may use the prefix cache. Prompt logprobs need the logits of every prompt position, and
-        most kinds of pooling its hidden states, so such a request computes its whole prompt once.
+        """Return whether the request may use the prefix cache. Prompt logprobs need the logits of every prompt
+        position, and most kinds of pooling its hidden states, so such a request computes its whole prompt once.
         """
         if self.pools_all:
             return False
@@ -215,7 +215,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only its last known token is left to compute, after its prompt."""
+        """Return whether only its last known token is left to compute, after its prompt."""
         computed = self.num_computed_tokens
         known = len(self.token_ids) + self.num_in_flight
         return known == computed + 1 and computed >= self.num_prompt_tokens

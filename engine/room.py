@@ -1,4 +1,4 @@
-"""Whether a request fits, by rows, adapters, and blocks of the KV cache; and which others it may preempt."""
+"""Decide whether a request fits, by rows, adapters and blocks of the KV cache, and which others it may preempt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Room:
         return sum(map(self.kv.num_expected, self.running))
 
     def can_admit(self, request: Request) -> bool:
-        """Whether a row and enough blocks are free to admit a request."""
+        """Return whether a row and enough blocks are free to admit a request."""
         return (
             len(self.running) < self.max_running
             and self._has_slots(request)
@@ -31,7 +31,7 @@ class Room:
         )
 
     def could_admit(self, request: Request, without: Collection[Request]) -> bool:
-        """Whether a request would fit if the running requests `without` were preempted."""
+        """Return whether a request would fit if the running requests `without` were preempted."""
         if request.num_in_flight or not self._has_slots(request, without):
             return False
         obtainable = sum(self.kv.num_held(other) + self.kv.num_expected(other) for other in without)
@@ -68,7 +68,7 @@ class Room:
         return first if self.can_admit(first) else None
 
     def _has_slots(self, request: Request, without: Collection[Request] = ()) -> bool:
-        """Whether a step may use the adapters of a request in addition to those of the running ones."""
+        """Return whether a step may use the adapters of a request in addition to those of the running ones."""
         if not request.adapters:
             return True
         others = (use.key for other in self.running if other not in without for use in other.adapters)

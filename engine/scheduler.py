@@ -181,7 +181,7 @@ class Scheduler:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether blocks come from lower tiers, for which requests wait."""
+        """Return whether blocks come from lower tiers, for which requests wait."""
         return self.tiers is not None and self.tiers.busy
 
     def _fetch(self) -> None:

@@ -108,7 +108,7 @@ class FairQueue:
 
 
 def fair_parts(needs: dict[str, int], weights: dict[str, float], total: int) -> dict[str, int]:
-    """Divide `total` tokens by weight among tenants, none more than it needs; what one does not need is divided among
+    """Divide `total` tokens by weight among tenants, none more than it needs; the rest of a share is divided among
     the others.
     """
     parts: dict[str, int] = {}

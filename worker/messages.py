@@ -108,7 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
 
     @property
     def excludes_tokens(self) -> bool:
-        """Whether the request itself can exclude every token."""
+        """Return whether the request itself can exclude every token."""
         return any((self.allowed_token_ids, self.bad_words_ids, self.min_tokens, self.logit_bias, self.grammar))
 
 
@@ -144,7 +144,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
 
     @property
     def reads_all(self) -> bool:
-        """Whether the vector depends on the hidden states of all tokens, not of the last one only."""
+        """Return whether the vector depends on the hidden states of all tokens, not of the last one only."""
         return self.method != "lasttoken" or self.whole_prompts
 
 
@@ -174,13 +174,13 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
     @property
     def releases(self) -> bool:
-        """Whether blocks that no later token attends to are released while the request runs."""
+        """Return whether blocks that no later token attends to are released while the request runs."""
         return self.kind in ("window", "chunk")
 
     @property
     def shares_outputs(self) -> bool:
-        """Whether keys and values of an output are those of a prompt with the same tokens, so that later prompts may
-        use them.
+        """Return whether keys and values of an output are those of a prompt with the same tokens, so that later prompts
+        may use them.
         """
         return self.kind != "full" or not self.window
 
@@ -408,7 +408,7 @@ class WorkerCalls(Protocol):
         """The operations in use, the state of faster ones, and since when those are in use (time.time())."""
 
     def wants_memory_back(self, idle: float) -> bool:
-        """Whether the KV cache's memory should be given back, after `idle` seconds without a request."""
+        """Return whether the KV cache's memory should be given back, after `idle` seconds without a request."""
 
     def give_back(self) -> None:
         """Return the KV cache's memory to the system. No block may hold anything that is needed."""

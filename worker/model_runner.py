@@ -441,7 +441,7 @@ class ModelRunner:
 
     @property
     def _records_pieces(self) -> bool:
-        """Whether what lies between the attentions of a step can be recorded."""
+        """Return whether what lies between the attentions of a step can be recorded."""
         latent = any(layer.latent is not None for layer in self.model.spec.layers)
         return self.alone and not latent and MixedGraphs.applies(self.table.groups)
 

@@ -65,7 +65,7 @@ class SmallSums(Protocol):
     """A faster all-reduce of small tensors."""
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether it sums x: it depends on the shape and dtype only, so that all ranks decide alike."""
+        """Return whether it sums x: it depends on the shape and dtype only, so that all ranks decide alike."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""

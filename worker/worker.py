@@ -384,7 +384,7 @@ class Worker:
         return platform.awaits_ops()
 
     def wants_memory_back(self, idle: float) -> bool:
-        """Whether the KV cache's memory should be given back, after `idle` seconds without a request."""
+        """Return whether the KV cache's memory should be given back, after `idle` seconds without a request."""
         return self.runner.platform.wants_memory_back(idle)
 
     def give_back(self) -> None:

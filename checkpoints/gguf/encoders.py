@@ -45,7 +45,7 @@ def modern_bert(m: Metadata) -> Settings:
 
 
 def _period(m: Metadata) -> int:
-    """Of the layers with full attention, the first of which is layer 0."""
+    """Frequency of the layers with full attention; layer 0 is the first."""
     pattern = m.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
         return pattern

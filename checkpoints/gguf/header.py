@@ -66,7 +66,7 @@ class GgufFile:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether the file begins as GGUF files do, whatever its name (Ollama's have none)."""
+    """Return whether the file begins as GGUF files do, whatever its name (Ollama's have none)."""
     try:
         with open(path, "rb") as file:
             return file.read(len(MAGIC)) == MAGIC

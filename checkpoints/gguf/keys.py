@@ -277,7 +277,7 @@ def check_types(metadata: Mapping[str, Any], path: Path) -> None:
 
 def settle_ids(metadata: dict[str, Any], path: Path) -> None:
     """Remove the ids of special tokens that the vocabulary does not have, and add those that llama.cpp takes where the
-    file names none. Of the latter only special tokens count: token 11 of GPT-2's vocabulary is a comma.
+    file names none, as far as they are special tokens: token 11 of GPT-2's vocabulary is a comma.
     """
     count, kinds = len(metadata.get("tokenizer.ggml.tokens") or []), metadata.get("tokenizer.ggml.token_type") or []
     for name in _TOKEN_IDS:

@@ -126,7 +126,7 @@ def tensor_name(name: str, own: Mapping[str, str], num_layers: int | None = None
 
 
 def is_stack(name: str) -> bool:
-    """Whether a tensor is that of several modules: of all experts, or of all streams of Gemma 3n."""
+    """Return whether a tensor is that of several modules: of all experts, or of all streams of Gemma 3n."""
     return any(stack in name for stack in _STACKS)
 
 

@@ -191,7 +191,7 @@ def jamba(m: Metadata) -> Settings:
 
 
 def _somewhere(m: Metadata, tensor: str) -> bool:
-    """Whether a layer has the tensor."""
+    """Return whether a layer has the tensor."""
     return any(name.endswith(f".{tensor}") for name in m.file.tensors)
 
 
@@ -384,7 +384,7 @@ def plamo2(m: Metadata) -> Settings:
 
 
 def plamo2_attends(num_layers: int, step: int) -> list[bool]:
-    """Which layers of a PLaMo 2 attend: one in `step`, or the last."""
+    """Return which layers of a PLaMo 2 attend: one in `step`, or the last."""
     if num_layers <= step // 2:
         return [i == num_layers - 1 for i in range(num_layers)]
     return [i % step == step // 2 for i in range(num_layers)]

@@ -133,7 +133,7 @@ def _add_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[st
 
 
 def _begins(metadata: Mapping[str, Any], kind: str) -> bool:
-    """Whether texts begin with BOS, if the file does not say, as llama.cpp assumes."""
+    """Return whether texts begin with BOS, if the file does not say, as llama.cpp assumes."""
     if kind != "gpt2":
         return kind != "t5"
     return find_split(metadata.get("tokenizer.ggml.pre", "default")).begins

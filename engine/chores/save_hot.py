@@ -43,7 +43,7 @@ class SaveHot(Chore):
             self._report_due = now + WRITTEN_AFTER
 
     def stop(self) -> None:
-        """Write the hot blocks that no request holds. An error ends that, and nothing else."""
+        """Write the hot blocks that no request holds. An error ends the writing and is logged."""
         deadline = time.monotonic() + END_TIMEOUT
         try:
             while time.monotonic() < deadline:

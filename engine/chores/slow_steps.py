@@ -16,7 +16,7 @@ INTERVAL = 60.0  # seconds between warnings
 
 
 class WarnOfSlowSteps(Chore):
-    """Of steps that take `threshold` seconds or more."""
+    """Warn of steps that take `threshold` seconds or more."""
 
     def __init__(self, threshold: float, scheduler: Scheduler):
         self._threshold, self._scheduler = threshold, scheduler

@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent states: at which tokens a step leaves one, beside the state after its last token.
+"""Checkpoints of recurrent states: the tokens at which a step leaves one, besides the state after its last token.
 
 A request holds two pages with states: the next step reads one and writes the other, or the same. A chunk of a prompt
 also leaves its state at *marks*, block boundaries within it, in pages of their own:
@@ -39,7 +39,7 @@ class _Mark:
 
 
 class Checkpoints:
-    """Of the groups with states of `tags`; `finds_shared`: another group tells which prefixes several requests have."""
+    """State checkpoints of the groups named by `tags`; `finds_shared`: another group finds shared prefixes."""
 
     def __init__(self, pool: BlockPool, block_size: int, tags: list[bytes], finds_shared: bool):
         assert len(tags) <= 1, "layers with states form one group"
@@ -132,7 +132,7 @@ class Checkpoints:
     # ---- ends of chunks
 
     def end_chunk(self, request: Request, page: int, key: bytes, block: int) -> None:
-        """The page that the request's last chunk writes is a checkpoint. Of those after the prompt, the one before is
+        """Make the page that the request's last chunk writes a checkpoint. The one before it, after the prompt, is
         dropped unless it is at a multiple of CHECKPOINT_TOKENS.
         """
         self.pending[page] = key, request, block

@@ -1,4 +1,4 @@
-"""Which blocks came into the pool and which left it, as vLLM's KV cache events, from which routers learn where a prefix
+"""Log the blocks that enter and leave the pool as vLLM's KV cache events, from which routers learn where a prefix
 is cached. `publisher.py` sends them.
 
 A block's hash on the wire is a number, the last 8 bytes of its hash. `BlockStored` has the tokens of its blocks and the

@@ -211,7 +211,7 @@ class KVCacheManager:
 
     @property
     def has_states_for_one_more(self) -> bool:
-        """Whether the pages with states that another request holds at once are free."""
+        """Return whether the pages with states that another request holds at once are free."""
         return not self.has_states or self.pool.num_free_states >= 2
 
     def awaits_checkpoint(self, request: Request, match: Match) -> bool:

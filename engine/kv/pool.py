@@ -54,7 +54,7 @@ class BlockPool:
         self._unpublished: list[Callable[[int, bytes], None]] = []
 
     def observe(self, observer: PoolObserver) -> None:
-        """Tell an observer of what happens from now on."""
+        """Report later changes to an observer."""
         self._observers.append(observer)
         for name in ("published", "taken", "unpublished"):
             if getattr(type(observer), name) is not getattr(PoolObserver, name):

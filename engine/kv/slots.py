@@ -25,7 +25,7 @@ from quire.worker.messages import SlotCalls, SlotReport
 
 @dataclass(slots=True)
 class Slot:
-    """The prompt and the outputs of a request, and what else its blocks depend on."""
+    """The prompt and the outputs of a request, and the other values on which its blocks depend."""
 
     token_ids: array = field(default_factory=lambda: array("I"))
     cache_salt: str | None = None

@@ -104,7 +104,7 @@ class Tiers:
 
     @property
     def busy(self) -> bool:
-        """Whether blocks are being fetched."""
+        """Return whether blocks are being fetched."""
         return bool(self._fetches)
 
     @property
@@ -147,7 +147,7 @@ class Tiers:
     # ---- up
 
     def begin(self, request: Request, num_free: int, num_free_states: int, unsettled: set[int]) -> bool:
-        """Start to fetch what lengthens the cached prefix of a waiting request, with at most so many free blocks.
+        """Start to fetch blocks that extend the cached prefix of a waiting request, within a limit of free blocks.
         Returns whether the request has to wait for it.
         """
         if not self.keep or time.monotonic() < self._paused_until:

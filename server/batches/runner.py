@@ -170,7 +170,7 @@ class Batches:
 
 
 def _is_shared(state: Host) -> bool:
-    """Whether the requests of several API keys are told apart."""
+    """Return whether the requests of several API keys are told apart."""
     server = state.config.server
     return len(set(server.api_key)) > 1 or server.api_key_file is not None
 

@@ -383,7 +383,7 @@ class EngineClient:
 
     @property
     def _is_held(self) -> bool:
-        """Whether new requests wait, because suspects are on trial here or in another frontend."""
+        """Return whether new requests wait, because suspects are on trial here or in another frontend."""
         return self._quarantine.active or (self._turn is not None and self._turn != self._frontend)
 
     def _submit(self, entries: list[_Open]) -> None:

@@ -46,7 +46,7 @@ class Quarantine:
 
     @property
     def active(self) -> bool:
-        """Whether suspects are on trial or wait for a trial."""
+        """Return whether suspects are on trial or wait for a trial."""
         return bool(self._trial or self._groups)
 
     def on_death(self, batch: list[Suspect]) -> None:

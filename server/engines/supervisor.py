@@ -131,7 +131,7 @@ class Supervisor:
         self.engine.kill()
 
     def _is_busy(self) -> bool:
-        """Whether the engine should be running steps. Loading has no limit: a disk may be arbitrarily slow."""
+        """Return whether the engine should be running steps. Loading has no limit: a disk may be arbitrarily slow."""
         if self.client.ready is None:
             return self.client.progress is not None and self.client.progress.phase == "warming up"
         return self.client.load > 0

@@ -83,7 +83,7 @@ class Frontend:
 
     @property
     def chats(self) -> bool:
-        """Whether the model has a chat template."""
+        """Return whether the model has a chat template."""
         return bool(self.state.tokenizer and self.state.tokenizer.chat_templates)
 
     # ---- start

@@ -20,7 +20,7 @@ class FrontendHandle(Protocol):
 
     @property
     def chats(self) -> bool:
-        """Whether the model has a chat template; known once it is loaded."""
+        """Return whether the model has a chat template; known once it is loaded."""
 
     async def serve(self) -> None:
         """Accept connections until `end`."""

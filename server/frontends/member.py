@@ -199,7 +199,7 @@ class ManagedFrontend:
                 last = counts
 
     def _parent_stalls(self) -> bool:
-        """Whether the parent is not reading. Periodic reports can then be skipped."""
+        """Return whether the parent is not reading. Periodic reports can then be skipped."""
         return self.channel.num_queued > MAX_QUEUED
 
     def _counts(self) -> list:

@@ -37,7 +37,7 @@ NO_DEADLINES = Deadlines()
 
 
 async def all_wait(client: EngineHandle, request_ids: Sequence[str]) -> bool:
-    """Whether no choice of a request has been scheduled yet."""
+    """Return whether no choice of a request has been scheduled yet."""
     try:
         found = await client.call_each(EngineCalls.waiting, list(request_ids), timeout=_ANSWER_SECONDS)
     except TimeoutError:

@@ -98,7 +98,7 @@ def _untyped(body: bytes) -> Any:
 
 
 def is_left_out(item: Json) -> bool:
-    """Whether `item` is of a type that is ignored like an unknown field (the class's pattern `left_out`)."""
+    """Return whether `item` is of a type that is ignored like an unknown field (the class's pattern `left_out`)."""
     pattern = getattr(type(item), "left_out", None)
     return pattern is not None and pattern.fullmatch(item.type) is not None
 
@@ -110,7 +110,7 @@ def _why(error: ValueError, body: bytes) -> str:
 
 
 def _may_have_more_members(body: bytes, limit: int) -> bool:
-    """Whether the body has more colons and more strings than `limit`; every member has one of each."""
+    """Return whether the body has more colons and more strings than `limit`; every member has one of each."""
     if body.count(b":") <= limit:
         return False
     without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # strings may contain colons and escaped quotes
@@ -118,7 +118,7 @@ def _may_have_more_members(body: bytes, limit: int) -> bool:
 
 
 def deeper_than(value: Json, levels: int) -> bool:
-    """Whether JSON data has more levels of objects and lists."""
+    """Return whether JSON data has more levels of objects and lists."""
     if not isinstance(value, (dict, list)):
         return False
     if levels == 0:

@@ -118,8 +118,8 @@ def require_deliberate(request: Request) -> None:
 
 
 def _is_ollama_client(request: Request) -> bool:
-    """Whether a body for Ollama's API, whose clients often send another type, comes from a program: web pages always
-    send an Origin.
+    """Return whether a body for Ollama's API, whose clients often send another type, comes from a program: web pages
+    always send an Origin.
     """
     from_page = any(name in request.headers for name in ("origin", "sec-fetch-site"))
     return request.url.path.startswith("/api/") and not from_page

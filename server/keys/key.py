@@ -40,7 +40,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def is_limited(self) -> bool:
-        """Whether its requests have to be counted."""
+        """Return whether its requests have to be counted."""
         per_minute = self.requests_per_minute or self.tokens_per_minute
         return bool(per_minute or self.max_concurrent_requests or self.tokens_per_day)
 

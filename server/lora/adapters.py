@@ -143,7 +143,7 @@ class Adapters(Served):
         return adapter
 
     def _is_inside(self, folder: Path) -> bool:
-        """Whether a folder without links is an allowed one or below one, with all that is read of it."""
+        """Return whether a folder without links is an allowed one or below one, with all that is read of it."""
         inside = any(folder == root or folder.is_relative_to(root) for root in self._allowed)
         return inside and _stays_inside(folder, self._allowed)
 
@@ -198,7 +198,7 @@ async def _load_into(client: EngineHandle, adapter: Adapter) -> None:
 
 
 def _stays_inside(folder: Path, allowed: Sequence[Path]) -> bool:
-    """Whether the files of an adapter, too, are within the allowed folders: a link may lead out."""
+    """Return whether the files of an adapter, too, are within the allowed folders: a link may lead out."""
     try:
         names = [entry.name for entry in os.scandir(folder)] if folder.is_dir() else []
     except OSError:

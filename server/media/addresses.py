@@ -10,8 +10,8 @@ _NOT_PUBLIC = [ipaddress.ip_network("192.0.0.0/24")]  # which older Pythons take
 
 
 def is_public(text: str) -> bool:
-    """Whether `text`, an address as the resolver returns it, is of the public internet, and so is every IPv4 address
-    that it stands for.
+    """Return whether `text`, an address as the resolver returns it, is of the public internet, and so is every IPv4
+    address that it stands for.
     """
     try:
         address = ipaddress.ip_address(text)  # with a zone ("fe80::1%eth0") it is never global

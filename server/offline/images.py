@@ -69,7 +69,7 @@ def take_pictures(content: Json, path: str) -> tuple[Any, dict[int, ImageInput]]
 
 
 def has_images(spec: GenerationSpec) -> bool:
-    """Whether a prompt's images must be loaded before it is prepared."""
+    """Return whether a prompt's images must be loaded before it is prepared."""
     return bool(spec.prompts.images if isinstance(spec.prompts, Conversation) else spec.images)
 
 

@@ -41,7 +41,7 @@ class ArgumentTypes:
         return self._types(self._properties.get(name), _MAX_DEPTH)
 
     def is_text(self, name: str) -> bool:
-        """Whether the argument is always a string, so that its text can be handed out as it arrives."""
+        """Return whether the argument is always a string, so that its text can be handed out as it arrives."""
         return self.types(name) == {"string"}
 
     def _types(self, schema: Json, depth: int) -> frozenset[str]:

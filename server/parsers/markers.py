@@ -47,7 +47,7 @@ class CodeSpans:
         self._line_is_blank = True
 
     def inside(self, space: str) -> bool:
-        """Whether a marker that follows the text and then the white space `space` is in code."""
+        """Return whether a marker that follows the text and then the white space `space` is in code."""
         self._end_run(space[:1])
         return bool(self._fence or (self._span and "\n" not in space))
 

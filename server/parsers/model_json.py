@@ -31,7 +31,7 @@ def without_halves(json_text: str) -> str:
 
 
 def has_half(text: str) -> bool:
-    """Whether the text has half of a surrogate pair, which UTF-8 cannot encode."""
+    """Return whether the text has half of a surrogate pair, which UTF-8 cannot encode."""
     return not text.isascii() and _HALF.search(text) is not None
 
 

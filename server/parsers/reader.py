@@ -161,7 +161,7 @@ class Reader:
         return True
 
     def sees(self, string: str) -> Wait[bool]:
-        """Whether the unread text begins with `string`. Waits only as long as it may."""
+        """Return whether the unread text begins with `string`. Waits only as long as it may."""
         while True:
             rest = self.text[self.position : self.position + len(string)]
             if len(rest) == len(string) or not string.startswith(rest):
@@ -287,8 +287,8 @@ class Reader:
             self._held = None
 
     def follows(self, offset: int, strings: Sequence[str]) -> Wait[bool]:
-        """Whether one of `strings` follows `offset` characters from here, after at most SPACE_LIMIT characters of white
-        space. Raises Cut.
+        """Return whether one of `strings` follows `offset` characters from here, after at most SPACE_LIMIT characters
+        of white space. Raises Cut.
         """
         limit = SPACE_LIMIT + max(map(len, strings))
         while True:
@@ -302,8 +302,8 @@ class Reader:
             yield from self.need()
 
     def quoted(self, size: int, pattern: re.Pattern) -> Wait[bool]:
-        """Whether the marker of `size` characters that is next is text of a value that goes on: the first match of
-        `pattern` after it has the group `end`, or is far away.
+        """Return whether the marker of `size` characters that is next is text of a value that goes on: the first match
+        of `pattern` after it has the group `end`, or is far away.
         """
         while True:
             ahead = self.text[self.position + size : self.position + QUOTED_LIMIT]

@@ -193,7 +193,7 @@ def _budget(budget: int | None, opened: bool, structure: Structure | None, forma
 
 
 def _opened(prompt: str, conversation: Conversation, formats: Formats) -> bool:
-    """Whether the answer begins within thoughts."""
+    """Return whether the answer begins within thoughts."""
     if formats.reasoning is None:
         return False
     if conversation.continue_final_message:
@@ -209,5 +209,5 @@ def text_of(message: dict[str, Any]) -> str:
 
 
 def _closed(prompt: str, formats: Formats) -> bool:
-    """Whether the prompt says that the model shall not think: it ends with thoughts that have ended."""
+    """Return whether the prompt says that the model shall not think: it ends with thoughts that have ended."""
     return formats.reasoning is None or prompt.rstrip().endswith(formats.reasoning.end)

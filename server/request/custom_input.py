@@ -50,5 +50,5 @@ class CustomInput:
 
 
 def _may_open(text: str) -> bool:
-    """Whether more text may make this the beginning of the object."""
+    """Return whether more text may make this the beginning of the object."""
     return '{"input":"'.startswith("".join(text.split()))

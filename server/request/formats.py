@@ -75,7 +75,7 @@ def choose_formats(server: ServerConfig, tokenizer: Tokenizer) -> Formats:
 
 
 def _generic(server: ServerConfig, tokenizer: Tokenizer) -> tuple[bool, str]:
-    """Whether tools are described in a prompt of the server's own, and why. Raises ValueError for a setting."""
+    """Return whether tools are described in a prompt of the server's own, and why. Raises ValueError for a setting."""
     # computes what the templates print now, not during the first request
     supports = [compile_template(source).tool_support for source in tokenizer.chat_templates.values()]
     if server.generic_tool_prompt:

@@ -201,7 +201,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_systems_anywhere(self) -> bool:
-        """Whether the template prints several system messages, and late ones."""
+        """Return whether the template prints several system messages, and late ones."""
         return probe_systems(self._probe)
 
     def _probe(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> str | None:
@@ -290,7 +290,7 @@ class ChatTemplate:
 
 
 def _is_image(part: Json) -> bool:
-    """Whether `part` is one that `image_part` may return."""
+    """Return whether `part` is one that `image_part` may return."""
     return part in _IMAGE_PARTS
 
 

@@ -97,13 +97,14 @@ def with_no_content(message: dict[str, Any], form: str) -> dict[str, Any]:
 
 
 def _prints_result(text: str) -> bool:
-    """Whether the result is there, and nothing of the call."""
+    """Return whether the result is there, and nothing of the call."""
     call = text[text.rfind("qzask") :]
     return "qzresult" in call and not any(word in call for word in ("qzvalue", "None", "null"))
 
 
 def _prints_call(text: str, support: ToolSupport) -> bool:
-    """Whether the call is there as the model would write it: no Python repr, no JSON text quoted a second time."""
+    """Return whether the call is there as the model would write it: no Python repr, no JSON text quoted a second time.
+    """
     call = text[text.rfind("qzask") :]
     wrong = ["'qzkey'", '\\"qzkey'] + ["None"] * (support.no_content == "null")
     return "qzvalue" in call and "qzresult" in call and not any(form in call for form in wrong)

@@ -356,7 +356,7 @@ def _added_tokens_file(folder: Path, config: Mapping[str, Any]) -> dict[int, Add
 
 
 def _is_legacy_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> bool:
-    """Whether transformers replaces the pipeline in this tokenizer.json with the one of its LlamaTokenizer.
+    """Return whether transformers replaces the pipeline in this tokenizer.json with the one of its LlamaTokenizer.
 
     It does so since version 5.
     """

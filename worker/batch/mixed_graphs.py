@@ -81,7 +81,7 @@ class MixedGraphs:
 
     @staticmethod
     def applies(groups: Sequence[CacheGroup]) -> bool:
-        """Whether all layers attend, over the tokens as the step has them."""
+        """Return whether all layers attend, over the tokens as the step has them."""
         return all(group.kind in ("full", "window") and group.shares_outputs for group in groups)
 
     def padded_size(self, step: StepInput) -> int:

@@ -54,7 +54,7 @@ class StatePages:
             backend.cuts = {**cuts, **spares}
 
     def in_place(self, rows: Sequence[int]) -> list[bool]:
-        """Whether a step updates the page of each of `rows` in place. Waits for the device."""
+        """Return whether a step updates the page of each of `rows` in place. Waits for the device."""
         if self.group is None:
             return [False] * len(rows)
         return [read == write for read, write in self.table.block_tables[self.group, list(rows), :2].tolist()]

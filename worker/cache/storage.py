@@ -32,7 +32,7 @@ class KVStorage:
 
     @property
     def scaled(self) -> bool:
-        """Whether elements have scales."""
+        """Return whether elements have scales."""
         return self.dtype in LARGEST
 
     @property

@@ -136,7 +136,7 @@ def _calibrated(wide: Path, narrow: Path) -> float | None:
 
 
 def is_supported_machine() -> bool:
-    """Whether there are levels for this kind of machine at all."""
+    """Return whether there are levels for this kind of machine at all."""
     return platform.machine() in ("x86_64", "AMD64") and sys.platform == "linux"
 
 
@@ -159,7 +159,9 @@ def _cpuinfo(key: str) -> str:
 
 @cache
 def _amx_permitted() -> bool:
-    """Whether Linux permits this process to use the tile registers. Same request as `amx_permitted` in csrc/amx.h."""
+    """Return whether Linux permits this process to use the tile registers. Same request as `amx_permitted` in
+    csrc/amx.h.
+    """
     return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0  # SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 
 
@@ -244,7 +246,7 @@ def build(level: str, folder: Path, wait: bool = True, report: Report | None = N
 
 
 def is_being_built(target: Path) -> bool:
-    """Whether a process is building the library `target` now."""
+    """Return whether a process is building the library `target` now."""
     try:
         with open(_lock_of(target), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -157,7 +157,7 @@ _NATIVE = NativeOps()  # stateless
 
 
 def _narrow(by_default: bool) -> bool:
-    """Whether products with a quantized weight round activations to 8 bits."""
+    """Return whether products with a quantized weight round activations to 8 bits."""
     return by_default if KERNELS.activation_bits is None else KERNELS.activation_bits == 8
 
 
@@ -181,7 +181,7 @@ def native_ops() -> NativeOps | None:
 
 
 def building() -> bool:
-    """Whether a background build is running or its end has not been polled yet."""
+    """Return whether a background build is running or its end has not been polled yet."""
     return KERNELS.building
 
 

@@ -100,7 +100,7 @@ class SegmentsLora:
         self._tables: dict[str, tuple[Adapted, Array | None, list[PackedLora]]] = {}
 
     def takes(self, step: StepLora) -> bool:
-        """Whether the adapters of a step have matrices for these layers only."""
+        """Return whether the adapters of a step have matrices for these layers only."""
         return all(self._table(rows.key, step) is not None for rows in step.rows)
 
     def args(self, step: StepLora, groups: Sequence[LoraRows]) -> Array:

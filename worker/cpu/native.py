@@ -358,12 +358,12 @@ class Kernels:
         return False
 
     def serve(self, device: torch.device) -> bool:
-        """Whether the library is loaded and `device` is the CPU."""
+        """Return whether the library is loaded and `device` is the CPU."""
         return self.lib is not None and device.type == "cpu"
 
     @property
     def building(self) -> bool:
-        """Whether a background build is running or its end has not been polled yet."""
+        """Return whether a background build is running or its end has not been polled yet."""
         return self._build is not None
 
     def give_up(self, reason: str) -> None:

@@ -277,7 +277,7 @@ class QuantizedLinear(_NativeLinear):
 
     @staticmethod
     def supports(group: int, num_groups: int = 2) -> bool:
-        """Whether there are kernels for groups of this size, or for a single group."""
+        """Return whether there are kernels for groups of this size, or for a single group."""
         return num_groups == 1 or group in (32, 64, 128) or group % 256 == 0
 
     @classmethod
@@ -359,7 +359,7 @@ class QuantizedLinear(_NativeLinear):
 
     @property
     def is_bytes(self) -> bool:
-        """Whether the weight is scale * integer of 8 bits, multiplied by activations of 16 bits."""
+        """Return whether the weight is scale * integer of 8 bits, multiplied by activations of 16 bits."""
         return self._args.kind == _INTEGERS[8].number and self.offsets is None and not self.narrow
 
     @property

@@ -220,7 +220,7 @@ def attention_reason(head_dim: int, v_dim: int, dtype: torch.dtype) -> str | Non
 
 
 def has_amx() -> bool:
-    """Whether the loaded library multiplies with AMX."""
+    """Return whether the loaded library multiplies with AMX."""
     return KERNELS.level == "amx"
 
 

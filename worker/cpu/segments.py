@@ -89,7 +89,7 @@ class Segments:
         return cls(layers, parts, mlps, final_norm)
 
     def fits(self, layer: nn.Module) -> bool:
-        """Whether the first layer, `layer`, still has the same cache."""
+        """Return whether the first layer, `layer`, still has the same cache."""
         return _cache(layer) is self.cache
 
     def run(
@@ -147,7 +147,7 @@ class Segments:
         return result
 
     def takes(self, lora: StepLora) -> bool:
-        """Whether the adapters of a step have matrices for the layers' linear layers only."""
+        """Return whether the adapters of a step have matrices for the layers' linear layers only."""
         return self.lora.takes(lora)
 
     def _adapters(self, lora: StepLora | None, fewer: bool) -> tuple[_Groups, _Groups]:
@@ -369,7 +369,7 @@ def _adapted(layer: nn.Module) -> tuple[Linear | None, ...]:
 
 
 def _attends(layer: nn.Module) -> bool:
-    """Whether the layer has an attention that is native as a whole."""
+    """Return whether the layer has an attention that is native as a whole."""
     return layer.self_attn.native_twin == "attention"
 
 
@@ -380,8 +380,8 @@ def _cache(layer: nn.Module) -> object:
 
 
 def _opted_in(layer: nn.Module, norm: type[Norm]) -> bool:
-    """Whether the classes of a decoder layer and its parts declare that the native code computes their `forward`, and
-    all norms are of the class `norm`.
+    """Return whether the classes of a decoder layer and its parts declare that the native code computes their
+    `forward`, and all norms are of the class `norm`.
 
     A class declares it with `native_twin` in its own body, so a subclass that overrides something does not inherit it.
     """

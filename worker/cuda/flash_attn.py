@@ -98,7 +98,8 @@ class _FlashAttention(AttentionBackend):
 
 
 def triton_decodes(q: torch.Tensor, num_kv_heads: int) -> bool:
-    """Whether the Triton kernel works and is faster for a step of one token per request, q `[T, num_heads, head_dim]`.
+    """Return whether the Triton kernel works and is faster for a step of one token per request, q `[T, num_heads,
+    head_dim]`.
 
     On an H200 (`benchmarks/gpu.py attention`) it is where its programs, one per request and KV head, fill the device
     three times (1.1 x for requests of 1,100 tokens, 1.8 x for 128), and for heads of 64 (1.1 to 3 x). With fewer

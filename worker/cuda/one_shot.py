@@ -69,7 +69,7 @@ class OneShot:
         self._library.rendezvous(self._buffer, group)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether to sum x here: the same on all ranks, whose tensors have one shape and dtype."""
+        """Return whether to sum x here: the same on all ranks, whose tensors have one shape and dtype."""
         fits = 0 < x.nbytes <= self.most and x.nbytes % _ALIGNED == 0
         return fits and x.dtype in _TYPES and x.is_contiguous()
 

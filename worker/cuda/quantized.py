@@ -140,7 +140,7 @@ class Float8Channels(TritonGroups):
 
     @staticmethod
     def fits(groups: Groups) -> bool:
-        """Whether torch multiplies such a weight."""
+        """Return whether torch multiplies such a weight."""
         n, k = groups.values.shape
         return _are_floats8(groups) and groups.scales.shape[1] == 1 and n % 16 == 0 and k % 16 == 0
 
@@ -155,7 +155,7 @@ class Float8Blocks(Float8Channels):
 
     @staticmethod
     def fits(groups: Groups) -> bool:
-        """Whether the kernel multiplies such a weight."""
+        """Return whether the kernel multiplies such a weight."""
         whole = groups.values.shape[1] % BLOCK == 0 and groups.scales.dtype.itemsize > 1
         return _are_floats8(groups) and groups.scales.shape[1] > 1 and groups.group == BLOCK and whole
 

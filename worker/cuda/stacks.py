@@ -50,7 +50,7 @@ def _method(layer: Linear) -> object:
 
 
 def _alike(layers: Sequence[Linear]) -> bool:
-    """Whether the weights of the layers can be stacked."""
+    """Return whether the weights of the layers can be stacked."""
     return len({_kind(layer) for layer in layers}) == 1 and _kind(layers[0]) is not None
 
 

@@ -71,7 +71,7 @@ class StepLora:
 
     @property
     def applies(self) -> bool:
-        """Whether any row of the step has an adapter."""
+        """Return whether any row of the step has an adapter."""
         return bool(self.rows) or self.recorded is not None
 
     def of(self, num_rows: int) -> list[LoraRows]:
@@ -105,7 +105,7 @@ class LinearLora:
         self.slots: Any = None  # `LayerSlots`, if steps are recorded
 
     def applies(self) -> bool:
-        """Whether an adapter of the step has matrices for this layer."""
+        """Return whether an adapter of the step has matrices for this layer."""
         return self.step.recorded is not None or any(rows.key in self.weights for rows in self.step.rows)
 
     def add(self, x: torch.Tensor, out: torch.Tensor, ops: LayerOps | None) -> torch.Tensor:

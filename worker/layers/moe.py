@@ -214,7 +214,7 @@ def _down_proj(hidden_size: int, moe: MoESpec, prefix: str, weights: WeightForma
 
 
 def forms(moe: MoESpec) -> tuple[bool, bool]:
-    """Whether tensors of all experts are transposed: first as the family has them, then the other way."""
+    """Return whether tensors of all experts are transposed: first as the family has them, then the other way."""
     return moe.transposed, not moe.transposed
 
 

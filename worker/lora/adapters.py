@@ -191,7 +191,9 @@ class Adapters:
 
     @property
     def fit_slots(self) -> bool:
-        """Whether a recorded step can compute this one: no row has two adapters, and none has matrices for experts."""
+        """Return whether a recorded step can compute this one: no row has two adapters, and none has matrices for
+        experts.
+        """
         return not self._several and all(key in self._slots.keys for key in self._tokens)
 
     def fill_slots(self, size: int) -> None:

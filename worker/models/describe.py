@@ -39,7 +39,7 @@ def cache_kinds(spec: ModelSpec) -> str:
 
 
 def has_stages(spec: ModelSpec) -> bool:
-    """Whether the layers can be divided into pipeline stages."""
+    """Return whether the layers can be divided into pipeline stages."""
     return not spec.is_encoder
 
 

@@ -93,5 +93,7 @@ class MuseGlimmer(CausalLM):
 
 
 def _is_still(values: dict[str, Any], index: int) -> bool:
-    """Whether layer `index` has no rotary embedding if config.json does not say so: every fourth one from the end."""
+    """Return whether layer `index` has no rotary embedding if config.json does not say so: every fourth one from the
+    end.
+    """
     return (values["num_hidden_layers"] - 1 - index) % 4 == 0

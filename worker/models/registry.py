@@ -201,7 +201,7 @@ def _read_spec(folder: str, raw: dict[str, Any], implementation: str, images: bo
 
 
 def _is_foreign(raw: dict[str, Any]) -> bool:
-    """Whether config.json names architectures, but none that quire has a file for."""
+    """Return whether config.json names architectures, but none that quire has a file for."""
     names = set(raw.get("architectures") or [])
     return bool(names) and not names & (MODELS.keys() | WRAPPERS.keys())
 

@@ -62,7 +62,7 @@ class Platform(ABC):
         return DTYPES[name], "dtype of the checkpoint" if requested == "auto" else "as requested"
 
     def prefers_bfloat16(self) -> bool:
-        """Whether encoders in float32 are better computed in bfloat16, where their embeddings allow it."""
+        """Return whether encoders in float32 are better computed in bfloat16, where their embeddings allow it."""
         return False
 
     @abstractmethod
@@ -126,7 +126,7 @@ class Platform(ABC):
             logger.warning("servers started on this machine will not know our memory plan: %s", error)
 
     def wants_memory_back(self, idle: float) -> bool:
-        """Whether the KV cache's memory should be given back, after `idle` seconds without a request."""
+        """Return whether the KV cache's memory should be given back, after `idle` seconds without a request."""
         return False
 
     def memory_short(self) -> int:

@@ -47,7 +47,7 @@ class Format:
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether servers are to round the inputs of the weights to 8 bits as well, per token."""
+        """Return whether servers are to round the inputs of the weights to 8 bits as well, per token."""
         return self.name in ("fp8", "w8a8")
 
     @property

@@ -178,7 +178,7 @@ class Sampler:
         return self.fused is not None and self._only_tokens(batch)
 
     def _only_tokens(self, batch: SamplingBatch) -> bool:
-        """Whether nothing changes the logits of a step, and nobody wants log-probabilities."""
+        """Return whether nothing changes the logits of a step, and nobody wants log-probabilities."""
         return (
             not self.logprobs.requested(batch)
             and not any(processor.needed(batch) for processor in self.processors)

@@ -79,7 +79,7 @@ class EndOfThinking(LogitsProcessor):
         num_ends = torch.nn.functional.pad(ends.int().cumsum(1), (1, 0))  # that begin before each place
 
         def ended(start: torch.Tensor, num_tokens: int) -> torch.Tensor:
-            """Whether an end marker is among the `num_tokens` tokens from each place on."""
+            """Return whether an end marker is among the `num_tokens` tokens from each place on."""
             after = start + max(num_tokens - num_end + 1, 0)
             return (
                 num_ends[:, after.clamp(max=num_ends.shape[1] - 1)]

@@ -120,17 +120,17 @@ class ModelSpec:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether tokens attend to later ones, so that a prompt must be computed in one step."""
+        """Return whether tokens attend to later ones, so that a prompt must be computed in one step."""
         return any(layer.mixer == "bidirectional" for layer in self.layers)
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep a recurrent state."""
+        """Return whether some layers keep a recurrent state."""
         return any(layer.state for layer in self.layers)
 
     @property
     def has_lm_head(self) -> bool:
-        """Whether the model generates text: its architecture is not a bare model, an encoder or a classifier."""
+        """Return whether the model generates text: its architecture is not a bare model, an encoder or a classifier."""
         name = self.architecture.removesuffix("LMHeadModel")
         return not name.endswith(("Model", "ForSequenceClassification", "ForMaskedLM"))
 
@@ -177,7 +177,9 @@ def with_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _has_packed_weights(folder: str) -> bool:
-    """Whether there are tensors as GPTQ and AWQ name them: a plain model may have their tools' settings beside it."""
+    """Return whether there are tensors as GPTQ and AWQ name them: a plain model may have their tools' settings beside
+    it.
+    """
     return any(name.endswith(".qweight") for name, _ in _stored_tensors(folder))
 
 
@@ -223,7 +225,7 @@ def dtype_of_weights(folder: str) -> str:
 
 
 def has_tensor(folder: str, end: str) -> bool:
-    """Whether the name of a tensor in the files is `end`, or ends with "." and it."""
+    """Return whether the name of a tensor in the files is `end`, or ends with "." and it."""
     return any(f".{name}".endswith(f".{end}") for name, _ in _stored_tensors(folder))
 
 

@@ -29,7 +29,7 @@ class RoutingSpec:
 
     @property
     def bounds_groups(self) -> bool:
-        """Whether the experts are chosen from some of the groups only."""
+        """Return whether the experts are chosen from some of the groups only."""
         return self.num_groups > 1 and self.top_groups < self.num_groups
 
 

@@ -186,7 +186,7 @@ class RotaryEmbeddings(nn.Module):
 
     @property
     def scales_queries(self) -> bool:
-        """Whether queries of some layers are multiplied by a factor that depends on their position."""
+        """Return whether queries of some layers are multiplied by a factor that depends on their position."""
         rotated = any(table.query_scale is not None for table in self.tables.values())
         return rotated or self.still_query_scale is not None
 

@@ -181,7 +181,7 @@ class MoE(nn.Module):
         return self.group.all_reduce(out)
 
     def has_elsewhere(self, name: str, names: TensorNames) -> bool:
-        """Whether the tensor `name` of the files belongs to an expert of another rank."""
+        """Return whether the tensor `name` of the files belongs to an expert of another rank."""
         start, end = names.in_file(f"{self.prefix}.experts.#.").split("#")
         match = re.match(rf"{re.escape(start)}(\d+){re.escape(end)}", name)
         return match is not None and int(match[1]) not in self.experts.local and int(match[1]) < self.num_experts

@@ -43,7 +43,7 @@ class MoEFamily:
 
     @classmethod
     def is_sparse(cls, values: dict[str, Any], index: int) -> bool:
-        """Whether layer `index` has experts."""
+        """Return whether layer `index` has experts."""
         if kinds := values.get("mlp_layer_types"):
             return kinds[index] == "sparse"
         step, dense = values["decoder_sparse_step"], values["mlp_only_layers"] or []

@@ -85,7 +85,7 @@ class TensorNames:
         return next((found for found in candidates if found in self.files), name)
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a tensor of the files is not needed."""
+        """Return whether a tensor of the files is not needed."""
         return any(re.search(pattern, name) for pattern in (*_IGNORED, *self.ignored))
 
     @cached_property
@@ -99,5 +99,5 @@ class TensorNames:
         return int(match[1]) if match else None
 
     def drafts(self, layer: int) -> bool:
-        """Whether layer `layer` of the files drafts tokens: it reads a hidden state and an embedding."""
+        """Return whether layer `layer` of the files drafts tokens: it reads a hidden state and an embedding."""
         return self.in_file(f"model.layers.{layer}.eh_proj.weight") in self.files

@@ -93,7 +93,7 @@ class Checkpoint:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def holds(self, parts: Iterable[Part]) -> bool:
-        """Whether the files have the tensors of `parts`, in their shapes."""
+        """Return whether the files have the tensors of `parts`, in their shapes."""
         return all(part.name in self._file_of and self.shape(part.name) == part.shape for part in parts)
 
     def check(
@@ -165,7 +165,7 @@ class Checkpoint:
 
 
 def _same_shape(found: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether the shapes agree but for dimensions of one entry, which writers of scales add and leave out."""
+    """Return whether the shapes agree but for dimensions of one entry, which writers of scales add and leave out."""
     if ANY_LENGTH in wanted:
         return len(found) == len(wanted)
     return [n for n in found if n != 1] == [n for n in wanted if n != 1]

@@ -135,7 +135,7 @@ class ChatAnswer(Answer):
         )
 
     def _with_tokens(self) -> bool:
-        """Whether every token must be reported, in addition to the text."""
+        """Return whether every token must be reported, in addition to the text."""
         return bool(self.body.logprobs or self.body.return_token_ids or self.running_usage)
 
     def _token_event(self, delta: Delta, content: ChatDelta) -> bytes:

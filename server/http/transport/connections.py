@@ -125,7 +125,7 @@ class Connection(H11Protocol):
 
     @property
     def body_unread(self) -> bool:
-        """Whether the client has not sent all of the current request; an answer then ends the connection."""
+        """Return whether the client has not sent all of the current request; an answer then ends the connection."""
         return self.conn.their_state is h11.SEND_BODY
 
     @property

@@ -49,6 +49,6 @@ class ReasoningFormat:
         return self.tokens or (self.begin, self.end)
 
     def opened(self, prompt: str) -> bool:
-        """Whether the answer to this rendered prompt (its tail is enough) begins inside a block."""
+        """Return whether the answer to this rendered prompt (its tail is enough) begins inside a block."""
         tail = prompt[-256:].rstrip(SPACE)
         return tail.endswith(self.begin.rstrip(SPACE)) or (self.assumed and not tail.endswith(self.end))

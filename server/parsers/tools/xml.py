@@ -148,7 +148,9 @@ class XmlCalls(ToolFormat):
             emit(reader.take(len(marker)))
 
     def _goes_on(self, reader: Reader, marker: str) -> Wait[bool]:
-        """Whether a value goes on after `marker`, the end of a section: its own end tag comes before another tag."""
+        """Return whether a value goes on after `marker`, the end of a section: its own end tag comes before another
+        tag.
+        """
         return (yield from reader.quoted(len(marker), self._next_tag))
 
     # ---- enforcing

@@ -131,7 +131,7 @@ class DiskTier(Tier):
 
     @property
     def accepts(self) -> bool:
-        """Whether a block may be offered now."""
+        """Return whether a block may be offered now."""
         return self.writable and time.monotonic() >= self._paused_until and self._queued_bytes < self.queue_bytes
 
     def flush(self, timeout: float) -> bool:

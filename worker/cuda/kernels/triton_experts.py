@@ -59,7 +59,7 @@ def arguments(stack: Stack) -> tuple[tuple, dict[str, int | str]]:
 
 
 def _is_narrow(stack: Stack) -> bool:
-    """Whether tiles of few rows should have more columns, because those take few bytes."""
+    """Return whether tiles of few rows should have more columns, because those take few bytes."""
     return isinstance(stack, StoredGroups) and stack.bits == 4
 
 

@@ -22,7 +22,7 @@ _ROWS, _COLUMNS = 64, 128  # of a tile; its columns are one group of the activat
 
 
 def fits(stack: Stack) -> bool:
-    """Whether the products of such a stack can be these."""
+    """Return whether the products of such a stack can be these."""
     return (
         isinstance(stack, StoredGroups)
         and stack.form == "e4m3"
@@ -36,7 +36,7 @@ def fits(stack: Stack) -> bool:
 
 
 def are_many(num_pairs: int, num_experts: int) -> bool:
-    """Whether experts have so many rows that the products wait for the tensor cores, not for the weights."""
+    """Return whether experts have so many rows that the products wait for the tensor cores, not for the weights."""
     return num_pairs > FEW_ROWS * num_experts
 
 

@@ -31,7 +31,7 @@ _SCALE = re.compile(
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a scale for keys or values."""
+    """Return whether a tensor of a checkpoint is a scale for keys or values."""
     return bool(_SCALE.search(name))
 
 

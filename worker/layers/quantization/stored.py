@@ -260,7 +260,9 @@ class StoredWeights(LinearMethod):
         self._dequantize(layer, decoded)
 
     def _takes(self, layer: Linear, needs: frozenset[str]) -> bool:
-        """Whether the layer holds groups that need this as they are. Others have kernels, or will, on any platform."""
+        """Return whether the layer holds groups that need this as they are. Others have kernels, or will, on any
+        platform.
+        """
         return not needs or (
             layer.ops is not None and needs <= layer.ops.takes and self.dtype in layer.ops.quantized_types
         )
@@ -345,7 +347,7 @@ def groups_needs(group: int | None) -> frozenset[str]:
 
 
 def named_by(name: str, pattern: str) -> bool:
-    """Whether `pattern`, a dotted part of module names such as "lm_head" or "layers.0.mlp", is in the name."""
+    """Return whether `pattern`, a dotted part of module names such as "lm_head" or "layers.0.mlp", is in the name."""
     return f".{pattern}." in f".{name}."
 
 

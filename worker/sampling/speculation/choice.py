@@ -30,7 +30,8 @@ class Speculation:
 
     @property
     def adapts(self) -> bool:
-        """Whether requests without a prediction have drafts, whose number is chosen by what they cost and earn."""
+        """Return whether requests without a prediction have drafts, whose number is chosen by what they cost and earn.
+        """
         return self.num_draft is None and self != Speculation(prediction=True)
 
     @property
@@ -69,7 +70,7 @@ def resolve_speculation(
 
 
 def _has_head(config: Config, spec: ModelSpec) -> bool:
-    """Whether the checkpoint has a prediction head that can be used."""
+    """Return whether the checkpoint has a prediction head that can be used."""
     try:
         check_head(config, spec)
     except ValueError:

@@ -138,8 +138,8 @@ class Speculator:
                 row.history.conversation = ""
 
     def waits(self, step: StepInput) -> bool:
-        """Whether `step` must not begin before all tokens are known: it verifies drafts, gives rows to other requests,
-        or advances grammars, which limit the drafts.
+        """Return whether `step` must not begin before all tokens are known: it verifies drafts, gives rows to other
+        requests, or advances grammars, which limit the drafts.
         """
         rows = (self.rows.get(row) for row in step.rows)
         return bool(step.new or step.num_draft) or any(row.history.has_grammar for row in rows if row is not None)
@@ -177,7 +177,7 @@ class Speculator:
 
     @property
     def needs_hidden(self) -> bool:
-        """Whether `follow` reads the hidden states of all tokens."""
+        """Return whether `follow` reads the hidden states of all tokens."""
         return self.model is not None and self.model.needs_hidden
 
     def follow(self, batch: InputBatch, hidden: torch.Tensor) -> None:
