@@ -70,7 +70,7 @@ class Images:
         self._on_cluster = config.parallel.distributed_executor_backend == "ray"
         # why the model takes no images, as the end of a sentence; None if it does
         self.why_not: str | None = "it is loading"
-        self._error: type[BadRequest | NotInstalled] = BadRequest  # of requests that have images all the same
+        self._is_complete = True  # False: a package is missing
         self.max_images = MAX_IMAGES
         self._default_options: dict[str, Any] = json.loads(self._config.mm_processor_kwargs or "{}")
         self._processor: ImageProcessor | None = None
@@ -120,7 +120,7 @@ class Images:
         if self.why_not is None and self._on_cluster:
             self.why_not = "ranks on a Ray cluster do not share the memory in which images are handed over"
         if self.why_not is None and not _is_installed("PIL"):
-            self.why_not, self._error = "the server lacks the package pillow (pip install 'quire[files]')", NotInstalled
+            self.why_not, self._is_complete = "it lacks the package pillow (pip install 'quire[files]')", False
         if self.why_not is not None:
             return
         try:
@@ -231,8 +231,11 @@ class Images:
             )
 
     def _no_images(self, param: str) -> BadRequest | NotInstalled:
-        code = "unsupported_parameter" if self._error is BadRequest else None
-        return self._error(f"{param}: this model takes no images: {self.why_not}.", param=param, code=code)
+        if not self._is_complete:
+            return NotInstalled(f"{param}: this server reads no images: {self.why_not}.", param=param)
+        return BadRequest(
+            f"{param}: this model takes no images: {self.why_not}.", param=param, code="unsupported_parameter"
+        )
 
     def check_options(self, options: dict[str, Any]) -> None:
         """Raises BadRequest for a request's mm_processor_kwargs that the model does not know."""
