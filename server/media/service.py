@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from quire.configs.config import Config
 from quire.configs.media_limits import MAX_IMAGES, read_media_limits, unused_sizes
@@ -222,7 +222,7 @@ class Images:
 
     def _check(self, images: Sequence[ImageInput], param: str) -> None:
         if self.why_not is not None:
-            raise self._no_images(images[0].param)
+            self._refuse(images[0].param)
         if len(images) > self.max_images:
             raise BadRequest(
                 f"{param}: the prompt has {len(images)} images, and this server's limit is {self.max_images} "
@@ -230,10 +230,10 @@ class Images:
                 param=param,
             )
 
-    def _no_images(self, param: str) -> BadRequest | NotInstalled:
+    def _refuse(self, param: str) -> NoReturn:
         if not self._is_complete:
-            return NotInstalled(f"{param}: this server reads no images: {self.why_not}.", param=param)
-        return BadRequest(
+            raise NotInstalled(f"{param}: this server reads no images: {self.why_not}.", param=param)
+        raise BadRequest(
             f"{param}: this model takes no images: {self.why_not}.", param=param, code="unsupported_parameter"
         )
 
@@ -241,7 +241,7 @@ class Images:
         """Raises BadRequest for a request's mm_processor_kwargs that the model does not know."""
         param = "mm_processor_kwargs"
         if self.why_not is not None and options:
-            raise self._no_images(param)
+            self._refuse(param)
         if unknown := sorted(set(options) - self._processor.options if options else ()):
             raise BadRequest(f"{param}: {_unknown(unknown[0], self._processor)}.", param=param)
 

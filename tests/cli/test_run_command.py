@@ -72,14 +72,14 @@ def hang_up(listener: socket.socket) -> None:
 def test_its_own_server_listens_at_the_port_of_the_settings(model_folder, tmp_path):
     """By flag, variable or file; the answer comes from there."""
     port = free_port()
-    fake = ["--distributed-executor-backend", "fake", "--max-model-len", "512", "-q", "Hi", "--max-tokens", "400"]
+    fake = ["--distributed-executor-backend", BACKEND, "--max-model-len", "512", "-q", "Hi", "--max-tokens", "400"]
     (tmp_path / "f.yaml").write_text(f"port: {port}")
     for arguments, environment in (
         (["--port", str(port)], {}),
         ([], {"QUIRE_PORT": str(port)}),
         (["--config", str(tmp_path / "f.yaml")], {}),
     ):
-        variables = os.environ | environment | {"QUIRE_FAKE": "step_delay=0.05"}
+        variables = os.environ | environment | {"FAKE_EXECUTOR": "step_delay=0.05"}
         started = command(model_folder, *fake, *arguments)
         with subprocess.Popen(started, env=variables, stdout=subprocess.PIPE) as process:
             try:

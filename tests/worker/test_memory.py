@@ -240,7 +240,7 @@ def test_sizes_that_a_message_compares_look_different(folder, monkeypatch):
         memory.preview(Config.from_flat(**settings, kv_offload_gib=5.00001))
     assert len(set(_sizes(str(error.value)))) == 2
     most = re.search(r"at most ([\d.]+)", str(error.value))[1]
-    assert memory.offload_bytes(Config.from_flat(kv_offload_gib=float(most)), CpuPlatform())
+    assert memory.preview(Config.from_flat(**settings, kv_offload_gib=float(most))).plan.offload
 
 
 def test_the_ram_tier_is_part_of_the_plan_on_cpu(folder, monkeypatch):

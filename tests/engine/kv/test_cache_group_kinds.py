@@ -115,7 +115,7 @@ def test_the_engine_serves_a_new_kind(configuration, other, requests):
     with (
         mock.patch.dict(KINDS, sinks=SinkBlocks),
         mock.patch.object(FakeOptions, "cache_groups", lambda _: groups),
-        mock.patch.dict("os.environ", {"QUIRE_FAKE": "eos_chance=0.05"}),
+        mock.patch.dict("os.environ", {"FAKE_EXECUTOR": "eos_chance=0.05"}),
     ):
         engine = Engine(fake_config(max_model_len=str(MAX_MODEL_LEN), **configuration))
         executor = engine.core.executor

@@ -14,6 +14,7 @@ from quire.engine.messages import EngineOutput
 from quire.server.offline.llm import LLM
 from quire.server.offline.params import SamplingParams
 from quire.server.text.detokenizer import Detokenizer
+from tests.helpers.engine.fake_executor import BACKEND
 from tests.helpers.server.dialects import ASK, DIALECTS
 from tests.helpers.server.light_model import write_light_model
 from tests.helpers.server.running import MODEL, poll
@@ -231,7 +232,7 @@ def test_batches(pair):
 
 
 def test_offline(tmp_path):
-    with LLM(write_light_model(tmp_path), distributed_executor_backend="fake", max_model_len=64) as llm:
+    with LLM(write_light_model(tmp_path), distributed_executor_backend=BACKEND, max_model_len=64) as llm:
         state = llm._runtime.state
         script = Script(SimpleNamespace(state=state))
         client, state.client = state.client, script

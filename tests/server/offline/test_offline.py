@@ -383,7 +383,7 @@ def test_a_script_without_a_main_guard(checkpoint, tmp_path):
 
 
 def test_a_removed_setting_is_accepted_and_warned_of(folder, caplog):
-    with LLM(folder, distributed_executor_backend="fake", max_model_len=MAX_LEN, cache_reuse=16) as llm:
+    with LLM(folder, distributed_executor_backend=BACKEND, max_model_len=MAX_LEN, cache_reuse=16) as llm:
         assert llm.generate("x", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].outputs
     (warning,) = [one for one in caplog.records if "--cache-reuse" in one.getMessage()]
     assert warning.levelname == "WARNING" and warning.getMessage().startswith("--cache-reuse 16: no effect")

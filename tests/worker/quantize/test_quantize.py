@@ -282,15 +282,16 @@ def test_perplexity_of_the_embedded_model(tmp_path, form, most):
     if folder is None:
         pytest.skip("the embedded model has no weights in this tree")
     from benchmarks import perplexity
+    from tests.helpers.models.tiny_conversations import NUM_MEASURED, tiny_conversations
 
     tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
-    texts = perplexity.conversations(tokenizer, 5, 20)
+    texts = tiny_conversations(tokenizer, count=20)
     if form.isupper():
         made, _ = perplexity.in_gguf(folder, tmp_path / "made", form)
     else:
         made = str(tmp_path / "made")
         Path(made).mkdir()
-        ids = [token for one, _ in perplexity.conversations(tokenizer, 11, 60) for token in one]
+        ids = [token for one, _ in tiny_conversations(tokenizer, NUM_MEASURED, 60) for token in one]
         quantize_checkpoint(folder, Path(made), Settings(form, "gptq"), cut(ids, 256, 24, None))
     before, after = (perplexity.perplexity(path, texts) for path in (folder, made))
     assert before < 1.02 and 0.99 * before < after < most * before
