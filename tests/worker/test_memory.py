@@ -14,6 +14,7 @@ import torch
 from quire.configs.config import Config
 from quire.worker import memory
 from quire.worker.attention.base import AttentionSpec
+from quire.worker.cache.tiers.ram import RamTier
 from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cuda.device import CudaPlatform
 from quire.worker.cuda.flash_attn import FlashAttention3, num_key_splits
@@ -240,7 +241,7 @@ def test_sizes_that_a_message_compares_look_different(folder, monkeypatch):
         memory.preview(Config.from_flat(**settings, kv_offload_gib=5.00001))
     assert len(set(_sizes(str(error.value)))) == 2
     most = re.search(r"at most ([\d.]+)", str(error.value))[1]
-    assert memory.preview(Config.from_flat(**settings, kv_offload_gib=float(most))).plan.offload
+    assert RamTier.plan(Config.from_flat(kv_offload_gib=float(most)), CpuPlatform())
 
 
 def test_the_ram_tier_is_part_of_the_plan_on_cpu(folder, monkeypatch):
