@@ -14,7 +14,6 @@ ApiError
 |                              budget; carries Retry-After
 +-- EngineError           500  the engine failed this request
 +-- NotInstalled          501  a package that this route needs is missing
-+-- UnknownMethod         501  HTTP defines no such method (http/middleware.py)
 +-- Unavailable           503  loading, full, draining or dead; carries Retry-After
 +-- GatewayTimeout        504  a deadline has passed before the first token
 +-- InsufficientStorage   507  the disk is full; code storage_full

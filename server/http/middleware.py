@@ -51,11 +51,6 @@ async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
     await send_json(send, error.status, body_of(error, scope["path"]), error.headers)
 
 
-class UnknownMethod(ApiError):
-    status = 501
-    type = "invalid_request_error"
-
-
 class _Server(needs.Drain, needs.Settings, needs.Accounts, Protocol):
     """The part of the server that the boundary keeps."""
 
@@ -118,15 +113,12 @@ class RequestBoundary:
                     )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the application answer. A method that HTTP does not define is refused here and counted as "other":
-        methods are labels of metrics and parts of log lines, and a client could make up any number of them.
+        """Have the application answer. A method that HTTP does not define is "other", which no route allows: methods
+        are labels of metrics and parts of log lines, and a client could make up any number of them.
         """
-        if scope["method"] in METHODS:
-            await self.app(scope, receive, send)
-            return
-        error = UnknownMethod(f"This server does not know the method '{scope['method'][:40]}'.")
-        scope["method"] = "other"
-        await send_error(scope, send, error)
+        if scope["method"] not in METHODS:
+            scope["method"] = "other"
+        await self.app(scope, receive, send)
 
     def _note_error(self, scope: Scope, status: int) -> None:
         error = scope.get("refused")

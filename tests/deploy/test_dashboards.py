@@ -26,7 +26,7 @@ def expressions() -> list[str]:
 @pytest.fixture(scope="module")
 def page(model_folder, tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("keys")
-    (folder / "keys.yaml").write_text("keys: [{name: team, key: k, tokens_per_day: 1}]")
+    (folder / "keys.yaml").write_text("keys: [{name: team, key: k, tokens_per_day: 1, metrics: true}]")
     settings = {"api_key_file": str(folder / "keys.yaml"), "key_usage_file": str(folder / "usage")}
     with running_server(model_folder, **settings) as server:
         server.wait_ready()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image
 
-from quire.server.media.service import _max_images
+from quire.configs.media_limits import read_media_limits
 from quire.server.offline.llm import LLM
 from quire.server.offline.params import SamplingParams
 from tests.helpers.engine.fake_executor import BACKEND
@@ -141,7 +141,7 @@ def test_embeddings_take_no_images(llm):
 
 
 def test_only_images_may_have_a_limit_above_0():
-    assert _max_images('{"image": 3, "video": 0, "audio": {"count": 0}}') == 3
+    assert read_media_limits('{"image": 3, "video": 0, "audio": {"count": 0}}') == 3
     for wrong in ('{"video": 1}', '{"image": 1, "audio": {"count": 2}}', '{"video": {}}'):
-        with pytest.raises(ValueError, match=r"--limit-mm-per-prompt: (video|audio) must be 0"):
-            _max_images(wrong)
+        with pytest.raises(ValueError, match=r"(video|audio) is .*, but must be 0|(video|audio) is 1, but"):
+            read_media_limits(wrong)
