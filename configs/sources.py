@@ -78,8 +78,7 @@ def _without_repetition(found: Translation, flags: Mapping[str, Any]) -> Transla
     """`found`, after a check that no flag of quire sets the same to something else."""
     for name, value in found.settings.items():
         option = all_options()[name]
-        given = flags.get(name, value)
-        if option.parse(given, option.flag) != option.parse(value, found.spelled[name]):
+        if name in flags and option.parse(flags[name], option.flag) != option.parse(value, found.spelled[name]):
             if name == "model":
                 raise ValueError(f"the model is set twice, by MODEL and by {found.spelled[name]}")
             raise ValueError(f"{found.spelled[name]} and {option.flag} set the same: give one")

@@ -26,7 +26,7 @@ GROUPS = (
         "download the file and give its path, or the Hub id", "-mu= --model-url= LLAMA_ARG_MODEL_URL -dr= "
         "--docker-repo= LLAMA_ARG_DOCKER_REPO"
     ),
-    refused("set the environment variable HF_TOKEN, which other users do not see", "-hft= --hf-token="),
+    refused("set the environment variable HF_TOKEN, which other users do not see", "-hft= --hf-token=?"),
     refused("set the environment variable HF_HUB_OFFLINE=1", "--offline LLAMA_ARG_OFFLINE"),
     refused(
         "name the model, as in `quire serve ORG/NAME-GGUF:Q8_0`",
@@ -195,9 +195,9 @@ GROUPS = (
     renamed("pooling", "LLAMA_ARG_POOLING"),
     refused("embeddings are normalized as the model's files say, or as the request asks", "--embd-normalize=", "2"),
     refused(_MMPROJ, "-mm= --mmproj= LLAMA_ARG_MMPROJ -mmu= --mmproj-url= LLAMA_ARG_MMPROJ_URL"),
-    no_effect(_MMPROJ, "--mmproj-auto LLAMA_ARG_MMPROJ_AUTO --mmproj-offload --no-mmproj-offload "
-        "LLAMA_ARG_MMPROJ_OFFLOAD -mmdev= --mmproj-device= --mtmd-batch-max-tokens= LLAMA_ARG_MTMD_BATCH_MAX_TOKENS"),
-    renamed("language_model_only", "--no-mmproj --no-mmproj-auto", value=True),
+    no_effect(_MMPROJ, "--no-mmproj --mmproj-auto --no-mmproj-auto LLAMA_ARG_MMPROJ_AUTO --mmproj-offload "
+        "--no-mmproj-offload LLAMA_ARG_MMPROJ_OFFLOAD -mmdev= --mmproj-device= --mtmd-batch-max-tokens= "
+        "LLAMA_ARG_MTMD_BATCH_MAX_TOKENS"),
     refused("set --mm-processor-kwargs", "--image-min-tokens= LLAMA_ARG_IMAGE_MIN_TOKENS --image-max-tokens= "
         "LLAMA_ARG_IMAGE_MAX_TOKENS"),
     no_effect(_VIDEO, "--video-fps= LLAMA_ARG_VIDEO_FPS --video-timestamp-interval= "

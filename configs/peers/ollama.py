@@ -8,7 +8,7 @@ GROUPS = (
     renamed("max_num_seqs", "OLLAMA_NUM_PARALLEL", values.unless("0")),
     renamed("max_num_queued_reqs", "OLLAMA_MAX_QUEUE"),
     renamed("kv_cache_dtype", "OLLAMA_KV_CACHE_TYPE", values.cache_type, note="q8_0 is int8"),
-    renamed("allowed_origins", "OLLAMA_ORIGINS", values.words),
+    renamed("allowed_origins", "OLLAMA_ORIGINS", values.origins_of_ollama),
     renamed("log_level", "OLLAMA_DEBUG", values.debug_level),
     no_effect("it also tells clients where a server is: set --host and --port", "OLLAMA_HOST"),
     no_effect("models are folders, GGUF files or Hub ids, kept by the Hugging Face cache (HF_HOME)", "OLLAMA_MODELS "

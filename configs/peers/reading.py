@@ -54,7 +54,9 @@ def take(arguments: list[str], start: int) -> tuple[Given, int] | None:
         while end < len(arguments) and not is_flag(arguments[end]):
             end += 1
     elif row.takes == OPTIONAL:
-        end += end < len(arguments) and arguments[end] in _ON_OFF
+        end += end < len(arguments) and (
+            arguments[end] in _ON_OFF or (row.kind == Kind.REFUSED and not is_flag(arguments[end]))
+        )
     elif row.takes != SWITCH:
         end += 1
         if row.kind != Kind.REFUSED and (end > len(arguments) or is_flag(arguments[end - 1])):
@@ -157,6 +159,8 @@ def _combine(option: str, parts: dict[str, Any]) -> Any:
         return json.dumps(parts.pop("", {}) | parts)
     if option == "max_num_batched_tokens":
         return min(parts.values(), key=number)
+    if option == "scheduling_policy":
+        return parts.get("priority") or parts[""]
     if option == "model" and "file" in parts:
         if "repository" not in parts:
             raise ValueError("a file of a repository needs -hf ORG/NAME")

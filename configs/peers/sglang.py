@@ -36,7 +36,7 @@ GROUPS = (
         "--is-embedding --enable-multimodal",
     ),
     refused("tokenizers are read as their files say", "--tokenizer-mode= --tokenizer-backend=",
-        "auto fast slow huggingface"),
+        "auto hf fast slow huggingface"),
     refused("the server needs a tokenizer", "--skip-tokenizer-init"),
     refused(_FILES, "--json-model-override-args= --model-config-parser= --hf-chat-template-name= "
         "--completion-template= --decrypted-config-file= --decrypted-draft-config-file= --model-checksum=?", "{} auto"),
@@ -81,11 +81,11 @@ GROUPS = (
     renamed("deterministic", "--enable-deterministic-inference", value=True),
     renamed("steps_in_flight", "--disable-overlap-schedule", value="1"),
     renamed("scheduling_policy", "--schedule-policy=", values.policy),
-    renamed("scheduling_policy", "--enable-priority-scheduling", value="priority"),
+    renamed("scheduling_policy", "--enable-priority-scheduling", key="priority", value="priority"),
     renamed("kv_offload_gib", "--hicache-size="),
     renamed("distributed_executor_backend", "--use-ray", value="ray"),
     renamed("step_timeout", "--watchdog-timeout="),
-    renamed("health_stall_timeout", "--soft-watchdog-timeout="),
+    no_effect("/health answers 503 after --health-stall-timeout without a step", "--soft-watchdog-timeout="),
     refused(
         "of TGI: set --max-model-len (prompt and output together); of SGLang: set --kv-cache-memory-bytes",
         "--max-total-tokens=",
@@ -156,7 +156,7 @@ GROUPS = (
         "KV blocks are found by their content, kept by use, and sized for the model",
         "--radix-eviction-policy= --radix-eviction-policy-config= --enable-page-major-kv-layout "
         "--enable-unified-memory --enable-session-radix-cache --c128-page-size= --swa-full-tokens-ratio= "
-        "--swa-prefix-tails= --disable-hybrid-swa-memory --hybrid-kvcache-ratio=? --prefill-only-disable-kv-cache "
+        "--swa-prefix-tails= --disable-hybrid-swa-memory --hybrid-kvcache-ratio --prefill-only-disable-kv-cache "
         "--disable-chunked-prefix-cache --enable-encoder-swa-bounded-replay "
         "--[no-]enable-decoder-swa-bounded-replay --retraction-policy= --enable-streaming-session",
     ),
@@ -308,7 +308,7 @@ GROUPS = (
     # HTTP and the log
     renamed("root_path", "--fastapi-root-path="),
     renamed("batch_dir", "--file-storage-path="),
-    renamed("log_level", "--log-level-http="),
+    no_effect("--log-level sets how much is logged", "--log-level-http="),
     no_effect("the log has a line every --log-stats-interval seconds", "--decode-log-interval="),
     refused("the key of --ssl-keyfile must have no password", "--ssl-keyfile-password="),
     no_effect(

@@ -40,7 +40,7 @@ GROUPS = (
     refused("the server opens no tunnel", "--ngrok --ngrok-authtoken= --ngrok-edge="),
     refused("chat templates are read from the model, or from --chat-template", "--tokenizer-config-path="),
     refused("structured output is always on", "--disable-grammar-support"),
-    refused("`quire collect-env` prints these", "--env -e"),
+    no_effect("`quire collect-env` prints these", "--env -e"),
     renamed("lora_modules", "--lora-adapters=", values.adapters),
     no_effect("nothing is reported to anyone", "--usage-stats="),
     renamed("max_body_size", "--payload-limit="),

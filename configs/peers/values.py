@@ -125,6 +125,13 @@ def origins(text: str) -> list[str]:
     return found
 
 
+def origins_of_ollama(text: str) -> list[str] | NoEffect:
+    found = words(text)
+    if any("*" in origin and origin != "*" for origin in found):
+        return NoEffect("origins are names, without patterns: set --allowed-origins")
+    return found
+
+
 def reasoning_format(text: str) -> str | None:
     if text not in ("auto", "none", "deepseek"):
         raise ValueError(f"{text}: thoughts are content (none), or fields of the answer; --reasoning-field names them")

@@ -59,14 +59,15 @@ GROUPS = (
         _MACHINES,
         "--node-rank= --data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= "
         "--data-parallel-external-lb -dpe --data-parallel-hybrid-lb -dph --data-parallel-multi-port-external-lb -dpm "
-        "--data-parallel-address= -dpa= --data-parallel-rpc-port= -dpp= --headless --master-addr=",
+        "--data-parallel-address= -dpa= --data-parallel-rpc-port= -dpp= --headless",
         "0",
     ),
     no_effect(
         _MACHINES,
-        "--master-port= --distributed-timeout-seconds= --cpu-distributed-timeout-seconds= --data-parallel-size-local= "
-        "-dpl= --data-parallel-backend= -dpb= --no-data-parallel-external-lb --no-data-parallel-hybrid-lb "
-        "--no-data-parallel-multi-port-external-lb --data-parallel-supervisor-port= --dp-supervisor-probe-interval-s= "
+        "--master-addr= --master-port= --distributed-timeout-seconds= --cpu-distributed-timeout-seconds= "
+        "--data-parallel-size-local= -dpl= --data-parallel-backend= -dpb= --no-data-parallel-external-lb "
+        "--no-data-parallel-hybrid-lb --no-data-parallel-multi-port-external-lb "
+        "--data-parallel-supervisor-port= --dp-supervisor-probe-interval-s= "
         "--dp-supervisor-probe-timeout-s= --dp-supervisor-probe-failure-threshold= --dp-sync-interval= "
         "--[no-]disable-nccl-for-dp-synchronization --[no-]enable-elastic-ep --elastic-ep-max-dp-size= "
         "--[no-]enable-fault-tolerance --fault-tolerance-config= --[no-]ray-workers-use-nsight "
@@ -154,10 +155,13 @@ GROUPS = (
     # the model
     no_effect(_KIND, "--runner= --task= --convert="),
     refused(_POOLER, "--pooler-config= --override-pooler-config="),
-    refused("tokenizers are read as their files say", "--tokenizer-mode= --tokenizer-revision=", "auto hf fast slow"),
+    refused("tokenizers are read as their files say", "--tokenizer-mode=",
+        "auto hf fast slow huggingface"),
+    refused("tokenizers are read as their files say", "--tokenizer-revision="),
+    refused(_MODEL_FILES, "--rope-scaling= --rope-theta="),
     refused(
-        _MODEL_FILES, "--hf-overrides= --hf-config-path= --config-format= --model-class-overrides= --rope-scaling= "
-        "--rope-theta= --code-revision= --engram-config= --diffusion-config= -dc=", "auto hf {}"
+        _MODEL_FILES, "--hf-overrides= --hf-config-path= --config-format= --model-class-overrides= "
+        "--code-revision= --engram-config= --diffusion-config= -dc=", "auto hf {}"
     ),
     refused("the server needs a tokenizer", "--skip-tokenizer-init"),
     no_effect("the server needs a tokenizer", "--no-skip-tokenizer-init"),
@@ -165,8 +169,7 @@ GROUPS = (
     refused("the quantization of a checkpoint is read from its files; --quantization int8 or int4 rounds weights",
         "--quantization-config=", "{}"),
     no_effect("the quantization of a checkpoint is read from its files", "--[no-]allow-deprecated-quantization"),
-    refused("set the environment variable HF_TOKEN, which other users do not see", "--hf-token="),
-    no_effect("--no-hf-token is the default: the environment variable HF_TOKEN names one", "--no-hf-token"),
+    refused("set the environment variable HF_TOKEN, which other users do not see", "--hf-token=?"),
     no_effect("safetensors are mapped into memory", "--safetensors-load-strategy= "
         "--safetensors-prefetch-num-threads= --safetensors-prefetch-block-size= --model-loader-extra-config= "
         "--ignore-patterns=+ --[no-]use-tqdm-on-load --pt-load-map-location="),
@@ -247,7 +250,7 @@ GROUPS = (
     no_effect("/docs needs no network", "--[no-]enable-offline-docs --no-disable-fastapi-docs"),
     refused("/docs and /openapi.json are always served, and need a key if there are keys", "--disable-fastapi-docs"),
     no_effect("sizes of headers have fixed limits", "--h11-max-incomplete-event-size= --h11-max-header-count="),
-    renamed("log_level", "--uvicorn-log-level="),
+    no_effect("--log-level sets how much is logged", "--uvicorn-log-level="),
     renamed("log_stats_interval", "--disable-log-stats", value="0"),
     no_effect("a line of throughput is logged every --log-stats-interval", "--no-disable-log-stats "
         "--[no-]aggregate-engine-logging"),
