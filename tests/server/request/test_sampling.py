@@ -148,6 +148,22 @@ def test_where_the_defaults_come_from(tmp_path):
         read("auto")
 
 
+def test_overrides_of_the_defaults(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"top_k": 5, "top_p": 0.5}')
+
+    def read(text: str, **settings):
+        return read_sampling_defaults(Config.from_flat(override_generation_config=text, **settings), str(tmp_path))
+
+    found = read('{"top_k": 7, "max_new_tokens": 9}')
+    assert found.declared == {"top_k": 7, "top_p": 0.5, "max_tokens": 9}
+    assert found.describe() == "top_k 7, max_tokens 9 (--override-generation-config); top_p 0.5 (the model's)"
+    assert read('{"top_k": 7}', generation_config="vllm").declared == {"top_k": 7}
+    with pytest.raises(ValueError, match="--override-generation-config: top_p must be"):
+        read('{"top_p": 2}')
+    with pytest.raises(ValueError, match="unknown key top_kk; the keys are temperature, "):
+        read('{"top_kk": 2}')
+
+
 REFUSED = [
     (chat, {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "4"),
     (chat, {"max_tokens": 0}, "max_tokens", "1"),
