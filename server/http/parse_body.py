@@ -175,7 +175,7 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, ign
     for name, raw in members.items():
         path = f"{prefix}{name[:100]}"
         if name in rules.declared:
-            child = getattr(value, name)
+            child = getattr(value, rules.declared[name])
             if isinstance(child, msgspec.Struct):
                 _check_undeclared(_members(raw), child, f"{path}.", ignored)
             elif isinstance(child, list):
@@ -193,7 +193,7 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, ign
 class _Rules(NamedTuple):
     """The names of fields of a type, by what becomes of them."""
 
-    declared: tuple[str, ...]
+    declared: dict[str, str]  # to the attribute
     unsupported: dict[str, tuple]
     hints: dict[str, tuple]
     harmless: frozenset[str]
@@ -203,7 +203,8 @@ class _Rules(NamedTuple):
 @functools.cache
 def _rules(cls: type[msgspec.Struct]) -> _Rules:
     classed = (getattr(cls, name, {}) for name in ("unsupported", "hints", "harmless"))
-    return _Rules(cls.__struct_fields__, *classed, hasattr(cls, "without_effect"))
+    declared = dict(zip(cls.__struct_encode_fields__, cls.__struct_fields__, strict=True))
+    return _Rules(declared, *classed, hasattr(cls, "without_effect"))
 
 
 def _check_items(raw: msgspec.Raw, items: list[Any], path: str, idle: Collection[str], ignored: Ignored) -> None:

@@ -19,11 +19,13 @@ from quire.server.http.read_body import use_body
 from quire.server.http.route import EVENTS, Route
 from quire.server.lora.fields import LoraScales
 from quire.server.request.delta import Delta
+from quire.server.request.fields import SamplingFields
 from quire.server.request.generation_request import GenerationRequest
-from quire.server.request.limits import Int64, MinP, RepetitionPenalty, Stop, Stops, Temperature, Text, TopP
+from quire.server.request.limits import RepetitionPenalty, Stop, Stops, Text
 from quire.server.request.progress import PromptProgress, check_progress, report_progress
-from quire.server.request.request import GenerationOptions, GenerationSpec
+from quire.server.request.request import GenerationSpec, options_of
 from quire.server.text.infill import infill_of
+from quire.server.values import Json
 
 ID_PREFIX = "infill-"
 MAX_FILES = 256
@@ -37,7 +39,7 @@ class ExtraFile(msgspec.Struct, kw_only=True):
     unsupported: ClassVar[dict[str, tuple]] = {}
 
 
-class InfillRequest(msgspec.Struct, kw_only=True):
+class InfillRequest(SamplingFields, kw_only=True):
     """POST /infill: the middle between `input_prefix` + `prompt` and `input_suffix`."""
 
     input_prefix: Text
@@ -45,12 +47,8 @@ class InfillRequest(msgspec.Struct, kw_only=True):
     prompt: Text | None = None
     input_extra: Annotated[list[ExtraFile], Meta(max_length=MAX_FILES)] | None = None
     n_predict: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
-    temperature: Temperature | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
-    top_p: TopP | None = None
-    min_p: MinP | None = None
-    repeat_penalty: RepetitionPenalty | None = None
-    seed: Int64 | None = None
+    repetition_penalty: RepetitionPenalty | None = msgspec.field(default=None, name="repeat_penalty")
     stop: Stop | Stops | None = None
     stream: bool | None = None
     t_max_predict_ms: Annotated[float, Meta(ge=0, le=1e9)] | None = None
@@ -100,20 +98,15 @@ def _prepare(request: Request, body: InfillRequest, state: needs.Preparing) -> G
     if infill_of(state.tokenizer) is None:
         raise BadRequest("This model has no tokens for filling in the middle.", param="input_suffix")
     check_progress(body.return_progress, body.stream)
+    return prepare(spec(body, **identity), state)[0]
+
+
+def spec(body: InfillRequest, **identity: Json) -> GenerationSpec:
+    """`identity`: request_id, priority, tenant, background, adapters."""
     limit = body.n_predict
-    spec = GenerationSpec(
+    return GenerationSpec(
         prompts=[body.input_prefix + (body.prompt or "")],
-        options=GenerationOptions(
-            max_tokens=limit if limit is not None and limit >= 0 else None,
-            temperature=body.temperature,
-            top_k=body.top_k,
-            top_p=body.top_p,
-            min_p=body.min_p,
-            repetition_penalty=body.repeat_penalty,
-            seed=body.seed,
-            stop=body.stop or None,
-            speculation=body.speculation,
-        ),
+        options=options_of(body, max_tokens=limit if limit is not None and limit >= 0 else None),
         suffix=body.input_suffix,
         clip_max_tokens=True,
         context=[(file.filename, file.text) for file in body.input_extra or ()],
@@ -121,7 +114,6 @@ def _prepare(request: Request, body: InfillRequest, state: needs.Preparing) -> G
         max_tokens_param="n_predict",
         **identity,
     )
-    return prepare(spec, state)[0]
 
 
 async def _frames(stream: AsyncGenerator[Delta, None], one: GenerationRequest) -> AsyncGenerator[bytes, None]:

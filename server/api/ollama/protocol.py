@@ -9,19 +9,15 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from quire.server.request.fields import SamplingFields
 from quire.server.request.limits import (
     INT64_MAX,
     MAX_PROMPTS,
     ImageText,
-    Int64,
-    MinP,
-    Penalty,
     RepetitionPenalty,
     Stop,
     Stops,
-    Temperature,
     Text,
-    TopP,
 )
 from quire.server.request.progress import PromptProgress
 
@@ -55,18 +51,12 @@ _LOADING = frozenset(
 )
 
 
-class Options(msgspec.Struct, kw_only=True):
+class Options(SamplingFields, kw_only=True):
     # -2 to 0, and more than fit: all that the context holds
     num_predict: Annotated[int, Meta(ge=-2, le=INT64_MAX)] | None = None
-    temperature: Temperature | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
-    top_p: TopP | None = None
-    min_p: MinP | None = None
-    seed: Int64 | None = None
+    repetition_penalty: RepetitionPenalty | None = msgspec.field(default=None, name="repeat_penalty")
     stop: Stop | Stops | None = None
-    repeat_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
 
     harmless: ClassVar = _LOADING
     unsupported: ClassVar[dict[str, tuple]] = {

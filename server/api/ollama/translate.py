@@ -9,7 +9,7 @@ from quire.server.errors import BadRequest
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
 from quire.server.media.inputs import ImageInput
 from quire.server.request.limits import INT64_MAX
-from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec, options_of
 from quire.server.request.tools import Reasoning, Tool, ToolChoice
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
@@ -70,18 +70,8 @@ def _spec(
 
 def _options(options: Options) -> GenerationOptions:
     limit = options.num_predict
-    return GenerationOptions(
-        max_tokens=INT64_MAX if limit is not None and limit <= 0 else limit,  # cut to the context length
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-        stop=options.stop or None,
-        repetition_penalty=options.repeat_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-    )
+    # cut to the context length
+    return options_of(options, max_tokens=INT64_MAX if limit is not None and limit <= 0 else limit)
 
 
 def _structure(body: ChatRequest | GenerateRequest) -> Structure | None:

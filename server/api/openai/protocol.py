@@ -25,6 +25,7 @@ from quire.server.api.openai.tools import (
     Tools,
 )
 from quire.server.lora.fields import LoraScales
+from quire.server.request.fields import SamplingFields
 from quire.server.request.limits import (
     MAX_CHOSEN_IDS,
     MAX_IDS,
@@ -40,20 +41,15 @@ from quire.server.request.limits import (
     ImageName,
     ImageText,
     Int64,
-    MinP,
     NonNegative,
-    Penalty,
     ProcessorOptions,
-    RepetitionPenalty,
     Stop,
     Stops,
     StopTokenIds,
-    Temperature,
     Template,
     Text,
     TokenId,
     TokenIds,
-    TopP,
 )
 from quire.server.request.ngrams import NgramArguments
 from quire.server.request.tools import EFFORTS
@@ -204,7 +200,7 @@ class Prediction(msgspec.Struct, kw_only=True):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class GenerationFields(msgspec.Struct, kw_only=True):
+class GenerationFields(SamplingFields, kw_only=True):
     """Fields of chat and text completions."""
 
     model: Name | None = None
@@ -212,21 +208,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     # sampling
     n: Count | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: AtLeastMinusOne | None = None  # -1 and 0 are off
-    min_p: MinP | None = None
-    seed: Int64 | None = None  # -1 is none
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[dict[Annotated[str, Meta(max_length=20)], Bias], Meta(max_length=MAX_CHOSEN_IDS)] | None = (
         None
     )
     allowed_token_ids: AllowedTokenIds | None = None
     bad_words: BadWords | None = None
-    no_repeat_ngram_size: NonNegative | None = None  # 0 is off
-    no_repeat_ngram_window_size: NonNegative | None = None  # last tokens that are searched; 0: all
     vllm_xargs: NgramArguments | None = None
     custom_logit_processor: Text | None = None  # SGLang's for DeepSeek-OCR
     custom_params: NgramArguments | None = None

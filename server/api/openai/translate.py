@@ -20,7 +20,7 @@ from quire.server.api.openai.tools import MessageToolCall, choice_of, template_c
 from quire.server.errors import BadRequest
 from quire.server.media.inputs import ImageInput
 from quire.server.request.ngrams import of_sglang, of_vllm
-from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec, options_of
 from quire.server.request.sampling import is_greedy
 from quire.server.request.tools import Reasoning
 from quire.server.values import Json
@@ -28,32 +28,6 @@ from quire.server.values import Json
 COMPLETION_MAX_TOKENS = 16
 # fields of a message that templates get as they are
 _PASSED = ("name", "tool_call_id", "reasoning", "reasoning_content")
-# the fields that mean the same in a dialect-neutral request
-_SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "allowed_token_ids",
-    "bad_words",
-    "no_repeat_ngram_size",
-    "no_repeat_ngram_window_size",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "speculation",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "truncate_prompt_tokens",
-    "truncation_side",
-)
 
 
 def chat_spec(body: ChatCompletionRequest, **identity: Json) -> GenerationSpec:
@@ -107,16 +81,15 @@ def _options(body: GenerationFields, max_tokens: int | None, logprobs: int | Non
         logit_bias = body.logit_bias and {int(key): value for key, value in body.logit_bias.items()}
     except ValueError:
         raise BadRequest("logit_bias: keys must be token ids.", param="logit_bias") from None
-    same = {name: getattr(body, name) for name in _SAME}
     ngram = of_vllm(body.vllm_xargs) or of_sglang(body.custom_logit_processor, body.custom_params)
-    return GenerationOptions(
+    return options_of(
+        body,
         n=body.n or 1,
         max_tokens=max_tokens,
         logprobs=logprobs,
         logit_bias=logit_bias or None,
         no_repeat_ngram=ngram,
         prediction=None if body.prediction is None else body.prediction.text,
-        **same,
     )
 
 

@@ -15,7 +15,7 @@ from quire.server.http import sse
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.ngrams import of_sglang
-from quire.server.request.request import GenerationOptions, GenerationSpec
+from quire.server.request.request import GenerationSpec, options_of
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
 
@@ -25,24 +25,12 @@ DEFAULT_MAX_TOKENS = 128
 def spec(body: TextRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background. Raises BadRequest."""
     given = body.sampling_params or SamplingParameters()
-    options = GenerationOptions(
+    options = options_of(
+        given,
         n=given.n or 1,
         max_tokens=given.max_new_tokens,
         min_tokens=given.min_new_tokens,
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        min_p=given.min_p,
-        seed=given.sampling_seed,
-        repetition_penalty=given.repetition_penalty,
-        frequency_penalty=given.frequency_penalty,
-        presence_penalty=given.presence_penalty,
         no_repeat_ngram=of_sglang(body.custom_logit_processor, given.custom_params),
-        stop=given.stop or None,
-        stop_token_ids=given.stop_token_ids,
-        ignore_eos=given.ignore_eos,
-        skip_special_tokens=given.skip_special_tokens,
-        spaces_between_special_tokens=given.spaces_between_special_tokens,
         speculation=body.speculation,
     )
     return GenerationSpec(

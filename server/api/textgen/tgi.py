@@ -14,7 +14,7 @@ from quire.server.generate.deltas import Choice
 from quire.server.http import sse
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
-from quire.server.request.request import GenerationOptions, GenerationSpec
+from quire.server.request.request import GenerationSpec, options_of
 from quire.server.request.sampling import is_greedy
 from quire.server.values import Json
 
@@ -32,15 +32,10 @@ def spec(body: TextRequest, **identity: Json) -> GenerationSpec:
             "parameters.best_of must be 1 unless do_sample is false: candidates are not ranked here.",
             param="parameters.best_of",
         )
-    options = GenerationOptions(
+    options = options_of(
+        given,
         max_tokens=given.max_new_tokens,
         temperature=0.0 if greedy else given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        repetition_penalty=given.repetition_penalty,
-        frequency_penalty=given.frequency_penalty,
-        seed=given.seed,
-        stop=given.stop or None,
         truncate_prompt_tokens=given.truncate,
         speculation=body.speculation,
     )
