@@ -138,7 +138,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     grammar_after: list[int] | None = None  # outputs after which the grammar applies: the end of thinking
     speculation: bool = True  # whether steps may verify draft tokens of this request
     # llama.cpp's: all three penalties count the last tokens of prompt and output, -1: all; None: OpenAI's and vLLM's
-    penalty_last_n: int | None = None
+    repeat_last_n: int | None = None
     chain: SamplerChain | None = None
     prediction: list[int] | None = None  # tokens that the client expects, a source of drafts; None: none was sent
 

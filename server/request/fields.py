@@ -18,13 +18,27 @@ import msgspec
 from quire.engine.messages import SamplingParams
 from quire.server.request.limits import (
     AtLeastMinusOne,
+    Breakers,
+    DryBase,
+    DryMultiplier,
+    DynatempExponent,
+    DynatempRange,
     Int64,
+    LastTokens,
+    MinKeep,
     MinP,
+    Mirostat,
+    MirostatEta,
+    MirostatTau,
     NonNegative,
     Penalty,
     RepetitionPenalty,
+    Samplers,
+    Share,
+    Sigmas,
     Temperature,
     TopP,
+    TypicalP,
 )
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -45,6 +59,25 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
+    # llama.cpp's (docs/samplers.md); with one of them temperature and filters run in llama.cpp's order
+    # the last tokens of prompt and output that all three penalties count; None: OpenAI's and vLLM's rules
+    repeat_last_n: LastTokens | None = None
+    typical_p: TypicalP | None = None
+    top_n_sigma: Sigmas | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Share | None = None
+    dynatemp_range: DynatempRange | None = None
+    dynatemp_exponent: DynatempExponent | None = None
+    dry_multiplier: DryMultiplier | None = None
+    dry_base: DryBase | None = None
+    dry_allowed_length: NonNegative | None = None
+    dry_penalty_last_n: LastTokens | None = None
+    dry_sequence_breakers: Breakers | None = None
+    mirostat: Mirostat | None = None
+    mirostat_tau: MirostatTau | None = None
+    mirostat_eta: MirostatEta | None = None
+    samplers: Samplers | None = None  # names, or llama.cpp's letters
+    min_keep: MinKeep | None = None
     no_repeat_ngram_size: NonNegative | None = None  # 0: off
     no_repeat_ngram_window_size: NonNegative | None = None  # last tokens that are searched; 0: all
 

@@ -25,6 +25,7 @@ from quire.server.model_info import ModelInfo
 from quire.server.request.fields import NEUTRAL
 from quire.server.request.ngrams import chosen_ngram
 from quire.server.request.request import GenerationOptions, GenerationSpec
+from quire.server.request.samplers import Breaking, chain_of
 
 LLAMACPP_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 # the keys of generation_config.json that set defaults
@@ -41,7 +42,7 @@ MAX_BAD_WORD_TOKENS = 8192
 GREEDY_BELOW = 1e-5  # lower temperatures count as 0
 
 
-class BatchEncoder(Protocol):
+class BatchEncoder(Breaking, Protocol):
     """The part of `Tokenizer` that `to_sampling_params` needs."""
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]: ...
@@ -108,6 +109,7 @@ def to_sampling_params(spec: GenerationSpec, model: ModelInfo, tokenizer: BatchE
     if is_greedy(picked["temperature"]):
         picked["temperature"] = 0.0
     picked["top_k"] = max(picked["top_k"], 0)
+    chain = chain_of(options, tokenizer, model.vocab_size)
     max_tokens = _max_tokens(spec, model)
     min_tokens = options.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
@@ -116,6 +118,7 @@ def to_sampling_params(spec: GenerationSpec, model: ModelInfo, tokenizer: BatchE
         max_tokens=model.max_model_len if max_tokens is None else max_tokens,
         min_tokens=min_tokens,
         **picked,
+        chain=chain,
         seed=random.getrandbits(63) if options.seed in (None, -1) else options.seed,
         logit_bias=_logit_bias(options, model),
         allowed_token_ids=_distinct_ids(options.allowed_token_ids, "allowed_token_ids", model),
@@ -130,7 +133,8 @@ def to_sampling_params(spec: GenerationSpec, model: ModelInfo, tokenizer: BatchE
         stop_token_ids=_distinct_ids(options.stop_token_ids, "stop_token_ids", model) or [],
         eos_token_ids=model.eos_token_ids,
         ignore_eos=bool(options.ignore_eos),
-        speculation=options.speculation is not False,
+        # mirostat's state follows the tokens one by one
+        speculation=options.speculation is not False and not (chain and chain.mirostat),
         logprobs=_logprobs(spec, model),
         prompt_logprobs=_prompt_logprobs(spec, model),
     )

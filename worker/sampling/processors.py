@@ -253,7 +253,7 @@ class LogitBias(LogitsProcessor):
 class Penalties(LogitsProcessor):
     """repetition_penalty over prompt and output (positive logits are divided by it, others multiplied: Keskar et al.,
     arXiv:1909.05858), then frequency_penalty per occurrence in the output and presence_penalty once per token in the
-    output; with penalty_last_n all three over the last tokens of both. Counts are computed from the token table in each
+    output; with repeat_last_n all three over the last tokens of both. Counts are computed from the token table in each
     step.
     """
 
@@ -266,7 +266,7 @@ class Penalties(LogitsProcessor):
     def values(sampling: SamplingParams) -> tuple[float, float, float, int | None] | None:
         """Return the three penalties and the number of tokens that count; None if nothing is penalized."""
         values = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-        return None if values == (1.0, 0.0, 0.0) or sampling.penalty_last_n == 0 else (*values, sampling.penalty_last_n)
+        return None if values == (1.0, 0.0, 0.0) or sampling.repeat_last_n == 0 else (*values, sampling.repeat_last_n)
 
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
         self.penalize(logits, [(i, i, values) for i, values in self._using(batch)], batch)

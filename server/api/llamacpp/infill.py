@@ -24,6 +24,7 @@ from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.limits import RepetitionPenalty, Stop, Stops, Text
 from quire.server.request.progress import PromptProgress, check_progress, report_progress
 from quire.server.request.request import GenerationSpec, options_of
+from quire.server.request.samplers import LAST_TOKENS
 from quire.server.text.infill import infill_of
 from quire.server.values import Json
 
@@ -59,7 +60,6 @@ class InfillRequest(SamplingFields, kw_only=True):
 
     harmless: ClassVar = frozenset({"cache_prompt", "id_slot", "n_indent", "t_max_prompt_ms"})
     unsupported: ClassVar[dict[str, tuple]] = {
-        "samplers": (),
         "prediction": (),
         "grammar": ("",),
         "json_schema": (),
@@ -106,7 +106,11 @@ def spec(body: InfillRequest, **identity: Json) -> GenerationSpec:
     limit = body.n_predict
     return GenerationSpec(
         prompts=[body.input_prefix + (body.prompt or "")],
-        options=options_of(body, max_tokens=limit if limit is not None and limit >= 0 else None),
+        options=options_of(
+            body,
+            max_tokens=limit if limit is not None and limit >= 0 else None,
+            repeat_last_n=LAST_TOKENS if body.repeat_last_n is None else body.repeat_last_n,
+        ),
         suffix=body.input_suffix,
         clip_max_tokens=True,
         context=[(file.filename, file.text) for file in body.input_extra or ()],

@@ -10,13 +10,14 @@ from quire.server.http.parse_body import MAX_NESTING, deeper_than
 from quire.server.media.inputs import ImageInput
 from quire.server.request.limits import INT64_MAX
 from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec, options_of
+from quire.server.request.samplers import LAST_TOKENS
 from quire.server.request.tools import Reasoning, Tool, ToolChoice
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
 
 # Ollama's. Its repeat_penalty of 1.1 counts the last 64 tokens; one that counts all of a long prompt would change code
 # and tables, so that it stays 1 unless the request sets it.
-DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repeat_last_n": LAST_TOKENS}
 
 
 def chat_spec(body: ChatRequest, **identity: Json) -> GenerationSpec:

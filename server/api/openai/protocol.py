@@ -27,6 +27,7 @@ from quire.server.api.openai.tools import (
 from quire.server.lora.fields import LoraScales
 from quire.server.request.fields import SamplingFields
 from quire.server.request.limits import (
+    INT64_MAX,
     MAX_CHOSEN_IDS,
     MAX_IDS,
     MAX_PROMPTS,
@@ -43,6 +44,7 @@ from quire.server.request.limits import (
     Int64,
     NonNegative,
     ProcessorOptions,
+    RepetitionPenalty,
     Stop,
     Stops,
     StopTokenIds,
@@ -52,6 +54,7 @@ from quire.server.request.limits import (
     TokenIds,
 )
 from quire.server.request.ngrams import NgramArguments
+from quire.server.request.ollama_options import Format, Options, Think
 from quire.server.request.tools import EFFORTS
 from quire.server.structured.structure import MAX_BYTES
 
@@ -101,15 +104,15 @@ HINTS: dict[str, tuple] = {
     "stream_interval": (1,),
     "length_penalty": (1.0,),  # of beams
     "early_stopping": (False,),
+    # llama.cpp's: blocks of the cache have no slots, and a prompt is never cut in its middle
+    "id_slot": (-1,),
+    "n_keep": (0,),
+    "n_discard": (0,),
+    "keep_alive": (),
 }
 UNSUPPORTED: dict[str, tuple] = {
     # other ways to search or sample
     "use_beam_search": (False,),
-    "typical_p": (1.0,),
-    "mirostat": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "top_n_sigma": (),
     "logits_processors": (),
     "logprob_token_ids": (),
     "logprobs_mode": (),
@@ -143,6 +146,7 @@ REASONING: dict[str, tuple] = {
     "stream_reasoning": (),
     "enable_thinking": (False,),
     "reasoning_format": ("none",),
+    "think": (False,),
 }
 
 
@@ -216,6 +220,13 @@ class GenerationFields(SamplingFields, kw_only=True):
     vllm_xargs: NgramArguments | None = None
     custom_logit_processor: Text | None = None  # SGLang's for DeepSeek-OCR
     custom_params: NgramArguments | None = None
+    # llama.cpp's and Ollama's names (`other_names.py`)
+    repeat_penalty: RepetitionPenalty | None = None  # repetition_penalty, over the last 64 tokens
+    n_predict: Annotated[int, Meta(ge=-2, le=INT64_MAX)] | None = None  # max_tokens; -1: all that the context holds
+    n_probs: NonNegative | None = None  # top_logprobs
+    cache_prompt: bool | None = None  # false: compute the whole prompt
+    format: Format = None  # response_format
+    options: Options | None = None
     # where to stop
     max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None
@@ -381,6 +392,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None
+    think: Think = None  # Ollama's
 
     harmless: ClassVar = HARMLESS
     hints: ClassVar[dict[str, tuple]] = HINTS

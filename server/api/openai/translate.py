@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.server.api.openai.other_names import is_unlimited, translate_names
 from quire.server.api.openai.protocol import (
     ROLES,
     ChatCompletionRequest,
@@ -32,6 +33,7 @@ _PASSED = ("name", "tool_call_id", "reasoning", "reasoning_content")
 
 def chat_spec(body: ChatCompletionRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
+    translate_names(body)
     max_tokens_param, max_tokens = _chat_max_tokens(body)
     return GenerationSpec(
         prompts=conversation(body),
@@ -48,6 +50,7 @@ def chat_spec(body: ChatCompletionRequest, **identity: Json) -> GenerationSpec:
 
 def completion_spec(body: CompletionRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
+    translate_names(body)
     _check_best_of(body)
     if body.max_tokens == 0 and not body.echo:
         raise BadRequest("max_tokens must be at least 1 unless echo is true.", param="max_tokens")
@@ -55,7 +58,7 @@ def completion_spec(body: CompletionRequest, **identity: Json) -> GenerationSpec
         prompts=_prompts(body.prompt),
         options=_options(body, body.max_tokens, body.logprobs),
         structure=structure_of(body),
-        default_max_tokens=COMPLETION_MAX_TOKENS,
+        default_max_tokens=None if is_unlimited(body) else COMPLETION_MAX_TOKENS,
         add_special_tokens=body.add_special_tokens,
         suffix=body.suffix or None,
         echo=bool(body.echo),

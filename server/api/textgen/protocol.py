@@ -26,6 +26,7 @@ from quire.server.request.limits import (
     TokenId,
     TokenIds,
     TopP,
+    TypicalP,
 )
 from quire.server.request.ngrams import NgramArguments
 
@@ -41,6 +42,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     temperature: Temperature | None = None
     top_k: NonNegative | None = None
     top_p: TopP | None = None
+    typical_p: TypicalP | None = None
     repetition_penalty: RepetitionPenalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Int64 | None = None
@@ -53,7 +55,6 @@ class Parameters(msgspec.Struct, kw_only=True):
 
     harmless: ClassVar = frozenset()
     unsupported: ClassVar[dict[str, tuple]] = {
-        "typical_p": (1.0,),
         "watermark": (False,),
         "decoder_input_details": (False,),
         "top_n_tokens": (0,),

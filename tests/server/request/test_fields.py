@@ -77,7 +77,7 @@ class NoWords:
 
 def sample(name: str) -> object:
     """A value within the range of a parameter, other than the neutral one."""
-    for value in (0.5, 3, True, "x", ["x"], [3]):
+    for value in (0.5, 3, 1, True, "x", ["x"], [3]):
         try:
             msgspec.convert(value, FIELDS[name])
         except msgspec.ValidationError:

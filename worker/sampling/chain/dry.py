@@ -26,7 +26,10 @@ class Breakers:
 
 def read_breakers(dry: Dry, vocab_size: int, device: torch.device) -> Breakers:
     """Convert the breakers of a request. Raises ValueError for a token outside the vocabulary."""
-    mask = lambda ids: torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, torch.tensor(ids, dtype=torch.long), 1)  # noqa: E731
+
+    def mask(ids: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, torch.tensor(ids, dtype=torch.long), 1)
+
     used = [*dry.breakers, *(token for first, rest in dry.sequences for token in (*first, *rest))]
     if any(not 0 <= token < vocab_size for token in used):
         raise ValueError(f"dry_sequence_breakers: a token is outside the vocabulary of {vocab_size}")

@@ -50,7 +50,7 @@ class Chain:
 
     def penalties(self, candidates: list[Candidate]) -> list[Candidate]:
         given = self.sampling
-        recent = self.context if given.penalty_last_n == -1 else self.context[-given.penalty_last_n :]
+        recent = self.context if given.repeat_last_n == -1 else self.context[-given.repeat_last_n :]
         result = []
         for token, logit in candidates:
             if count := recent.count(token):

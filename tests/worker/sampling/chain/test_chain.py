@@ -85,7 +85,7 @@ PARAMS = st.builds(
     repetition_penalty=st.just(1.0) | st.floats(0.8, 1.5),
     frequency_penalty=st.just(0.0) | st.floats(-0.5, 0.5),
     presence_penalty=st.just(0.0) | st.floats(-0.5, 0.5),
-    penalty_last_n=st.sampled_from([-1, 1, 5, 64]),
+    repeat_last_n=st.sampled_from([-1, 1, 5, 64]),
     chain=CHAINS,
 )
 CONTEXT = st.lists(st.integers(0, 3), min_size=1, max_size=30)
@@ -141,7 +141,7 @@ def test_tokens_follow_the_distribution(case):
     """Chi-square of 4,000 draws."""
     given_, chain = CASES[case]
     context, num = [1, 2, 3, 1, 2, 3, 1, 2], 4000
-    params = SamplingParams(**given_, penalty_last_n=64, chain=SamplerChain(**{"order": SAMPLERS} | chain), seed=7)
+    params = SamplingParams(**given_, repeat_last_n=64, chain=SamplerChain(**{"order": SAMPLERS} | chain), seed=7)
     logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 2
     requests = [(context, msgspec.structs.replace(params, seed=seed)) for seed in range(num)]
     sampler = sampler_of(requests)
