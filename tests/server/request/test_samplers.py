@@ -55,7 +55,7 @@ def test_dry_ends_at_the_tokens_of_its_breakers():
     ("given", "order"),
     [
         (None, SAMPLERS),
-        (["top_k", "top-p", "minp", "Temperature", "typ", "nucleus"], ("top_k", "top_p", "min_p", "temperature", "typ_p")),
+        (["top_k", "top-p", "minp", "Temperature", "typ"], ("top_k", "top_p", "min_p", "temperature", "typ_p")),
         ("edskypmxt", SAMPLERS),
         ("kt", ("top_k", "temperature")),
         ([], ()),
