@@ -16,6 +16,7 @@ from starlette.types import Scope
 from quire.server.errors import TooManyRequests
 from quire.server.keys.audit import AuditLog
 from quire.server.keys.key import Key
+from quire.server.request.usage import TokenUsage
 
 if TYPE_CHECKING:
     from quire.server.keys.ring import KeyRing
@@ -47,14 +48,13 @@ class Account:
     key: Key | None
     background: bool
     requests: Sequence[GenerationRequest]
-    num_prompt_tokens: int
     num_waiting: int = 0  # choices without a token, which the key may have so many of
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
     finish_reasons: set[str] = field(default_factory=set)
     opened: float = field(default_factory=time.time)
+    used: TokenUsage = field(init=False)
 
     def __post_init__(self) -> None:
+        self.used = TokenUsage.for_requests(self.requests)
         if self.key is not None and not self.background:
             self.num_waiting = sum(one.n for one in self.requests)
             self.state.num_waiting_of[self.key.name] += self.num_waiting
@@ -72,44 +72,43 @@ class Account:
 
     async def observed(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """`deltas`, counted."""
-        cached: dict[int, int] = {}
+        begun: set[int] = set()
         try:
             async for delta in deltas:
-                if delta.index not in cached:
+                if delta.index not in begun:
+                    begun.add(delta.index)
                     self._begun(1)
-                self.num_output_tokens += len(delta.token_ids)
-                cached[delta.index] = max(cached.get(delta.index, 0), delta.num_cached_tokens)
+                self.used.add(delta)
                 if delta.finish_reason is not None:
                     self.finish_reasons.add(delta.finish_reason)
                 yield delta
         finally:
-            self.num_cached_tokens = sum(cached.values())
             await deltas.aclose()
 
     def close(self, status: int | None) -> None:
         """`status` is the answer's; None if there was none, because the client left."""
-        state, key = self.state, self.key
+        state, key, used = self.state, self.key, self.used
         self._begun(self.num_waiting)
         if key is not None and key.is_limited:
             try:
-                state.keys.ledger.end(key, self.num_output_tokens, self.background)
+                state.keys.ledger.end(key, used.num_output, self.background)
             except sqlite3.Error as error:
                 logger.error("the use of key '%s' could not be counted: %s", key.name, error)
         if key is not None and state.metrics is not None:
-            state.metrics.observe_key(key.name, self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens)
+            state.metrics.observe_key(key.name, used.num_prompt, used.counts.cached, used.num_output)
         if (log := state.audit) is not None:
             log.write(self._row(status))
         if state.traces is not None:
             usage = {
-                "gen_ai.usage.input_tokens": self.num_prompt_tokens,
-                "gen_ai.usage.output_tokens": self.num_output_tokens,
+                "gen_ai.usage.input_tokens": used.num_prompt,
+                "gen_ai.usage.output_tokens": used.num_output,
                 "gen_ai.response.finish_reasons": sorted(self.finish_reasons),
             }
             state.traces.record(self.scope, self.requests, self._arrived, self.opened, time.time(), usage)
 
     def _row(self, status: int | None) -> dict[str, object]:
         """Counts, never content."""
-        scope = self.scope
+        scope, used = self.scope, self.used
         return {
             "time": AuditLog.timestamp(self.opened),
             "request_id": scope.get("request_id"),
@@ -119,9 +118,9 @@ class Account:
             "background": self.background,
             "status": status,
             "finish_reasons": sorted(self.finish_reasons),
-            "prompt_tokens": self.num_prompt_tokens,
-            "cached_tokens": self.num_cached_tokens,
-            "completion_tokens": self.num_output_tokens,
+            "prompt_tokens": used.num_prompt,
+            "cached_tokens": used.counts.cached,
+            "completion_tokens": used.num_output,
             "seconds": round(time.time() - self.opened, 6),
         }
 
@@ -152,7 +151,7 @@ def open_account(scope: Scope, state: Accounts, requests: Sequence[GenerationReq
             raise
     if (arrived := scope.get("state", {}).get("arrived")) is not None:
         scope["preparation"] = max(asyncio.get_running_loop().time() - arrived, 0.0)
-    scope["account"] = Account(state, scope, key, background, requests, num_tokens)
+    scope["account"] = Account(state, scope, key, background, requests)
 
 
 def close_account(scope: Scope, status: int | None) -> None:

@@ -25,6 +25,7 @@ from quire.server.request.limits import RepetitionPenalty, Stop, Stops, Text
 from quire.server.request.progress import PromptProgress, check_progress, report_progress
 from quire.server.request.request import GenerationSpec, options_of
 from quire.server.request.samplers import LAST_TOKENS
+from quire.server.request.usage import TokenUsage
 from quire.server.text.infill import infill_of
 from quire.server.values import Json
 
@@ -88,7 +89,9 @@ async def infill(request: Request, state: needs.Completion) -> Response:
         frames = sse.to_the_end(_frames(stream, one), one.request_id, done=b"")
         return sse.EventStream(frames, state.config.server.sse_keep_alive_interval, progress)
     (choice,) = await sse.unless_disconnected(request, deltas.collect(stream, 1))
-    end = _end(one, choice.finish_reason, choice.stop_reason, len(choice.token_ids))
+    used = TokenUsage.for_requests([one])
+    used.add(choice)
+    end = _end(used, choice.finish_reason, choice.stop_reason)
     return sse.JsonResponse(end | {"content": choice.text, "tokens": choice.token_ids})
 
 
@@ -121,13 +124,13 @@ def spec(body: InfillRequest, **identity: Json) -> GenerationSpec:
 
 
 async def _frames(stream: AsyncGenerator[Delta, None], one: GenerationRequest) -> AsyncGenerator[bytes, None]:
-    num_tokens = 0
+    used = TokenUsage.for_requests([one])
     try:
         async for delta in stream:
-            num_tokens += len(delta.token_ids)
+            used.add(delta)
             part: dict[str, Any] = {"content": delta.text, "tokens": delta.token_ids, "stop": False}
             if delta.finish_reason is not None:
-                part |= _end(one, delta.finish_reason, delta.stop_reason, num_tokens)
+                part |= _end(used, delta.finish_reason, delta.stop_reason)
             yield sse.event(msgspec.json.encode(part))
     finally:
         await stream.aclose()
@@ -137,16 +140,14 @@ def _progress(now: PromptProgress) -> bytes:
     return sse.event(msgspec.json.encode({"content": "", "tokens": [], "stop": False, "prompt_progress": now}))
 
 
-def _end(
-    one: GenerationRequest, finish_reason: str | None, stop_reason: int | str | None, num_tokens: int
-) -> dict[str, Any]:
+def _end(used: TokenUsage, finish_reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
     word = stop_reason if isinstance(stop_reason, str) else ""
     return {
         "stop": True,
         "stop_type": "limit" if finish_reason in ("length", "timeout") else "word" if word else "eos",
         "stopping_word": word,
-        "tokens_predicted": num_tokens,
-        "tokens_evaluated": len(one.prompt_token_ids),
+        "tokens_predicted": used.num_output,
+        "tokens_evaluated": used.num_prompt,
         "truncated": False,
     }
 

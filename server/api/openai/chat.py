@@ -66,7 +66,7 @@ class ChatAnswer(Answer):
     body: ChatCompletionRequest
 
     def __init__(self, body: ChatCompletionRequest, state: needs.Completion, answer_id: str, one: GenerationRequest):
-        super().__init__(body, state, answer_id, [one.prompt_token_ids], one.num_image_tokens)
+        super().__init__(body, state, answer_id, [one])
         self.parsed = one.parsing is not None
         self.writer = EventWriter(body, state.config.server.reasoning_field)
         self.formatter = Formatter(
@@ -74,14 +74,8 @@ class ChatAnswer(Answer):
         )
 
     def whole(self, choices: list[deltas.Choice]) -> ChatCompletion:
-        for i, choice in enumerate(choices):
-            self.counter.add(
-                i,
-                len(choice.token_ids),
-                choice.num_cached_tokens,
-                choice.num_reasoning_tokens,
-                choice.prediction_tokens,
-            )
+        for choice in choices:
+            self.used.add(choice)
         body = self.body
         return ChatCompletion(
             id=self.id,
@@ -98,7 +92,7 @@ class ChatAnswer(Answer):
                 )
                 for i, choice in enumerate(choices)
             ],
-            usage=self.usage(),
+            usage=Usage.of(self.used),
             system_fingerprint=self.state.system_fingerprint,
             prompt_logprobs=UNSET
             if body.prompt_logprobs is None

@@ -81,7 +81,7 @@ class Answer:
         self.requests, self.n = requests, requests[0].n
         self.many = self.n > 1 or isinstance(body.text, list) or isinstance((body.input_ids or [0])[0], list)
         self.started = time.perf_counter()
-        self.choices = [Choice() for _ in range(len(requests) * self.n)]
+        self.choices = [Choice(i) for i in range(len(requests) * self.n)]
 
     def whole(self, choices: list[Choice]) -> Any:
         out = [self._output(i, choice) for i, choice in enumerate(choices)]
@@ -92,10 +92,7 @@ class Answer:
         try:
             async for delta in stream:
                 choice = self.choices[delta.index]
-                choice.texts.append(delta.text)
-                choice.token_ids += delta.token_ids
-                choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
-                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+                choice.add(delta)
                 event = self._output(delta.index, choice) | ({"index": delta.index} if self.many else {})
                 yield sse.event(msgspec.json.encode(event))
         finally:
@@ -116,7 +113,7 @@ class Answer:
                 "finish_reason": reason,
                 "prompt_tokens": len(one.prompt_token_ids),
                 "completion_tokens": len(choice.token_ids),
-                "cached_tokens": choice.num_cached_tokens,
+                "cached_tokens": choice.counts.cached,
                 "e2e_latency": time.perf_counter() - self.started,
             },
         }

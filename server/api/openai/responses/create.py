@@ -55,6 +55,7 @@ from quire.server.prompt.images import after_images
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.progress import PrefillProgress, check_progress, report_progress
+from quire.server.request.usage import TokenUsage
 from quire.server.turns.fair_queue import tenant_of
 from quire.server.turns.threads import SMALL, Deferred
 
@@ -168,12 +169,11 @@ def _prepared(body: ResponsesRequest, one: GenerationRequest, state: needs.Prepa
     response = _response(body, one, state, key)
     output = Output(
         key,
-        len(one.prompt_token_ids),
+        TokenUsage.for_requests([one]),
         by_joined_name(response.tools),
         response.reasoning.summary is not None,
         "reasoning.encrypted_content" in (body.include or ()),
         Formatter(state.tokenizer, body.top_logprobs or 0) if wants_logprobs(body) else None,
-        one.num_image_tokens,
         prewarms(body),
     )
     return _Prepared(one, Answer(response, output), items)
@@ -263,7 +263,7 @@ async def _keep(
     An answer outlives a failure of the store, or being too large for it, and then says that it is not stored.
     """
     response, responses = prepared.answer.response, state.responses
-    size = _size(prepared.answer.output.num_output_tokens, wants_logprobs(body))
+    size = _size(prepared.answer.output.used.num_output, wants_logprobs(body))
     encoded = await state.threads.run(size, lambda: msgspec.json.encode(response), tenant_of(request.scope))
     try:
         if response.store:
