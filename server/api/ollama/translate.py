@@ -85,7 +85,7 @@ def _structure(body: ChatRequest | GenerateRequest) -> Structure | None:
 
 def _reasoning(body: ChatRequest | GenerateRequest) -> Reasoning:
     if body.think is None or isinstance(body.think, bool):
-        return Reasoning(enabled=body.think)
+        return Reasoning(enabled=body.think, enabled_param="think")
     return Reasoning(effort=body.think)
 
 

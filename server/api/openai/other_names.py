@@ -7,9 +7,11 @@ import secrets
 import msgspec
 
 from quire.server.api.openai.protocol import ChatCompletionRequest, GenerationFields
+from quire.server.api.openai.structure import structure_of
 from quire.server.errors import BadRequest
 from quire.server.request.fields import SamplingFields
 from quire.server.request.samplers import LAST_TOKENS
+from quire.server.structured.structure import Structure
 from quire.server.values import Json
 
 
@@ -24,18 +26,24 @@ def translate_names(body: GenerationFields) -> None:
         _set_max_tokens(body, body.n_predict, "n_predict")
     if body.n_probs:
         _set_logprobs(body, body.n_probs)
+    if isinstance(body, ChatCompletionRequest) and isinstance(body.think, str):
+        _set(body, "reasoning_effort", body.think, "think")
     if body.cache_prompt is False and body.cache_salt is None:
         body.cache_salt = secrets.token_hex(16)  # no other request finds its blocks, and it finds none
-    if body.format:
-        chosen: Json = {"type": "json_object"}
-        if body.format != "json":
-            chosen = {"type": "json_schema", "json_schema": {"name": "format", "schema": body.format}}
-        _set(body, "response_format", chosen, "format")
-    if isinstance(body, ChatCompletionRequest) and body.think is not None:
-        if isinstance(body.think, bool):
-            _set(body, "enable_thinking", body.think, "think")
-        else:
-            _set(body, "reasoning_effort", body.think, "think")
+
+
+def structure_with_format(body: GenerationFields) -> Structure | None:
+    """Return the constraint on the output in OpenAI's and vLLM's fields, or in Ollama's `format`. Raises BadRequest for
+    both.
+    """
+    structure = structure_of(body)
+    if not body.format:
+        return structure
+    if structure is not None:
+        raise BadRequest(f"format and {structure.param} both constrain the output: give one of them.", param="format")
+    if body.format == "json":
+        return Structure(kind="json_object", param="format")
+    return Structure(kind="json_schema", value=body.format, param="format")
 
 
 def _translate_options(body: GenerationFields) -> None:
@@ -61,6 +69,14 @@ def _set_max_tokens(body: GenerationFields, value: int, param: str) -> None:
     if getattr(body, "max_completion_tokens", None) not in (None, value):
         raise BadRequest(f"{param} and max_completion_tokens differ: give one of them.", param=param)
     _set(body, "max_tokens", value, param)
+
+
+def max_tokens_param(body: GenerationFields, name: str) -> str:
+    """Return the field that sets max_tokens, `name` if OpenAI's own does."""
+    if body.n_predict is not None and body.n_predict > 0:
+        return "n_predict"
+    given = body.options.num_predict if body.options is not None else None
+    return "options.num_predict" if given is not None and given > 0 and given == body.max_tokens else name
 
 
 def is_unlimited(body: GenerationFields) -> bool:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.server.api.openai.other_names import is_unlimited, translate_names
+from quire.server.api.openai.other_names import (
+    is_unlimited,
+    max_tokens_param,
+    structure_with_format,
+    translate_names,
+)
 from quire.server.api.openai.protocol import (
     ROLES,
     ChatCompletionRequest,
@@ -16,7 +21,6 @@ from quire.server.api.openai.protocol import (
     ReasoningSwitch,
     TokenizeRequest,
 )
-from quire.server.api.openai.structure import structure_of
 from quire.server.api.openai.tools import MessageToolCall, choice_of, template_call, tools_of
 from quire.server.errors import BadRequest
 from quire.server.media.inputs import ImageInput
@@ -34,16 +38,16 @@ _PASSED = ("name", "tool_call_id", "reasoning", "reasoning_content")
 def chat_spec(body: ChatCompletionRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
     translate_names(body)
-    max_tokens_param, max_tokens = _chat_max_tokens(body)
+    limit_param, max_tokens = _chat_max_tokens(body)
     return GenerationSpec(
         prompts=conversation(body),
         options=_options(body, max_tokens, _chat_logprobs(body)),
-        structure=structure_of(body),
+        structure=structure_with_format(body),
         add_special_tokens=body.add_special_tokens,
         cache_salt=body.cache_salt,
         prompt_param="messages",
-        max_tokens_param=max_tokens_param,
-        logprobs_param="top_logprobs",
+        max_tokens_param=limit_param,
+        logprobs_param="n_probs" if body.n_probs else "top_logprobs",
         **identity,
     )
 
@@ -57,7 +61,9 @@ def completion_spec(body: CompletionRequest, **identity: Json) -> GenerationSpec
     return GenerationSpec(
         prompts=_prompts(body.prompt),
         options=_options(body, body.max_tokens, body.logprobs),
-        structure=structure_of(body),
+        structure=structure_with_format(body),
+        max_tokens_param=max_tokens_param(body, "max_tokens"),
+        logprobs_param="n_probs" if body.n_probs else "logprobs",
         default_max_tokens=None if is_unlimited(body) else COMPLETION_MAX_TOKENS,
         add_special_tokens=body.add_special_tokens,
         suffix=body.suffix or None,
@@ -104,7 +110,7 @@ def _chat_max_tokens(body: ChatCompletionRequest) -> tuple[str, int | None]:
             "max_tokens is the old name of max_completion_tokens: give one, or both with the same value.",
             param="max_tokens",
         )
-    param, value = ("max_tokens", old) if new is None else ("max_completion_tokens", new)
+    param, value = (max_tokens_param(body, "max_tokens"), old) if new is None else ("max_completion_tokens", new)
     if value == 0:
         raise BadRequest(f"{param} must be at least 1.", param=param)
     return param, value
@@ -211,11 +217,16 @@ def _calls(message: Message, path: str) -> list[dict[str, Any]]:
 def reasoning_of(body: ChatCompletionRequest) -> Reasoning:
     """How the model shall think, in the fields of several servers. Raises BadRequest for two that differ."""
     switch = body.reasoning or ReasoningSwitch()
+    enabled = _one_of("enable_thinking", body.enable_thinking, "reasoning.enabled", switch.enabled)
+    think = body.think if isinstance(body.think, bool) else None
+    if think is not None and enabled not in (None, think):
+        raise BadRequest("think and enable_thinking differ: give one of them.", param="think")
     budget = _one_of("thinking_token_budget", body.thinking_token_budget, "reasoning.max_tokens", switch.max_tokens)
     return Reasoning(
         effort=_one_of("reasoning_effort", body.reasoning_effort, "reasoning.effort", switch.effort),
         budget=None if budget == -1 else budget,
-        enabled=_one_of("enable_thinking", body.enable_thinking, "reasoning.enabled", switch.enabled),
+        enabled=enabled if think is None else think,
+        enabled_param="enable_thinking" if think is None else "think",
         separate=body.separate_reasoning is not False and body.reasoning_format != "none",
         stream=body.stream_reasoning is not False,
     )

@@ -60,6 +60,15 @@ def test_output_without_a_limit():
     assert params_of("completions")["max_tokens"] == 16
 
 
+def test_errors_name_the_field_that_was_given():
+    for kind in ("chat", "completions"):
+        assert spec_of(kind, n_predict=9).max_tokens_param == "n_predict"
+        assert spec_of(kind, options={"num_predict": 9}).max_tokens_param == "options.num_predict"
+        assert spec_of(kind, max_tokens=9).max_tokens_param == "max_tokens"
+        assert spec_of(kind, n_probs=2).logprobs_param == "n_probs"
+    assert spec_of("chat", think=True).prompts.reasoning.enabled_param == "think"
+
+
 def test_cache_prompt_false_shares_no_blocks():
     salts = {spec_of("chat", cache_prompt=False).cache_salt for _ in range(3)}
     assert len(salts) == 3 and None not in salts
@@ -84,7 +93,7 @@ def test_format_and_think():
         ({"n_predict": 3, "max_tokens": 4}, "n_predict"),
         ({"n_predict": 3, "max_completion_tokens": 4}, "n_predict"),
         ({"n_predict": 0}, "n_predict"),
-        ({"format": "json", "response_format": {"type": "text"}}, "format"),
+        ({"format": "json", "response_format": {"type": "json_object"}}, "format"),
         ({"think": True, "enable_thinking": False}, "think"),
         ({"options": {"temperature": 9}}, "options.temperature"),
         ({"samplers": ["infill"]}, "samplers"),
