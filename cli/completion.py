@@ -55,7 +55,8 @@ def _flags(command: Callable[[], int]) -> Flags:
     try:
         command()
     except _Parsing as found:
-        return {flag: _choices(action) for action in found.parser._actions for flag in action.option_strings}
+        shown = [one for one in found.parser._actions if one.help is not argparse.SUPPRESS or hasattr(one, "full_help")]
+        return {flag: _choices(action) for action in shown for flag in action.option_strings}
     finally:
         argparse.ArgumentParser.parse_known_args = original
     raise RuntimeError("the command did not parse its arguments")

@@ -16,11 +16,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.configs.options import Option, advice, all_options, suggestion
+from quire.configs.options import Option, all_options, setting_suggestion, suggestion
+from quire.configs.peers.reading import Given, is_flag, take
 from quire.configs.sources import EMBEDDED_MODEL, Settings, describe, embedded_model, resolve
-from quire.configs.speculation import LLAMACPP_FLAGS, from_llamacpp
 
 _STDOUT = 1
+_OTHER = "--flag-of-another-server"  # stands for one among the arguments
 _LIKE_A_MODEL = re.compile(r"[./~].*|[\w.-]+/[\w.-]+(:[\w.-]+|/.+\.gguf)?|.+\.gguf")
 SECTIONS = {
     "model": "Model",
@@ -40,26 +41,61 @@ EPILOG = (
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, with `_` and `-` equal in flags, and with a suggestion for unknown flags."""
+    """argparse without abbreviations, with `_` and `-` equal in flags, with a suggestion for unknown flags, and with
+    other servers' flags if `takes_others`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
+        self.takes_others = False
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         arguments = [_dashes(arg) for arg in (sys.argv[1:] if args is None else args)]
+        others: list[Given] = []
+        if self.takes_others:
+            arguments = self._without_others(arguments, others)
         result, unknown = self.parse_known_args(arguments, namespace)
         if unknown:
             self.unknown(unknown)
+        result.others = others
         return result
+
+    def _without_others(self, arguments: list[str], others: list[Given]) -> list[str]:
+        """The arguments, each of other servers' flags replaced by one that ends the values of the flag before it. The
+        flags are appended to `others`.
+        """
+        kept, position = [], 0
+        while position < len(arguments):
+            argument = arguments[position]
+            if argument == "--":
+                return kept + arguments[position:]
+            found = None
+            if is_flag(argument) and argument.partition("=")[0] not in self._option_string_actions:
+                try:
+                    found = take(arguments, position)
+                except ValueError as error:
+                    self.error(str(error))
+            if found is None:
+                kept.append(argument)
+                position += 1
+            else:
+                kept.append(_OTHER)
+                others.append(found[0])
+                position = found[1]
+        return kept
+
+    def _get_option_tuples(self, option_string: str) -> list:
+        """No flag may be shortened or stuck to its value (argparse would take `-hf` for `-h`, and `-m` for `-md`)."""
+        return []
 
     def unknown(self, arguments: list[str]) -> None:
         flag = next((arg.partition("=")[0] for arg in arguments if arg.startswith("-")), None)
         if flag is None:
             self.error(f"unexpected argument {arguments[0]!r}")
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        self.error(f"unknown flag {flag}{(advice if '--config' in known else suggestion)(flag, known)}")
+        known = [name for name in self._option_string_actions if name.startswith("--") and name != _OTHER]
+        self.error(f"unknown flag {flag}{(setting_suggestion if self.takes_others else suggestion)(flag, known)}")
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -90,9 +126,7 @@ class _Extend(argparse._ExtendAction):
         super().__call__(parser, namespace, values, option_string)
 
 
-def add_config_flags(
-    parser: argparse.ArgumentParser, *, sections: Sequence[str] = tuple(SECTIONS), everyday: bool = True
-) -> None:
+def add_config_flags(parser: Parser, *, sections: Sequence[str] = tuple(SECTIONS), everyday: bool = True) -> None:
     """Add MODEL, the flags of `sections`, --config and --print-config. --help shows the everyday flags, or none of them
     if `everyday` is False.
     """
@@ -112,11 +146,8 @@ def add_config_flags(
         for option in all_options().values():
             if option.section == section:
                 _add_flag(group, option, visible=everyday and option.everyday)
-        if section == "scheduler":
-            for flag, key in LLAMACPP_FLAGS.items():
-                text = f"llama.cpp's flag for {key} of --speculative-config"
-                action = group.add_argument(flag, dest=flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-                action.metavar, action.full_help = "VALUE", text
+    parser.add_argument(_OTHER, action="store_true", help=argparse.SUPPRESS)
+    parser.takes_others = True
 
 
 def _add_flag(group, option: Option, visible: bool) -> None:
@@ -148,9 +179,14 @@ def _help(option: Option) -> str:
 
 
 def read_settings(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace, *, need_model: bool = True
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    *,
+    need_model: bool = True,
+    shows_warnings: bool = True,
 ) -> Settings:
-    """The settings from the parsed `arguments`, the environment and the YAML file.
+    """The settings from the parsed `arguments`, the environment and the YAML file. Flags without effect are reported on
+    stderr, unless the caller does.
 
     Exits with 2 and a message if they are invalid.
     """
@@ -160,15 +196,11 @@ def read_settings(
         if "model" in flags:
             parser.error("the model is set twice, by MODEL and by --model")
         flags["model"] = given["model_argument"]
-    drafts = {flag: given[flag] for flag in LLAMACPP_FLAGS if flag in given}
-    if drafts and "speculative_config" in flags:
-        parser.error(f"{next(iter(drafts))} and --speculative-config set the same: give one")
     try:
-        if drafts:
-            flags["speculative_config"] = from_llamacpp(drafts)
-        settings = resolve(flags, given["config"])
+        settings = resolve(flags, given["config"], others=given["others"])
     except ValueError as error:
         parser.error(str(error))
+    _refuse_other_sections(parser, settings)
     if not settings.values.get("model"):
         _refuse_swallowed_model(parser, given)
         _use_embedded_model(parser, settings, need_model and not given["print_config"])
@@ -177,7 +209,17 @@ def read_settings(
     if given["print_config"]:
         print(describe(settings))
         parser.exit()
+    for warning in settings.warnings * shows_warnings:
+        print(f"WARNING {warning}", file=sys.stderr)
     return settings
+
+
+def _refuse_other_sections(parser: argparse.ArgumentParser, settings: Settings) -> None:
+    """End with an error if a flag of another server sets what this command does not have."""
+    for name, source in settings.sources.items():
+        flag = all_options()[name].flag
+        if source == "command line" and flag not in parser._option_string_actions:
+            parser.error(f"{flag}, which another server's flag sets, has no effect on this command")
 
 
 def _refuse_swallowed_model(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
@@ -204,8 +246,9 @@ def serve(arguments: list[str]) -> int:
         epilog=EPILOG,
     )
     add_config_flags(parser)
-    settings = read_settings(parser, parser.parse_args(arguments))
-    return importlib.import_module("quire.server.launch").serve(settings.config(), settings.sources)
+    settings = read_settings(parser, parser.parse_args(arguments), shows_warnings=False)
+    launch = importlib.import_module("quire.server.launch")
+    return launch.serve(settings.config(), settings.sources, settings.warnings)
 
 
 def check(arguments: list[str]) -> int:

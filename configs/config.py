@@ -57,6 +57,7 @@ class ModelConfig:
             "token yes over that of no)"
         ),
         choices=("auto", "none", "yes-no", "lasttoken", "mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean"),
+        aliases={"last": "lasttoken", "rank": "auto"},
     )
     matryoshka: bool = opt(
         False, "shorten embeddings to the dimensions asked for, though the model's files do not say that they can be"
@@ -71,6 +72,7 @@ class ModelConfig:
             "it has the architecture)"
         ),
         choices=("auto", "quire", "transformers"),
+        aliases={"vllm": "quire", "sglang": "quire", "hf": "transformers"},
     )
     language_model_only: bool = opt(False, "leave out the encoder of a model that reads images, and refuse images")
     trust_remote_code: bool = opt(False, "let transformers run Python code from the model's folder (tokenizer only)")
@@ -105,7 +107,14 @@ class CacheConfig:
         everyday=True,
         choices=("auto", "float32", "bfloat16", "float16", "fp8", "int8"),
         hidden_choices=("fp8_per_token_head", "int8_per_token_head"),
-        aliases={"fp8_e4m3": "fp8", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
+        aliases={
+            "fp8_e4m3": "fp8",
+            "q8_0": "int8",
+            "half": "float16",
+            "fp16": "float16",
+            "bf16": "bfloat16",
+            "fp32": "float32",
+        },
     )
     enable_prefix_caching: bool = opt(True, "reuse KV blocks of equal prompt prefixes")
     kv_offload_gib: float | None = opt(
@@ -222,7 +231,13 @@ class ParallelConfig:
 class DeviceConfig:
     """The device and how it is used."""
 
-    device: str = opt("auto", "auto: CUDA if there is a GPU, else CPU", everyday=True, choices=("auto", "cpu", "cuda"))
+    device: str = opt(
+        "auto",
+        "auto: CUDA if there is a GPU, else CPU",
+        everyday=True,
+        choices=("auto", "cpu", "cuda"),
+        aliases=dict.fromkeys(("gpu", "nvidia", "rocm", "hip", "cuda0", "cuda:0"), "cuda") | {"none": "cpu"},
+    )
     enforce_eager: bool = opt(False, "do not use CUDA graphs")
     record_graphs: str = opt(
         "idle",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import re
 import types
 import typing
@@ -18,10 +19,14 @@ from functools import cache
 from typing import Any
 
 from quire.configs.config import Config
-from quire.configs.foreign_settings import FOREIGN_SETTINGS
+from quire.configs.peers.own_values import other_meaning
+from quire.configs.peers.reading import Translation, from_python, translate
+from quire.configs.peers.table import rows
 
+logger = logging.getLogger("quire")
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
+NEAR = 0.8  # of 1: the likeness of names that are typing errors
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -77,7 +82,8 @@ class Option:
         Raises ValueError with a message that starts with `spelling`.
         """
         if self.repeat:
-            return [self._parse_one(item, spelling) for item in (value if isinstance(value, list | tuple) else [value])]
+            items = value if isinstance(value, list | tuple) else [value]
+            return [self._parse_one(item, spelling) for listed in items for item in _json_list(listed)]
         return self._parse_one(value, spelling)
 
     def _parse_one(self, value: Any, spelling: str) -> Any:
@@ -147,6 +153,17 @@ class Option:
         }[self.type]
 
 
+def _json_list(value: Any) -> list[Any]:
+    """The items of a list that is written as JSON, as vLLM has it, or the one value."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            found = json.loads(value)
+        except ValueError:
+            return [value]
+        return found if isinstance(found, list) else [value]
+    return [value]
+
+
 def parse_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
@@ -192,14 +209,15 @@ def positive(number: int) -> int:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """`"; did you mean X?"` for the nearest of `known`, or "" if none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    plain = {name.lstrip("-").replace("-", "_").lower(): name for name in known}
+    near = difflib.get_close_matches(word.lstrip("-").replace("-", "_").lower(), plain, n=1, cutoff=NEAR)
+    return f"; did you mean {plain[near[0]]}?" if near else ""
 
 
-def advice(name: str, known: Iterable[str]) -> str:
-    """Advice for an unknown setting `name`: our name of another server's setting, else the nearest of `known`."""
-    foreign = FOREIGN_SETTINGS.get(name.lstrip("-").replace("-", "_"))
-    return f": {foreign}" if foreign else suggestion(name, known)
+def setting_suggestion(word: str, known: Iterable[str]) -> str:
+    """The nearest of `known`, or of other servers' flags, in their spelling."""
+    others = {name: name for name in rows() if name.startswith("--")}
+    return suggestion(word, known) or suggestion(word, others)
 
 
 @cache
@@ -235,14 +253,33 @@ def _value_type(hint: Any) -> tuple[type, bool, bool]:
     return hint, False, False
 
 
-def find_option(name: str, spelling: str | None = None) -> Option:
-    """The option that `name` means (dashes or underscores). Raises ValueError with the nearest name otherwise."""
+def find_option(name: str) -> Option | None:
+    """The option that `name` means (dashes or underscores)."""
     options = all_options()
     plain = name.replace("-", "_")
-    option = options.get(plain) or next((one for one in options.values() if one.other_name == plain), None)
-    if option is None:
-        raise ValueError(f"unknown setting {spelling or name}{advice(plain, options)}")
-    return option
+    return options.get(plain) or next((one for one in options.values() if one.other_name == plain), None)
+
+
+def unknown_setting(name: str, spelling: str | None = None) -> ValueError:
+    """The error for `name`, with the nearest name."""
+    return ValueError(f"unknown setting {spelling or name}{setting_suggestion(name.replace('-', '_'), all_options())}")
+
+
+def in_python(settings: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], Translation]:
+    """(quire's settings, the translation of other servers' ones) of values by name, of a file or of `LLM`.
+
+    Raises ValueError for a name that no server has, naming `where` it stands.
+    """
+    own, others = {}, []
+    for key, value in settings.items():
+        name = str(key)
+        if find_option(name) is not None:
+            own[name] = value
+        elif (given := from_python(name, value)) is not None:
+            others.append(given)
+        else:
+            raise unknown_setting(name, f"{name}{where}")
+    return own, translate(others)
 
 
 def removed_settings(config: Config) -> list[str]:
@@ -254,11 +291,33 @@ def removed_settings(config: Config) -> list[str]:
     ]
 
 
+def no_effect(option: Option, value: Any, spelling: str) -> str | None:
+    """The warning for another server's value that has no effect here. Raises ValueError if it is refused."""
+    try:
+        reason = other_meaning(option.name, value)
+    except ValueError as error:
+        raise ValueError(f"{spelling}: {error}") from None
+    return None if reason is None else f"{spelling} {value}: no effect: {reason}"
+
+
 def config_from(settings: Mapping[str, Any]) -> Config:
-    """A checked `Config` from Python values by field name, for the offline API.
+    """A checked `Config` from Python values by field name, for the offline API. Settings of other servers without
+    effect are reported in the log.
 
     Raises ValueError naming the setting.
     """
-    return Config.from_flat(
-        **{find_option(name).name: find_option(name).parse(value, name) for name, value in settings.items()}
-    )
+    own, translation = in_python(settings)
+    warnings, values = list(translation.warnings), {}
+    given = {name: (value, name) for name, value in own.items()}
+    given |= {name: (value, translation.spelled[name]) for name, value in translation.settings.items()}
+    for name, (value, spelling) in given.items():
+        option = find_option(name)
+        if (warning := no_effect(option, value, spelling)) is not None:
+            warnings.append(warning)
+        else:
+            values[option.name] = option.parse(value, spelling)
+    if warnings and values.get("strict_flags"):
+        raise ValueError("; ".join(warnings))
+    for warning in warnings:
+        logger.warning("%s", warning)
+    return Config.from_flat(**values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.configs.fields import opt
+from quire.configs.generation import read_generation
 from quire.configs.media_limits import read_media_limits
 from quire.configs.proxies import read_proxies
 
@@ -105,6 +106,14 @@ class ServerConfig:
     generation_config: str = opt(
         "auto",
         "source of default sampling parameters: auto (the model's generation_config.json), vllm (none), or a folder",
+    )
+    override_generation_config: str | None = opt(
+        None,
+        "default sampling parameters that replace those of --generation-config, as JSON: temperature, top_p, top_k, "
+        "min_p, repetition_penalty, max_new_tokens",
+        metavar="JSON",
+        unit="mapping",
+        check=read_generation,
     )
     max_logprobs: int = opt(
         20, "maximum number of logprobs per token that a request may ask for (-1: no limit)", minimum=-1
@@ -214,11 +223,21 @@ class ServerConfig:
     strict_params: bool = opt(
         False, "refuse unknown request fields with 400 instead of answering with a Warning header"
     )
+    strict_flags: bool = opt(
+        False,
+        "refuse flags and variables of other servers that have no effect here, instead of starting with a warning",
+    )
     additional_properties: bool = opt(
         False,
         "objects of structured output may have properties that their schema does not name, unless it says otherwise",
     )
-    log_level: str = opt("info", "how much to log", everyday=True, choices=("debug", "info", "warning", "error"))
+    log_level: str = opt(
+        "info",
+        "how much to log",
+        everyday=True,
+        choices=("debug", "info", "warning", "error"),
+        aliases={"trace": "debug", "warn": "warning", "critical": "error"},
+    )
     otlp_traces_endpoint: str | None = opt(
         None, "send traces to this OTLP address, as http://HOST:4318/v1/traces (extra otel)", metavar="URL"
     )

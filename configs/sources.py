@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quire.configs.config import Config
-from quire.configs.foreign_settings import FOREIGN_SETTINGS
-from quire.configs.options import Option, all_options, find_option, suggestion
+from quire.configs.options import (
+    Option,
+    all_options,
+    find_option,
+    in_python,
+    no_effect,
+    removed_settings,
+    suggestion,
+)
+from quire.configs.peers.reading import Given, Translation, from_environment, translate
+from quire.configs.peers.table import rows
 
 PRESETS = Path(__file__).parent
 EMBEDDED_MODEL = PRESETS / "quire-tiny"
@@ -21,10 +30,11 @@ _OTHER_VARIABLES = ("QUIRE_CONFIG", "QUIRE_CACHE")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The values that were set, and for each a readable description of its source."""
+    """The values that were set, for each a readable description of its source, and the flags without effect."""
 
     values: dict[str, Any]
     sources: dict[str, str]
+    warnings: list[str] = field(default_factory=list)
 
     def config(self) -> Config:
         return Config.from_flat(**self.values)
@@ -34,13 +44,18 @@ class Settings:
 
 
 def resolve(
-    flags: Mapping[str, Any], config_file: str | None = None, environ: Mapping[str, str] = os.environ
+    flags: Mapping[str, Any],
+    config_file: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+    others: Sequence[Given] = (),
 ) -> Settings:
-    """Merge the three sources.
+    """Merge the sources: flags over QUIRE_ variables over the file over variables of other servers.
 
-    `flags` has the options of the command line by name, as text, lists of text or bools. Raises ValueError.
+    `flags` has the options of the command line by name, as text, lists of text or bools, and `others` has its flags of
+    other servers. Raises ValueError.
     """
     settings = Settings({}, {})
+    _add_translated(settings, translate(from_environment(environ)), "environment ")
     config_file = config_file or environ.get("QUIRE_CONFIG")
     if config_file:
         _add_yaml(settings, find_config_file(config_file))
@@ -48,12 +63,44 @@ def resolve(
     for name, value in flags.items():
         option = all_options()[name]
         _set(settings, option, value, option.flag, "command line")
+    _add_translated(settings, _without_repetition(translate(others), flags))
+    if settings.values.get("strict_flags"):
+        _refuse_warnings(settings)
     return settings
 
 
+def _refuse_warnings(settings: Settings) -> None:
+    if found := [*settings.warnings, *removed_settings(settings.config())]:
+        raise ValueError(f"--strict-flags: {'; '.join(found)}")
+
+
+def _without_repetition(found: Translation, flags: Mapping[str, Any]) -> Translation:
+    """`found`, after a check that no flag of quire sets the same to something else."""
+    for name, value in found.settings.items():
+        option = all_options()[name]
+        given = flags.get(name, value)
+        if option.parse(given, option.flag) != option.parse(value, found.spelled[name]):
+            if name == "model":
+                raise ValueError(f"the model is set twice, by MODEL and by {found.spelled[name]}")
+            raise ValueError(f"{found.spelled[name]} and {option.flag} set the same: give one")
+    return found
+
+
 def _set(settings: Settings, option: Option, value: Any, spelling: str, source: str) -> None:
+    if (warning := no_effect(option, value, spelling)) is not None:
+        settings.warnings.append(warning)
+        return
     settings.values[option.name] = option.parse(value, spelling)
     settings.sources[option.name] = source
+
+
+def _add_translated(settings: Settings, found: Translation, source: str | None = None) -> None:
+    """Add the settings of other servers' names, of which `source` is the beginning; without it, of the command line."""
+    settings.warnings.extend(found.warnings)
+    for name, value in found.settings.items():
+        spelling = found.spelled[name]
+        where = "command line" if source is None else source if source.startswith("file") else source + spelling
+        _set(settings, all_options()[name], value, spelling, where)
 
 
 def _add_environment(settings: Settings, environ: Mapping[str, str]) -> None:
@@ -62,22 +109,36 @@ def _add_environment(settings: Settings, environ: Mapping[str, str]) -> None:
         if not variable.startswith("QUIRE_") or variable in _OTHER_VARIABLES:
             continue
         if variable not in variables:
-            foreign = FOREIGN_SETTINGS.get(variable.removeprefix("QUIRE_").lower())
-            hint = f": {foreign}" if foreign else suggestion(variable, variables)
-            raise ValueError(f"unknown environment variable {variable}{hint}")
+            raise ValueError(f"unknown environment variable {variable}{_hint(variable, variables)}")
         option, text = variables[variable], environ[variable]
-        value = [part.strip() for part in text.split(",") if part.strip()] if option.repeat else text
+        is_list = option.repeat and not text.lstrip().startswith("[")  # which JSON writes
+        value = [part.strip() for part in text.split(",") if part.strip()] if is_list else text
         _set(settings, option, value, variable, f"environment {variable}")
 
 
+def _hint(variable: str, variables: Mapping[str, Option]) -> str:
+    """The setting that another server's name in a QUIRE_ variable means, or the nearest name."""
+    row = rows().get("--" + variable.removeprefix("QUIRE_").lower().replace("_", "-"))
+    if row is None:
+        return suggestion(variable, variables)
+    return f": {row.group.note}" if row.group.note else f": set {all_options()[row.group.option].variable}"
+
+
 def _add_yaml(settings: Settings, path: Path) -> None:
+    content, where = read_yaml(path), f" in {path}"
+    try:
+        own, others = in_python(content, where)
+    except ValueError as error:
+        raise ValueError(str(error) if where in str(error) else f"{path}: {error}") from None
     seen: dict[str, str] = {}
-    for key, value in read_yaml(path).items():
-        option = find_option(str(key), f"{key} in {path}")
+    for key, value in own.items():
+        option = find_option(key)
         if option.name in seen:
             raise ValueError(f"{path}: {key} and {seen[option.name]} are the same setting")
-        seen[option.name] = str(key)
+        seen[option.name] = key
         _set(settings, option, value, f"{key} in {path}", f"file {path}")
+    flags = {find_option(key).name: value for key, value in own.items()}
+    _add_translated(settings, _without_repetition(others, flags), f"file {path}")
 
 
 def find_config_file(name: str) -> Path:

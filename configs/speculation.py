@@ -9,18 +9,8 @@ from dataclasses import dataclass
 MAX_DRAFT = 64  # draft tokens of one request that a step may verify
 METHODS = ("auto", "ngram", "suffix", "grammar", "mtp", "eagle3", "draft_model", "none")
 WITH_MODEL = ("draft_model", "eagle3")
-# flags of llama.cpp, of today and before, -> keys, and its types of drafts -> methods
-LLAMACPP_FLAGS = {
-    "--spec-type": "method",
-    **dict.fromkeys(("--spec-draft-model", "--model-draft", "-md"), "model"),
-    **dict.fromkeys(
-        ("--spec-draft-n-max", "--draft-max", "--draft", "--draft-n", "--spec-ngram-mod-n-max",
-         "--spec-ngram-simple-size-m", "--spec-ngram-map-k-size-m", "--spec-ngram-map-k4v-size-m"),
-        "num_speculative_tokens",
-    ),
-    **dict.fromkeys(("--spec-draft-n-min", "--draft-min"), "draft_min"),
-}  # fmt: skip
-_LLAMACPP_TYPES = {
+# types of drafts of llama.cpp and SGLang -> methods
+_TYPES = {
     "none": "none",
     "draft": "draft_model",
     "draft-simple": "draft_model",
@@ -31,6 +21,8 @@ _LLAMACPP_TYPES = {
     "ngram-mod": "ngram",
     "ngram-map-k": "suffix",
     "ngram-map-k4v": "suffix",
+    "nextn": "mtp",
+    "standalone": "draft_model",
 }
 _KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 
@@ -78,42 +70,38 @@ def draft_model_of(text: str | None) -> str | None:
     return read_speculation(text).model if text is not None else None
 
 
-def from_llamacpp(given: Mapping[str, str]) -> str:
-    """`--speculative-config` of flags of llama.cpp, by flag. Raises ValueError naming the flag."""
+def from_parts(given: Mapping[str, str]) -> str:
+    """`--speculative-config` of the texts of other servers' flags, by key. Raises ValueError naming the key."""
     values: dict[str, object] = {}
-    for flag, text in given.items():
-        key, value = LLAMACPP_FLAGS[flag], text
+    for key, text in given.items():
         if key == "method":
-            value = _method(flag, text)
-        elif key != "model":
-            if not text.isdecimal():
-                raise ValueError(f"{flag}: expected a whole number, got {text!r}")
-            value = int(text)
-        if key == "draft_min":
-            if value > 1:
-                raise ValueError(f"{flag}: drafts of any length are verified: leave it out, or set it to 0 or 1")
-            continue
-        if values.setdefault(key, value) != value:
-            raise ValueError(f"{flag}: {key} is set twice, to {values[key]} and to {value}")
-    try:
-        read_speculation(config := json.dumps(values))
-    except ValueError as error:
-        raise ValueError(f"{', '.join(given)}: {error}") from None
+            values[key] = _method(text)
+        elif key == "model":
+            values[key] = text
+        elif not text.isdecimal():
+            raise ValueError(f"expected a whole number, got {text!r}")
+        elif key != "draft_min":
+            values[key] = int(text)
+        elif int(text) > 1:
+            raise ValueError("drafts of any length are verified: leave it out, or set it to 0 or 1")
+    if "prompt_lookup_max" in values or "prompt_lookup_min" in values:
+        values.setdefault("method", "ngram")
+    read_speculation(config := json.dumps(values))
     return config
 
 
-def _method(flag: str, text: str) -> str:
-    """The method of llama.cpp's types, which may be several, separated by commas."""
-    types = [name.strip() for name in text.split(",")]
+def _method(text: str) -> str:
+    """The method of llama.cpp's and SGLang's types, which may be several, separated by commas."""
+    types = [name.strip().lower() for name in text.split(",")]
     for name in types:
-        if name not in (*_LLAMACPP_TYPES, *METHODS):
-            raise ValueError(f"{flag}: {name!r} is not one of {', '.join(_LLAMACPP_TYPES)}")
-    methods = {_LLAMACPP_TYPES.get(name, name) for name in types}
+        if name not in (*_TYPES, *METHODS):
+            raise ValueError(f"{name!r} is not one of {', '.join(_TYPES)}")
+    methods = {_TYPES.get(name, name) for name in types}
     methods = methods - {"none"} or methods
     if len(methods) == 1:
         return methods.pop()
     if not methods <= {"ngram", "suffix", "mtp"}:
-        raise ValueError(f"{flag}: {text!r}: only lookups and draft-mtp can be combined")
+        raise ValueError(f"{text!r}: only lookups and draft-mtp can be combined")
     return "auto" if "mtp" in methods else "suffix"
 
 

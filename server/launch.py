@@ -15,7 +15,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quire.configs.config import Config
@@ -42,10 +42,10 @@ REPEAT_SECONDS = 2.0  # within which a repeated SIGTERM belongs to the first
 _FIRST_OF_SYSTEMD = 3  # descriptor
 
 
-def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
+def serve(config: Config, sources: Mapping[str, str] | None = None, warnings: Sequence[str] = ()) -> int:
     """Serve until a signal ends it; returns the exit code.
 
-    `sources` says where each setting that is no default came from.
+    `sources` says where each setting that is no default came from, and `warnings` which flags have no effect.
     """
     started = time.monotonic() - _seconds_since_exec()
     configure_logging(config.server)
@@ -65,7 +65,7 @@ def serve(config: Config, sources: Mapping[str, str] | None = None) -> int:
         _announce_address(config.server.address_file, listener, scheme)
     if sources:
         logger.info("settings: %s", ", ".join(f"{name} ({source})" for name, source in sources.items()))
-    for warning in removed_settings(config):
+    for warning in (*warnings, *removed_settings(config)):
         logger.warning("%s", warning)
     try:
         return asyncio.run(_run(config, listener, started))

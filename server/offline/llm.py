@@ -58,6 +58,7 @@ SERVER_SETTINGS = (
     "generation_config",
     "generic_tool_prompt",
     "max_logprobs",
+    "override_generation_config",
     "reasoning_parser",
     "step_timeout",
     "tool_call_parser",

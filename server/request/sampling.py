@@ -19,6 +19,7 @@ from quire.checkpoints.honoured import report_ignored
 from quire.checkpoints.reading import read_object
 from quire.checkpoints.rules import Kind, Number, Rule, Whole, shown
 from quire.configs.config import Config
+from quire.configs.generation import PARAMETERS, read_generation
 from quire.engine.messages import SamplingParams
 from quire.server.errors import BadRequest, ContextLengthExceeded
 from quire.server.model_info import ModelInfo
@@ -49,26 +50,40 @@ class BatchEncoder(Breaking, Protocol):
 
 
 class SamplingDefaults(NamedTuple):
-    """`declared` by the model's files; `others`, of `source`, for what they leave open."""
+    """`declared` by the model's files or --override-generation-config, which sets the `overridden` ones; `others`, of
+    `source`, for what they leave open.
+    """
 
     declared: dict[str, Any]
     others: dict[str, Any]
     source: str
+    overridden: frozenset[str] = frozenset()
 
     def describe(self) -> str:
         """One line for people."""
         rest = {name: value for name, value in self.others.items() if name not in self.declared}
-        parts = [f"{name} {value}" for name, value in self.declared.items()]
-        own = ", ".join(parts) + " (the model's)" if parts else ""
+        files = [f"{name} {value}" for name, value in self.declared.items() if name not in self.overridden]
+        flags = [f"{name} {value}" for name, value in self.declared.items() if name in self.overridden]
+        set_ = ", ".join(flags) + " (--override-generation-config)" if flags else ""
+        own = ", ".join(files) + " (the model's)" if files else ""
         open_ = f"{', '.join(f'{name} {value}' for name, value in rest.items())} ({self.source})" if rest else ""
-        return "; ".join(filter(None, (own, open_))) or "OpenAI's"
+        return "; ".join(filter(None, (set_, own, open_))) or "OpenAI's"
 
 
 def read_sampling_defaults(config: Config, model_folder: str) -> SamplingDefaults:
-    """The content of generation_config.json, as --generation-config says, and llama.cpp's defaults for a GGUF file.
+    """The content of generation_config.json, as --generation-config says, and llama.cpp's defaults for a GGUF file,
+    under what --override-generation-config sets.
 
     Raises ValueError when the file asked for is missing, or not JSON, or a value is out of range.
     """
+    flag = "--override-generation-config"
+    overrides = _checked(read_generation(config.server.override_generation_config or "{}"), flag)
+    found = _sampling_defaults(config, model_folder)
+    return found._replace(declared=found.declared | overrides, overridden=frozenset(overrides))
+
+
+def _sampling_defaults(config: Config, model_folder: str) -> SamplingDefaults:
+    """The defaults without --override-generation-config."""
     if config.server.generation_config == "vllm":
         return SamplingDefaults({}, {}, "OpenAI's")
     settings = read_object(Path(model_folder, "config.json")).get("quantization_config")
@@ -89,13 +104,18 @@ def _declared_defaults(source: str, model_folder: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"generation_config: {path} must be a JSON object")
     report_ignored(values, Path(path))
+    return _checked(values, f"generation_config: {path}")
+
+
+def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The parameters among `values`, by our names. Raises ValueError for one that is out of range."""
     defaults = {}
-    for key, rule in _RULES.items():
+    for key, name in PARAMETERS.items():
         if (value := values.get(key)) is None:
             continue
-        if not rule.fits(value):
-            raise ValueError(f"generation_config: {path}: {key} must be {rule}, not {shown(value)}")
-        defaults["max_tokens" if key == "max_new_tokens" else key] = value
+        if not (rule := _RULES[key]).fits(value):
+            raise ValueError(f"{where}: {key} must be {rule}, not {shown(value)}")
+        defaults[name] = value
     return defaults
 
 

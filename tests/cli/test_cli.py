@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from quire.cli import collect_env
 from quire.cli import main as cli
 from quire.configs import sources
-from quire.configs.foreign_settings import FOREIGN_SETTINGS
 from quire.configs.options import all_options, config_from, parse_count, removed_settings
 from quire.configs.sources import PRESETS
 
@@ -30,7 +29,7 @@ def served(monkeypatch):
     def run(*arguments: str):
         calls = []
         launch = type(
-            "launch", (), {"serve": staticmethod(lambda config, origins: calls.append((config, origins)) or 0)}
+            "launch", (), {"serve": staticmethod(lambda config, origins, _: calls.append((config, origins)) or 0)}
         )
         monkeypatch.setitem(sys.modules, "quire.server.launch", launch)
         assert cli.main(["serve", *arguments]) == 0
@@ -194,42 +193,6 @@ def test_dtype_takes_the_usual_short_names(served, monkeypatch, value, expected)
     monkeypatch.setenv("QUIRE_DTYPE", value)
     assert served("m")[0].model.dtype == expected
     assert config_from({"dtype": value}).model.dtype == expected
-
-
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [
-        (
-            ["m", "--ngl", "99"],
-            "unknown flag --ngl: the whole model runs on one kind of device: set --device cpu or --device cuda",
-        ),
-        (["m", "-ngl", "99"], "unknown flag -ngl: the whole model runs"),
-        (["m", "--cpu-offload-gb", "1"], "unknown flag --cpu-offload-gb: not supported: use a smaller model"),
-        (["m", "-c", "4096"], "unknown flag -c: set --max-model-len"),
-    ],
-)
-def test_flags_of_other_servers_are_explained(refused, arguments, expected):
-    assert expected in (said := refused(*arguments)) and "did you mean" not in said
-
-
-def test_settings_of_other_servers_are_explained(refused, monkeypatch, tmp_path):
-    (tmp_path / "f.yaml").write_text("ctx_size: 4096")
-    assert (
-        "unknown setting ctx_size in" in (said := refused("m", "--config", str(tmp_path / "f.yaml")))
-        and "set --max-model-len" in said
-    )
-    monkeypatch.setenv("QUIRE_TP_SIZE", "2")
-    assert "unknown environment variable QUIRE_TP_SIZE: set --tensor-parallel-size" in refused("m")
-
-
-def test_the_advice_about_other_servers_names_flags_that_exist():
-    flags = {option.flag for option in all_options().values()} | {
-        f"--no-{option.flag[2:]}" for option in all_options().values() if option.type is bool
-    }
-    assert not set(FOREIGN_SETTINGS) & set(all_options())
-    assert not any("structured output is not" in advice for advice in FOREIGN_SETTINGS.values())
-    for advice in FOREIGN_SETTINGS.values():
-        assert set(re.findall(r"--[a-z-]+", advice)) <= flags, advice
 
 
 @pytest.mark.parametrize(

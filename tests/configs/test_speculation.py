@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from quire.configs.speculation import SpeculationSettings, from_llamacpp, read_speculation
+from quire.configs.speculation import SpeculationSettings, read_speculation
 from tests.cli.test_cli import refused, served  # noqa: F401
 
 
@@ -80,7 +80,7 @@ def test_flags_of_llamacpp(served, flags, values):  # noqa: F811
         (["--spec-type", "draft-mtp,draft-eagle3"], "only lookups and draft-mtp can be combined"),
         (["--draft-max", "65"], "--draft-max: num_speculative_tokens is 65"),
         (["--draft-max", "many"], "--draft-max: expected a whole number"),
-        (["--draft-max", "3", "--draft", "4"], "num_speculative_tokens is set twice"),
+        (["--draft-max", "3", "--draft", "4"], "--draft-max 3 and --draft 4 set the same"),
         (["--draft-min", "4"], "--draft-min: drafts of any length are verified"),
         (["--draft-max", "3", "--speculative-config", "{}"], "--draft-max and --speculative-config set the same"),
     ],
@@ -89,6 +89,5 @@ def test_wrong_flags_of_llamacpp(refused, flags, message):  # noqa: F811
     assert message in refused("m", *flags)
 
 
-def test_types_of_llamacpp_that_need_a_model_name_it():
-    with pytest.raises(ValueError, match="--spec-type"):
-        from_llamacpp({"--spec-type": "draft-simple"})
+def test_types_of_llamacpp_that_need_a_model_name_it(refused):  # noqa: F811
+    assert "--spec-type: method draft_model needs a model" in refused("m", "--spec-type", "draft-simple")

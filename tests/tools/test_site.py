@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.configs.foreign_settings import FOREIGN_SETTINGS
 from quire.configs.options import all_options
-from tools.site import endpoints, flags, messages
+from quire.configs.peers.table import SERVERS, rows_of
+from tools.site import endpoints, flags, messages, other_flags
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -87,10 +87,18 @@ def test_messages_are_found_in_every_form(tmp_path):
     ]
 
 
-def test_all_flags_of_quire_and_of_others_are_listed():
+def test_all_flags_of_quire_are_listed():
     text = flags.page()
     assert all(f"`{option.flag}`" in text for option in all_options().values())
-    assert text.count("| `-") == len(all_options()) + len(FOREIGN_SETTINGS)
+    assert text.count('"></a>`-') == len(all_options())
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_all_flags_of_others_are_listed_with_links_to_ours(server):
+    text = other_flags.page().partition(f"## {server}\n")[2].partition("\n## ")[0]
+    assert {row.name for row in rows_of(server)} <= set(re.findall(r"`([^`]+)`", text))
+    targets = re.findall(r"\(all-flags\.md#([\w-]+)\)", text)
+    assert targets and all(f'<a id="{target}"></a>' in flags.page() for target in targets)
 
 
 def test_frequent_messages_are_explained_as_the_code_writes_them(found):

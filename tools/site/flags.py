@@ -1,10 +1,9 @@
-"""The page of settings: every flag of `quire serve`, and flags of other servers with what does their work here."""
+"""The page of settings: every flag of `quire serve`."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from quire.configs.foreign_settings import BY_SERVER
 from quire.configs.options import Option, all_options
 
 
@@ -15,17 +14,19 @@ def page() -> str:
         sections[option.section].append(option)
     parts = [
         "# All settings\n\nEach flag is also a YAML key (`max_model_len`) and a variable (`QUIRE_MAX_MODEL_LEN`); see"
-        " [settings.md](settings.md).\n"
+        " [settings.md](settings.md). Flags of other servers: [other-flags.md](other-flags.md).\n"
     ]
     for section, options in sections.items():
         parts.append(f"\n## {section}\n\n| flag | default | meaning |\n|---|---|---|\n")
         parts.extend(
-            f"| `{'`, `'.join(option.flags)}` | {_default(option)} | {_cell(option.help)} |\n" for option in options
+            f"| {_anchor(option)}`{'`, `'.join(option.flags)}` | {_default(option)} | {_cell(option.help)} |\n"
+            for option in options
         )
-    for server, settings in BY_SERVER.items():
-        parts.append(f"\n## Flags of {server}\n\n| there | here |\n|---|---|\n")
-        parts.extend(f"| `{_spelled(name)}` | {_cell(advice)} |\n" for name, advice in settings.items())
     return "".join(parts)
+
+
+def _anchor(option: Option) -> str:
+    return f'<a id="{option.flag[2:]}"></a>'
 
 
 def _default(option: Option) -> str:
@@ -34,7 +35,3 @@ def _default(option: Option) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def _spelled(name: str) -> str:
-    return f"-{name}" if len(name) <= 3 else "--" + name.replace("_", "-")

@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))  # mkdocs imports this file by its path
 
-from tools.site import endpoints, flags, messages, model_files, sources  # noqa: E402
+from tools.site import endpoints, flags, messages, model_files, other_flags, sources  # noqa: E402
 
 START_TIMEOUT = 600.0  # seconds; the first start may compile kernels
 
@@ -30,6 +30,7 @@ def on_files(files: Any, config: Any) -> Any:
         ("examples.md", examples),
         ("all-messages.md", messages.page(messages.messages())),
         ("all-flags.md", flags.page()),
+        ("other-flags.md", other_flags.page()),
         ("model-files.md", model_files.page()),
     ):
         files.append(File.generated(config, name, content=text))

@@ -1,0 +1,1 @@
+"""Flags and variables of other servers, and their meanings here."""

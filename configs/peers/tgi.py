@@ -1,0 +1,50 @@
+"""Flags of text-generation-launcher (TGI). Its variables have no prefix, and are not read."""
+
+from quire.configs.peers import values
+from quire.configs.peers.groups import no_effect, refused, renamed, same
+
+GROUPS = (
+    same("--help -h --revision= --dtype= --kv-cache-dtype= --trust-remote-code --port= --api-key="),
+    renamed("model", "--model-id="),
+    renamed("tensor_parallel_size", "--num-shard="),
+    no_effect("--num-shard sets the number of ranks", "--sharded= --shard-uds-path= --master-port= --master-addr="),
+    renamed("quantization", "--quantize=", values.quantize),
+    renamed("speculative_config", "--speculate=", key="num_speculative_tokens"),
+    renamed("max_num_queued_reqs", "--max-concurrent-requests=", note="requests that wait"),
+    renamed("max_logprobs", "--max-top-n-tokens="),
+    no_effect("--max-model-len limits prompt and output together", "--max-input-tokens= --max-input-length="),
+    refused(
+        "of TGI: set --max-model-len (prompt and output together); of SGLang: set --kv-cache-memory-bytes",
+        "--max-total-tokens=",
+    ),
+    renamed("max_num_batched_tokens", "--max-batch-prefill-tokens=", key="prefill"),
+    renamed("max_num_seqs", "--max-batch-size="),
+    no_effect("the KV cache has the size that memory allows, or --kv-cache-memory-bytes", "--max-batch-total-tokens="),
+    no_effect(
+        "requests join the running ones at every step",
+        "--waiting-served-ratio= --max-waiting-tokens= --max-client-batch-size= --validation-workers=",
+    ),
+    refused("requests have fixed limits", "--max-best-of= --max-stop-sequences="),
+    no_effect("CUDA graphs are recorded as sizes come; --enforce-eager turns them off", "--cuda-graphs="),
+    no_effect("kernels are chosen by model and device", "--disable-custom-kernels"),
+    renamed("host", "--hostname="),
+    no_effect("metrics are at /metrics of the same port", "--prometheus-port="),
+    renamed("download_dir", "--huggingface-hub-cache= --weights-cache-override="),
+    renamed("gpu_memory_utilization", "--cuda-memory-fraction="),
+    refused("the context is extended as the model's files say", "--rope-scaling= --rope-factor="),
+    renamed("log_format", "--json-output", value="json"),
+    renamed("otlp_traces_endpoint", "--otlp-endpoint="),
+    no_effect("traces have the service's name quire, or OTEL_SERVICE_NAME", "--otlp-service-name="),
+    renamed("allowed_origins", "--cors-allow-origin=", values.words),
+    refused("answers have no watermark", "--watermark-gamma= --watermark-delta="),
+    refused("the server opens no tunnel", "--ngrok --ngrok-authtoken= --ngrok-edge="),
+    refused("chat templates are read from the model, or from --chat-template", "--tokenizer-config-path="),
+    refused("structured output is always on", "--disable-grammar-support"),
+    refused("`quire collect-env` prints these", "--env -e"),
+    renamed("lora_modules", "--lora-adapters=", values.adapters),
+    no_effect("nothing is reported to anyone", "--usage-stats="),
+    renamed("max_body_size", "--payload-limit="),
+    no_effect("requests may always ask for prompt_logprobs", "--enable-prefill-logprobs"),
+    renamed("shutdown_timeout", "--graceful-termination-timeout= -g="),
+    refused("write --port", "-p="),
+)
