@@ -366,6 +366,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     images: int = 0  # estimate of the embeddings of images that are kept, and of what one encoder batch needs
     adapters: int = 0  # of LoRA, as many as may be loaded
     offload: int = 0  # of blocks that leave the pool, where the device's memory is the RAM
+    shares_ram: bool = False  # the device's memory is the machine's RAM
 
 
 SLOTS = "slots"  # the tier of llama.cpp's slot files, which has `SlotCalls`

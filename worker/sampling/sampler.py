@@ -26,8 +26,6 @@ from quire.worker.sampling.thinking import EndOfThinking
 
 _MIN_TEMPERATURE = 1e-5  # below this the softmax has a single token: sample greedily
 _LOGPROBS_ELEMENTS = 1 << 24  # logits whose log-probabilities are computed at once; that takes a few copies of them
-# logits sampled at once: on CPU per thread, to fit its cache; on GPU a bounded share of the memory
-_CPU_ELEMENTS, _ELEMENTS = 1 << 18, 1 << 24
 
 
 @dataclass(slots=True)
@@ -151,7 +149,7 @@ class Sampler:
         for state in (self.params, *self.processors, self.logprobs, self.grammars):
             table.register(state)
         self.fused = platform.ops.fused_sample
-        self._elements = _CPU_ELEMENTS * torch.get_num_threads() if platform.device.type == "cpu" else _ELEMENTS
+        self._elements = platform.sampled_at_once
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         """Sample one token for each row of logits `[S, V]` float32 (or of 16 bits, if `takes_rounded`); overwrites the

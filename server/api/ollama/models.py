@@ -97,7 +97,7 @@ async def running(request: Request, state: _Running) -> Response:
     more = {
         "expires_at": FAR_AWAY,
         "size": plan.weights + plan.activations + plan.kv_cache if plan else found.size,
-        "size_vram": plan.weights + plan.activations + plan.kv_cache if plan and plan.device != "cpu" else 0,
+        "size_vram": plan.weights + plan.activations + plan.kv_cache if plan and not plan.shares_ram else 0,
         "context_length": state.model.max_model_len,
     }
     return sse.JsonResponse({"models": [_model(name, found, state) | more for name in names_for(request, state)]})
