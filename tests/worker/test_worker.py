@@ -198,13 +198,13 @@ def test_the_step_that_is_measured_takes_what_sampling_can_take(checkpoint, monk
 
         monkeypatch.setattr(module, name, noting)
 
-    note(Penalties, "_apply", lambda args: len(args[3]))
+    note(Penalties, "_penalize", lambda args: len(args[2]))
     note(sampler, "entries", lambda args: len(args[0]))
     note(logprobs, "entries", lambda args: len(args[0]))
     monkeypatch.setattr("quire.worker.startup.resolve.get_platform", lambda *args: platform)
     worker = _worker(checkpoint("qwen3"), max_num_batched_tokens=32)
     plan = worker.initialize(lambda phase, fraction: None).plan
-    assert seen == {"_apply": 4, "entries": 7} and 10**8 * 0.9 < plan.activations <= 10**8
+    assert seen == {"_penalize": 4, "entries": 7} and 10**8 * 0.9 < plan.activations <= 10**8
     worker.shutdown()
 
 
