@@ -28,8 +28,8 @@ the memory of a model; `make docs` lists the effect of each key of its files (`m
 [A worked change](add-a-model-family.md) adds a family.
 
 - Embedding models pool as their `modules.json` says (sentence-transformers). `--pooling lasttoken` makes embeddings
-  with any model, `--pooling yes-no` a reranker of a model that answers yes or no; `LLM.embed`, `classify` and `score` do so
-  offline.
+  with any model, `--pooling yes-no` a reranker of a model that answers yes or no; `LLM.embed`, `classify` and `score`
+  do so offline.
 - Encoders embed and, as classifiers and cross-encoders, classify and score: each prompt in one step, without a cache.
 - Other causal models of transformers whose attention goes through its interface run on one device (`--model-impl`):
   transformers computes them over quire's attention, prefix cache, scheduler and linear layers.
@@ -40,8 +40,8 @@ the memory of a model; `make docs` lists the effect of each key of its files (`m
 ## The table
 
 Written by `python -m tools.models_table` from `worker/models/registry.py`. Tensor parallelism works for all (the number
-of ranks divides the heads and the intermediate size), pipeline stages for all but encoders (layers that read the caches of
-others, in Gemma 3n and 4, are on the last stage), `--enable-expert-parallel` for those with experts.
+of ranks divides the heads and the intermediate size), pipeline stages for all but encoders (layers that read the caches
+of others, in Gemma 3n and 4, are on the last stage), `--enable-expert-parallel` for those with experts.
 
 | implementation | architectures | caches | MLP |
 |---|---|---|---|
