@@ -37,14 +37,13 @@ the memory of a model; `make docs` lists the effect of each key of its files (`m
 - Time steps of Mamba 2 have the bounds of `time_step_limit`, by default none, as in vLLM and llama.cpp. (transformers
   bounds prompts of Nemotron-H and Zamba 2 by `time_step_min`.)
 
-## The table
+## The list
 
-Written by `python -m tools.models_table` from `worker/models/registry.py`. Tensor parallelism works for all (the number
-of ranks divides the heads and the intermediate size), pipeline stages for all but encoders (layers that read the caches
-of others, in Gemma 3n and 4, are on the last stage), `--enable-expert-parallel` for those with experts.
+Written by `python -m tools.models_table` from `worker/models/registry.py`: implementation, kinds of caches, experts,
+architectures. Tensor parallelism works for all (the number of ranks divides the heads and the intermediate size),
+pipeline stages for all but encoders (layers that read the caches of others, in Gemma 3n and 4, are on the last stage),
+`--enable-expert-parallel` for those with experts.
 
-| implementation | architectures | caches | MLP |
-|---|---|---|---|
 """
 # settings that show more kinds of layers than the default configuration
 _SERVED = {
@@ -98,13 +97,17 @@ def builds(spec: ModelSpec, quantization: str) -> bool:
     return True
 
 
-def parts(architecture: str) -> tuple[str, str, str]:
-    """Return the file, the caches and the MLPs of an architecture, from the spec of its default configuration."""
+def parts(architecture: str) -> tuple[str, str]:
+    """Return the file and the traits (caches, experts) of an architecture's default configuration."""
     spec = default_spec(architecture)
-    own = [layer for layer in spec.layers if layer.kv_from is None]
-    caches = ", ".join(dict.fromkeys(cache_kind(layer).split(" of ")[0] for layer in own))
-    mlps = ", ".join(dict.fromkeys(layer.mlp for layer in spec.layers))
-    return model_class(architecture).__module__.rsplit(".", 1)[1], caches, mlps
+    own = [cache_kind(layer).split(" of ")[0] for layer in spec.layers if layer.kv_from is None]
+    traits = [kind for kinds in own for kind in kinds.split(" and ") if kind != "none"]
+    if any("moe" in layer.mlp for layer in spec.layers):
+        traits.append("experts")
+    elif hasattr(model_class(architecture), "moe"):
+        traits.append("experts in some")
+    file = model_class(architecture).__module__.rsplit(".", 1)[1]
+    return file, ", ".join(dict.fromkeys(traits)) or "no cache"
 
 
 def default_spec(architecture: str) -> ModelSpec:
@@ -113,22 +116,16 @@ def default_spec(architecture: str) -> ModelSpec:
     return parse_model_spec(config)
 
 
-def has_experts(architecture: str) -> bool:
-    """Tell whether the family has models with experts; Gemma 4 has models with and without."""
-    return hasattr(model_class(architecture), "moe")
-
-
 def names(architectures: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(architectures))
 
 
 def exceptions(architectures: Iterable[str]) -> str:
-    """Return the sentences on architectures that differ from the rule above or below the table."""
+    """Return the sentences on architectures that differ from the rules of the page."""
     specs = {name: default_spec(name) for name in architectures}
     found = {
         "Not tested": [name for name in specs if not is_tested(name)],
         "No pipeline stages": [name for name in specs if not has_stages(specs[name]) and name not in ENCODERS],
-        "Experts in some models": [name for name in specs if has_experts(name) and "moe" not in parts(name)[2]],
         f"No `--quantization` {' or '.join(BITS)}": [
             name for name in specs if not all(builds(specs[name], bits) for bits in BITS)
         ],
@@ -141,13 +138,10 @@ def page() -> str:
     seeing, text_only = (
         names(name for name, wrapper in WRAPPERS.items() if bool(wrapper.tower) is images) for images in (True, False)
     )
-    groups: dict[tuple[str, str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for name in sorted(DECODERS | ENCODERS):
         groups.setdefault(parts(name), []).append(name)
-    rows = "".join(
-        f"| `{file}.py` | {names(group)} | {caches} | {mlps} |\n"
-        for (file, caches, mlps), group in sorted(groups.items())
-    )
+    rows = "".join(f"- `{file}.py` ({traits}): {names(group)}\n" for (file, traits), group in sorted(groups.items()))
     text = (
         f"Models that read images ([vision.md](vision.md)): {seeing}. Of these the text part alone is "
         f"served: {text_only}.\n\n"
