@@ -34,8 +34,7 @@ the memory of a model; `make docs` lists the effect of each key of its files (`m
 - Other causal models of transformers whose attention goes through its interface run on one device (`--model-impl`):
   transformers computes them over quire's attention, prefix cache, scheduler and linear layers.
 - Hybrids with recurrent states have the same prefix cache, over checkpoints of their states.
-- Time steps of Mamba 2 have the bounds of `time_step_limit`, by default none, as in vLLM and llama.cpp. (transformers
-  bounds prompts of Nemotron-H and Zamba 2 by `time_step_min`.)
+- Time steps of Mamba 2 have the bounds of `time_step_limit`, as in vLLM and llama.cpp, not `time_step_min`.
 
 ## The list
 
@@ -55,10 +54,9 @@ _SERVED = {
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*E"},
 }
 _TAIL = """
-*Tested* is equality with transformers' tokens and log-probabilities, in float32, with chunked prefill, preemption and
-prefix hits, on one rank and two of each kind (`tests/helpers/models/`), or with the published formula for families that
-transformers lacks (`tests/helpers/twins.py`). Encoders, EmbeddingGemma among them, are compared with
-sentence-transformers and transformers.
+Tests compare tokens and log-probabilities with transformers' in float32, with chunked prefill, preemption and prefix
+hits, on one rank and two (`tests/helpers/models/`), or with the published formula (`tests/helpers/twins.py`); encoders
+with sentence-transformers.
 
 Texts for encoders are cut where sentence-transformers cuts them (`max_seq_length`, `model_max_length`) and get lower
 case if `do_lower_case` is set; `truncate_prompt_tokens: -1` cuts to the same limit, longer lists of token ids are 400.
@@ -143,8 +141,8 @@ def page() -> str:
         groups.setdefault(parts(name), []).append(name)
     rows = "".join(f"- `{file}.py` ({traits}): {names(group)}\n" for (file, traits), group in sorted(groups.items()))
     text = (
-        f"Models that read images ([vision.md](vision.md)): {seeing}. Of these the text part alone is "
-        f"served: {text_only}.\n\n"
+        f"Models that read images ([vision.md](vision.md)): {seeing}.\n\n"
+        f"Models with images or sound of which the text part is served: {text_only}.\n\n"
         f"GGUF files are served of these architectures, by llama.cpp's names: {names(ARCHITECTURES)}.\n\n"
         "Other causal models run in transformers' implementation; compared with it are "
         f"{names(FALLBACK)}. {_REFUSED}"
