@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,27 +22,27 @@ from tests.worker.models.test_fallback import FAMILIES as FALLBACK
 FILE = Path(__file__).parent.parent / "docs" / "models.md"
 _HEAD = """# Model families
 
-These families are served from safetensors in float32, bfloat16, float16 or [quantized](quantization.md), or from GGUF.
-`make docs` lists the effect of each key of their files (`model-files.html`).
+Families with a file of their own are served from safetensors in float32, bfloat16, float16 or
+[quantized](quantization.md), or from GGUF. `quire check MODEL` prints the family, the implementation, the caches and
+the memory of a model; `make docs` lists the effect of each key of its files (`model-files.html`).
+[A worked change](add-a-model-family.md) adds a family.
 
-- Embedding models pool as their `modules.json` says (sentence-transformers); `--pooling lasttoken` makes embeddings
-  with any model, `--pooling yes-no` a reranker of a model that answers yes or no.
-- Encoders (BERT, RoBERTa, XLM-RoBERTa, ModernBERT, Nomic, EmbeddingGemma) embed; as classifiers and cross-encoders they
-  classify and score. Each prompt takes one step and no cache.
-- Other causal models whose attention goes through transformers' interface run on one device (`--model-impl`), computed
-  by transformers over quire's attention, prefix cache, scheduler and linear layers.
-- Models with recurrent states have the same prefix cache, over [checkpoints](architecture.md#cache-groups) of their
-  states.
-- Time steps of Mamba 2 have the bounds of `time_step_limit` (default: none), as in the published code, vLLM and
-  llama.cpp. transformers bounds those of Nemotron-H and Zamba 2 by `time_step_min` instead, in prompts only.
+- Embedding models pool as their `modules.json` says (sentence-transformers). `--pooling lasttoken` makes embeddings
+  with any model, `--pooling yes-no` a reranker of a model that answers yes or no; `LLM.embed`, `classify` and `score`
+  do so offline.
+- Encoders embed and, as classifiers and cross-encoders, classify and score: each prompt in one step, without a cache.
+- Other causal models of transformers whose attention goes through its interface run on one device (`--model-impl`):
+  transformers computes them over quire's attention, prefix cache, scheduler and linear layers.
+- Hybrids with recurrent states have the same prefix cache, over checkpoints of their states.
+- Time steps of Mamba 2 have the bounds of `time_step_limit`, as in vLLM and llama.cpp, not `time_step_min`.
 
-## The table
+## The list
 
-`python -m tools.models_table` writes it from the registry, `worker/models/registry.py`. `quire check MODEL` prints the
-family, the implementation, the caches and the memory of a model; [a worked change](add-a-model-family.md) adds one.
+Written by `python -m tools.models_table` from `worker/models/registry.py`: implementation, kinds of caches, experts,
+architectures. Tensor parallelism works for all (the number of ranks divides the heads and the intermediate size),
+pipeline stages for all but encoders (layers that read the caches of others, in Gemma 3n and 4, are on the last stage),
+`--enable-expert-parallel` for those with experts.
 
-| implementation | caches | MLP | architectures |
-|---|---|---|---|
 """
 # settings that show more kinds of layers than the default configuration
 _SERVED = {
@@ -54,23 +54,19 @@ _SERVED = {
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*E"},
 }
 _TAIL = """
-With tensor parallelism the number of ranks must divide the heads and the intermediate size. With pipeline stages,
-layers that read the caches of others (Gemma 3n and 4) are on the last stage.
+Tests compare tokens and log-probabilities with transformers' in float32, with chunked prefill, preemption and prefix
+hits, on one rank and two (`tests/helpers/models/`), or with the published formula (`tests/helpers/twins.py`); encoders
+with sentence-transformers.
 
-A tested architecture gives transformers' tokens and log-probabilities in float32 for a tiny random checkpoint, with
-chunked prefill, preemption, prefix hits, and over two ranks of each kind (`tests/helpers/models/`). For families that
-transformers lacks, the reference is the published formula (`tests/helpers/twins.py`). Encoders are compared with
-sentence-transformers and transformers: embeddings, and logits of classifiers.
-
-Texts to embed are cut where sentence-transformers cuts them (`max_seq_length`, the tokenizer's `model_max_length`), and
-lowered if `do_lower_case` is set; `truncate_prompt_tokens: -1` cuts to the same limit, and longer lists of token ids
-are 400. `dimensions` needs a model whose vectors can be shortened (`is_matryoshka`, `matryoshka_dimensions`,
-`truncate_dim`; Qwen3, Gemma and Nomic embedders), or `--matryoshka`.
+Texts for encoders are cut where sentence-transformers cuts them (`max_seq_length`, `model_max_length`) and get lower
+case if `do_lower_case` is set; `truncate_prompt_tokens: -1` cuts to the same limit, longer lists of token ids are 400.
+`dimensions` needs a model that says so (`is_matryoshka`, `matryoshka_dimensions`, `truncate_dim`; Qwen3, Gemma and
+Nomic embedders), or `--matryoshka`.
 
 """
-_REFUSED = """Refused, with the reason: recurrent layers that are not above (xLSTM, Zaya, RecurrentGemma, RWKV), and
-attention that does not go through transformers' interface (BLOOM, GPT-J). `python -m tools.recipes` lists which of the
-95 recipes for text that vLLM's collection gained since February 2026 are served: 85.
+_REFUSED = """Refused, with the reason, are models with recurrent layers that are not above (xLSTM, Zaya,
+RecurrentGemma, RWKV), and models whose attention does not go through transformers' interface (BLOOM, GPT-J).
+`python -m tools.recipes` lists which of the 95 recipes for text that vLLM gained since February 2026 are served: 85.
 """
 
 
@@ -89,7 +85,7 @@ class Row:
 
 
 def is_tested(architecture: str) -> bool:
-    """Return whether the tests compare the architecture with transformers."""
+    """Tell whether the tests compare the architecture with a reference."""
     if architecture in ENCODERS:
         return any(architecture.startswith(prefix) for prefix, *_ in TESTED_ENCODERS.values())
     prefixes = {prefix for prefix, _ in (CHECKPOINTS | MOE_CHECKPOINTS).values()}
@@ -99,7 +95,7 @@ def is_tested(architecture: str) -> bool:
 
 
 def builds(spec: ModelSpec, quantization: str) -> bool:
-    """Return whether the first layers of the model can be built with `--quantization`."""
+    """Tell whether the first layers of the model can be built with `--quantization`."""
     try:
         build_model(
             replace(spec, layers=spec.layers[:2]),
@@ -113,78 +109,59 @@ def builds(spec: ModelSpec, quantization: str) -> bool:
     return True
 
 
-def read_row(architecture: str) -> Row:
-    """Return the facts of an architecture."""
-    spec: ModelSpec = parse_model_spec(
-        {"architectures": [architecture], "head_dim": 128} | _SERVED.get(architecture, {})
-    )
-    cls = model_class(architecture)
-    own = [layer for layer in spec.layers if layer.kv_from is None]
-    return Row(
-        architecture=architecture,
-        file=cls.__module__.rsplit(".", 1)[1] + ".py",
-        caches=", ".join(dict.fromkeys(cache_kind(layer).split(" of ")[0] for layer in own)),
-        mlps=", ".join(dict.fromkeys(layer.mlp for layer in spec.layers)),
-        has_stages=has_stages(spec),
-        has_experts=hasattr(cls, "moe"),  # Gemma 4 has models with and without
-        quantizations=tuple(bits for bits in BITS if builds(spec, bits)),
-        tested=is_tested(architecture),
-    )
+def parts(architecture: str) -> tuple[str, str]:
+    """Return the file and the traits (caches, experts) of an architecture's default configuration."""
+    spec = default_spec(architecture)
+    own = [cache_kind(layer).split(" of ")[0] for layer in spec.layers if layer.kv_from is None]
+    traits = [kind for kinds in own for kind in kinds.split(" and ") if kind != "none"]
+    if any("moe" in layer.mlp for layer in spec.layers):
+        traits.append("experts")
+    elif hasattr(model_class(architecture), "moe"):
+        traits.append("experts in some")
+    file = model_class(architecture).__module__.rsplit(".", 1)[1]
+    return file, ", ".join(dict.fromkeys(traits)) or "no cache"
 
 
-def table(rows: list[Row]) -> str:
-    """Return one line for all architectures with the same file, caches and MLPs."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for row in rows:
-        groups.setdefault((row.file, row.caches, row.mlps), []).append(row.architecture)
-    return "".join(
-        f"| `{file}` | {caches} | {mlps} | {names(architectures)} |\n"
-        for (file, caches, mlps), architectures in sorted(groups.items())
-    )
+def default_spec(architecture: str) -> ModelSpec:
+    """Return the spec of an architecture's default configuration."""
+    config = {"architectures": [architecture], "head_dim": 128} | _SERVED.get(architecture, {})
+    return parse_model_spec(config)
 
 
-def names(words: Iterable[str]) -> str:
-    """Return the words as code, in their order, each once."""
-    return ", ".join(f"`{word}`" for word in dict.fromkeys(words))
+def names(architectures: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(architectures))
 
 
-def exceptions(rows: list[Row]) -> str:
-    """Return the paragraph that says which architectures differ from the rest in ranks, quantization and tests."""
-    experts = [row.file for row in rows if row.has_experts and "moe" not in row.mlps]
-    stages = all_but(row.file for row in rows if not row.has_stages)
-    expert_parallel = all_but(row.file for row in rows if not row.has_experts and "moe" in row.mlps)
-    quantized = all_but(row.architecture for row in rows if set(row.quantizations) != set(BITS))
-    tested = all_but(row.architecture for row in rows if not row.tested)
-    return f"""
-| feature | architectures |
-|---|---|
-| tensor parallelism | all |
-| pipeline stages | {stages} |
-| `--enable-expert-parallel` | of those with `moe` {expert_parallel}; {names(experts)} |
-| `--quantization {"`, `".join(BITS)}` | {quantized} |
-| tested | {tested} |
-"""
-
-
-def all_but(words: Iterable[str]) -> str:
-    """Return "all", with the words as exceptions if there are any."""
-    words = list(words)
-    return f"all but {names(words)}" if words else "all"
+def exceptions(architectures: Iterable[str]) -> str:
+    """Return the sentences on architectures that differ from the rules of the page."""
+    specs = {name: default_spec(name) for name in architectures}
+    found = {
+        "Not tested": [name for name in specs if not is_tested(name)],
+        "No pipeline stages": [name for name in specs if not has_stages(specs[name]) and name not in ENCODERS],
+        f"No `--quantization` {' or '.join(BITS)}": [
+            name for name in specs if not all(builds(specs[name], bits) for bits in BITS)
+        ],
+    }
+    return " ".join(f"{title}: {names(group)}." for title, group in found.items() if group) + "\n"
 
 
 def page() -> str:
     """Return the text of docs/models.md."""
     seeing, text_only = (
-        names(name for name, wrapper in sorted(WRAPPERS.items()) if bool(wrapper.tower) is images)
-        for images in (True, False)
+        names(name for name, wrapper in WRAPPERS.items() if bool(wrapper.tower) is images) for images in (True, False)
     )
-    rows = [read_row(name) for name in sorted(DECODERS | ENCODERS)]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(DECODERS | ENCODERS):
+        groups.setdefault(parts(name), []).append(name)
+    rows = "".join(f"- `{file}.py` ({traits}): {names(group)}\n" for (file, traits), group in sorted(groups.items()))
     text = (
-        f"Models that read images ([vision.md](vision.md)): {seeing}. Served without images: {text_only}.\n\n"
-        f"GGUF files, by llama.cpp's names: {names(sorted(ARCHITECTURES))}.\n\n"
-        f"Compared with transformers' own implementation: {names(sorted(FALLBACK))}. {_REFUSED}"
+        f"Models that read images ([vision.md](vision.md)): {seeing}.\n\n"
+        f"Models with images or sound of which the text part is served: {text_only}.\n\n"
+        f"GGUF files are served of these architectures, by llama.cpp's names: {names(ARCHITECTURES)}.\n\n"
+        "Other causal models run in transformers' implementation; compared with it are "
+        f"{names(FALLBACK)}. {_REFUSED}"
     )
-    return _HEAD + table(rows) + exceptions(rows) + _TAIL + text
+    return _HEAD + rows + _TAIL + exceptions(DECODERS | ENCODERS) + "\n" + text
 
 
 if __name__ == "__main__":
