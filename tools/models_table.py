@@ -70,20 +70,6 @@ RecurrentGemma, RWKV), and models whose attention does not go through transforme
 """
 
 
-@dataclass(frozen=True)
-class Row:
-    """The facts of one architecture, from the spec of its default configuration."""
-
-    architecture: str
-    file: str
-    caches: str
-    mlps: str
-    has_stages: bool
-    has_experts: bool
-    quantizations: tuple[str, ...]
-    tested: bool
-
-
 def is_tested(architecture: str) -> bool:
     """Tell whether the tests compare the architecture with a reference."""
     if architecture in ENCODERS:

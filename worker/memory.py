@@ -102,7 +102,7 @@ def plan_memory(
     left_for_blocks = kv_bytes if override else kv_bytes - num_states * state
     num_blocks = override or (left_for_blocks // block if block else 2)
     if num_blocks < 2:
-        raise ValueError(_no_room(config, limits, room, sizes, 2 * block))
+        _refuse(config, limits, room, sizes, 2 * block)
     used, states = num_blocks * block, num_states * state
     reserve = max(available - others - used - states, 0)
     plan = MemoryPlan(
@@ -124,11 +124,11 @@ def plan_memory(
     return plan, num_blocks, num_states, choices
 
 
-def _no_room(config: Config, limits: Limits, room: DeviceMemory, sizes: Sizes, needed: int) -> str:
-    """Return why not even one block fits, and the settings to change."""
+def _refuse(config: Config, limits: Limits, room: DeviceMemory, sizes: Sizes, needed: int) -> NoReturn:
+    """Raise the ValueError that says why not even one block fits, and the settings to change."""
     others = sizes.weights, sizes.activations + sizes.graphs, sizes.images, sizes.adapters, sizes.offload
     free, weights, computing, images, adapters, below, least = format_each(room.available, *others, needed)
-    return (
+    raise ValueError(
         f"no room for a KV cache: {free} are available on {room.device}, of which "
         f"{config.cache.gpu_memory_utilization:.0%} may be used; weights take {weights}, activations {computing}, "
         f"{f'images {images}, ' if sizes.images else ''}"
