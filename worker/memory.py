@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import NoReturn
 
 from quire.checkpoints.sizes import format_bytes, format_each
 from quire.configs.config import Config

@@ -18,6 +18,7 @@ import msgspec
 
 from quire.server.errors import BadRequest
 from quire.server.parsers.model_json import without_halves
+from quire.server.request.hints import Ignored
 from quire.server.request.limits import MAX_TEMPLATE_KWARGS_BYTES
 from quire.server.values import Json
 
@@ -29,31 +30,12 @@ MAX_MEMBERS = 2**16  # per body, over all objects; decoding them holds the inter
 _MAX_BYTES = {"chat_template_kwargs": MAX_TEMPLATE_KWARGS_BYTES, "tools": 2**20, "functions": 2**20}  # of JSON
 # of every body: `cache_hint.py`, `time_limit.py`
 EVERYWHERE = frozenset({"prompt_cache_key", "prompt_cache_retention", "session_id", "timeout"})
-MAX_UNKNOWN = 100  # names of unknown fields that are remembered
 _NEUTRAL_BYTES = 64  # maximum length of a neutral value of an unsupported field
 _SHOWN_BYTES = 2**16  # longer bodies are not searched for the value to show in an error
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?$", re.DOTALL)
 _Members = dict[str, msgspec.Raw]  # members of an object, with raw values
 _members = msgspec.json.Decoder(_Members).decode
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
-
-
-class Ignored(msgspec.Struct):
-    """Dotted names of what has no effect, at most `MAX_UNKNOWN` of each: fields that nobody knows, and known hints."""
-
-    unknown: list[str] = []
-    hints: list[str] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.unknown or self.hints)
-
-    def note_unknown(self, name: str) -> None:
-        if len(self.unknown) < MAX_UNKNOWN:
-            self.unknown.append(name)
-
-    def note_hint(self, name: str) -> None:
-        if len(self.hints) < MAX_UNKNOWN:
-            self.hints.append(name)
 
 
 def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, Ignored]:

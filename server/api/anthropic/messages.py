@@ -14,6 +14,7 @@ from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import wanted_for
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.keys.access import require_model
 from quire.server.parsers.events import Content
@@ -22,7 +23,6 @@ from quire.server.prompt.images import after_images
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.progress import check_progress, report_progress
 from quire.server.request.usage import TokenUsage
-from quire.server.turns.fair_queue import tenant_of
 from quire.server.turns.threads import Deferred
 
 ID_PREFIX = "msg_"
@@ -37,7 +37,7 @@ async def create_message(request: Request, state: needs.Completion) -> Response:
     generation = await admission.generate(request, state, [one], "messages")
     used = TokenUsage.for_requests([one])
     message = MessageResponse(
-        id=ID_PREFIX + request.scope["request_id"],
+        id=ID_PREFIX + caller(request).request_id,
         model=state.shown_name(body.model),
         content=[],
         usage=cached.usage(used),
@@ -54,7 +54,7 @@ async def create_message(request: Request, state: needs.Completion) -> Response:
     return await state.threads.run(
         deltas.answer_size([choice]),
         lambda: _whole(message, choice, one, clipped, cached, used),
-        tenant_of(request.scope),
+        caller(request).turn,
     )
 
 
@@ -96,9 +96,9 @@ async def count_tokens(request: Request, state: needs.Tokenizing) -> Response:
 
     def work(body: CountTokensRequest) -> TokenCount | Deferred[TokenCount]:
         state.require_ready()
-        require_model(request.scope, body.model, state)
+        require_model(caller(request), body.model, state)
         prompt = conversation(body, state.formats.reasoning is not None)
         count = lambda: TokenCount(len(encode_conversation(prompt, state, False)))  # noqa: E731
-        return after_images(prompt, state, request.scope.get("tenant"), count)
+        return after_images(prompt, state, caller(request).tenant, count)
 
     return sse.JsonResponse(await use_body(request, CountTokensRequest, state, work))

@@ -18,11 +18,11 @@ from quire.server.api.openai.protocol import GenerationFields
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.http import admission, sse
+from quire.server.http.caller import caller
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.progress import check_progress, report_progress
 from quire.server.request.usage import TokenUsage
-from quire.server.turns.fair_queue import tenant_of
 
 
 def admit(request: Request, body: GenerationFields, state: needs.Admission, prefix: str) -> dict[str, Any]:
@@ -57,11 +57,11 @@ async def respond(
     predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
     stream = await admission.generate(request, state, requests, param, predict)
     if body.stream:
-        frames = answer.frames(stream, tenant_of(request.scope))
+        frames = answer.frames(stream, caller(request).turn)
         return sse.EventStream(sse.to_the_end(frames, answer.id), state.config.server.sse_keep_alive_interval, progress)
     choices = await sse.unless_disconnected(request, deltas.collect(stream, len(requests) * answer.n))
     return await state.threads.run(
-        answer.size(choices), lambda: sse.JsonResponse(answer.whole(choices)), tenant_of(request.scope)
+        answer.size(choices), lambda: sse.JsonResponse(answer.whole(choices)), caller(request).turn
     )
 
 

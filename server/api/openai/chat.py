@@ -25,6 +25,7 @@ from quire.server.api.openai.translate import chat_spec
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
 from quire.server.http import sse
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.parsers.events import Content
 from quire.server.prompt.images import after_images
@@ -40,7 +41,7 @@ async def chat_completions(request: Request, state: needs.Completion) -> Respons
     everything that goes wrong before the first byte of the answer.
     """
     body, one = await use_body(request, ChatCompletionRequest, state, lambda body: _prepare(request, body, state))
-    answer = ChatAnswer(body, state, ID_PREFIX + request.scope["request_id"], one)
+    answer = ChatAnswer(body, state, ID_PREFIX + caller(request).request_id, one)
     return await respond(request, state, answer, [one], "messages")
 
 

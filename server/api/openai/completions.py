@@ -17,6 +17,7 @@ from quire.server.api.openai.translate import completion_spec
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
 from quire.server.http import sse
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
@@ -31,7 +32,7 @@ async def completions(request: Request, state: needs.Completion) -> Response:
     body, requests = await use_body(
         request, CompletionRequest, state, lambda body: (body, _prepare(request, body, state))
     )
-    answer = CompletionAnswer(body, state, ID_PREFIX + request.scope["request_id"], requests)
+    answer = CompletionAnswer(body, state, ID_PREFIX + caller(request).request_id, requests)
     return await respond(request, state, answer, requests, "prompt")
 
 
