@@ -120,6 +120,21 @@ def test_files_are_downloaded_by_name(repositories, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_id_without_a_quantization_is_q4_k_m_or_the_only_file(repositories, tmp_path):
+    """As for Ollama and llama.cpp, by every spelling; and without a Hub from then on."""
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "m-F16.gguf").write_bytes(Path(repositories["org/shards-GGUF"], "m-F16.gguf").read_bytes())
+    spelled = ["org/model-GGUF", "hf.co/org/model-GGUF", "huggingface.co/org/model-GGUF:q4_k_m", "org/only-GGUF"]
+    with FakeHub(repositories | {"org/only-GGUF": str(tmp_path / "only")}).running() as hub:
+        first, *others, only = resolved(hub, tmp_path / "hub", *spelled)
+        assert Path(first, "config.json").is_file() and set(others) == {first} and Path(only, "config.json").is_file()
+        assert set(hub.sent) == {"model-Q4_K_M.gguf", "m-F16.gguf"}
+        outputs, errors = check(hub, tmp_path / "other", "hf.co/org/model-GGUF")
+        assert "hf.co/org/model-GGUF: 0" in errors and re.match(LINES["org/model-GGUF:Q4_K_M"], outputs[0])
+    assert resolved(hub, tmp_path / "hub", *spelled, HF_HUB_OFFLINE="1") == [first, first, first, only]
+
+
+@pytest.mark.slow
 def test_what_serving_would_refuse_is_refused_before_the_download(repositories, tmp_path):
     folder = tmp_path / "wrong"
     folder.mkdir()
