@@ -286,6 +286,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "pull": _imported("quire.cli.library.pull", "main", "download a model"),
     "cp": _imported("quire.cli.library.change", "cp", "give a model another name"),
     "rm": _imported("quire.cli.library.change", "rm", "remove a downloaded model, or a name"),
+    "ps": _imported("quire.cli.library.servers", "ps", "list the servers of this user on this machine"),
+    "stop": _imported("quire.cli.library.servers", "stop", "stop a server when its requests are finished"),
     "chat": _imported("quire.cli.chat", "chat", "talk to a running server"),
     "complete": _imported("quire.cli.chat", "complete", "complete a text with a running server"),
     "run-batch": _imported(
