@@ -106,11 +106,11 @@ class Worker:
         warms = resolved.platform.shares_ram and not resolved.spec.is_encoder
         if warms and kv_cache.attention_layers(loaded.model):
             self.warmer = _start_warmer(loaded)
-        pooler = loaded.model.pooler
+        pooling = resolved.pooling
         found = ready(
             resolved,
             planned,
-            pooling=None if pooler is None else pooling_info(resolved.pooling, pooler, resolved.spec),
+            pooling=None if pooling is None else pooling_info(pooling, loaded.model.pooler, resolved.spec),
             works_idle=records_later or runner.measurement is not None,
             gives_back=self.warmer is not None,
         )
