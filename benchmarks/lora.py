@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from quire.checkpoints.lora_files import content_hash
 from quire.configs.config import Config
-from quire.worker.memory import preview
 from quire.worker.messages import LoraUse, NewRequest, SamplingParams, StepInput
+from quire.worker.startup.preview import preview
 from quire.worker.worker import Worker
 
 BLOCK = 16

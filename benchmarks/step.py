@@ -31,8 +31,8 @@ from quire.worker.attention.base import AttentionBackend, AttentionMetadata, Att
 from quire.worker.attention.scaled import ScaledCache, as_bytes
 from quire.worker.cache.allocation import attention_layers
 from quire.worker.cpu.native import KERNELS
-from quire.worker.memory import preview
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
+from quire.worker.startup.preview import preview
 from quire.worker.worker import Worker
 
 

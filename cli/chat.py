@@ -81,7 +81,7 @@ def chat(argv: list[str]) -> int:
 
     def run() -> None:
         server = Server(arguments.url, arguments.api_key, insecure=arguments.insecure)
-        converse(server, arguments.model or server.first_model(), arguments)
+        converse(server, server.name_of(arguments.model), arguments)
 
     return guarded(parser, run)
 
@@ -115,7 +115,7 @@ def complete(argv: list[str]) -> int:
 
 def _complete(arguments: argparse.Namespace) -> None:
     server = Server(arguments.url, arguments.api_key, insecure=arguments.insecure)
-    options = request_options(arguments, arguments.model or server.first_model())
+    options = request_options(arguments, server.name_of(arguments.model))
     if arguments.quick is not None:
         _continue(server, options, arguments.quick)
         return

@@ -62,9 +62,8 @@ def plan(config: Config, target: str) -> str:
     check_modules(modules)
     config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, lora_modules=modules))
     # imported by name: torch loads only when this command runs
-    model = importlib.import_module("quire.worker.weights.loader").check_model(config, files=has_weights)
-    adapters = importlib.import_module("quire.worker.lora.preview").describe_adapters(config.lora, model)
-    ready = importlib.import_module("quire.worker.memory").preview(config)
+    ready = importlib.import_module("quire.worker.startup.preview").preview(config, files=has_weights)
+    adapters = importlib.import_module("quire.worker.lora.preview").describe_adapters(config)
     tokenizer_folder = (
         folder
         if options.tokenizer is None

@@ -134,7 +134,7 @@ def add_config_flags(parser: Parser, *, sections: Sequence[str] = tuple(SECTIONS
         "model_argument",
         nargs="?",
         metavar="MODEL",
-        help="folder, GGUF file or Hub id (default: the small embedded model)",
+        help="folder, GGUF file, Hub id or a name such as llama3.2:1b (default: the small embedded model)",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, or a preset: cpu, single-gpu, tp2")
     parser.add_argument(
@@ -281,6 +281,13 @@ def _imported(module: str, function: str, summary: str) -> Callable[[list[str]],
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
     "run": _imported("quire.cli.run", "main", "chat with a model: start a server, or use the one that serves it"),
+    "list": _imported("quire.cli.library.table", "main", "list the models on this machine"),
+    "show": _imported("quire.cli.library.show", "main", "show what a model is, from its files"),
+    "pull": _imported("quire.cli.library.pull", "main", "download a model"),
+    "cp": _imported("quire.cli.library.change", "cp", "give a model another name"),
+    "rm": _imported("quire.cli.library.change", "rm", "remove a downloaded model, or a name"),
+    "ps": _imported("quire.cli.library.servers", "ps", "list the servers of this user on this machine"),
+    "stop": _imported("quire.cli.library.servers", "stop", "stop a server when its requests are finished"),
     "chat": _imported("quire.cli.chat", "chat", "talk to a running server"),
     "complete": _imported("quire.cli.chat", "complete", "complete a text with a running server"),
     "run-batch": _imported(

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from quire.checkpoints.library.names import same_model
 from quire.cli.api_client import Server, ServerError
 from quire.cli.chat import add_chat_flags, add_sampling_flags, add_tls_flag, converse, default_key, guarded
 from quire.cli.conversation import HELP
@@ -140,6 +141,7 @@ def find_server(config: Config, key: str | None, any_model: bool, insecure: bool
         except (ServerError, ValueError, KeyError, TypeError):
             continue  # none there, or none for us: start our own
         wanted = {*served_names(config), *accepted_names(config)}
+        wanted |= {same_model(name, names) for name in wanted}
         name = next((name for name in names if any_model or name in wanted), None)
         return None if name is None else (Server(server.url, key, insecure=insecure), name)
     return None

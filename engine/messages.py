@@ -15,6 +15,8 @@ import msgspec
 from quire.worker.messages import (
     GRAMMAR_LIMITS,
     MAX_NGRAM_COMPARISONS,
+    SAMPLERS,
+    Dry,
     LoraUse,
     MediaInfo,
     MediaItem,
@@ -22,6 +24,7 @@ from quire.worker.messages import (
     NoRepeatNgram,
     PoolingInfo,
     PoolingParams,
+    SamplerChain,
     SamplingParams,
     ThinkingBudget,
     TokenLogprobs,
@@ -32,6 +35,8 @@ from quire.worker.messages import (
 __all__ = [
     "GRAMMAR_LIMITS",
     "MAX_NGRAM_COMPARISONS",
+    "NO_COUNTS",
+    "SAMPLERS",
     "STACKS_FOLDER",
     "STACKS_SUFFIX",
     "AbortRequests",
@@ -40,6 +45,7 @@ __all__ = [
     "CallResult",
     "CalledTools",
     "Choice",
+    "Dry",
     "EngineCalls",
     "EngineDead",
     "EngineOutput",
@@ -56,11 +62,13 @@ __all__ = [
     "Progress",
     "Ready",
     "RequestTiming",
+    "SamplerChain",
     "SamplingParams",
     "StepOutputs",
     "ThinkingBudget",
     "TierStats",
     "ToEngine",
+    "TokenCounts",
     "TokenLogprobs",
     "Vocabulary",
     "WorkerReady",
@@ -268,6 +276,26 @@ class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
     encoded: tuple[float, float] | None = None
 
 
+class TokenCounts(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """Counts of a sequence's tokens so far: those of its prompt, then those of its output."""
+
+    cached: int = 0  # prompt tokens found in the prefix cache when the request was first scheduled
+    prefilled: int = 0  # with `report_prefill`, before the first token: prompt tokens in the KV cache
+    # of a request with a prediction: drafts from it that were accepted and rejected
+    accepted: int = 0
+    rejected: int = 0
+
+    def then(self, later: TokenCounts) -> TokenCounts:
+        """Return the counts after a later report: none falls, also when another engine goes on with the request."""
+        if later == self:
+            return self
+        astuple = msgspec.structs.astuple
+        return TokenCounts(*map(max, astuple(self), astuple(later)))
+
+
+NO_COUNTS = TokenCounts()
+
+
 class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """New tokens of one request, in order.
 
@@ -280,14 +308,11 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     stop_reason: int | None = None  # the stop token id, if one of stop_token_ids ended the request
     logprobs: list[TokenLogprobs] | None = None  # parallel to new_token_ids
     prompt_logprobs: list[TokenLogprobs] | None = None  # the next prompt positions, in order
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when the request was first scheduled
+    counts: TokenCounts = NO_COUNTS
     error: str | None = None
     timing: RequestTiming | None = None  # with the first tokens and the last output
     error_kind: str = "engine"  # "engine" or "invalid_request": the cause of the error
     pooled: bytes | None = None  # with the last output of a request with `pooling`: its vector, float32
-    # of a request with a prediction: how many drafts from it were accepted and rejected so far
-    prediction_tokens: tuple[int, int] | None = None
-    num_prefilled: int = 0  # with `report_prefill`, before the first token: prompt tokens in the KV cache
 
 
 class TierStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

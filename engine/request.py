@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.messages import AddRequest, Choice, EngineOutput, MediaItem, RequestTiming
+from quire.engine.messages import NO_COUNTS, AddRequest, Choice, EngineOutput, MediaItem, RequestTiming
 from quire.worker.messages import NewRequest, TokenLogprobs
 
 
@@ -46,6 +46,7 @@ class Request:
         "cache_salt",
         "cache_seconds",
         "client",
+        "counts",
         "encoded",
         "first_token_time",
         "group",
@@ -54,7 +55,6 @@ class Request:
         "max_total_tokens",
         "may_call_tools",
         "media",
-        "num_cached_tokens",
         "num_computed_tokens",
         "num_draft",
         "num_given_back",
@@ -67,7 +67,6 @@ class Request:
         "passing_checkpoint",
         "pooling",
         "pools_all",
-        "prediction_tokens",
         "predicts",
         "queued_time",
         "rank",
@@ -136,8 +135,6 @@ class Request:
         self.num_in_flight = 0
         self.num_draft = 0  # drafts that the worker had after its last output; a step may verify fewer
         self.predicts = False  # whether these are of its prediction
-        # how many drafts from its prediction were accepted and rejected; None without a prediction
-        self.prediction_tokens = None if sampling.prediction is None else (0, 0)
         self.block_ids: list[list[int]] = []  # per cache group
         # per cache group: number of blocks at the front that no later token attends to, NULL_BLOCK in block_ids
         self.num_given_back: list[int] = []
@@ -150,10 +147,10 @@ class Request:
 
         # Number of delivered prompt logprobs. A resubmitted request with outputs has delivered all of them.
         self.num_prompt_logprobs = self.num_prompt_tokens - 1 if choice.output_token_ids else 0
-        self.num_cached_tokens = -1  # -1: not scheduled yet
+        self.counts = NO_COUNTS  # for its client
         self.num_prefill_computed = 0
         self.num_preemptions = 0
-        self.scheduled_time = 0.0
+        self.scheduled_time = 0.0  # 0: not scheduled yet
         self.first_token_time = 0.0
         self.encoded: tuple[float, float] | None = None
 
@@ -245,8 +242,8 @@ class Request:
             self.num_computed_tokens -= num_draft - (num_tokens - 1)  # the last token is not computed yet
         num_accepted = max(num_tokens - 1, 0)
         if self.predicts:
-            accepted, rejected = self.prediction_tokens
-            self.prediction_tokens = accepted + num_accepted, rejected + num_draft - num_accepted
+            accepted, rejected = self.counts.accepted + num_accepted, self.counts.rejected + num_draft - num_accepted
+            self.counts = msgspec.structs.replace(self.counts, accepted=accepted, rejected=rejected)
         return num_accepted
 
     def output(self, token_ids: list[int], finish_reason: str | None = None, **fields: Any) -> EngineOutput:
@@ -256,8 +253,7 @@ class Request:
             token_ids,
             finish_reason,
             self.stop_reason() if finish_reason == "stop" else None,
-            num_cached_tokens=self.num_cached_tokens,
-            prediction_tokens=self.prediction_tokens,
+            counts=self.counts,
             **fields,
         )
 
@@ -269,11 +265,8 @@ class Request:
         timing: RequestTiming | None,
     ) -> EngineOutput:
         """`output` of a request that is not finished: of every request in every step, hence without keywords."""
-        cached, predicted = self.num_cached_tokens, self.prediction_tokens
-        if predicted is None:
-            return EngineOutput(self.request_id, token_ids, None, None, logprobs, prompt_logprobs, cached, None, timing)
-        fields = token_ids, None, None, logprobs, prompt_logprobs, cached, None, timing
-        return EngineOutput(self.request_id, *fields, prediction_tokens=predicted)
+        fields = token_ids, None, None, logprobs, prompt_logprobs, self.counts, None, timing
+        return EngineOutput(self.request_id, *fields)
 
     def stop_reason(self) -> int | None:
         """Return the stop id that ended a request with finish reason "stop", or None if it was an EOS token."""
@@ -297,7 +290,7 @@ class Request:
             "age": now - self.queued_time,
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_computed_tokens": self.num_computed_tokens,
-            "num_cached_tokens": max(self.num_cached_tokens, 0),
+            "num_cached_tokens": self.counts.cached,
             "num_output_tokens": self.num_output_tokens,
             "num_preemptions": self.num_preemptions,
         }

@@ -24,6 +24,8 @@ from heapq import heappop, heappush
 from itertools import islice, takewhile
 from typing import Any
 
+import msgspec
+
 from quire.configs.config import SchedulerConfig
 from quire.configs.speculation import MAX_DRAFT
 from quire.engine.budget import StepBudget
@@ -132,7 +134,6 @@ class Scheduler:
         complete = []
         for request in requests:
             if request.num_output_tokens and (reason := request.finish_reason()):
-                request.num_cached_tokens = 0
                 complete.append(request.output([], reason, timing=request.timing(time.time())))
             else:
                 self.requests[client, request.request_id] = request
@@ -371,7 +372,7 @@ class Scheduler:
         request.status = Status.RUNNING
         request.row = heappop(self.free_rows)
         self.kv.attach(request, matched)
-        if request.num_cached_tokens < 0:
+        if not request.scheduled_time:
             self.counts.count_admission(request, request.reads_cache and self.kv.enable_prefix_caching)
         block_ids = self.kv.allocate(request, request.num_computed_tokens + num_new)
         assert block_ids is not None, "admitted without enough free blocks"
@@ -488,7 +489,7 @@ class Scheduler:
                 _report(request, outputs, prompt_logprobs=entries)
         self._finish_unsampled(step, prompt_logprobs, output.pooled or {}, now, outputs)
         for request, num_tokens in step.unfinished_prompts():
-            _report(request, outputs, num_prefilled=num_tokens)
+            _report(request, outputs, counts=msgspec.structs.replace(request.counts, prefilled=num_tokens))
         return outputs
 
     def _finish_unsampled(
@@ -570,4 +571,5 @@ class Scheduler:
 
 def _report(request: Request, outputs: Outputs, **fields: Any) -> None:
     """Tell the client about a request without new tokens."""
-    outputs.setdefault(request.client, []).append(EngineOutput(request.request_id, [], **fields))
+    output = EngineOutput(request.request_id, [], **{"counts": request.counts} | fields)
+    outputs.setdefault(request.client, []).append(output)

@@ -43,17 +43,18 @@ class Counts:
     def count_admission(self, request: Request, reads_cache: bool) -> None:
         """A request is scheduled for the first time, with the tokens that were found in the cache."""
         request.scheduled_time = time.time()
-        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        cached = min(request.num_computed_tokens, request.num_prompt_tokens)
+        request.counts = msgspec.structs.replace(request.counts, cached=cached) if cached else request.counts
         if reads_cache:
             self.prefix_cache_queries += request.num_prompt_tokens
-            self.prefix_cache_hits += request.num_cached_tokens
+            self.prefix_cache_hits += cached
 
     def count_prefill(self, request: Request, start: int, end: int) -> None:
         """Count prompt tokens [start, end). `num_prefill_computed` counts each token once; the metric also counts
         recomputation.
         """
         self.num_prompt_tokens += end - start
-        request.num_prefill_computed = max(request.num_prefill_computed, end - request.num_cached_tokens)
+        request.num_prefill_computed = max(request.num_prefill_computed, end - request.counts.cached)
 
     def snapshot(
         self, num_running: int, num_waiting: int, kv_cache_usage: float, encoder_cache_usage: float

@@ -15,7 +15,8 @@ from starlette.types import ASGIApp
 from quire.server.error_shapes import body_of, dialect_body, internal_body
 from quire.server.errors import ApiError, BadRequest, EngineError, Unavailable
 from quire.server.http.api_keys import ApiKeys
-from quire.server.http.middleware import Hosts, is_loopback, note_refusal
+from quire.server.http.caller import caller
+from quire.server.http.middleware import Hosts, is_loopback
 from quire.server.http.route import Handler
 from quire.server.http.sse import ClientGone, JsonResponse
 from quire.server.keys.ledger import LIMIT_HEADERS
@@ -85,7 +86,7 @@ async def _api_error(request: Request, error: ApiError) -> Response:
     if isinstance(error, Unavailable) and error.retry_after is None:
         state: ServerState = request.app.state.server
         error.retry_after = retry_after(state.queue_wait.seconds(state.would_wait(1)))
-    note_refusal(request.scope, error)
+    caller(request).refusal = error
     return JsonResponse(body_of(error, request.scope["path"]), status_code=error.status, headers=error.headers)
 
 
@@ -102,7 +103,7 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
     elif error.status_code == 405:
         message = f"{path[:200]} does not take {request.method}."
     answer = BadRequest(message) if error.status_code < 500 else EngineError(message)
-    note_refusal(request.scope, answer)
+    caller(request).refusal = answer
     body = dialect_body(path, error.status_code, message, answer.type)
     return JsonResponse(body, status_code=error.status_code, headers=error.headers)
 

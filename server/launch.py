@@ -28,7 +28,7 @@ from quire.server.frontends.background_log import configure_logging
 from quire.server.frontends.descriptors import BACKLOG, raise_descriptor_limit
 from quire.server.frontends.handle import FrontendHandle
 from quire.server.heap import keep_large_blocks_apart
-from quire.server.startup import address_file
+from quire.server.startup import address_file, running_servers
 from quire.server.startup.engine_group import EngineGroup
 from quire.server.startup.hints import curl_line
 from quire.server.startup.model_names import served_names
@@ -63,6 +63,7 @@ def serve(config: Config, sources: Mapping[str, str] | None = None, warnings: Se
     if config.server.address_file:
         scheme = "https://" if config.server.ssl_certfile else ""
         _announce_address(config.server.address_file, listener, scheme)
+    running_servers.record(config, listener)
     if sources:
         logger.info("settings: %s", ", ".join(f"{name} ({source})" for name, source in sources.items()))
     for warning in (*warnings, *removed_settings(config)):
@@ -83,6 +84,7 @@ def serve(config: Config, sources: Mapping[str, str] | None = None, warnings: Se
 
 def _close(config: ServerConfig, listener: socket.socket) -> None:
     listener.close()
+    running_servers.forget()
     if config.address_file:
         address_file.remove_address(config.address_file)
     if config.uds:

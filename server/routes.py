@@ -18,6 +18,7 @@ from quire.server.api.pooling import routes as pooling
 from quire.server.api.textgen import routes as textgen
 from quire.server.errors import NotFound
 from quire.server.http.by_field import by_field
+from quire.server.http.caller import caller
 from quire.server.http.route import ANY_OBJECT, EVENTS, Route
 from quire.server.http.sse import JsonResponse
 from quire.server.keys.access import names_for, require_model
@@ -26,8 +27,8 @@ from quire.server.keys.access import names_for, require_model
 async def models(request: Request, state: needs.Listing) -> Response:
     """List the names this server answers to; in Anthropic's form for its clients."""
     if "anthropic-version" in request.headers:
-        return JsonResponse(anthropic_models.model_list(state, names_for(request, state)))
-    return JsonResponse(openai_models.model_list(state, names_for(request, state)))
+        return JsonResponse(anthropic_models.model_list(state, names_for(caller(request), state)))
+    return JsonResponse(openai_models.model_list(state, names_for(caller(request), state)))
 
 
 async def model(request: Request, state: needs.Listing) -> Response:
@@ -35,8 +36,8 @@ async def model(request: Request, state: needs.Listing) -> Response:
     name = request.path_params["model_id"]
     if not name:
         raise NotFound("There is no GET /v1/models/; the path is /v1/models.")
-    require_model(request.scope, name, state)
-    if name not in names_for(request, state):  # an alias, which no answer shows
+    require_model(caller(request), name, state)
+    if name not in names_for(caller(request), state):  # an alias, which no answer shows
         name = state.shown_name(name)
     if "anthropic-version" in request.headers:
         return JsonResponse(anthropic_models.model_info(state, name))

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from starlette.types import Scope
-
 from quire.engine.messages import RequestTiming
 
 if TYPE_CHECKING:
@@ -47,28 +45,27 @@ class Traces:
 
     def record(
         self,
-        scope: Scope,
+        headers: Mapping[str, str],
         requests: Sequence[GenerationRequest],
         arrived: float,
         started: float,
         ended: float,
-        usage: Mapping[str, Any],
+        attributes: Mapping[str, Any],
     ) -> None:
-        """A request that ended: a span, below that of the client's `traceparent`, with one for each phase of its first
-        prompt: until it was `started`, its body was read and its prompt made. Times are seconds of time.time(); `usage`
-        are attributes.
+        """A request that ended: a span, below that of the client's `traceparent` among its `headers`, with one for each
+        phase of its first prompt: until it was `started`, its body was read and its prompt made. Times are seconds of
+        time.time().
         """
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         span = self._tracer.start_span(
             "llm_request",
             TraceContextTextMapPropagator().extract(headers),
             SpanKind.SERVER,
             {"gen_ai.provider.name": "quire", "gen_ai.request.model": self._model, "gen_ai.response.model": self._model}
-            | _attributes(scope, requests)
-            | usage,
+            | _attributes(requests)
+            | dict(attributes),
             start_time=int(arrived * _GIGA),
         )
         inside = set_span_in_context(span)
@@ -85,20 +82,16 @@ class Traces:
         self._provider.shutdown()
 
 
-def _attributes(scope: Scope, requests: Sequence[GenerationRequest]) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "gen_ai.request.id": scope.get("request_id", ""),
-        "http.route": getattr(scope.get("route"), "path", scope["path"][:200]),
+def _attributes(requests: Sequence[GenerationRequest]) -> dict[str, Any]:
+    if not requests:
+        return {}
+    sampling = requests[0].sampling
+    return {
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.choice.count": requests[0].n,
     }
-    if requests:
-        sampling = requests[0].sampling
-        found |= {
-            "gen_ai.request.max_tokens": sampling.max_tokens,
-            "gen_ai.request.temperature": sampling.temperature,
-            "gen_ai.request.top_p": sampling.top_p,
-            "gen_ai.request.choice.count": requests[0].n,
-        }
-    return found
 
 
 def _phases(timing: RequestTiming, pools: bool) -> list[tuple[str, float, float]]:

@@ -280,7 +280,7 @@ def test_engine_layers():
 
 def test_worker_layers():
     """model_runner -> models, attention, sampling, batch; models -> layers; no upward imports."""
-    runner = ("quire.worker.model_runner", "quire.worker.measuring", "quire.worker.worker")
+    runner = ("quire.worker.model_runner", "quire.worker.startup", "quire.worker.worker")
     assert not [str(found) for found in select("quire.worker", of=runner) if not within(found.module, *runner)]
     models = ("quire.worker.transformer.decoder",)
     assert not [str(found) for found in select("quire.worker.layers", "quire.worker.attention", of=models)]
@@ -307,7 +307,7 @@ def test_devices_are_behind_one_seam():
     """Only `worker/platform.py` selects a device; each device has its own folder."""
     for device in ("quire.worker.cpu", "quire.worker.cuda"):
         users = {found.module for found in select("quire", of=(device,)) if not within(found.module, device)}
-        assert users <= {"quire.worker.platform", "quire.worker.worker"}, users
+        assert users <= {"quire.worker.platform"}, users
 
 
 # ---- state, names and sizes

@@ -58,6 +58,12 @@ def odd(text: str) -> Iterator[tuple[str, str]]:
             yield kind, text[max(match.start() - 30, 0) : match.end() + 40]
 
 
+def document_text(page: Path) -> str:
+    """Return a document without its code blocks, rows and headings kept apart."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"\n(?=[|#-])|\n\n", ". ", text)
+
+
 def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
@@ -75,3 +81,12 @@ def test_prose_reads_at_once(folder):
                 found.append(f"{path.relative_to(ROOT)}: {kind}: ...{excerpt}...")
     most = MAX_PER_1000_WORDS[folder] * max(words, 1000) / 1000
     assert len(found) <= most, "\n".join([f"{dict(kinds)} in {words} words", *found])
+
+
+def test_documents_read_at_once():
+    """At most one odd construction per 1,000 words of all documents."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    texts = {page.relative_to(ROOT): document_text(page) for page in pages}
+    words = sum(len(text.split()) for text in texts.values())
+    found = [f"{page}: {kind}: ...{excerpt}..." for page, text in texts.items() for kind, excerpt in odd(text)]
+    assert words > 10_000 and len(found) <= words / 1000, "\n".join([f"{len(found)} in {words} words", *found])

@@ -1,5 +1,5 @@
 """`python tools/schema_coverage.py SUITE`: which cases of the public JSON Schema Test Suite structured output enforces,
-as the table of docs/structured-output.md. SUITE is a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite.
+as a table. SUITE is a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite.
 
 A case's schema is compiled or refused. If it is compiled, each invalid instance must be rejected; a valid one should be
 accepted, written as compact JSON with the properties in the order of the instance. Objects are as open as JSON Schema

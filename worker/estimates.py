@@ -119,12 +119,12 @@ def _kv_width(spec: ModelSpec, tp: int) -> int:
     return max((cache.page_bytes(1) for cache in cache_specs(spec, 1, tp) if cache), default=0)
 
 
-def estimate_adapters(config: Config, spec: ModelSpec, tp: int, pp: int) -> int:
+def estimate_adapters(spec: ModelSpec, lora: LoraLimits | None, tp: int, pp: int) -> int:
     """Bytes of as many LoRA adapters of the largest rank as may be loaded, on each rank. Raises ValueError."""
-    if not config.lora.enabled:
+    if lora is None:
         return 0
     model = build_model(spec, torch.float32, torch.device("meta"))
-    return LoraLimits.of(config.lora).num_bytes(Targets(model, StepLora())) // (tp * pp)
+    return lora.num_bytes(Targets(model, StepLora())) // (tp * pp)
 
 
 def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> bool:

@@ -1,42 +1,23 @@
 """Plan the device's memory, and derive limits from it: KV cache blocks, context length, requests and tokens per step.
 
-No function here needs weights, so `quire check` calls the same functions with sizes taken from config.json.
+No function here needs weights, so that `quire check` plans with sizes taken from config.json.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-
-import msgspec
+from dataclasses import astuple, dataclass
+from typing import NoReturn
 
 from quire.checkpoints.sizes import format_bytes, format_each
 from quire.configs.config import Config
 from quire.configs.speculation import MAX_DRAFT
-from quire.worker.cache.tiers.open import plan_tiers, ram_bytes
-from quire.worker.estimates import (
-    estimate_activations,
-    estimate_adapters,
-    estimate_draft_weights,
-    estimate_graphs,
-    estimate_images,
-    estimate_weights,
-    estimate_workspace,
-    media_info,
-    uses_graphs,
-)
-from quire.worker.limits import Choice, Limits, check_settings, resolve_limits
-from quire.worker.messages import CacheGroup, MemoryPlan, WorkerReady, longest_request, most_blocks
-from quire.worker.models import describe
-from quire.worker.models.registry import read_model_spec
-from quire.worker.platform import get_platform
-from quire.worker.platforms.base import Platform
+from quire.worker.limits import Choice, Limits
+from quire.worker.messages import CacheGroup, MemoryPlan, longest_request, most_blocks
 from quire.worker.sampling.speculation.choice import STEP_DRAFTS
 from quire.worker.spec.cache import CachePlan, add_drafting, plan_cache
 from quire.worker.spec.model import ModelSpec, cache_spec, cache_specs, state_specs
 from quire.worker.transformer.decoder import stage_layers
-
-logger = logging.getLogger(__name__)
 
 # Each running request may hold two states: a checkpoint that it reads, and the one that it writes. These take at most
 # half of the memory of a model that also attends. Checkpoints of prefixes raise the states' part to a tenth, or further
@@ -73,34 +54,44 @@ def bytes_per_state(config: Config, spec: ModelSpec, limits: Limits) -> int:
     return max(plan.state_bytes(layers) for layers in stages)
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The memory of one rank: `available` bytes may be used in total, its weights included."""
+
+    device: str
+    total: int
+    available: int
+    shares_ram: bool = False  # it is the machine's RAM, which other programs use, too
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of a rank besides the KV cache."""
+
+    weights: int
+    activations: int
+    graphs: int = 0
+    images: int = 0
+    adapters: int = 0
+    offload: int = 0  # tiers that lie in the device's memory
+
+
 def plan_memory(
-    config: Config,
-    spec: ModelSpec,
-    limits: Limits,
-    *,
-    device: str,
-    total: int,
-    available: int,
-    weights: int,
-    activations: int,
-    graphs: int = 0,
-    images: int = 0,
-    adapters: int = 0,
-    offload: int = 0,
+    config: Config, spec: ModelSpec, limits: Limits, room: DeviceMemory, sizes: Sizes
 ) -> tuple[MemoryPlan, int, int, list[Choice]]:
     """Return (plan, number of KV blocks including the null block, number of pages for states, choices) for one rank.
-    `available` is the memory that the rank may use in total: its weights plus free memory.
 
     Raises ValueError, naming the settings to change, if not even one block fits.
     """
     block, state = bytes_per_block(config, spec, limits), bytes_per_state(config, spec, limits)
     utilization = config.cache.gpu_memory_utilization
-    budget = min(int(total * utilization), available) if device != "cpu" else int(available * utilization)
-    others = weights + activations + graphs + images + adapters + offload
+    device, total, available = room.device, room.total, room.available
+    budget = int(available * utilization) if room.shares_ram else min(int(total * utilization), available)
+    others = sum(astuple(sizes))
     groups = cache_plan(config, spec, limits).groups
     per_request = most_blocks(groups, limits.max_model_len, limits.attention.block_size, limits.max_num_batched_tokens)
     most, need = limits.max_num_seqs * per_request, f"{limits.max_num_seqs} requests of {limits.max_model_len} tokens"
-    if device == "cpu" and limits.max_model_len > _CPU_TOKENS:  # memory that other programs use, too
+    if room.shares_ram and limits.max_model_len > _CPU_TOKENS:
         short = most_blocks(groups, _CPU_TOKENS, limits.attention.block_size, limits.max_num_batched_tokens)
         most = min(most, max(limits.max_num_seqs * short, _CPU_REQUESTS * per_request))
         need = f"{limits.max_num_seqs} requests of {_CPU_TOKENS} tokens, or {_CPU_REQUESTS} of {limits.max_model_len}"
@@ -112,23 +103,42 @@ def plan_memory(
     left_for_blocks = kv_bytes if override else kv_bytes - num_states * state
     num_blocks = override or (left_for_blocks // block if block else 2)
     if num_blocks < 2:
-        sizes = available, weights, activations + graphs, images, adapters, offload, 2 * block
-        free, taken, computing, of_images, of_adapters, below, least = format_each(*sizes)
-        raise ValueError(
-            f"no room for a KV cache: {free} are available on {device}, of which {utilization:.0%} "
-            f"may be used; weights take {taken}, activations {computing}, "
-            f"{f'images {of_images}, ' if images else ''}"
-            f"{f'LoRA adapters {of_adapters} (--max-loras, --max-lora-rank), ' if adapters else ''}"
-            f"{f'blocks that leave it {below} (--kv-offload-gib), ' if offload else ''}"
-            f"and a KV cache needs at least {least}. "
-            f"Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) or --max-num-seqs "
-            f"({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory"
-        )
+        _refuse(config, limits, room, sizes, 2 * block)
     used, states = num_blocks * block, num_states * state
     reserve = max(available - others - used - states, 0)
-    sizes = weights, activations, used, reserve, block, graphs, states, images, adapters, offload
-    plan = MemoryPlan(device, total, available, *sizes)
+    plan = MemoryPlan(
+        device,
+        total,
+        available,
+        sizes.weights,
+        sizes.activations,
+        used,
+        reserve,
+        block,
+        sizes.graphs,
+        states,
+        sizes.images,
+        sizes.adapters,
+        sizes.offload,
+        room.shares_ram,
+    )
     return plan, num_blocks, num_states, choices
+
+
+def _refuse(config: Config, limits: Limits, room: DeviceMemory, sizes: Sizes, needed: int) -> NoReturn:
+    """Raise the ValueError that says why not even one block fits, and the settings to change."""
+    others = sizes.weights, sizes.activations + sizes.graphs, sizes.images, sizes.adapters, sizes.offload
+    free, weights, computing, images, adapters, below, least = format_each(room.available, *others, needed)
+    raise ValueError(
+        f"no room for a KV cache: {free} are available on {room.device}, of which "
+        f"{config.cache.gpu_memory_utilization:.0%} may be used; weights take {weights}, activations {computing}, "
+        f"{f'images {images}, ' if sizes.images else ''}"
+        f"{f'LoRA adapters {adapters} (--max-loras, --max-lora-rank), ' if sizes.adapters else ''}"
+        f"{f'blocks that leave it {below} (--kv-offload-gib), ' if sizes.offload else ''}"
+        f"and a KV cache needs at least {least}. "
+        f"Lower --max-num-batched-tokens ({limits.max_num_batched_tokens}) or --max-num-seqs "
+        f"({limits.max_num_seqs}), raise --gpu-memory-utilization, or free memory"
+    )
 
 
 def _num_states(config: Config, limits: Limits, state: int, kv_bytes: int, blocks: int) -> tuple[int, list[Choice]]:
@@ -217,8 +227,8 @@ def _bytes_for_context(limits: Limits, plan: MemoryPlan, groups: Sequence[CacheG
     return needed, 2 * (needed + plan.states) if plan.states else needed
 
 
-def _warnings(limits: Limits, max_model_len: int, plan: MemoryPlan, groups: Sequence[CacheGroup]) -> list[str]:
-    """A context that is much shorter than the model's."""
+def warnings_of(limits: Limits, max_model_len: int, plan: MemoryPlan, groups: Sequence[CacheGroup]) -> list[str]:
+    """Return a warning of a context that is much shorter than the model's."""
     if max_model_len * _SHORT > limits.max_model_len:
         return []
     _, enough = _bytes_for_context(limits, plan, groups)
@@ -237,105 +247,9 @@ def check_cache(config: Config, spec: ModelSpec, limits: Limits) -> None:
     groups = cache_plan(config, spec, limits).groups
     if config.cache.kv_cache_memory_bytes is None and (config.cache.num_gpu_blocks_override or 0) < 2:
         return
-    everything = {"device": "any device", "total": _ENDLESS, "available": _ENDLESS, "weights": 0, "activations": 0}
-    plan, num_blocks, _, _ = plan_memory(config, spec, limits, **everything)
+    endless = DeviceMemory("any device", _ENDLESS, _ENDLESS)
+    plan, num_blocks, _, _ = plan_memory(config, spec, limits, endless, Sizes(0, 0))
     fit_model_len(limits, num_blocks, plan, groups)
-
-
-def preview(config: Config) -> WorkerReady:
-    """Estimate what a worker would report, from config.json and the memory that is free now, without loading weights.
-
-    Raises ValueError as the worker would.
-    """
-    platform = get_platform(config.device.device)
-    options = config.model
-    spec = read_model_spec(options.model, options.model_impl, images=not options.language_model_only)
-    tp, pp = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    num_ranks = tp * pp * config.parallel.data_parallel_size
-    check_settings(config, spec)
-    started = platform.start(
-        config.device.num_threads,
-        num_ranks,
-        config.device.deterministic is True,
-        config.server.api_server_count,
-        config.device.cpu_level,
-        config.device.cpu_activation_bits,
-        preview=True,
-    )
-    if warning := platform.ops_warning():
-        logger.warning("%s", warning)
-    limits = resolve_limits(config, spec, platform)
-    spec = limits.with_drafts(spec)
-    check_cache(config, spec, limits)
-    total, available = platform.memory(num_ranks)
-    tiers = [] if spec.is_encoder else plan_tiers(config, platform)
-    plan, num_blocks, num_states, choices = plan_memory(
-        config,
-        spec,
-        limits,
-        device=platform.name,
-        total=total,
-        available=available,
-        weights=estimate_weights(spec, limits.dtype, tp * pp, config.model.quantization, platform.ops)
-        + estimate_draft_weights(config, limits, platform.ops),
-        activations=estimate_activations(spec, limits, tp) + estimate_workspace(config, spec, limits, platform),
-        graphs=estimate_graphs(config, spec, limits, tp) if uses_graphs(config, spec, limits, platform) else 0,
-        images=estimate_images(spec, limits, platform),
-        adapters=estimate_adapters(config, spec, tp, pp),
-        offload=ram_bytes(tiers) // (tp * pp) if platform.device.type == "cpu" else 0,
-    )
-    ready = report(
-        spec,
-        platform,
-        limits,
-        plan,
-        num_blocks,
-        started + choices,
-        cache_plan(config, spec, limits).groups,
-        pp,
-        num_states,
-    )
-    return msgspec.structs.replace(ready, tiers=tiers)
-
-
-def report(
-    spec: ModelSpec,
-    platform: Platform,
-    limits: Limits,
-    plan: MemoryPlan,
-    num_blocks: int,
-    choices: list[Choice],
-    groups: Sequence[CacheGroup],
-    pp: int = 1,
-    num_states: int = 0,
-) -> WorkerReady:
-    """Combine limits, plan and choices into `WorkerReady`, with the context length that fits, for `pp` pipeline stages.
-
-    Raises ValueError as `fit_model_len` does.
-    """
-    max_model_len, fitted = fit_model_len(limits, num_blocks, plan, groups)
-    num_spares = spare_states(limits, num_states)
-    if num_spares:
-        fitted.append(
-            ("spare states", str(num_spares), "pages for the states between drafts, out of those for prefixes")
-        )
-    num_states -= num_spares
-    depth = platform.default_depth if pp == 1 else pp + 1  # one step per stage, and one for the scheduler
-    return WorkerReady(
-        num_blocks=num_blocks,
-        block_size=limits.attention.block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=min(limits.max_num_seqs, num_states // 2) if num_states else limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        vocab_size=spec.vocab_size,
-        default_depth=depth,
-        plan=plan,
-        choices=[describe.choice(spec), *limits.choices, *fitted, *choices],
-        groups=list(groups),
-        media=media_info(spec, limits, platform),
-        num_states=num_states,
-        warnings=_warnings(limits, max_model_len, plan, groups),
-    )
 
 
 def _kv_cache_bytes(

@@ -70,6 +70,39 @@ class NoRepeatNgram(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     reads_prompt: bool = True  # whether sequences in the prompt count
 
 
+class Dry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The parameters of DRY (`sampling/chain/dry.py`), with its breakers as tokens."""
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    last_n: int = -1  # tokens among which repetitions are looked for; -1: all
+    breakers: tuple[int, ...] = ()  # tokens that contain a breaker
+    sequences: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (any of these, then all of these) are one
+
+
+class SamplerChain(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The samplers of llama.cpp, which run in `order` (`sampling/chain/`): top_k, top_p, min_p and the temperature of
+    the request are among them.
+    """
+
+    order: tuple[str, ...]  # of SAMPLERS
+    typical_p: float = 1.0  # 1 is off
+    top_n_sigma: float = 0.0  # 0 is off
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1  # more than 0.5 is off
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    min_keep: int = 0  # tokens that each sampler keeps at least
+    mirostat: int = 0  # 1 or 2: after the temperature, in place of all others
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    dry: Dry | None = None
+
+
+SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """How one sequence is sampled. The server fills in every default, so that a request can be replayed after a
     restart: `seed` is always a number.
@@ -104,6 +137,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     grammar: str | None = None  # constraint on the output: Lark in llguidance's variant
     grammar_after: list[int] | None = None  # outputs after which the grammar applies: the end of thinking
     speculation: bool = True  # whether steps may verify draft tokens of this request
+    # llama.cpp's: all three penalties count the last tokens of prompt and output, -1: all; None: OpenAI's and vLLM's
+    repeat_last_n: int | None = None
+    chain: SamplerChain | None = None
     prediction: list[int] | None = None  # tokens that the client expects, a source of drafts; None: none was sent
 
     @property
@@ -330,6 +366,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     images: int = 0  # estimate of the embeddings of images that are kept, and of what one encoder batch needs
     adapters: int = 0  # of LoRA, as many as may be loaded
     offload: int = 0  # of blocks that leave the pool, where the device's memory is the RAM
+    shares_ram: bool = False  # the device's memory is the machine's RAM
 
 
 SLOTS = "slots"  # the tier of llama.cpp's slot files, which has `SlotCalls`

@@ -29,7 +29,8 @@ logger = logging.getLogger("quire")
 _QUANTIZATION = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w.-]+)")
 _FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
-_VERSION = 6  # of the folder's contents
+_LATER_SHARD = re.compile(r"-0000[2-9]-of-|-000[1-9]\d-of-")
+_VERSION = 7  # of the folder's contents
 CONVERTING = "reading the GGUF file"  # a phase of the start
 Progress = Callable[[str, float], None]
 
@@ -76,15 +77,34 @@ def chosen_file(names: list[str], model: str) -> str:
             have = ", ".join(names) or "no GGUF files"
             raise ValueError(f"model: {match['repo']} has no file {match['path']}; there are {have}")
         return match["path"]
-    name = _QUANTIZATION.fullmatch(model)["name"].lower()
-    shards = re.compile(r"-0000[2-9]-of-|-000[1-9]\d-of-")
-    found = [path for path in names if name in path.lower() and not shards.search(path) and "mmproj" not in path]
-    exact = [path for path in found if re.search(rf"(^|[-._/]){re.escape(name)}(\.gguf|-00001|/)", path.lower())]
-    if len(exact or found) != 1:
+    return chosen_in(names, _QUANTIZATION.fullmatch(model)["name"], model)
+
+
+def chosen_in(names: list[str], quantization: str, model: str) -> str:
+    """The one GGUF file of `names`, or its first shard, with this quantization. Raises ValueError, which names `model`
+    and the files, if there is none or more than one.
+    """
+    found = quantized(names, quantization)
+    if len(found) != 1:
         files = ", ".join(path.rpartition("/")[2] for path in found) or "none"
+        kind = "folder" if os.path.isdir(model.rpartition(":")[0]) else "repository"
         have = "" if found else f"; there are {', '.join(names) or 'no GGUF files'}"
-        raise ValueError(f"model: {model} must name one GGUF file of its repository; it names {files}{have}")
-    return (exact or found)[0]
+        raise ValueError(f"model: {model} must name one GGUF file of its {kind}; it names {files}{have}")
+    return found[0]
+
+
+def quantized(names: list[str], quantization: str) -> list[str]:
+    """The first shards among `names` with this quantization, in any case: whose name ends with it, else has it."""
+    name = quantization.lower()
+    found = [path for path in names if name in path.lower() and is_first(path)]
+    return [
+        path for path in found if re.search(rf"(^|[-._/]){re.escape(name)}(\.gguf|-00001|/)", path.lower())
+    ] or found
+
+
+def is_first(path: str) -> bool:
+    """Return whether a GGUF file is the one that names its model: no later shard, and no projector of images."""
+    return not _LATER_SHARD.search(path) and "mmproj" not in path
 
 
 def made_folder(path: str) -> str | None:

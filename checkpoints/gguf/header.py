@@ -74,6 +74,13 @@ def is_gguf(path: str | Path) -> bool:
         return False
 
 
+def stored_path(path: Path) -> str:
+    """Return the path by which a folder made of a file names it. A shard of the Hub's cache is a link, whose name says
+    where the other shards are; of any other file, the file itself.
+    """
+    return str(path.absolute() if _SHARD.search(path.name) else path.resolve())
+
+
 def read_gguf(path: str | Path) -> GgufFile:
     """Read the header of `path` and, if it is a shard (`-00001-of-00003.gguf`), of all others.
 

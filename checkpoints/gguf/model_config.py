@@ -9,7 +9,7 @@ from typing import Any
 from quire.checkpoints.gguf.architectures import ARCHITECTURES, GgufArchitecture
 from quire.checkpoints.gguf.defaults import metadata_of
 from quire.checkpoints.gguf.encoders import pooling_method
-from quire.checkpoints.gguf.header import GgufFile
+from quire.checkpoints.gguf.header import GgufFile, stored_path
 from quire.checkpoints.gguf.keys import check_types, refuse_unread, settle_ids
 from quire.checkpoints.gguf.metadata import NORM_EPSILONS, Metadata
 from quire.checkpoints.gguf.names import LONG_FACTORS, ROPE_FACTORS, row_names
@@ -59,7 +59,7 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
     refuse_unread(file.metadata, file.metadata.asked, config, file.path)
     config["quantization_config"] = {
         "quant_method": "gguf",
-        "file": str(file.path.resolve()),
+        "file": stored_path(file.path),
         "architecture": kind,
         "types": types,
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.checkpoints.gguf.defaults import metadata_of
 from quire.checkpoints.gguf.encoders import pooling_method
-from quire.checkpoints.gguf.header import GgufFile, GgufTensor
+from quire.checkpoints.gguf.header import GgufFile, GgufTensor, stored_path
 from quire.checkpoints.gguf.names import DENSE
 
 _TYPE = "sentence_transformers.models."
@@ -38,7 +38,7 @@ def write_modules(file: GgufFile, folder: Path) -> None:
 def _write_dense(folder: Path, name: str, tensor: GgufTensor, file: GgufFile) -> None:
     outputs, inputs = tensor.shape
     sizes = {"in_features": inputs, "out_features": outputs, "bias": False}
-    stored = {"gguf_file": str(file.path.resolve()), "gguf_tensor": f"{name}.weight"}
+    stored = {"gguf_file": stored_path(file.path), "gguf_tensor": f"{name}.weight"}
     _write(folder, sizes | stored | {"activation_function": "torch.nn.modules.linear.Identity"})
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from quire.checkpoints.library.names import same_model
 from quire.cli.api_client import explain
 from quire.cli.bench.connection import Client, HttpError
 from quire.cli.bench.datasets import Encoder, Sample, add_dataset_flags, make_samples, non_negative_int, positive_int
@@ -212,6 +213,7 @@ async def find_model(client: Client, name: str | None) -> tuple[str, str | None]
     if status != 200:
         raise RuntimeError(f"/v1/models answered {status}: {body.decode(errors='replace')[:300]}")
     models = msgspec.json.decode(body)["data"]
+    name = name and same_model(name, [card["id"] for card in models])
     card = next((card for card in models if name in (None, card["id"])), None)
     if card is None:
         raise RuntimeError(f"--model {name}: the server has {', '.join(card['id'] for card in models)}")

@@ -13,10 +13,11 @@ import logging
 import os
 import sqlite3
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeVar
 
 import msgspec
 
@@ -27,11 +28,11 @@ from quire.server.error_shapes import body_of, internal_body
 from quire.server.errors import BadRequest
 from quire.server.http import in_process
 from quire.server.http.sse import one_line
-from quire.server.turns.fair_queue import tenant_of
+from quire.server.keys.caller import Caller
 from quire.server.turns.threads import LARGE, SMALL
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Scope
+    from starlette.types import ASGIApp
 
     from quire.configs.config import Config
     from quire.engine.messages import Ready
@@ -82,16 +83,16 @@ class Batches:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def add_file(
-        self, content: BinaryIO, scope: Scope, purpose: str, filename: str, seconds: int | None, held: int = 0
+        self, content: BinaryIO, caller: Caller, purpose: str, filename: str, seconds: int | None, held: int = 0
     ) -> File:
         """Store a file of a request, which expires after `seconds`; `held` bytes are reserved for it already. Raises
         BadRequest, InsufficientStorage.
         """
-        owner, size = scope.get("owner", ""), content.seek(0, os.SEEK_END)
+        owner, size = caller.owner or "", content.seek(0, os.SEEK_END)
         if not held:
             await self.run(self.store.hold, size, owner)
         try:
-            part = await self.state.threads.run(LARGE, lambda: self.store.write(content), tenant_of(scope))
+            part = await self.state.threads.run(LARGE, lambda: self.store.write(content), caller.turn)
             return await self.run(self.store.keep, part, owner, purpose, filename, seconds)
         finally:
             if not held:
@@ -240,10 +241,11 @@ class _Run:
 
     async def _read(self, size: int, function: Callable[[], T]) -> T:
         """The result of a function that reads the input, in a turn of the batch's owner."""
-        return await self.batches.state.threads.run(size, function, tenant_of(self._scope()))
+        return await self.batches.state.threads.run(size, function, self._caller().turn)
 
-    def _scope(self) -> dict[str, Any]:
-        return {"owner": self.batch.owner, "tenant": self.batch.tenant, "background": True}
+    def _caller(self) -> Caller:
+        """Return the caller of one of its lines."""
+        return Caller(uuid.uuid4().hex, owner=self.batch.owner, tenant=self.batch.tenant, background=True)
 
     async def _run_lines(self) -> tuple[str | None, bytes | None]:
         """(the status that the batch ends with, the error of lines that did not run); (None, None) if it goes on when
@@ -319,7 +321,7 @@ class _Run:
         try:
             path = self.store.path(self.batch.input_file_id)
             body = await self._read(max(line.length, SMALL), lambda: read_body(path, line))
-            return await in_process.call(self.app, self.batch.endpoint, body, self._scope())
+            return await in_process.call(self.app, self.batch.endpoint, body, self._caller())
         except BadRequest as error:
             return error.status, number, body_of(error, self.batch.endpoint)
         except Exception:

@@ -153,20 +153,13 @@ class OutputStream:
 def _merge(a: EngineOutput, b: EngineOutput) -> EngineOutput:
     """`a` followed by `b`. Extends the lists of `a` in place, so that merging many outputs takes linear time."""
     a.new_token_ids.extend(b.new_token_ids)
-    return EngineOutput(
-        a.request_id,
-        a.new_token_ids,
-        b.finish_reason,
-        b.stop_reason,
-        _extend(a.logprobs, b.logprobs),
-        _extend(a.prompt_logprobs, b.prompt_logprobs),
-        max(a.num_cached_tokens, b.num_cached_tokens),
-        b.error,
-        b.timing or a.timing,
-        b.error_kind,
-        b.pooled,
-        b.prediction_tokens,
-        max(a.num_prefilled, b.num_prefilled),
+    return msgspec.structs.replace(
+        b,
+        new_token_ids=a.new_token_ids,
+        logprobs=_extend(a.logprobs, b.logprobs),
+        prompt_logprobs=_extend(a.prompt_logprobs, b.prompt_logprobs),
+        counts=a.counts.then(b.counts),
+        timing=b.timing or a.timing,
     )
 
 
@@ -548,7 +541,7 @@ class EngineClient:
             return
         entry.output_token_ids.extend(output.new_token_ids)
         entry.num_received += len(output.new_token_ids)
-        if not output.num_prefilled:
+        if not output.counts.prefilled:
             self._note_computed(entry)
         if output.prompt_logprobs is not None:
             output = self._without_repeated(entry, output)

@@ -8,7 +8,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.messages import TokenLogprobs
+from quire.engine.messages import NO_COUNTS, TokenCounts, TokenLogprobs
 from quire.server.errors import BadRequest, EngineError
 from quire.server.generate.deadlines import NO_DEADLINES, Deadlines, all_wait, within
 from quire.server.generate.generation import Generation
@@ -142,25 +142,36 @@ async def _until(
             prompt_logprobs=None,
             finish_reason=reason,
             stop_reason="timeout",
-            num_cached_tokens=0,
+            counts=NO_COUNTS,
             error=None,
         )
 
 
 @dataclass(slots=True)
 class Choice:
-    """One whole choice."""
+    """One whole choice, or as much of it as there is."""
 
+    index: int
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    num_cached_tokens: int = 0
+    counts: TokenCounts = NO_COUNTS
     events: list[Event] = field(default_factory=list)  # if the text is parsed
     num_reasoning_tokens: int = 0
-    prediction_tokens: tuple[int, int] | None = None  # accepted and rejected drafts of a prediction
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs or ())
+        self.prompt_logprobs.extend(delta.prompt_logprobs or ())
+        self.counts = self.counts.then(delta.counts)
+        self.events.extend(delta.events or ())
+        self.num_reasoning_tokens += delta.num_reasoning_tokens
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     @property
     def text(self) -> str:
@@ -180,60 +191,10 @@ def answer_size(choices: list[Choice]) -> int:
 
 async def collect(deltas: AsyncGenerator[Delta, None], num_choices: int) -> list[Choice]:
     """Every choice, complete. Raises EngineError."""
-    choices = [Choice() for _ in range(num_choices)]
+    choices = [Choice(i) for i in range(num_choices)]
     try:
         async for delta in deltas:
-            choice = choices[delta.index]
-            choice.texts.append(delta.text)
-            choice.token_ids.extend(delta.token_ids)
-            choice.logprobs.extend(delta.logprobs or ())
-            choice.prompt_logprobs.extend(delta.prompt_logprobs or ())
-            choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
-            choice.events.extend(delta.events or ())
-            choice.num_reasoning_tokens += delta.num_reasoning_tokens
-            choice.prediction_tokens = delta.prediction_tokens or choice.prediction_tokens
-            if delta.finish_reason is not None:
-                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+            choices[delta.index].add(delta)
     finally:
         await deltas.aclose()
     return choices
-
-
-@dataclass(slots=True)
-class Counter:
-    """Tokens of a request so far, for its `usage`.
-
-    A prompt shared by n choices counts once, and as cached only as far as the first to run found it so.
-    """
-
-    num_prompt_tokens: int  # of all prompts
-    n: int
-    num_completion_tokens: int = 0
-    num_reasoning_tokens: int = 0
-    cached: dict[int, dict[int, int]] = field(default_factory=dict)  # prompt index -> choice index -> tokens
-    predicted: dict[int, tuple[int, int]] = field(default_factory=dict)  # choice index -> drafts accepted, rejected
-
-    def add(
-        self,
-        index: int,
-        num_tokens: int,
-        num_cached_tokens: int,
-        num_reasoning_tokens: int = 0,
-        prediction_tokens: tuple[int, int] | None = None,
-    ) -> None:
-        self.num_completion_tokens += num_tokens
-        self.num_reasoning_tokens += num_reasoning_tokens
-        if prediction_tokens is not None:  # the sum so far
-            self.predicted[index] = prediction_tokens
-        seen = self.cached.setdefault(index // self.n, {})
-        seen[index] = max(seen.get(index, 0), num_cached_tokens)
-
-    @property
-    def prediction_tokens(self) -> tuple[int, int]:
-        """Drafts of predictions that were accepted and rejected."""
-        accepted, rejected = zip(*self.predicted.values()) if self.predicted else ((), ())
-        return sum(accepted), sum(rejected)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return sum(min(seen.values()) for seen in self.cached.values())

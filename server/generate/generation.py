@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire.engine.messages import (
+    NO_COUNTS,
     AddRequest,
     Choice,
     EngineOutput,
@@ -23,9 +23,6 @@ from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.sink import EngineMetrics, MetricsSink
 from quire.server.text.detokenizer import Detokenizer
 from quire.server.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 SLICE = 64  # tokens of a pile that are turned into text before others get their turn
 
@@ -86,9 +83,9 @@ class Generation:
         """Tell the progress; whether the output has nothing else."""
         progress, prompt = self.request.progress, self.request.request_id
         if output.new_token_ids:
-            progress.note_first_token(prompt, output.num_cached_tokens)
+            progress.note_first_token(prompt, output.counts)
             return False
-        progress.note(prompt, output.num_prefilled, output.num_cached_tokens)
+        progress.note(prompt, output.counts)
         return output.finish_reason is None and output.prompt_logprobs is None
 
     async def _next_output(self) -> EngineOutput:
@@ -186,8 +183,7 @@ def _split(output: EngineOutput) -> tuple[EngineOutput, EngineOutput]:
         output.new_token_ids[:SLICE],
         logprobs=logprobs and logprobs[:SLICE],
         prompt_logprobs=output.prompt_logprobs,
-        num_cached_tokens=output.num_cached_tokens,
-        prediction_tokens=output.prediction_tokens,
+        counts=output.counts,
     )
     return first, msgspec.structs.replace(
         output, new_token_ids=output.new_token_ids[SLICE:], logprobs=logprobs and logprobs[SLICE:], prompt_logprobs=None
@@ -210,12 +206,12 @@ class _Choice:
     """One of the n: its detokenizer, and the tokens whose text is not complete."""
 
     __slots__ = (
+        "counts",
         "detokenizer",
         "first_token_time",
         "index",
         "last_token_time",
         "logprobs",
-        "num_cached_tokens",
         "num_silent",
         "num_taken",
         "request",
@@ -241,15 +237,14 @@ class _Choice:
         self.logprobs: list[TokenLogprobs] = []
         self.num_taken = 0  # tokens given out
         self.num_silent = 0  # 1 once a stop token ended it, which has no text
-        self.num_cached_tokens: int | None = None
+        self.counts = NO_COUNTS
         self.first_token_time = self.last_token_time = 0.0
         self.timing: RequestTiming | None = None  # the engine's newest
 
     def advance(self, output: EngineOutput) -> Delta | None:
         """Take an output; None if nothing can be told yet."""
         detokenizer, finish_reason, stop_reason = self.detokenizer, output.finish_reason, output.stop_reason
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = output.num_cached_tokens
+        self.counts = self.counts.then(output.counts)
         self.timing = output.timing or self.timing
         ids = output.new_token_ids
         self.token_ids += ids
@@ -277,10 +272,9 @@ class _Choice:
             output.prompt_logprobs,
             finish_reason,
             stop_reason,
-            self.num_cached_tokens,
+            self.counts,
             output.error,
             output.error_kind,
-            prediction_tokens=output.prediction_tokens,
         )
 
     def _remove_first(self, items: list, count: int) -> list:
@@ -292,7 +286,7 @@ class _Choice:
         """Record when tokens came. A prompt counts with its first token, or at the end of a request for none."""
         num_tokens = len(output.new_token_ids)
         if not self.last_token_time and (num_tokens or output.finish_reason == "length"):
-            metrics.observe_prompt(len(self.request.prompt_token_ids), output.num_cached_tokens)
+            metrics.observe_prompt(len(self.request.prompt_token_ids), output.counts.cached)
         if not num_tokens:
             return
         now = time.time()

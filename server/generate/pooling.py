@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from quire.engine.messages import AddRequest, EngineOutput, PoolingInfo, PoolingParams, SamplingParams
+from quire.engine.messages import AddRequest, EngineOutput, PoolingInfo, PoolingParams, SamplingParams, TokenCounts
 from quire.server.engines.client import OutputStream
 from quire.server.errors import BadRequest, EngineError
 from quire.server.generate import needs
@@ -56,7 +56,7 @@ class Vector:
 
     data: bytes
     num_prompt_tokens: int
-    num_cached_tokens: int
+    counts: TokenCounts
 
     @property
     def values(self) -> array:
@@ -248,9 +248,9 @@ def _vector(state: needs.Metrics, request: GenerationRequest, stream: OutputStre
     """The result of a request, which has one output."""
     if state.metrics is not None:
         metrics = state.metrics.of(stream.engine)
-        metrics.observe_prompt(len(request.prompt_token_ids), output.num_cached_tokens)
+        metrics.observe_prompt(len(request.prompt_token_ids), output.counts.cached)
         metrics.observe_request(request, output.finish_reason, 0, 0.0, output.timing)
         metrics.observe_group(request, 0)
     if output.error is not None:
         raise BadRequest(output.error) if output.error_kind == "invalid_request" else EngineError(output.error)
-    return Vector(output.pooled, len(request.prompt_token_ids), output.num_cached_tokens)
+    return Vector(output.pooled, len(request.prompt_token_ids), output.counts)

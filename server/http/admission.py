@@ -15,14 +15,13 @@ from quire.server.generate.generation import Generation
 from quire.server.generate.prepare import check_priority
 from quire.server.generate.structures import constrain
 from quire.server.http import needs, request_options
-from quire.server.http.cache_hint import engine_key
+from quire.server.http.caller import caller
 from quire.server.http.sse import unless_disconnected
 from quire.server.keys.access import allowed_priority, check_model, require_model
 from quire.server.keys.account import key_of
 from quire.server.lora.fields import LoraScale
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
-from quire.server.turns.fair_queue import tenant_of
 
 
 def admit(
@@ -41,22 +40,22 @@ def admit(
     Raises Unavailable, NotFound and Forbidden for the model, BadRequest.
     """
     info = state.require_ready()
-    require_model(request.scope, model, state)
+    require_model(caller(request), model, state)
     adapters = state.adapters.choose(model, lora)
     priority = request_options.priority(request, priority)
-    if (key := key_of(request.scope, state)) is not None:
+    if (key := key_of(caller(request), state)) is not None:
         for one in adapters if lora else ():
             check_model(key, one.adapter.name, state)
         priority = allowed_priority(key, priority, info.priorities)
-    priority = request.scope["priority"] = priority or 0
+    priority = caller(request).priority = priority or 0
     check_priority(priority, info)
-    background = request.scope.get("background", False)
+    background = caller(request).background
     if not background:
         state.require_room()
     return {
         "request_id": prefix + request_options.request_id(request, request_id),
         "priority": priority,
-        "tenant": request.scope.get("tenant"),
+        "tenant": caller(request).tenant,
         "background": background,
         "adapters": adapters,
         **cache_hint(request),
@@ -65,8 +64,9 @@ def admit(
 
 def cache_hint(request: Request) -> dict[str, Any]:
     """The fields of a spec that say which conversation the request belongs to, if it says so."""
-    hint = request.scope.get("cache_hint")
-    return {} if hint is None else {"cache_key": engine_key(request.scope, hint.key), "cache_seconds": hint.seconds}
+    who = caller(request)
+    hint = who.hint
+    return {} if hint is None else {"cache_key": who.engine_key(hint.key), "cache_seconds": hint.seconds}
 
 
 async def generate(
@@ -83,10 +83,10 @@ async def generate(
     """
     limits = request_options.deadlines(request, state, predict)
     if any(one.structure is not None for one in requests):
-        work = constrain(requests, state, tenant_of(request.scope))
+        work = constrain(requests, state, caller(request).turn)
         limits = await unless_disconnected(request, prepared(work, limits))
     request_options.reserve_room(request, state, requests, param)
     generations = [Generation(state.client, state.tokenizer, one, state.metrics) for one in requests]
     found = deltas.run(generations, limits, requests[0].parsing or deltas.identity)
-    account = request.scope.get("account")
+    account = caller(request).account
     return found if account is None else account.observed(found)

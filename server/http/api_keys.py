@@ -8,6 +8,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.errors import ApiError, Forbidden, Unauthorized
+from quire.server.http.caller import caller_in
 from quire.server.http.middleware import PROBES, header, send_error
 from quire.server.http.route import Route
 from quire.server.keys.ring import KeyRing
@@ -19,7 +20,7 @@ class ApiKeys:
     the static pages, unknown routes included, returns 401 without it. Of `routes`, those with `admin` need an
     administrator's key, and others get 403; they need it even if no other route needs a key.
 
-    Sets "key" in the scope; with several keys "owner" per key, and "tenant" to the same unless `share_prefix_cache`.
+    Sets the caller's `key`; with several keys `owner` per key, and `tenant` to the same unless `share_prefix_cache`.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, routes: Iterable[Route], share_prefix_cache: bool = False):
@@ -35,7 +36,7 @@ class ApiKeys:
         await self.app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Why the request has no access; otherwise notes in the scope whose it is."""
+        """Why the request has no access; otherwise notes whose it is."""
         presented, for_admins = _presented_key(scope), self._is_for_admins(scope)
         holder = None if presented is None else self.keys.find(presented)
         if holder is None:
@@ -51,11 +52,10 @@ class ApiKeys:
                 f"{scope['path'][:200]} needs the API key of an administrator: one of --admin-api-key, or of "
                 "--api-key-file with `admin: true`."
             )
-        scope["key"] = holder.key
-        if holder.owner is not None:
-            scope["owner"] = holder.owner
-            if not self.share_prefix_cache:
-                scope["tenant"] = holder.owner
+        who = caller_in(scope)
+        who.key, who.owner = holder.key, holder.owner
+        if not self.share_prefix_cache:
+            who.tenant = holder.owner
         return None
 
     def _is_for_admins(self, scope: Scope) -> bool:

@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import Scope
 
 from quire.server.errors import BadRequest
+from quire.server.request.hints import IN_MEMORY_SECONDS, CacheHint
 from quire.server.values import Json
 
 MAX_KEY_BYTES = 1024
 MAX_SECONDS = 86400.0
-RETENTION = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86400.0}  # seconds
+RETENTION = {"in_memory": IN_MEMORY_SECONDS, "in-memory": IN_MEMORY_SECONDS, "24h": 86400.0}  # seconds
 _TTL = {"30m": 1800.0, "12h": 43200.0}
 
 
@@ -33,13 +33,6 @@ class _Fields(msgspec.Struct):
 
 _fields = msgspec.json.Decoder(_Fields).decode
 _options = msgspec.json.Decoder(_Options).decode
-
-
-class CacheHint(msgspec.Struct, frozen=True):
-    """`key` is the client's name of a conversation, "" for none."""
-
-    key: str = ""
-    seconds: float = RETENTION["in_memory"]
 
 
 def read_hint(request: Request, body: bytes) -> CacheHint | None:
@@ -88,8 +81,3 @@ def check_key(key: Json, param: str) -> None:
         raise BadRequest(f"{param}: expected str, got {type(key).__name__}.", param=param)
     if len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:
         raise BadRequest(f"{param} has more than {MAX_KEY_BYTES} bytes.", param=param)
-
-
-def engine_key(scope: Scope, key: str) -> str:
-    """The name of a tenant's conversation in the engine: a tenant is hexadecimal, so that names cannot collide."""
-    return f"{scope.get('tenant') or ''}/{key}"

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
-from typing import Any
 
 from starlette.types import ASGIApp, Message
 
 from quire.server.error_shapes import internal_body
-from quire.server.keys.account import close_account
+from quire.server.http.caller import set_caller
+from quire.server.keys.caller import Caller
 
 logger = logging.getLogger(__name__)
 
 
-async def call(app: ASGIApp, path: str, body: bytes, scope: dict[str, Any]) -> tuple[int, str, bytes]:
-    """(status, request id, body) of the answer to POST `path` with a JSON body. `scope` adds to the ASGI scope."""
-    request_id = uuid.uuid4().hex
+async def call(app: ASGIApp, path: str, body: bytes, caller: Caller) -> tuple[int, str, bytes]:
+    """(status, request id, body) of the answer to POST `path` with a JSON body, as that of `caller`."""
     unread = [body]
     answer = bytearray()
     status = 500
@@ -47,14 +45,13 @@ async def call(app: ASGIApp, path: str, body: bytes, scope: dict[str, Any]) -> t
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
         "client": None,
         "server": None,
-        "request_id": request_id,
     }
-    request |= scope
+    set_caller(request, caller)
     try:
         await app(request, receive, send)
     except Exception:
-        logger.exception("POST %s failed (request %s)", path, request_id)
-        return 500, request_id, internal_body(path)
+        logger.exception("POST %s failed (request %s)", path, caller.request_id)
+        return 500, caller.request_id, internal_body(path)
     finally:
-        close_account(request, status)
-    return status, request_id, bytes(answer)
+        caller.close(status)
+    return status, caller.request_id, bytes(answer)

@@ -18,9 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.error_shapes import body_of, internal_body
 from quire.server.errors import ApiError, EngineError, Forbidden
 from quire.server.http import needs
-from quire.server.http.parse_body import Ignored
+from quire.server.http.caller import arrival, caller_in, connection_of, route_path, set_caller
 from quire.server.incidents import Incidents
-from quire.server.keys.account import close_account
+from quire.server.keys.caller import Caller
+from quire.server.request.hints import Ignored
 
 access_logger = logging.getLogger("quire.access")
 logger = logging.getLogger(__name__)
@@ -40,14 +41,8 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
     await send({"type": "http.response.body", "body": body})
 
 
-def note_refusal(scope: Scope, error: ApiError) -> None:
-    """Show the error in the access log, because some clients hide it."""
-    scope["refused"] = error
-    scope["refusal"] = f" {error.type} {error.param or '-'}: {error.message}"
-
-
 async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
-    note_refusal(scope, error)
+    caller_in(scope).refusal = error
     await send_json(send, error.status, body_of(error, scope["path"]), error.headers)
 
 
@@ -74,7 +69,11 @@ class RequestBoundary:
             return
         if self.root_path and f"{scope['path']}/".startswith(f"{self.root_path}/"):  # the proxy has not stripped it
             scope["path"] = scope["path"][len(self.root_path) :] or "/"
-        scope["request_id"] = _usable(header(scope, b"x-request-id")) or uuid.uuid4().hex
+        client = scope.get("client")
+        who = Caller(
+            _usable(header(scope, b"x-request-id")) or uuid.uuid4().hex, client[0] if client else "", arrival(scope)
+        )
+        set_caller(scope, who)
         probe = scope["path"] in PROBES
         started, status, complete = time.perf_counter(), None, False
 
@@ -93,23 +92,23 @@ class RequestBoundary:
             await self._answer(scope, receive, send_with_headers)
         except Exception:
             logger.exception(
-                "%s %s failed (request %s)", scope["method"], _printable(scope["path"]), scope["request_id"]
+                "%s %s failed (request %s)", scope["method"], _printable(scope["path"]), who.request_id
             )
             if status is None:
                 await send_json(send_with_headers, 500, internal_body(scope["path"]), {})
             elif not complete:
                 raise  # uvicorn closes the connection; the client sees the truncated answer as an error
         finally:
-            close_account(scope, status)
+            self.state.num_reserved -= who.num_reserved
+            who.close(status)
             if not probe:
                 self.state.leave()
-                self.state.num_reserved -= scope.get("num_reserved", 0)
                 self._log(scope, status, time.perf_counter() - started)
                 if status is not None and status >= 400:
                     self._note_error(scope, status)
                 if self.state.metrics is not None and status is not None:
                     self.state.metrics.observe_http(
-                        getattr(scope.get("route"), "path", "none"), scope["method"], status
+                        route_path(scope, "none"), scope["method"], status
                     )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,19 +120,21 @@ class RequestBoundary:
         await self.app(scope, receive, send)
 
     def _note_error(self, scope: Scope, status: int) -> None:
-        error = scope.get("refused")
+        who = caller_in(scope)
+        error = who.refusal
         self.state.incidents.note_error(
             method=scope["method"],
-            route=getattr(scope.get("route"), "path", "none"),
+            route=route_path(scope, "none"),
             status=status,
             type=error.type if error is not None else EngineError.type,
             code=error.code if error is not None else None,
             param=error.param and error.param[:200] if error is not None else None,
-            request_id=scope["request_id"],
+            request_id=who.request_id,
         )
 
     def _log(self, scope: Scope, status: int | None, seconds: float) -> None:
-        client = scope.get("client")
+        client, who = scope.get("client"), caller_in(scope)
+        error = who.refusal
         access_logger.info(
             '%s "%s %s" %s %.0f ms %s%s',
             f"{client[0]}:{client[1]}" if client else "-",
@@ -141,21 +142,21 @@ class RequestBoundary:
             _printable(scope["path"]),
             status,
             1000 * seconds,
-            scope["request_id"],
-            _printable(scope.get("refusal", "")),
+            who.request_id,
+            "" if error is None else _printable(f" {error.type} {error.param or '-'}: {error.message}"),
             extra={"fields": self._fields(scope, status, seconds)},
         )
 
     def _fields(self, scope: Scope, status: int | None, seconds: float) -> dict[str, object]:
         """For logs in JSON."""
-        key = scope.get("key")
+        who = caller_in(scope)
         return {
             "method": scope["method"],
             "path": _printable(scope["path"]),
             "status": status,
             "seconds": round(seconds, 6),
-            "request_id": scope["request_id"],
-            "key": key and key.name,
+            "request_id": who.request_id,
+            "key": who.key and who.key.name,
         }
 
 
@@ -217,14 +218,15 @@ def _printable(path: str) -> str:
 
 
 def _extra_headers(scope: Scope, keep_alive: bytes) -> list[tuple[bytes, bytes]]:
-    headers = [(b"x-request-id", scope["request_id"].encode("ascii"))]
-    headers += [(name.encode(), value.encode()) for name, value in scope.get("limits", {}).items()]
-    if (connection := scope.get("state", {}).get("connection")) is not None and connection.body_unread:
+    who = caller_in(scope)
+    headers = [(b"x-request-id", who.request_id.encode("ascii"))]
+    headers += [(name.encode(), value.encode()) for name, value in who.limits.items()]
+    if (connection := connection_of(scope)) is not None and connection.body_unread:
         headers.append((b"connection", b"close"))
     elif b"close" not in (header(scope, b"connection") or b"").lower():
         headers.append((b"keep-alive", keep_alive))  # clients then do not use a connection that is about to close
-    if (ignored := scope.get("ignored")) is not None:
-        headers.append((b"warning", f'199 quire "{_warning(ignored)}"'.encode("ascii")))
+    if who.ignored is not None:
+        headers.append((b"warning", f'199 quire "{_warning(who.ignored)}"'.encode("ascii")))
     return headers
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from starlette.requests import Request
 
+from quire.server.http.caller import caller
 from quire.server.http.numbers import bounded_int
 
 
 def owner(request: Request) -> str:
     """Whose files and batches a request may see: those of its API key, or all if there is only one."""
-    return request.scope.get("owner", "")
+    return caller(request).owner or ""
 
 
 def page_size(request: Request, largest: int) -> int:

@@ -18,6 +18,7 @@ import msgspec
 
 from quire.server.errors import BadRequest
 from quire.server.parsers.model_json import without_halves
+from quire.server.request.hints import Ignored
 from quire.server.request.limits import MAX_TEMPLATE_KWARGS_BYTES
 from quire.server.values import Json
 
@@ -29,31 +30,12 @@ MAX_MEMBERS = 2**16  # per body, over all objects; decoding them holds the inter
 _MAX_BYTES = {"chat_template_kwargs": MAX_TEMPLATE_KWARGS_BYTES, "tools": 2**20, "functions": 2**20}  # of JSON
 # of every body: `cache_hint.py`, `time_limit.py`
 EVERYWHERE = frozenset({"prompt_cache_key", "prompt_cache_retention", "session_id", "timeout"})
-MAX_UNKNOWN = 100  # names of unknown fields that are remembered
 _NEUTRAL_BYTES = 64  # maximum length of a neutral value of an unsupported field
 _SHOWN_BYTES = 2**16  # longer bodies are not searched for the value to show in an error
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?$", re.DOTALL)
 _Members = dict[str, msgspec.Raw]  # members of an object, with raw values
 _members = msgspec.json.Decoder(_Members).decode
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
-
-
-class Ignored(msgspec.Struct):
-    """Dotted names of what has no effect, at most `MAX_UNKNOWN` of each: fields that nobody knows, and known hints."""
-
-    unknown: list[str] = []
-    hints: list[str] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.unknown or self.hints)
-
-    def note_unknown(self, name: str) -> None:
-        if len(self.unknown) < MAX_UNKNOWN:
-            self.unknown.append(name)
-
-    def note_hint(self, name: str) -> None:
-        if len(self.hints) < MAX_UNKNOWN:
-            self.hints.append(name)
 
 
 def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, Ignored]:
@@ -175,7 +157,7 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, ign
     for name, raw in members.items():
         path = f"{prefix}{name[:100]}"
         if name in rules.declared:
-            child = getattr(value, name)
+            child = getattr(value, rules.declared[name])
             if isinstance(child, msgspec.Struct):
                 _check_undeclared(_members(raw), child, f"{path}.", ignored)
             elif isinstance(child, list):
@@ -193,7 +175,7 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, ign
 class _Rules(NamedTuple):
     """The names of fields of a type, by what becomes of them."""
 
-    declared: tuple[str, ...]
+    declared: dict[str, str]  # to the attribute
     unsupported: dict[str, tuple]
     hints: dict[str, tuple]
     harmless: frozenset[str]
@@ -203,7 +185,8 @@ class _Rules(NamedTuple):
 @functools.cache
 def _rules(cls: type[msgspec.Struct]) -> _Rules:
     classed = (getattr(cls, name, {}) for name in ("unsupported", "hints", "harmless"))
-    return _Rules(cls.__struct_fields__, *classed, hasattr(cls, "without_effect"))
+    declared = dict(zip(cls.__struct_encode_fields__, cls.__struct_fields__, strict=True))
+    return _Rules(declared, *classed, hasattr(cls, "without_effect"))
 
 
 def _check_items(raw: msgspec.Raw, items: list[Any], path: str, idle: Collection[str], ignored: Ignored) -> None:

@@ -15,11 +15,12 @@ from starlette.requests import ClientDisconnect, Request
 from quire.server.errors import ApiError, PayloadTooLarge, UnsupportedMediaType
 from quire.server.http import needs, sse
 from quire.server.http.cache_hint import read_hint
+from quire.server.http.caller import caller, connection_of
 from quire.server.http.gzip_body import decompress, largest_result
 from quire.server.http.numbers import bounded_int
-from quire.server.http.parse_body import Ignored, parse
+from quire.server.http.parse_body import parse
 from quire.server.http.time_limit import read_timeout
-from quire.server.turns.fair_queue import tenant_of
+from quire.server.request.hints import Ignored
 from quire.server.turns.threads import SMALL, Deferred
 
 logger = logging.getLogger("quire.requests")
@@ -53,13 +54,12 @@ async def use_body(request: Request, cls: type[T], state: needs.Body, use: Calla
     num_bytes, unparsed = len(raw), [raw]
     del raw
 
-    ignored = Ignored()
+    ignored, who = Ignored(), caller(request)
 
     def work() -> R | Deferred[R]:
         body = unparsed.pop()
         parsed, found = parse(body, cls, strict=state.config.server.strict_params)
-        request.scope["cache_hint"] = read_hint(request, body)
-        request.scope["timeout"] = read_timeout(body)
+        who.hint, who.timeout = read_hint(request, body), read_timeout(body)
         ignored.unknown, ignored.hints = found.unknown, found.hints
         del body
         return use(parsed)
@@ -69,10 +69,10 @@ async def use_body(request: Request, cls: type[T], state: needs.Body, use: Calla
     size = max(num_bytes, SMALL) if renders else num_bytes
     used = await in_turns(request, state, size, work)
     # not before deferred work has ended: until then the images of the body are in memory
-    if (connection := request.scope.get("state", {}).get("connection")) is not None:
+    if (connection := connection_of(request.scope)) is not None:
         connection.forget_body()
     if ignored:
-        request.scope["ignored"] = ignored
+        who.ignored = ignored
         _log_once(ignored, state)
     return used
 
@@ -81,7 +81,7 @@ async def in_turns(request: Request, state: needs.Threads, size: int, work: Call
     """The result of `work`, or of the work that it defers, for a part of a body of `size` bytes. Raises as `take`."""
     used = await _run(request, state, size, work)
     while isinstance(used, Deferred):
-        await sse.unless_disconnected(request, used.awaited(tenant_of(request.scope)))
+        await sse.unless_disconnected(request, used.awaited(caller(request).turn))
         used = await _run(request, state, size, used.then)
     return used
 
@@ -96,7 +96,7 @@ async def _run(request: Request, state: needs.Threads, size: int, work: Callable
             error.__traceback__ = error.__context__ = error.__cause__ = None
             return None, error
 
-    running = state.threads.run(size, guarded, tenant_of(request.scope))
+    running = state.threads.run(size, guarded, caller(request).turn)
     result, refusal = await (sse.unless_disconnected(request, running) if state.threads.takes_long(size) else running)
     if refusal is not None:
         raise refusal
@@ -156,7 +156,7 @@ async def _decompressed(request: Request, state: needs.Threads, raw: bytes, limi
     found = await _run(request, state, min(largest_result(raw), limit), lambda: decompress(raw, limit))
     if found is None:
         raise _too_large(limit)
-    connection = request.scope.get("state", {}).get("connection")
+    connection = connection_of(request.scope)
     if connection is not None and not connection.count_body(len(found)):
         raise sse.ClientGone  # it was refused
     request.scope["headers"] = [one for one in request.scope["headers"] if one[0] not in _OF_COMPRESSED]

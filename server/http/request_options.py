@@ -12,12 +12,12 @@ from starlette.requests import Request
 from quire.server.errors import RequestTimeout
 from quire.server.generate.deadlines import Deadlines
 from quire.server.http import needs
+from quire.server.http.caller import caller, route_path
 from quire.server.http.numbers import bounded_int
 from quire.server.http.time_limit import seconds_of_header
 from quire.server.keys.access import check_queue
 from quire.server.keys.account import key_of, open_account
 from quire.server.request.generation_request import GenerationRequest
-from quire.server.turns.fair_queue import tenant_of
 
 
 def reserve_room(request: Request, state: needs.Reservation, requests: Sequence[GenerationRequest], param: str) -> None:
@@ -26,20 +26,25 @@ def reserve_room(request: Request, state: needs.Reservation, requests: Sequence[
 
     Raises Unavailable if the queue is full, TooManyRequests if a limit of the caller's key is reached.
     """
-    key = key_of(request.scope, state)
+    who = caller(request)
+    key = key_of(who, state)
     for one in requests:
-        one.tenant = tenant_of(request.scope) if key is None else key.name
+        one.tenant = who.turn if key is None else key.name
         one.weight = 1.0 if key is None else key.weight
-    if request.scope.get("background"):
-        open_account(request.scope, state, requests)
+    if who.background:
+        _open_account(request, state, requests)
         return
     num_choices = sum(one.n for one in requests)
     state.require_room(num_choices, sum(one.n * len(one.prompt_token_ids) for one in requests), param)
     if key is not None:
         check_queue(key, num_choices, state)
     state.num_reserved += num_choices
-    request.scope["num_reserved"] = num_choices
-    open_account(request.scope, state, requests)
+    who.num_reserved = num_choices
+    _open_account(request, state, requests)
+
+
+def _open_account(request: Request, state: needs.Reservation, requests: Sequence[GenerationRequest]) -> None:
+    open_account(caller(request), state, requests, route_path(request.scope), request.headers)
 
 
 def priority(request: Request, given: int | None) -> int | None:
@@ -55,11 +60,12 @@ def deadlines(request: Request, state: needs.Settings, predict: float | None = N
     token. Raises BadRequest, RequestTimeout if its time has passed.
     """
     server = state.config.server
-    asked = (server.request_timeout, request.scope.get("timeout"), seconds_of_header(request))
+    who = caller(request)
+    asked = (server.request_timeout, who.timeout, seconds_of_header(request))
     now = asyncio.get_running_loop().time()
-    gone = now - request.scope.get("state", {}).get("arrived", now)
+    gone = 0.0 if who.arrived is None else now - who.arrived
     total = min((seconds for seconds in asked if seconds), default=None)
-    if request.scope.get("background"):  # a line of a batch has the time that its batch has
+    if who.background:  # a line of a batch has the time that its batch has
         return Deadlines(None, None, total, predict)
     if total is not None and gone >= total:
         raise RequestTimeout(f"The request's time of {total:g} seconds has passed before it could begin.")
@@ -75,5 +81,5 @@ def deadlines(request: Request, state: needs.Settings, predict: float | None = N
 def request_id(request: Request, given: str | None) -> str:
     """The body's `request_id` (`given`), else the X-Request-Id header, else a generated id. The response repeats it."""
     if given is not None:
-        request.scope["request_id"] = given
-    return request.scope["request_id"]
+        caller(request).request_id = given
+    return caller(request).request_id

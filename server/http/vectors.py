@@ -16,6 +16,7 @@ from quire.server.generate import pooling
 from quire.server.generate.deadlines import all_wait, within
 from quire.server.generate.pooling import PoolingSpec, Vector
 from quire.server.http import admission, needs, request_options
+from quire.server.http.caller import caller
 from quire.server.http.sse import unless_disconnected
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.limits import (
@@ -78,11 +79,11 @@ def to_spec(request: Request, body: VectorFields, state: needs.Adapters, request
         add_special_tokens=body.add_special_tokens is not False,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
-        priority=request.scope["priority"],
+        priority=caller(request).priority,
         cache_salt=body.cache_salt,
-        tenant=request.scope.get("tenant"),
+        tenant=caller(request).tenant,
         **admission.cache_hint(request),
-        background=request.scope.get("background", False),
+        background=caller(request).background,
         adapters=state.adapters.choose(body.model),
         prompt_param=param,
     )
@@ -144,7 +145,7 @@ class VectorUsage(msgspec.Struct):
     @classmethod
     def of(cls, vectors: Sequence[Vector]) -> VectorUsage:
         num_tokens = sum(vector.num_prompt_tokens for vector in vectors)
-        cached = sum(vector.num_cached_tokens for vector in vectors)
+        cached = sum(vector.counts.cached for vector in vectors)
         return cls(num_tokens, num_tokens, 0, {"cached_tokens": cached})
 
 

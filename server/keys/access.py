@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
-from starlette.types import Scope
-
 from quire.server.errors import BadRequest, Forbidden, TooManyRequests
 from quire.server.keys import needs
 from quire.server.keys.account import key_of
+from quire.server.keys.caller import Caller
 from quire.server.keys.key import Key
 from quire.server.queue_wait import retry_after
 
 
-def require_model(scope: Scope, name: str | None, state: needs.Choice) -> None:
+def require_model(caller: Caller, name: str | None, state: needs.Choice) -> None:
     """Raises NotFound unless `name` is absent, empty or a name of the model, Forbidden if the request's key may not ask
     for it.
     """
-    key = key_of(scope, state)
+    key = key_of(caller, state)
     state.require_model(name, visible_names(key, state))
     if key is not None:
         check_model(key, name, state)
@@ -35,9 +33,9 @@ def check_model(key: Key, model: str | None, state: needs.Names) -> None:
         )
 
 
-def names_for(request: Request, state: needs.Choice) -> list[str]:
+def names_for(caller: Caller, state: needs.Choice) -> list[str]:
     """The names that the API lists for the request's key."""
-    return visible_names(key_of(request.scope, state), state)
+    return visible_names(key_of(caller, state), state)
 
 
 def visible_names(key: Key | None, state: needs.Names) -> list[str]:

@@ -7,15 +7,15 @@ import logging
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from starlette.types import Scope
-
 from quire.server.errors import TooManyRequests
 from quire.server.keys.audit import AuditLog
+from quire.server.keys.caller import Caller
 from quire.server.keys.key import Key
+from quire.server.request.usage import TokenUsage
 
 if TYPE_CHECKING:
     from quire.server.keys.ring import KeyRing
@@ -43,26 +43,27 @@ class Account:
     """Opened when a request is admitted, closed when its answer has ended."""
 
     state: Accounts
-    scope: Scope
+    caller: Caller
     key: Key | None
-    background: bool
     requests: Sequence[GenerationRequest]
-    num_prompt_tokens: int
+    route: str
+    headers: Mapping[str, str]  # of the request
+    preparation: float = 0.0  # seconds from its arrival until it was accepted
     num_waiting: int = 0  # choices without a token, which the key may have so many of
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
     finish_reasons: set[str] = field(default_factory=set)
     opened: float = field(default_factory=time.time)
+    used: TokenUsage = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.key is not None and not self.background:
+        self.used = TokenUsage.for_requests(self.requests)
+        if self.key is not None and not self.caller.background:
             self.num_waiting = sum(one.n for one in self.requests)
             self.state.num_waiting_of[self.key.name] += self.num_waiting
 
     @property
     def _arrived(self) -> float:
         """time.time() of the request's first byte, as well as it is known."""
-        return self.opened - self.scope.get("preparation", 0.0)
+        return self.opened - self.preparation
 
     def _begun(self, num_choices: int) -> None:
         """They wait no longer."""
@@ -72,90 +73,92 @@ class Account:
 
     async def observed(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """`deltas`, counted."""
-        cached: dict[int, int] = {}
+        begun: set[int] = set()
         try:
             async for delta in deltas:
-                if delta.index not in cached:
+                if delta.index not in begun:
+                    begun.add(delta.index)
                     self._begun(1)
-                self.num_output_tokens += len(delta.token_ids)
-                cached[delta.index] = max(cached.get(delta.index, 0), delta.num_cached_tokens)
+                self.used.add(delta)
                 if delta.finish_reason is not None:
                     self.finish_reasons.add(delta.finish_reason)
                 yield delta
         finally:
-            self.num_cached_tokens = sum(cached.values())
             await deltas.aclose()
 
     def close(self, status: int | None) -> None:
         """`status` is the answer's; None if there was none, because the client left."""
-        state, key = self.state, self.key
+        state, key, used = self.state, self.key, self.used
         self._begun(self.num_waiting)
         if key is not None and key.is_limited:
             try:
-                state.keys.ledger.end(key, self.num_output_tokens, self.background)
+                state.keys.ledger.end(key, used.num_output, self.caller.background)
             except sqlite3.Error as error:
                 logger.error("the use of key '%s' could not be counted: %s", key.name, error)
         if key is not None and state.metrics is not None:
-            state.metrics.observe_key(key.name, self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens)
+            state.metrics.observe_key(key.name, used.num_prompt, used.counts.cached, used.num_output)
         if (log := state.audit) is not None:
             log.write(self._row(status))
         if state.traces is not None:
-            usage = {
-                "gen_ai.usage.input_tokens": self.num_prompt_tokens,
-                "gen_ai.usage.output_tokens": self.num_output_tokens,
+            attributes = {
+                "gen_ai.request.id": self.caller.request_id,
+                "http.route": self.route,
+                "gen_ai.usage.input_tokens": used.num_prompt,
+                "gen_ai.usage.output_tokens": used.num_output,
                 "gen_ai.response.finish_reasons": sorted(self.finish_reasons),
             }
-            state.traces.record(self.scope, self.requests, self._arrived, self.opened, time.time(), usage)
+            state.traces.record(self.headers, self.requests, self._arrived, self.opened, time.time(), attributes)
 
     def _row(self, status: int | None) -> dict[str, object]:
         """Counts, never content."""
-        scope = self.scope
+        used = self.used
         return {
             "time": AuditLog.timestamp(self.opened),
-            "request_id": scope.get("request_id"),
+            "request_id": self.caller.request_id,
             "key": self.key and self.key.name,
-            "route": getattr(scope.get("route"), "path", scope["path"][:200]),
+            "route": self.route,
             "model": self.state.names[0],
-            "background": self.background,
+            "background": self.caller.background,
             "status": status,
             "finish_reasons": sorted(self.finish_reasons),
-            "prompt_tokens": self.num_prompt_tokens,
-            "cached_tokens": self.num_cached_tokens,
-            "completion_tokens": self.num_output_tokens,
+            "prompt_tokens": used.num_prompt,
+            "cached_tokens": used.counts.cached,
+            "completion_tokens": used.num_output,
             "seconds": round(time.time() - self.opened, 6),
         }
 
 
-def key_of(scope: Scope, state: Accounts) -> Key | None:
+def key_of(caller: Caller, state: Accounts) -> Key | None:
     """Whose request it is: of a line of a batch, who began the batch."""
-    if scope.get("background") and state.keys is not None and scope.get("owner"):
-        return state.keys.of_owner(scope["owner"])
-    return scope.get("key")
+    if caller.background and state.keys is not None and caller.owner:
+        return state.keys.of_owner(caller.owner)
+    return caller.key
 
 
-def open_account(scope: Scope, state: Accounts, requests: Sequence[GenerationRequest]) -> None:
+def open_account(
+    caller: Caller,
+    state: Accounts,
+    requests: Sequence[GenerationRequest],
+    route: str,
+    headers: Mapping[str, str],
+) -> None:
     """Charge a request, whose answer gets the headers of its limits. Raises TooManyRequests, Unavailable."""
-    key, background = key_of(scope, state), bool(scope.get("background"))
+    key = key_of(caller, state)
     if key is None and state.audit is None and state.traces is None:
         return
     num_tokens = sum(len(one.prompt_token_ids) for one in requests)
     if key is not None and key.is_limited:
         try:
-            if background:
+            if caller.background:
                 state.keys.ledger.begin_in_background(key, num_tokens)
             else:
-                scope["limits"] = state.keys.ledger.begin(key, num_tokens)
+                caller.limits = state.keys.ledger.begin(key, num_tokens)
         except TooManyRequests as error:
-            scope["limits"] = error.limits
+            caller.limits = error.limits
             if state.metrics is not None:
                 state.metrics.observe_key_refusal(key.name, error.code)
             raise
-    if (arrived := scope.get("state", {}).get("arrived")) is not None:
-        scope["preparation"] = max(asyncio.get_running_loop().time() - arrived, 0.0)
-    scope["account"] = Account(state, scope, key, background, requests, num_tokens)
-
-
-def close_account(scope: Scope, status: int | None) -> None:
-    """Settle the request's account, if it has one that was not taken over."""
-    if (account := scope.pop("account", None)) is not None:
-        account.close(status)
+    preparation = 0.0
+    if caller.arrived is not None:
+        preparation = max(asyncio.get_running_loop().time() - caller.arrived, 0.0)
+    caller.account = Account(state, caller, key, requests, route, headers, preparation)

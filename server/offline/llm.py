@@ -46,6 +46,7 @@ from quire.server.offline.runtime import Runtime
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.request.tools import ToolChoice
+from quire.server.request.usage import TokenUsage
 from quire.server.structured.structure import Structure
 from quire.server.text.tokenizer import Tokenizer
 
@@ -344,7 +345,10 @@ class LLM:
     async def _one(self, spec: GenerationSpec, request: GenerationRequest, progress: Progress) -> RequestOutput:
         generation = Generation(self._runtime.state.client, self.tokenizer, request)
         choices = await deltas.collect(deltas.run([generation]), request.n)
-        progress.add(len(request.prompt_token_ids), sum(len(choice.token_ids) for choice in choices))
+        used = TokenUsage.for_requests([request])
+        for choice in choices:
+            used.add(choice)
+        progress.add(used.num_prompt, used.num_output)
         text, options = request.prompt_text, spec.options
         if isinstance(spec.prompts, Conversation):
             text = self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
@@ -373,7 +377,7 @@ class LLM:
             prompt_logprobs,
             outputs,
             True,
-            min(choice.num_cached_tokens for choice in choices),
+            used.counts.cached,
         )
 
 

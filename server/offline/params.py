@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from dataclasses import fields as dataclass_fields
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +13,7 @@ from quire.server.api.openai.protocol import StructuredOutputs
 from quire.server.api.openai.structure import from_options
 from quire.server.errors import BadRequest
 from quire.server.http.parse_body import bad_request
+from quire.server.request.fields import NEUTRAL, SamplingFields
 from quire.server.request.ngrams import NgramArguments, of_vllm
 from quire.server.request.request import GenerationOptions
 from quire.server.structured.structure import Structure
@@ -48,8 +48,7 @@ class StructuredOutputsParams:
             raise ValueError(error.message) from None
 
 
-@dataclass(slots=True)
-class SamplingParams:
+class SamplingParams(SamplingFields, kw_only=True):
     """How to generate. Raises ValueError naming the parameter and its limit.
 
     `max_tokens=None` is all that the context holds; `top_k` 0 or -1 is off; `logprobs` is the number of most likely
@@ -57,19 +56,9 @@ class SamplingParams:
     """
 
     n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    no_repeat_ngram_size: int = 0
-    no_repeat_ngram_window_size: int = 0
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -85,6 +74,9 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None  # of the processor for DeepSeek-OCR: ngram_size, window_size ...
 
     def __post_init__(self) -> None:
+        for name, value in NEUTRAL.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
         self.to_options()
@@ -92,9 +84,9 @@ class SamplingParams:
     def to_options(self) -> GenerationOptions:
         """The same parameters in dialect-neutral form. Raises ValueError for a type or a bound."""
         fields = {
-            one.name: value
-            for one in dataclass_fields(self)
-            if one.name not in ("structured_outputs", "extra_args") and (value := getattr(self, one.name)) is not None
+            name: value
+            for name in self.__struct_fields__
+            if name not in ("structured_outputs", "extra_args") and (value := getattr(self, name)) is not None
         }
         for name, value in fields.items():
             if isinstance(value, float) and not math.isfinite(value):

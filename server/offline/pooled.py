@@ -116,4 +116,4 @@ def scoring_outputs(found: Scoring, vectors: Sequence[Vector]) -> list[PooledReq
 
 
 def output(request: GenerationRequest, vector: Vector, outputs: object) -> PooledRequestOutput:
-    return PooledRequestOutput(request.request_id, request.prompt_token_ids, outputs, True, vector.num_cached_tokens)
+    return PooledRequestOutput(request.request_id, request.prompt_token_ids, outputs, True, vector.counts.cached)

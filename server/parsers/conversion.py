@@ -79,7 +79,7 @@ class ArgumentTypes:
         candidate = literal(stripped)
         if candidate is None and types and "string" not in types and stripped[0] in "{[":
             candidate = repaired(stripped, close=True)
-        if candidate is None or (kind := _kind(candidate)) == "string":
+        if not candidate or (kind := _kind(candidate)) == "string":
             return json_string(text)
         allowed = not types or kind in types or (kind == "number" and "integer" in types and _is_integer(candidate))
         return candidate if allowed or (kind == "integer" and "number" in types) else json_string(text)

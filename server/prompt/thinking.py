@@ -42,7 +42,8 @@ def resolve(reasoning: Reasoning, template: ChatTemplate, formats: Formats) -> T
     if not switches and not enabled:
         out.budget = 0
     elif not switches and formats.reasoning is None:
-        raise BadRequest("enable_thinking: this model does not think before it answers.", param="enable_thinking")
+        param = reasoning.enabled_param
+        raise BadRequest(f"{param}: this model does not think before it answers.", param=param)
     return out
 
 

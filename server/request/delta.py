@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.messages import TokenLogprobs
+from quire.engine.messages import TokenCounts, TokenLogprobs
 from quire.server.parsers.events import Event
 
 
@@ -24,9 +24,8 @@ class Delta:
     prompt_logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
-    num_cached_tokens: int
+    counts: TokenCounts  # of the choice so far
     error: str | None
     error_kind: str = "engine"  # as in `EngineOutput`
     events: list[Event] | None = None  # events parsed from the text (`parse.py`)
-    num_reasoning_tokens: int = 0
-    prediction_tokens: tuple[int, int] | None = None  # as in `EngineOutput`
+    num_reasoning_tokens: int = 0  # among `token_ids`

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from quire.engine.messages import TokenCounts
 from quire.server.errors import BadRequest
 
 
@@ -47,16 +48,19 @@ class PrefillProgress:
         self._started = time.monotonic()
         self._changed = asyncio.Event()
 
-    def note(self, prompt: str, num_tokens: int, num_cached: int) -> None:
-        """`num_tokens` of the prompt of request `prompt` are computed or were found in the prefix cache."""
+    def note(self, prompt: str, counts: TokenCounts) -> None:
+        """Take the counts of the prompt of request `prompt`, of which a part is computed."""
+        self._note(prompt, counts.prefilled, counts.cached)
+
+    def note_first_token(self, prompt: str, counts: TokenCounts) -> None:
+        """The whole prompt is computed."""
+        self._note(prompt, self._totals[prompt], counts.cached)
+
+    def _note(self, prompt: str, num_tokens: int, num_cached: int) -> None:
         if num_tokens > self._done.get(prompt, 0):
             self._done[prompt] = num_tokens
             self._cached[prompt] = num_cached
             self._changed.set()
-
-    def note_first_token(self, prompt: str, num_cached: int) -> None:
-        """The whole prompt is computed."""
-        self.note(prompt, self._totals[prompt], num_cached)
 
     async def wait(self) -> None:
         """Until there is something to tell."""

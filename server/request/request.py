@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -14,6 +15,7 @@ from msgspec import Meta
 from quire.engine.messages import NoRepeatNgram
 from quire.server.lora.served import Chosen
 from quire.server.media.inputs import ImageInput
+from quire.server.request.fields import SamplingFields
 from quire.server.request.limits import (
     MAX_CHOSEN_IDS,
     AllowedTokenIds,
@@ -21,42 +23,27 @@ from quire.server.request.limits import (
     BadWords,
     Bias,
     Count,
-    Int64,
-    MinP,
     NonNegative,
-    Penalty,
-    RepetitionPenalty,
     Stop,
     Stops,
     StopTokenIds,
-    Temperature,
-    TopP,
 )
 from quire.server.request.tools import Reasoning, Tool, ToolChoice
 from quire.server.structured.structure import Structure
+from quire.server.values import Json
 
 
-class GenerationOptions(msgspec.Struct, kw_only=True):
+class GenerationOptions(SamplingFields, kw_only=True):
     """How to generate. None means "not given": the model's default applies, else OpenAI's.
 
     The types carry the bounds for `msgspec.convert`; the constructor does not check them.
     """
 
     n: Count = 1
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: AtLeastMinusOne | None = None  # -1 and 0: off
-    min_p: MinP | None = None
-    seed: Int64 | None = None  # -1: none
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[dict[int, Bias], Meta(max_length=MAX_CHOSEN_IDS)] | None = None
     allowed_token_ids: AllowedTokenIds | None = None
     bad_words: BadWords | None = None
-    no_repeat_ngram_size: NonNegative | None = None
-    no_repeat_ngram_window_size: NonNegative | None = None
-    no_repeat_ngram: NoRepeatNgram | None = None  # the same, of a logits processor of another server
+    no_repeat_ngram: NoRepeatNgram | None = None  # `no_repeat_ngram_size` of a logits processor of another server
     # where to stop
     max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None
@@ -75,6 +62,18 @@ class GenerationOptions(msgspec.Struct, kw_only=True):
     # the prompt
     truncate_prompt_tokens: AtLeastMinusOne | None = None  # -1: leave room for max_tokens
     truncation_side: Literal["left", "right"] | None = None
+
+
+def options_of(body: msgspec.Struct, **others: Json) -> GenerationOptions:
+    """Return the options that `body` has as attributes of the same names, and `others`, which win."""
+    return GenerationOptions(
+        **{name: getattr(body, name) for name in _shared(type(body)) if name not in others}, **others
+    )
+
+
+@functools.cache
+def _shared(cls: type[msgspec.Struct]) -> list[str]:
+    return [name for name in GenerationOptions.__struct_fields__ if name in cls.__struct_fields__]
 
 
 @dataclass(slots=True)

@@ -23,11 +23,13 @@ from quire.configs.generation import PARAMETERS, read_generation
 from quire.engine.messages import SamplingParams
 from quire.server.errors import BadRequest, ContextLengthExceeded
 from quire.server.model_info import ModelInfo
+from quire.server.request.fields import NEUTRAL
 from quire.server.request.ngrams import chosen_ngram
 from quire.server.request.request import GenerationOptions, GenerationSpec
+from quire.server.request.samplers import Breaking, chain_of
 
-OPENAI_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 LLAMACPP_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+# the keys of generation_config.json that set defaults
 _RULES: dict[str, Rule] = {
     "temperature": Number(0, 100),
     "top_p": Number(0, 1),
@@ -41,7 +43,7 @@ MAX_BAD_WORD_TOKENS = 8192
 GREEDY_BELOW = 1e-5  # lower temperatures count as 0
 
 
-class BatchEncoder(Protocol):
+class BatchEncoder(Breaking, Protocol):
     """The part of `Tokenizer` that `to_sampling_params` needs."""
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]: ...
@@ -123,9 +125,11 @@ def to_sampling_params(spec: GenerationSpec, model: ModelInfo, tokenizer: BatchE
     With max_tokens 0, for an echo, the engine runs the prompt and samples nothing.
     """
     options = spec.options
-    pick = _Picker(options, model, spec.dialect_defaults)
-    temperature = pick("temperature")
-    temperature = 0.0 if is_greedy(temperature) else temperature
+    picked = _picked(options, model, spec.dialect_defaults)
+    if is_greedy(picked["temperature"]):
+        picked["temperature"] = 0.0
+    picked["top_k"] = max(picked["top_k"], 0)
+    chain = chain_of(options, tokenizer, model.vocab_size)
     max_tokens = _max_tokens(spec, model)
     min_tokens = options.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
@@ -133,14 +137,9 @@ def to_sampling_params(spec: GenerationSpec, model: ModelInfo, tokenizer: BatchE
     return SamplingParams(
         max_tokens=model.max_model_len if max_tokens is None else max_tokens,
         min_tokens=min_tokens,
-        temperature=temperature,
-        top_p=pick("top_p"),
-        top_k=max(pick("top_k"), 0),
-        min_p=pick("min_p"),
+        **picked,
+        chain=chain,
         seed=random.getrandbits(63) if options.seed in (None, -1) else options.seed,
-        presence_penalty=options.presence_penalty or 0.0,
-        frequency_penalty=options.frequency_penalty or 0.0,
-        repetition_penalty=pick("repetition_penalty"),
         logit_bias=_logit_bias(options, model),
         allowed_token_ids=_distinct_ids(options.allowed_token_ids, "allowed_token_ids", model),
         no_repeat_ngram=chosen_ngram(
@@ -154,7 +153,8 @@ def to_sampling_params(spec: GenerationSpec, model: ModelInfo, tokenizer: BatchE
         stop_token_ids=_distinct_ids(options.stop_token_ids, "stop_token_ids", model) or [],
         eos_token_ids=model.eos_token_ids,
         ignore_eos=bool(options.ignore_eos),
-        speculation=options.speculation is not False,
+        # mirostat's state follows the tokens one by one
+        speculation=options.speculation is not False and not (chain and chain.mirostat),
         logprobs=_logprobs(spec, model),
         prompt_logprobs=_prompt_logprobs(spec, model),
     )
@@ -214,17 +214,13 @@ def too_long_text(amount: int | str, limit: int, param: str) -> ContextLengthExc
     )
 
 
-class _Picker:
-    """A parameter by name: the request's, else the model's, else the dialect's, else that of the file's format."""
-
-    def __init__(self, options: GenerationOptions, model: ModelInfo, dialect: Mapping[str, Any] | None):
-        self.options = options
-        others = model.other_defaults if dialect is None else dialect
-        self.defaults = OPENAI_DEFAULTS | others | model.sampling_defaults
-
-    def __call__(self, name: str) -> Any:
-        value = getattr(self.options, name)
-        return self.defaults[name] if value is None else value
+def _picked(options: GenerationOptions, model: ModelInfo, dialect: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the parameters of `NEUTRAL`: the request's, else the model's, else the dialect's or, if it has none, those
+    of the file's format, else the neutral values.
+    """
+    defaults = NEUTRAL | (model.other_defaults if dialect is None else dialect) | model.sampling_defaults
+    given = {name: getattr(options, name) for name in NEUTRAL}
+    return {name: defaults[name] if value is None else value for name, value in given.items()}
 
 
 def _max_tokens(spec: GenerationSpec, model: ModelInfo) -> int | None:

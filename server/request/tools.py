@@ -67,7 +67,7 @@ class Reasoning:
 
     effort: how much, a word of `EFFORTS`. budget: the largest number of tokens that it may think. enabled: whether it
     thinks at all. separate: tell reasoning from content; False leaves all text as it is. stream: reasoning comes in
-    pieces; False gives it whole once it has ended.
+    pieces; False gives it whole once it has ended. enabled_param: the request's field that sets `enabled`.
     """
 
     effort: str | None = None
@@ -75,3 +75,4 @@ class Reasoning:
     enabled: bool | None = None
     separate: bool = True
     stream: bool = True
+    enabled_param: str = "enable_thinking"

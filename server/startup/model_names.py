@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from quire.checkpoints.library.names import located
 from quire.configs.config import Config
 from quire.server.values import Json
 
@@ -42,11 +43,18 @@ def accepted_names(config: Config) -> frozenset[str]:
 
 def without_paths(text: str, config: Config, folder: str | None = None) -> str:
     """`text` with the model's name where it has a path of the model; `folder` is the one that was made of its file."""
-    model = os.path.expanduser(config.model.model)
+    model = os.path.expanduser(_located(config.model.model))
     paths = [folder, os.path.abspath(model)] if folder or os.path.exists(model) else []
     for path in filter(None, [*paths, model if os.path.isabs(model) else None]):
         text = text.replace(path, served_names(config)[0])
     return text
+
+
+def _located(model: str) -> str:
+    try:
+        return located(model)
+    except ValueError:  # it cannot be served, so its path is in no message but the one that says why
+        return model
 
 
 def without_folders(value: Json) -> Any:

@@ -24,6 +24,7 @@ from quire.checkpoints.reading import read_object, reading
 from quire.checkpoints.sentence_settings import transformer_settings
 from quire.checkpoints.templates import model_templates
 from quire.server.text import plamo
+from quire.server.text.breakers import BreakerIndex
 from quire.server.text.chat_template import ChatTemplate, compile_template
 from quire.server.text.incremental_decoding import (
     REPLACEMENT,
@@ -191,6 +192,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """The number of tokens, including added ones; the model's vocabulary may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def breakers(self) -> BreakerIndex:
+        tokens = (self.token_bytes(token_id) for token_id in range(self.vocab_size))
+        return BreakerIndex(tokens, lambda texts: self.encode_batch(texts, False))
 
     @cached_property
     def max_token_chars(self) -> int:

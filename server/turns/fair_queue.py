@@ -16,23 +16,12 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from starlette.types import Scope
-
 from quire.server.errors import Unavailable
 
 T = TypeVar("T")
 
 _QUANTUM = 0.001  # seconds that a piece is charged when it begins, until its cost is known
 _MAX_TENANTS = 1024  # whose used time is remembered while they have no work
-
-
-def tenant_of(scope: Scope) -> str:
-    """Whose turn the work for a request takes: its API key's, or its address's if there is at most one key. Lines of
-    batches count apart, so that they do not delay other requests of the same key.
-    """
-    client = scope.get("client")
-    name = scope.get("owner") or (client[0] if client else "")
-    return f"{name}/batch" if scope.get("background") else name
 
 
 @dataclass(slots=True)

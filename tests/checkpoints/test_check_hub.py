@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.checkpoints.gguf.header import read_gguf
 from quire.checkpoints.headers import HubFile
 from quire.checkpoints.weight_summary import describe_format
 from tests.helpers.models.checkpoints import build_checkpoint
@@ -109,6 +111,10 @@ def test_files_are_downloaded_by_name(repositories, tmp_path):
         first, second, none, nowhere = resolved(hub, tmp_path, *named, "org/shards-GGUF:Q3", "org/none:Q4_0")
         assert first == second and Path(first, "config.json").is_file()
         assert {Path(name).name for name in hub.sent} == {f"m-Q5_0-0000{i}-of-00002.gguf" for i in (1, 2)}
+        weights = read_gguf(json.loads(Path(first, "config.json").read_text())["quantization_config"]["file"])
+        assert (
+            len({tensor.path for tensor in weights.tensors.values()}) == 2
+        )  # found through the links of the cache
         assert none.startswith("model: org/shards-GGUF:Q3 must name one GGUF file of its repository; it names none;")
         assert none.endswith("there are Q5_0/m-Q5_0-00001-of-00002.gguf, Q5_0/m-Q5_0-00002-of-00002.gguf, m-F16.gguf")
         assert "no such model on the Hugging Face Hub (a private one needs HF_TOKEN)" in nowhere
@@ -117,6 +123,21 @@ def test_files_are_downloaded_by_name(repositories, tmp_path):
     assert not any(variable in missing for variable in ("Error", "Errno"))
     gone, missing = resolved(hub, tmp_path, "org/shards-GGUF:Q5_0", "org/other:Q5_0")
     assert gone == first and "it is not in the Hugging Face cache, and the Hub cannot be reached" in missing
+
+
+@pytest.mark.slow
+def test_an_id_without_a_quantization_is_q4_k_m_or_the_only_file(repositories, tmp_path):
+    """As for Ollama and llama.cpp, by every spelling; and without a Hub from then on."""
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "m-F16.gguf").write_bytes(Path(repositories["org/shards-GGUF"], "m-F16.gguf").read_bytes())
+    spelled = ["org/model-GGUF", "hf.co/org/model-GGUF", "huggingface.co/org/model-GGUF:q4_k_m", "org/only-GGUF"]
+    with FakeHub(repositories | {"org/only-GGUF": str(tmp_path / "only")}).running() as hub:
+        first, *others, only = resolved(hub, tmp_path / "hub", *spelled)
+        assert Path(first, "config.json").is_file() and set(others) == {first} and Path(only, "config.json").is_file()
+        assert set(hub.sent) == {"model-Q4_K_M.gguf", "m-F16.gguf"}
+        outputs, errors = check(hub, tmp_path / "other", "hf.co/org/model-GGUF")
+        assert "hf.co/org/model-GGUF: 0" in errors and re.match(LINES["org/model-GGUF:Q4_K_M"], outputs[0])
+    assert resolved(hub, tmp_path / "hub", *spelled, HF_HUB_OFFLINE="1") == [first, first, first, only]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from quire.configs.config import Config
 from quire.engine.messages import SamplingParams
 from quire.worker import memory
 from quire.worker.cpu.device import CpuPlatform
+from quire.worker.limits import resolve_limits
 from quire.worker.models.registry import parse_model_spec
 from quire.worker.spec.model import kv_bytes_per_token
 from tests.helpers.in_process import InProcessEngine
@@ -85,7 +86,7 @@ def test_states_do_not_enlarge_the_blocks_of_attention(raw):
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "dtype": "bfloat16", "num_hidden_layers": 16} | raw
     spec = parse_model_spec(heads)
     config = Config.from_flat(model="unused", device="cpu", max_model_len="4096", dtype="bfloat16")
-    limits = memory.resolve_limits(config, spec, CpuPlatform())
+    limits = resolve_limits(config, spec, CpuPlatform())
     assert limits.attention.block_size <= 64 and memory.bytes_per_state(config, spec, limits) > 0
     per_token = kv_bytes_per_token(spec, 2)
     assert memory.bytes_per_block(config, spec, limits) == limits.attention.block_size * per_token

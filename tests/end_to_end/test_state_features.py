@@ -11,7 +11,7 @@ import torch
 
 from quire.configs.config import Config
 from quire.engine.messages import SamplingParams
-from quire.worker import memory
+from quire.worker.startup.preview import preview
 from tests.end_to_end.test_recovery import SCRIPT, TINY, survive
 from tests.end_to_end.test_structured_output import MIXED, PROMPTS, SETTINGS, check, start
 from tests.helpers.in_process import InProcessEngine
@@ -52,16 +52,16 @@ def test_keys_and_values_in_8_bits(folder):
 
 def test_the_memory_plan_counts_states(folder):
     sizes = {"model": folder, "device": "cpu", "max_model_len": "128", "kv_cache_memory_bytes": 1 << 20}
-    ready = memory.preview(Config.from_flat(**sizes, max_num_seqs=4))
+    ready = preview(Config.from_flat(**sizes, max_num_seqs=4))
     choices = {name: (value, reason) for name, value, reason in ready.choices}
     page = 3 * 4 * (4 * 16 * 24 + 3 * (2 * 2 * 16 + 4 * 24))  # bytes, of three layers: a state, a convolution
     value, reason = choices["recurrent states"]
     assert ready.num_states >= 8 and ready.plan.states == int(value) * page
     assert "two per request and the rest for cached prefixes" in reason
     with pytest.raises(ValueError, match="--max-num-seqs 64: the recurrent states of 64 requests need"):
-        memory.preview(Config.from_flat(**sizes, max_num_seqs=64))
+        preview(Config.from_flat(**sizes, max_num_seqs=64))
     sizes |= {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 20}
-    choices = {name: value for name, value, _ in memory.preview(Config.from_flat(**sizes, max_num_seqs=4)).choices}
+    choices = {name: value for name, value, _ in preview(Config.from_flat(**sizes, max_num_seqs=4)).choices}
     assert choices["recurrent states"] == str(10 * 4 + 32)  # blocks that are not there take no room of states
 
 
@@ -70,13 +70,13 @@ def test_states_take_a_tenth_of_the_pool_unless_there_is_room(folder, requests):
     """Of a pool that is too small for the blocks of all requests; one with room for these has ten states for each."""
     sizes = {"model": folder, "device": "cpu", "max_model_len": "2048", "max_num_seqs": requests}
     sizes |= {"speculative_config": json.dumps({"method": "none"}), "max_num_batched_tokens": 64}
-    roomy = memory.preview(Config.from_flat(**sizes, kv_cache_memory_bytes=1 << 28))
+    roomy = preview(Config.from_flat(**sizes, kv_cache_memory_bytes=1 << 28))
     assert roomy.num_states == 10 * requests
     state = roomy.plan.states // roomy.num_states
     blocks = requests * (2048 // roomy.block_size) * roomy.plan.bytes_per_block
     for share in (0.3, 0.6, 0.9):
         pool = int(blocks * share)
-        tight = memory.preview(Config.from_flat(**sizes | {"max_model_len": "auto"}, kv_cache_memory_bytes=pool))
+        tight = preview(Config.from_flat(**sizes | {"max_model_len": "auto"}, kv_cache_memory_bytes=pool))
         assert tight.plan.states + tight.plan.kv_cache <= pool
         assert tight.num_states == max(2 * requests, int(pool * 0.1) // state) < 10 * requests
 
@@ -85,7 +85,7 @@ def test_states_take_a_tenth_of_the_pool_unless_there_is_room(folder, requests):
 def test_drafts_leave_pages_for_checkpoints(folder, requests):
     """Drafts, on by default, have no more pages than checkpoints of prefixes, and no more than a step needs."""
     sizes = {"model": folder, "device": "cpu", "max_model_len": "2048", "max_num_seqs": requests}
-    ready = memory.preview(Config.from_flat(**sizes, kv_cache_memory_bytes=1 << 28))
+    ready = preview(Config.from_flat(**sizes, kv_cache_memory_bytes=1 << 28))
     choices = {name: int(value) for name, value, _ in ready.choices if "states" in name}
     assert choices["spare states"] <= 32 and ready.num_states == choices["recurrent states"] - choices["spare states"]
     assert ready.num_states - 2 * requests >= choices["spare states"] > 0

@@ -135,7 +135,7 @@ def test_utility_calls():
     assert CallResult(9, True) in sent(engine)
     engine.add("again", [1] * 40, max_tokens=1)
     engine.run()
-    assert engine.last("again").num_cached_tokens == 0
+    assert engine.last("again").counts.cached == 0
 
 
 def test_statistics_come_while_running_and_when_the_engine_becomes_idle():
@@ -218,7 +218,7 @@ def test_a_busy_engine_gives_free_blocks_back_when_the_machine_is_short(monkeypa
     engine.core.executor.memory_short = lambda: 0
     engine.add("again", [3] * 40, max_tokens=2)  # the last one before
     engine.run()
-    assert engine.last("again").num_cached_tokens == 36 and not given
+    assert engine.last("again").counts.cached == 36 and not given
 
 
 def test_a_queued_request_that_fails_unexpectedly_fails_alone(monkeypatch, caplog):

@@ -139,7 +139,7 @@ def hits(engine: Engine, request_id: str, prompt, media) -> int:
     engine.add(request_id, prompt, media=media, max_tokens=4)
     engine.run()
     assert engine.tokens(request_id) == expected(prompt, media, 4)
-    return engine.last(request_id).num_cached_tokens
+    return engine.last(request_id).counts.cached
 
 
 def test_images_of_equal_size_never_share_blocks():

@@ -170,4 +170,4 @@ def test_a_request_that_waits_for_room_is_not_matched_anew_in_every_step():
     engine.run(lambda: assert_invariants(engine))
     assert engine.last("waiting").timing.scheduled >= engine.last("running").timing.finished
     assert len(lookups) < 400, "one step looks up 150"
-    assert engine.last("waiting").num_cached_tokens > 200 and engine.last("waiting").error is None
+    assert engine.last("waiting").counts.cached > 200 and engine.last("waiting").error is None

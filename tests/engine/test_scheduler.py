@@ -103,7 +103,7 @@ def test_requests_of_one_step_share_their_prefix():
     step, outputs = run_step(scheduler, executor)
     assert step.input.num_computed == [0, 8, 8] and step.input.num_scheduled == [10, 2, 2]
     assert [new.block_ids[0][:2] for new in step.input.new] == [[1, 2]] * 3
-    assert [output.num_cached_tokens for output in outputs] == [0, 8, 8]
+    assert [output.counts.cached for output in outputs] == [0, 8, 8]
 
 
 def test_a_full_hit_computes_the_last_token():
@@ -112,7 +112,7 @@ def test_a_full_hit_computes_the_last_token():
     run_step(scheduler, executor)
     scheduler.add(AddRequest("b", list(range(8)), greedy(1)))
     step, [output] = run_step(scheduler, executor)
-    assert step.input.num_computed == [4] and step.input.num_scheduled == [4] and output.num_cached_tokens == 4
+    assert step.input.num_computed == [4] and step.input.num_scheduled == [4] and output.counts.cached == 4
 
 
 def test_outputs_are_cached_for_the_next_turn_of_a_conversation():
@@ -122,7 +122,7 @@ def test_outputs_are_cached_for_the_next_turn_of_a_conversation():
     engine.run()
     engine.add("b", prompt + engine.tokens("a") + [1, 2, 3], max_tokens=1)
     engine.run()
-    assert engine.last("b").num_cached_tokens == 20  # the last of the 21 tokens was sampled, but never computed
+    assert engine.last("b").counts.cached == 20  # the last of the 21 tokens was sampled, but never computed
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -132,7 +132,7 @@ def test_the_last_full_block_is_cached_at_any_depth(depth):
     engine.run()
     engine.add("b", [*range(10), *engine.tokens("a"), 3], max_tokens=1)
     engine.run()
-    assert engine.last("b").num_cached_tokens == 16
+    assert engine.last("b").counts.cached == 16
 
 
 def test_salts_separate_prefixes():
@@ -140,7 +140,7 @@ def test_salts_separate_prefixes():
     for i, salt in enumerate([None, "x", "y", "x", None]):
         engine.add(str(i), list(range(9)), cache_salt=salt, max_tokens=1)
         engine.run()
-    assert [engine.last(str(i)).num_cached_tokens for i in range(5)] == [0, 0, 0, 8, 8]
+    assert [engine.last(str(i)).counts.cached for i in range(5)] == [0, 0, 0, 8, 8]
 
 
 def test_without_prefix_caching_only_the_choices_of_one_request_share():
@@ -149,7 +149,7 @@ def test_without_prefix_caching_only_the_choices_of_one_request_share():
     for i in range(2, 4):
         engine.add(str(i), list(range(9)), max_tokens=1)
     engine.run()
-    assert [engine.last(str(i)).num_cached_tokens for i in range(4)] == [0, 8, 0, 0]
+    assert [engine.last(str(i)).counts.cached for i in range(4)] == [0, 8, 0, 0]
     assert engine.scheduler.stats().prefix_cache_queries == 0
 
 
@@ -158,7 +158,7 @@ def test_prompt_logprobs_compute_the_whole_prompt():
     for i, prompt_logprobs in enumerate([None, 0, None]):
         engine.add(str(i), list(range(20)), prompt_logprobs=prompt_logprobs, max_tokens=1)
         engine.run()
-    assert [engine.last(str(i)).num_cached_tokens for i in range(3)] == [0, 0, 16]
+    assert [engine.last(str(i)).counts.cached for i in range(3)] == [0, 0, 16]
     assert [entry.token_ids for entry in engine.last("1").prompt_logprobs] == [[t] for t in range(1, 20)]
 
 
@@ -297,7 +297,7 @@ def test_preemption_does_not_change_what_was_cached_at_first():
         engine.add(name, [ord(name)] * 6, max_tokens=8)
     engine.run()
     assert engine.last("b").timing.num_preemptions >= 1
-    assert {output.num_cached_tokens for output in engine.outputs[CLIENT, "b"]} == {0}
+    assert {output.counts.cached for output in engine.outputs[CLIENT, "b"]} == {0}
     assert engine.last("b").timing.num_prefill_computed == 6
 
 

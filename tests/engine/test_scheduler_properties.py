@@ -182,5 +182,5 @@ def check_timing(prompt, last):
     timing = last.timing
     assert timing.queued <= timing.scheduled <= timing.finished
     assert timing.first_token == 0 or timing.scheduled <= timing.first_token <= timing.finished
-    assert 0 <= last.num_cached_tokens < len(prompt)
-    assert timing.num_prefill_computed == len(prompt) - last.num_cached_tokens
+    assert 0 <= last.counts.cached < len(prompt)
+    assert timing.num_prefill_computed == len(prompt) - last.counts.cached

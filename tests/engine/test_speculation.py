@@ -128,8 +128,7 @@ def test_drafts_of_a_prediction_are_counted():
     wrong = [(token + 1) % VOCAB for token in plain]
     for prediction, counts in ((plain, (44, 0)), ([], (0, 0)), (wrong, (0, 56 * 3 + 2 + 1))):
         engine, _ = run_one("drafts=3", max_tokens=60, prediction=prediction)
-        assert engine.last("a").prediction_tokens == counts
-    assert run_one("drafts=3", max_tokens=5)[0].last("a").prediction_tokens is None
+        assert (engine.last("a").counts.accepted, engine.last("a").counts.rejected) == counts
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
@@ -171,5 +170,5 @@ def test_prefixes_of_accepted_tokens_are_shared():
         text = [1, 2, 3, *engine.tokens("a")]
         engine.add("b", text, max_tokens=10)
         engine.run()
-        assert engine.last("b").num_cached_tokens == 40
+        assert engine.last("b").counts.cached == 40
         assert engine.tokens("b") == expected_tokens(text, SamplingParams(max_tokens=10), 4096, VOCAB)

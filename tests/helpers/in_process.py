@@ -127,7 +127,7 @@ class InProcessEngine:
                 output.stop_reason,
                 output.error,
             )
-            result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
+            result.num_cached_tokens = max(result.num_cached_tokens, output.counts.cached)
             if output.timing:
                 result.num_preemptions = output.timing.num_preemptions
 

@@ -14,9 +14,9 @@ import pytest
 from quire.checkpoints.early import refuse_early
 from quire.configs.config import Config
 from quire.server.startup.engine_group import EngineGroup
-from quire.worker import limits, memory
-from quire.worker import worker as workers
+from quire.worker import limits
 from quire.worker.models.registry import parse_model_spec
+from quire.worker.startup.preview import preview
 from quire.worker.worker import Worker
 from tests.helpers.models.encoders import build_encoder
 from tests.helpers.server.light_model import write_light_model
@@ -104,7 +104,7 @@ def test_a_text_part_and_keys_of_other_kinds(tmp_path):
 )
 def test_a_rank_refuses_before_it_waits_for_others(tmp_path, settings, words, monkeypatch):
     folder = write_light_model(tmp_path)
-    monkeypatch.setattr(workers, "get_platform", None)  # nor does it use the device
+    monkeypatch.setattr("quire.worker.startup.resolve.get_platform", None)  # nor does it use the device
     worker = Worker(Config.from_flat(model=folder, device="cpu", load_format="dummy", **settings), 1, 2, "file:///none")
     with pytest.raises(ValueError, match=words):
         worker.initialize(lambda phase, fraction: None)
@@ -123,18 +123,18 @@ def test_weights_are_not_loaded_first(tmp_path, monkeypatch, config, settings, w
     """And `quire check` refuses the same."""
     folder = write_light_model(tmp_path, **config)
     loaded = []
-    monkeypatch.setattr(workers, "load_weights", lambda *arguments: loaded.append(arguments))
+    monkeypatch.setattr("quire.worker.startup.load.load_weights", lambda *arguments: loaded.append(arguments))
     given = Config.from_flat(model=folder, device="cpu", load_format="dummy", **settings)
     with pytest.raises(ValueError, match=words):
         Worker(given).initialize(lambda phase, fraction: None)
     assert not loaded
     with pytest.raises(ValueError, match=words):
-        memory.preview(given)
+        preview(given)
 
 
 def test_adapters_of_an_encoder_are_refused_before_its_weights(tmp_path, monkeypatch):
     folder = build_encoder("bert", tmp_path / "model", mode="mean")
-    monkeypatch.setattr(workers, "load_weights", None)
+    monkeypatch.setattr("quire.worker.startup.load.load_weights", None)
     with pytest.raises(ValueError, match="this model is an encoder"):
         Worker(Config.from_flat(model=folder, device="cpu", enable_lora=True)).initialize(lambda phase, fraction: None)
 
@@ -142,19 +142,19 @@ def test_adapters_of_an_encoder_are_refused_before_its_weights(tmp_path, monkeyp
 @pytest.mark.parametrize("config", [{}, _LFM2], ids=["attention", "states"])
 def test_a_context_far_below_the_models_has_a_warning_that_helps(tmp_path, config):
     folder = write_light_model(tmp_path, **config)
-    whole = memory.preview(Config.from_flat(model=folder, device="cpu", load_format="dummy"))
+    whole = preview(Config.from_flat(model=folder, device="cpu", load_format="dummy"))
     assert not whole.warnings
     short = {"model": folder, "device": "cpu", "load_format": "dummy", "max_num_seqs": 1, "block_size": 16}
     size = 4 * whole.plan.bytes_per_block + 8 * whole.plan.states // max(whole.num_states, 1)
-    ready = memory.preview(Config.from_flat(**short, kv_cache_memory_bytes=size))
+    ready = preview(Config.from_flat(**short, kv_cache_memory_bytes=size))
     assert 4 * ready.max_model_len <= whole.max_model_len
     (warning,) = ready.warnings
     assert f"requests may have {ready.max_model_len} tokens only, of the model's {whole.max_model_len}" in warning
     enough = int(re.search(r"--kv-cache-memory-bytes (\d+)", warning)[1])
-    advised = memory.preview(Config.from_flat(**short, kv_cache_memory_bytes=enough))
+    advised = preview(Config.from_flat(**short, kv_cache_memory_bytes=enough))
     assert advised.max_model_len == whole.max_model_len and not advised.warnings
     asked = Config.from_flat(**short, kv_cache_memory_bytes=size, max_model_len=str(ready.max_model_len))
-    assert not memory.preview(asked).warnings
+    assert not preview(asked).warnings
 
 
 @pytest.mark.slow

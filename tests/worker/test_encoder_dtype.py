@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from quire.configs.config import Config
-from quire.worker import encoder_dtype, memory
+from quire.worker import encoder_dtype
 from quire.worker.cpu.device import CpuPlatform
+from quire.worker.limits import resolve_limits
 from quire.worker.models.registry import read_model_spec
 from tests.helpers.in_process import InProcessEngine
 from tests.helpers.models.embedders import TEXTS, reference_embeddings
@@ -25,7 +26,7 @@ def small_models_too(monkeypatch, tmp_path):
 
 def _resolve(folder, **settings):
     config = Config.from_flat(model=folder, device="cpu", **settings)
-    return memory.resolve_limits(config, read_model_spec(folder), CpuPlatform())
+    return resolve_limits(config, read_model_spec(folder), CpuPlatform())
 
 
 @pytest.mark.parametrize("name, mode", [("bert", "mean"), ("modernbert", "cls")])

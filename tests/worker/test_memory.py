@@ -12,16 +12,22 @@ import pytest
 import torch
 
 from quire.configs.config import Config
-from quire.worker import memory
+from quire.worker import estimates, memory
 from quire.worker.attention.base import AttentionSpec
 from quire.worker.cache.tiers.ram import RamTier
 from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cuda.device import CudaPlatform
 from quire.worker.cuda.flash_attn import FlashAttention3, num_key_splits
 from quire.worker.host import resources as host
+from quire.worker.limits import resolve_limits
+from quire.worker.memory import DeviceMemory, Sizes
 from quire.worker.models.registry import num_parameters, read_model_spec
 from quire.worker.platform import get_platform
 from quire.worker.spec.model import kv_bytes_per_token
+from quire.worker.startup.plan import Planned
+from quire.worker.startup.preview import preview
+from quire.worker.startup.ready import ready
+from quire.worker.startup.resolve import Resolved
 from quire.worker.worker import Worker
 
 GIB = 1 << 30
@@ -35,13 +41,14 @@ def folder(checkpoint):
 def _plan(folder, *, total=8 * GIB, available=4 * GIB, weights=GIB, activations=GIB // 2, device="cpu", **settings):
     config = Config.from_flat(model=folder, device="cpu", **settings)
     spec = read_model_spec(folder)
-    limits = memory.resolve_limits(config, spec, CpuPlatform())
-    plan, num_blocks, _, choices = memory.plan_memory(
-        config, spec, limits, device=device, total=total, available=available, weights=weights, activations=activations
-    )
-    return memory.report(
-        spec, CpuPlatform(), limits, plan, num_blocks, choices, memory.cache_plan(config, spec, limits).groups
-    )
+    limits = resolve_limits(config, spec, CpuPlatform())
+    room, cache = DeviceMemory(device, total, available, device == "cpu"), memory.cache_plan(config, spec, limits)
+    plan, num_blocks, _, choices = memory.plan_memory(config, spec, limits, room, Sizes(weights, activations))
+    max_model_len, fitted = memory.fit_model_len(limits, num_blocks, plan, cache.groups)
+    planned = Planned(plan, num_blocks, 0, 0, max_model_len, fitted + choices, [])
+    memories = total, available
+    resolved = Resolved(config, CpuPlatform(), spec, limits, cache, None, None, [], 1, 1, memories, [])
+    return ready(resolved, planned)
 
 
 def _choices(ready):
@@ -155,7 +162,7 @@ def test_the_advice_of_an_error_works(folder):
 def test_tensor_parallel_ranks_hold_their_share(folder):
     spec = read_model_spec(folder)
     config = Config.from_flat(model=folder, device="cpu", tensor_parallel_size=2, block_size=16)
-    limits = memory.resolve_limits(config, spec, CpuPlatform())
+    limits = resolve_limits(config, spec, CpuPlatform())
     assert memory.bytes_per_block(config, spec, limits) == kv_bytes_per_token(spec, 4) * 16 // 2
     assert limits.max_num_seqs == 256 and limits.max_num_batched_tokens == 4096
 
@@ -165,15 +172,15 @@ def test_graphs_are_part_of_the_plan(folder):
         read_model_spec(folder),
         Config.from_flat(model=folder, device="cpu", gpu_memory_utilization=0.5, max_num_seqs=10**6),
     )
-    limits = memory.resolve_limits(config, spec, CpuPlatform())
-    graphs = memory.estimate_graphs(config, spec, replace(limits, max_num_seqs=64), 1)
-    more = memory.estimate_graphs(config, spec, replace(limits, max_num_seqs=512), 1)
+    limits = resolve_limits(config, spec, CpuPlatform())
+    graphs = estimates.estimate_graphs(config, spec, replace(limits, max_num_seqs=64), 1)
+    more = estimates.estimate_graphs(config, spec, replace(limits, max_num_seqs=512), 1)
     assert 64 * spec.hidden_size * 4 < graphs < more < GIB
     with_lora = Config.from_flat(model=folder, device="cpu", enable_lora=True)
-    assert graphs < memory.estimate_graphs(with_lora, spec, replace(limits, max_num_seqs=64), 1) < 2 * graphs
-    sizes = dict(device="cuda", total=8 * GIB, available=8 * GIB, weights=GIB, activations=GIB)
-    without, *_ = memory.plan_memory(config, spec, limits, **sizes)
-    plan, *_ = memory.plan_memory(config, spec, limits, **sizes, graphs=GIB)
+    assert graphs < estimates.estimate_graphs(with_lora, spec, replace(limits, max_num_seqs=64), 1) < 2 * graphs
+    room = DeviceMemory("cuda", 8 * GIB, 8 * GIB)
+    without, *_ = memory.plan_memory(config, spec, limits, room, Sizes(GIB, GIB))
+    plan, *_ = memory.plan_memory(config, spec, limits, room, Sizes(GIB, GIB, graphs=GIB))
     assert plan.graphs == GIB and plan.kv_cache == pytest.approx(without.kv_cache - GIB, abs=plan.bytes_per_block)
     assert plan.weights + plan.activations + plan.graphs + plan.kv_cache + plan.reserve == plan.available
 
@@ -184,10 +191,10 @@ def test_the_split_results_of_flash_attention_3_are_part_of_the_plan(folder):
     assert num_key_splits(4, 8, 40_000) == 15 and num_key_splits(4, 8, 512) == 1 and num_key_splits(1, 128, 40_000) == 1
     assert 15 * 1024 * 32 * 128 * 4 <= FlashAttention3.workspace(spec, 1024, 40_000) < 260e6
     config, model = Config.from_flat(model=folder, device="cpu"), read_model_spec(folder)
-    limits = replace(memory.resolve_limits(config, model, CpuPlatform()), max_num_seqs=1024, max_model_len=40_000)
-    assert memory.estimate_workspace(config, model, limits, CpuPlatform()) == 0
+    limits = replace(resolve_limits(config, model, CpuPlatform()), max_num_seqs=1024, max_model_len=40_000)
+    assert estimates.estimate_workspace(config, model, limits, CpuPlatform()) == 0
     limits = replace(limits, attention=replace(limits.attention, backend=FlashAttention3))
-    assert memory.estimate_workspace(config, model, limits, CpuPlatform()) > 1024 * 4
+    assert estimates.estimate_workspace(config, model, limits, CpuPlatform()) > 1024 * 4
 
 
 def test_who_records(folder):
@@ -202,9 +209,9 @@ def test_who_records(folder):
         ({"pipeline_parallel_size": 2}, True, False),
     ):
         config = Config.from_flat(model=folder, device="cpu", **settings)
-        limits = memory.resolve_limits(config, spec, CpuPlatform())
+        limits = resolve_limits(config, spec, CpuPlatform())
         limits.attention.backend.graph_safe = safe
-        assert memory.uses_graphs(config, spec, limits, Recording()) == want and not memory.uses_graphs(
+        assert estimates.uses_graphs(config, spec, limits, Recording()) == want and not estimates.uses_graphs(
             config, spec, limits, CpuPlatform()
         )
 
@@ -212,11 +219,11 @@ def test_who_records(folder):
 def test_estimates_grow_with_what_they_depend_on(folder):
     spec = read_model_spec(folder)
     config = Config.from_flat(model=folder, device="cpu")
-    limits = memory.resolve_limits(config, spec, CpuPlatform())
-    base = memory.estimate_activations(spec, limits, 1)
+    limits = resolve_limits(config, spec, CpuPlatform())
+    base = estimates.estimate_activations(spec, limits, 1)
     for change in ({"max_num_batched_tokens": 10**5}, {"max_num_seqs": 10**5}, {"max_model_len": 10**6}):
-        assert memory.estimate_activations(spec, replace(limits, **change), 1) > base
-    assert memory.estimate_weights(spec, torch.bfloat16, 1) == 2 * num_parameters(spec)
+        assert estimates.estimate_activations(spec, replace(limits, **change), 1) > base
+    assert estimates.estimate_weights(spec, torch.bfloat16, 1) == 2 * num_parameters(spec)
 
 
 def _sizes(message: str) -> list[str]:
@@ -226,19 +233,19 @@ def _sizes(message: str) -> list[str]:
 def test_sizes_that_a_message_compares_look_different(folder, monkeypatch):
     """Each message about too little room, with one block, state or byte too little."""
     settings = {"model": folder, "device": "cpu", "max_num_seqs": 1, "max_num_batched_tokens": 64}
-    whole = memory.preview(Config.from_flat(**settings, kv_cache_memory_bytes=64 << 20)).plan.bytes_per_block
-    blocks = 2048 // memory.preview(Config.from_flat(**settings)).block_size  # one too few: the first is for padding
+    whole = preview(Config.from_flat(**settings, kv_cache_memory_bytes=64 << 20)).plan.bytes_per_block
+    blocks = 2048 // preview(Config.from_flat(**settings)).block_size  # one too few: the first is for padding
     short = settings | {"max_model_len": "2048", "kv_cache_memory_bytes": blocks * whole}
     with pytest.raises(ValueError, match=r"--max-model-len 2048 needs .* of KV cache") as error:
-        memory.preview(Config.from_flat(**short))
+        preview(Config.from_flat(**short))
     needed, found = _sizes(str(error.value))
     assert needed != found
     fitting = re.search(r"--kv-cache-memory-bytes (\d+)", str(error.value))[1]
-    assert memory.preview(Config.from_flat(**short | {"kv_cache_memory_bytes": int(fitting)})).max_model_len == 2048
+    assert preview(Config.from_flat(**short | {"kv_cache_memory_bytes": int(fitting)})).max_model_len == 2048
 
     monkeypatch.setattr(CpuPlatform, "free_ram", lambda _: 5 * GIB)
     with pytest.raises(ValueError, match="--kv-offload-gib 5") as error:
-        memory.preview(Config.from_flat(**settings, kv_offload_gib=5.00001))
+        preview(Config.from_flat(**settings, kv_offload_gib=5.00001))
     assert len(set(_sizes(str(error.value)))) == 2
     most = re.search(r"at most ([\d.]+)", str(error.value))[1]
     assert RamTier.plan(Config.from_flat(kv_offload_gib=float(most)), CpuPlatform())
@@ -248,20 +255,20 @@ def test_the_ram_tier_is_part_of_the_plan_on_cpu(folder, monkeypatch):
     settings = {"kv_offload_gib": 2.0, "max_num_seqs": 5000, "model": folder, "device": "cpu"}
     spec = read_model_spec(folder)
     config = Config.from_flat(**settings)
-    limits, sizes = memory.resolve_limits(config, spec, CpuPlatform()), {"weights": GIB, "activations": GIB}
-    without, *_ = memory.plan_memory(config, spec, limits, device="cpu", total=8 * GIB, available=8 * GIB, **sizes)
-    sizes |= {"device": "cpu", "total": 8 * GIB, "offload": 2 * GIB}
-    plan, *_ = memory.plan_memory(config, spec, limits, available=8 * GIB, **sizes)
+    limits, room = resolve_limits(config, spec, CpuPlatform()), DeviceMemory("cpu", 8 * GIB, 8 * GIB, True)
+    without, *_ = memory.plan_memory(config, spec, limits, room, Sizes(GIB, GIB))
+    sizes = Sizes(GIB, GIB, offload=2 * GIB)
+    plan, *_ = memory.plan_memory(config, spec, limits, room, sizes)
     assert plan.kv_cache == pytest.approx(without.kv_cache - 2 * GIB, abs=plan.bytes_per_block)
     assert plan.weights + plan.activations + plan.offload + plan.kv_cache + plan.reserve == plan.available
     with pytest.raises(ValueError, match=r"no room for a KV cache.*2\.00 GiB \(--kv-offload-gib\)"):
-        memory.plan_memory(config, spec, limits, available=4 * GIB, **sizes)
+        memory.plan_memory(config, spec, limits, replace(room, available=4 * GIB), sizes)
     monkeypatch.setattr(CpuPlatform, "free_ram", lambda _: 5 * GIB)
-    ready = memory.preview(Config.from_flat(**settings, kv_disk="/kv", kv_disk_gib=0.5))
+    ready = preview(Config.from_flat(**settings, kv_disk="/kv", kv_disk_gib=0.5))
     assert {tier.name: tier.limit for tier in ready.tiers} == {"ram": 2 * GIB, "disk": GIB // 2}
     assert ready.plan.offload == 2 * GIB
     with pytest.raises(ValueError, match=r"--kv-offload-gib 6: 6\.00 GiB are more than the 5\.00 GiB of RAM"):
-        memory.preview(Config.from_flat(**settings | {"kv_offload_gib": 6}))
+        preview(Config.from_flat(**settings | {"kv_offload_gib": 6}))
 
 
 @pytest.mark.parametrize("below", ["", "/new/folder"])
@@ -269,14 +276,14 @@ def test_a_folder_for_slots_that_cannot_be_made_is_refused_without_weights(tmp_p
     (tmp_path / "file").write_text("in the way")
     settings = {"model": folder, "device": "cpu"}
     with pytest.raises(ValueError, match=r"--slot-save-path .*file.*: Not a directory"):
-        memory.preview(Config.from_flat(**settings, slot_save_path=f"{tmp_path}/file{below}"))
-    ready = memory.preview(Config.from_flat(**settings, slot_save_path=f"{tmp_path}/new/folder"))
+        preview(Config.from_flat(**settings, slot_save_path=f"{tmp_path}/file{below}"))
+    ready = preview(Config.from_flat(**settings, slot_save_path=f"{tmp_path}/new/folder"))
     assert ready.has_slot_files and not (tmp_path / "new").exists(), "a preview makes no folder"
 
 
 def test_preview_needs_no_weights(tmp_path, folder):
     shutil.copy(f"{folder}/config.json", tmp_path)  # nothing else
-    ready = memory.preview(Config.from_flat(model=str(tmp_path), device="cpu", max_num_seqs=3))
+    ready = preview(Config.from_flat(model=str(tmp_path), device="cpu", max_num_seqs=3))
     assert (ready.num_blocks - 1) * ready.block_size == 3 * 2048 and ready.plan.device == "cpu"
     assert ready.plan.weights == 4 * num_parameters(read_model_spec(folder))
     assert {"dtype", "attention_backend", "max_num_batched_tokens", "max_model_len", "num_threads"} <= _choices(
@@ -286,7 +293,7 @@ def test_preview_needs_no_weights(tmp_path, folder):
 
 @pytest.mark.slow
 def test_importing_the_plan_does_not_import_transformers():
-    code = "import sys, quire.worker.memory, quire.worker.worker; print('transformers' in sys.modules)"
+    code = "import sys, quire.worker.startup.preview, quire.worker.worker; print('transformers' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         == "False"
@@ -401,7 +408,7 @@ def test_too_little_memory_to_start_is_the_users_to_correct(folder, monkeypatch)
     def fill(*args, **kwargs):
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr("quire.worker.worker.load_weights", fill)
+    monkeypatch.setattr("quire.worker.startup.load.load_weights", fill)
     with pytest.raises(ValueError, match=r"lower --gpu-memory-utilization.*tried to allocate 2\.00 GiB"):
         Worker(Config.from_flat(model=folder, device="cpu")).initialize(lambda phase, fraction: None)
 

@@ -36,7 +36,7 @@ def make_runner(
             NUM_BLOCKS,
             BLOCK_SIZE,
             KVStorage(dtype),
-            PLATFORM.device,
+            PLATFORM,
         )
     table = RequestTable(max_num_reqs, max_model_len, BLOCK_SIZE, vocab_size, PLATFORM)
     return ModelRunner(model, table, CpuPagedAttention(), PLATFORM, max_num_tokens)

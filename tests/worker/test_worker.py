@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from quire.configs.config import Config
-from quire.worker import measuring
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cpu.device import CpuPlatform
 from quire.worker.messages import SamplingParams
 from quire.worker.sampling import logprobs, sampler
 from quire.worker.sampling.processors import Penalties
+from quire.worker.startup import measuring
 from quire.worker.worker import Worker
 from tests.helpers.models.checkpoints import TOKENIZER_SIZE, greedy, load_reference
 from tests.helpers.models.families import build_family
@@ -198,13 +198,13 @@ def test_the_step_that_is_measured_takes_what_sampling_can_take(checkpoint, monk
 
         monkeypatch.setattr(module, name, noting)
 
-    note(Penalties, "_apply", lambda args: len(args[3]))
+    note(Penalties, "_penalize", lambda args: len(args[2]))
     note(sampler, "entries", lambda args: len(args[0]))
     note(logprobs, "entries", lambda args: len(args[0]))
-    monkeypatch.setattr("quire.worker.worker.get_platform", lambda *args: platform)
+    monkeypatch.setattr("quire.worker.startup.resolve.get_platform", lambda *args: platform)
     worker = _worker(checkpoint("qwen3"), max_num_batched_tokens=32)
     plan = worker.initialize(lambda phase, fraction: None).plan
-    assert seen == {"_apply": 4, "entries": 7} and 10**8 * 0.9 < plan.activations <= 10**8
+    assert seen == {"_penalize": 4, "entries": 7} and 10**8 * 0.9 < plan.activations <= 10**8
     worker.shutdown()
 
 
@@ -217,7 +217,7 @@ def test_models_with_states_are_also_measured_with_long_prompts(checkpoint, monk
 
     seen, measure = [], measuring._measure
     monkeypatch.setattr(measuring, "_measure", lambda *args: seen.append(args[-1]) or measure(*args))
-    monkeypatch.setattr("quire.worker.worker.get_platform", lambda *args: Measured())
+    monkeypatch.setattr("quire.worker.startup.resolve.get_platform", lambda *args: Measured())
     for folder, want in ((checkpoint("qwen3"), [[8] * 4]), (build_family("lfm2", tmp_path), [[8] * 4, [32]])):
         worker = _worker(folder, max_num_batched_tokens=32)
         worker.initialize(lambda phase, fraction: None)

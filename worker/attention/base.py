@@ -93,14 +93,6 @@ class AttentionSpec:
     def v_dim(self) -> int:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
-    def no_half_on_gpu(self) -> str | None:
-        """Why a backend for 16-bit numbers on GPUs cannot serve this, or None."""
-        if self.device.type != "cuda":
-            return "needs a GPU"
-        if self.dtype not in (torch.bfloat16, torch.float16):
-            return f"computes in bfloat16 and float16 only, not {str(self.dtype).removeprefix('torch.')}"
-        return None
-
     def no_multiple_of(self, num_tokens: int) -> str | None:
         """Why a backend with pages of a multiple of `num_tokens` cannot serve this, or None."""
         if self.block_size is not None and self.block_size % num_tokens:
@@ -241,7 +233,7 @@ def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
         q = torch.zeros(sum(query_lens), spec.num_heads, spec.head_dim, dtype=spec.dtype, device=device)
         try:
             backend.build(meta)
-            backend.forward(
+            result = backend.forward(
                 q,
                 *caches,
                 meta,
@@ -250,8 +242,7 @@ def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
                 soft_cap=1.0 if spec.uses_soft_cap else None,
                 sinks=q.new_zeros(spec.num_heads) if spec.uses_sinks else None,
             )
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            result.cpu()
         except Exception as error:  # any exception is a reason to reject the backend
             return (
                 f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

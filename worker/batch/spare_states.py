@@ -59,7 +59,7 @@ class SpareStates:
         rejecting = right < numbers
         after = pages.gather(1, right.clamp(max=most - 1)[:, None])[:, 0]
         kept = torch.where(rejecting, after, written)
-        if not kept.is_cuda:  # where that costs no wait, accepted ones are left alone
+        if not platform.overlaps:  # where that costs no wait, accepted ones are left alone
             written, kept = written[rejecting], kept[rejecting]
         if len(kept):
             for layer in state_layers(self.model):

@@ -20,6 +20,7 @@ from quire.worker.host import huge_pages
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.state import RecurrentState
 from quire.worker.messages import StepInput
+from quire.worker.platforms.base import Platform
 from quire.worker.spec.cache import CachePlan, CacheSpec, Latent
 
 IDLE_BYTES = 4 << 30  # bytes after the highest block used so far that are made resident while no step runs
@@ -42,18 +43,18 @@ def state_layers(model: nn.Module) -> list[RecurrentState]:
     return [module for module in model.modules() if isinstance(module, RecurrentState)]
 
 
-def allocate_states(layers: list[RecurrentState], plan: CachePlan, num_states: int, device: torch.device) -> None:
+def allocate_states(layers: list[RecurrentState], plan: CachePlan, num_states: int, platform: Platform) -> None:
     """Bind `pages` for `num_states` states, and the null page before them, and the cache group to every layer of this
     rank. On CPU the memory is only reserved.
     """
     for layer in layers:
         assert layer.cache_spec == plan.states[layer.layer_index]
         layer.cache_group = len(plan.groups) - 1
-        layer.pages = [_zeros(num_states + 1, *shape, dtype=torch.float32, device=device) for shape in layer.shapes]
+        layer.pages = [_zeros(num_states + 1, *shape, platform=platform) for shape in layer.shapes]
 
 
 def allocate(
-    layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, storage: KVStorage, device: torch.device
+    layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, storage: KVStorage, platform: Platform
 ) -> None:
     """Bind `k_cache` and `v_cache` of `[num_blocks, block_size, num_kv_heads, head_dim]` and the cache group to every
     layer of this rank.
@@ -78,9 +79,10 @@ def allocate(
     for layer in drafting:
         _bind(layer, plan, plan.draft_group, storage)
         slabs.append([layer])
-    if device.type == "cpu":
+    if platform.shares_ram:
         tensors_of_slabs = _parts_in_blocks(slabs, plan, num_blocks, block_size, storage)
     else:
+        device = platform.device
         tensors_of_slabs = [_parts_on_device(one, plan, num_blocks, block_size, storage, device) for one in slabs]
     for sharing, parts in zip(slabs, tensors_of_slabs):
         for layer, tensors in zip(sharing, parts):
@@ -126,13 +128,11 @@ def _caches(tensors: list[torch.Tensor], layer: Attention, storage: KVStorage) -
     return k, v
 
 
-def _zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros; on CPU, memory that is not resident yet."""
-    return (
-        huge_pages.zeros(*shape, dtype=dtype)
-        if device.type == "cpu"
-        else torch.zeros(*shape, dtype=dtype, device=device)
-    )
+def _zeros(*shape: int, platform: Platform) -> torch.Tensor:
+    """A tensor of float32 zeros; in the machine's RAM, memory that is not resident yet."""
+    if platform.shares_ram:
+        return huge_pages.zeros(*shape, dtype=torch.float32)
+    return torch.zeros(*shape, dtype=torch.float32, device=platform.device)
 
 
 _Tensors = list[list[torch.Tensor]]  # per layer, those of its `_parts`

@@ -7,10 +7,12 @@ import os
 
 import numpy as np
 import torch
+from torch import nn
 
 from quire.configs.config import Config
 from quire.worker.cpu import batch_invariance
 from quire.worker.cpu import install as native
+from quire.worker.cpu.fixed_order_linear import fix_order
 from quire.worker.host import resources as host
 from quire.worker.platforms.base import TORCH, Event, Platform
 from quire.worker.platforms.ops import Ops
@@ -19,6 +21,7 @@ from quire.worker.spec.model import ModelSpec
 logger = logging.getLogger(__name__)
 
 LONG_IDLE = 1800.0  # seconds without a request after which the KV cache's memory is given back
+_SAMPLED_PER_THREAD = 1 << 18  # logits: they stay in a core's cache
 SCARCE = 0.1  # share of the machine's memory; with less available, engines give it back at once
 
 
@@ -33,6 +36,8 @@ class CpuPlatform(Platform):
     overlaps = False
     encoder_budget = 256  # some tenths of a second to some seconds of encoding, for which other requests wait
     measures_memory = False
+    shares_ram = True
+    sums_by_row = True  # torch splits a sum over its threads differently for one row and for several
 
     def memory(self, world_size: int = 1) -> tuple[int, int]:
         return host.memory()[0] // world_size, self.free_ram() // world_size
@@ -86,6 +91,13 @@ class CpuPlatform(Platform):
 
     def batch_invariance(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:
         return batch_invariance.resolve(config, spec, dtype)
+
+    def fix_order(self, model: nn.Module) -> None:
+        fix_order(model)
+
+    @property
+    def sampled_at_once(self) -> int:
+        return _SAMPLED_PER_THREAD * torch.get_num_threads()
 
     def poll_ops(self) -> bool:
         return native.building() and native.poll()

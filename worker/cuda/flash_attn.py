@@ -19,6 +19,7 @@ from quire.worker.attention.base import AttentionBackend, AttentionCall, Attenti
 from quire.worker.attention.scaled import FP8, ScaledCache, scale_of, to_8_bits
 from quire.worker.cuda.install import triton_ops
 from quire.worker.cuda.kernels import limits, triton_paged
+from quire.worker.cuda.requirements import no_half_on_gpu
 
 _TILE_Q, _TILE_K, _MAX_SPLITS = 128, 128, 128  # of FA3: rows and keys of a program, parts of the keys
 
@@ -77,7 +78,7 @@ class _FlashAttention(AttentionBackend):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        if reason := spec.no_half_on_gpu() or spec.no_multiple_of(cls.page_multiple):
+        if reason := no_half_on_gpu(spec) or spec.no_multiple_of(cls.page_multiple):
             return reason
         if cls.page_limit and spec.block_size and spec.block_size > cls.page_limit:
             return f"takes blocks of at most {cls.page_limit} tokens, not {spec.block_size}"

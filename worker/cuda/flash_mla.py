@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from quire.worker.attention.base import AttentionCall, AttentionMetadata, AttentionSpec, is_latent, try_once
+from quire.worker.cuda.requirements import no_half_on_gpu
 from quire.worker.cuda.triton_backend import TritonPagedBackend
 
 _SIZES = (576, 512)  # entries of a latent and of its values, for which both are built
@@ -45,7 +46,7 @@ class _LatentBackend(TritonPagedBackend):
     @classmethod
     def misfit(cls, spec: AttentionSpec) -> str | None:
         """Why the package cannot serve the absorbed form, or None."""
-        if reason := spec.no_half_on_gpu():
+        if reason := no_half_on_gpu(spec):
             return reason
         if (spec.head_dim, spec.v_dim) != _SIZES:
             return f"has kernels for latents of {_SIZES} entries only, not {(spec.head_dim, spec.v_dim)}"

@@ -10,6 +10,7 @@ import torch
 
 from quire.worker.attention.base import AttentionBackend, AttentionCall, AttentionMetadata, AttentionSpec, try_once
 from quire.worker.cuda.flash_attn import cumulative
+from quire.worker.cuda.requirements import no_half_on_gpu
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -27,7 +28,7 @@ class TorchVarlenAttention(AttentionBackend):
     def supports(cls, spec: AttentionSpec) -> str | None:
         if varlen_attn is None or not {"block_table", "seqused_k"} <= inspect.signature(varlen_attn).parameters.keys():
             return f"varlen_attn of torch {torch.__version__} takes no block table"
-        if reason := spec.no_half_on_gpu() or spec.no_multiple_of(cls.default_block_size) or spec.unusual():
+        if reason := no_half_on_gpu(spec) or spec.no_multiple_of(cls.default_block_size) or spec.unusual():
             return reason
         return "has no soft-cap" if spec.uses_soft_cap else try_once(cls(), spec)
 

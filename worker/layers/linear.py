@@ -117,10 +117,12 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     """`F.linear` of x `[T, in_features]`, `weight` `[out_features, in_features]` and `bias` `[out_features]`, all of
     one dtype, on the fastest path of the CPU.
     """
-    if x.device.type == "cpu" and len(x) == 1 and x.dtype in (torch.bfloat16, torch.float16):
+    if x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    if len(x) == 1 and x.dtype in (torch.bfloat16, torch.float16):
         # F.linear calls oneDNN, whose matrix products of one row take up to 2.5 times as long as this
         return (torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0]))[None]
-    if x.device.type != "cpu" or len(x) < _WIDEN_ROWS or _multiplies(x.dtype):
+    if len(x) < _WIDEN_ROWS or _multiplies(x.dtype):
         return F.linear(x, weight, bias)
     step, wide = max(1, _PIECE // weight.shape[1]), x.float()
     out = x.new_empty(len(x), len(weight))

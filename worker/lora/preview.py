@@ -5,22 +5,23 @@ from __future__ import annotations
 import logging
 
 from quire.checkpoints.lora import folders_at_start, read_lora
-from quire.configs.serving import LoraConfig
+from quire.configs.config import Config
 from quire.worker.layers.lora import StepLora
 from quire.worker.lora.adapters import LoraLimits
 from quire.worker.lora.reading import open_matrices
 from quire.worker.lora.targets import Targets
-from quire.worker.transformer.decoder import CausalLM
+from quire.worker.weights.loader import check_model
 
 logger = logging.getLogger("quire")
 
 
-def describe_adapters(config: LoraConfig, model: CausalLM) -> list[str]:
+def describe_adapters(config: Config) -> list[str]:
     """A line per adapter that a server would start with. Raises ValueError as the server would."""
-    if not config.enabled:
+    lora = config.lora
+    if not lora.enabled:
         return []
-    limits, targets, lines = LoraLimits.of(config), Targets(model, StepLora()), []
-    for name, path, is_given in folders_at_start(config.lora_modules, config.lora_dir):
+    limits, targets, lines = LoraLimits.of(lora), Targets(check_model(config, files=False), StepLora()), []
+    for name, path, is_given in folders_at_start(lora.lora_modules, lora.lora_dir):
         try:
             lora = read_lora(path)
             targets.check(lora, limits.max_rank)

@@ -292,7 +292,7 @@ def num_parameters(spec: ModelSpec) -> int:
 
     from quire.worker.layers.linear import PLAIN_WEIGHTS
 
-    model = _without_memory(spec, torch.float32, weights=PLAIN_WEIGHTS)
+    model = without_memory(spec, torch.float32, weights=PLAIN_WEIGHTS)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -302,7 +302,7 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str | None =
     """
     from quire.worker.layers.linear import Linear
 
-    model = _without_memory(spec, dtype, quantization, ops=ops)
+    model = without_memory(spec, dtype, quantization, ops=ops)
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     counted = {id(parameter) for linear in linears for parameter in linear.parameters(recurse=False)}
     others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in counted)
@@ -311,16 +311,17 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str | None =
 
 def encoder_bytes_per_embed(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Bytes that one embedding of an image needs while it is encoded, estimated (`VisionTower.bytes_per_embed`)."""
-    return _without_memory(spec, dtype).vision.bytes_per_embed()
+    return without_memory(spec, dtype).vision.bytes_per_embed()
 
 
-def _without_memory(
+def without_memory(
     spec: ModelSpec,
     dtype: torch.dtype,
     quantization: str | None = None,
     weights: WeightFormat | None = None,
     ops: Ops | None = None,
 ) -> CausalLM:
+    """Build the whole model without allocating memory."""
     import torch
 
     from quire.worker.parallel import Group, use_groups

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from torch import nn
 
 from quire.configs.config import Config
 from quire.worker.host import resources as host
@@ -41,6 +42,9 @@ class Platform(ABC):
     has_graphs = False  # can record a forward pass and replay it
     ops: Ops = TORCH  # plain torch, unless the platform has faster operations
     measures_memory: bool  # whether `memory_in_use` reports the peak
+    shares_ram = False  # the device's memory is the machine's RAM, which other programs use, too
+    sums_by_row = False  # sums over several rows at once have other bits than those over one
+    sampled_at_once = 1 << 24  # logits that the sampler handles at once: a bounded share of the memory
 
     @abstractmethod
     def memory(self, world_size: int = 1) -> tuple[int, int]:
@@ -95,6 +99,12 @@ class Platform(ABC):
             False,
             f"not supported on {self.name} yet: seeded and greedy tokens may depend on the other requests of a step",
         )
+
+    def fix_order(self, model: nn.Module) -> None:
+        """Make the rows of each linear layer of `model` independent of each other. Weights must be loaded and packed.
+        Called only where `batch_invariance` holds.
+        """
+        raise NotImplementedError(f"{self.name} has no products in a fixed order")
 
     def poll_ops(self) -> bool:
         """Return True exactly once after faster operations became available while serving."""

@@ -55,17 +55,13 @@ def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: 
         values, indices = largest(logits, num)
         value, chosen = torch.cat([value, values], 1), torch.cat([chosen, indices], 1)
     if normalize:
-        value = value - _log_normalizer(logits)
+        value = value - _log_normalizer(logits, platform.sums_by_row)
     return Entries(platform.to_host(chosen), platform.to_host(value), platform.to_host(ranks))
 
 
-def _log_normalizer(logits: torch.Tensor) -> torch.Tensor:
-    """Log of the sum of exponentials of each row, `[n, 1]`.
-
-    On CPU compute it row by row: torch splits the sum over its threads differently for one row and for several, so the
-    last bit would depend on the batch.
-    """
-    if logits.device.type == "cpu":
+def _log_normalizer(logits: torch.Tensor, by_row: bool) -> torch.Tensor:
+    """Log of the sum of exponentials of each row, `[n, 1]`; `by_row` as `Platform.sums_by_row`."""
+    if by_row:
         return torch.stack([row.logsumexp(0, keepdim=True) for row in logits])
     return logits.logsumexp(-1, keepdim=True)
 

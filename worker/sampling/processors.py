@@ -253,42 +253,68 @@ class LogitBias(LogitsProcessor):
 class Penalties(LogitsProcessor):
     """repetition_penalty over prompt and output (positive logits are divided by it, others multiplied: Keskar et al.,
     arXiv:1909.05858), then frequency_penalty per occurrence in the output and presence_penalty once per token in the
-    output. Counts are computed from the token table in each step.
+    output; with repeat_last_n all three over the last tokens of both. Counts are computed from the token table in each
+    step.
     """
 
-    def read(self, sampling: SamplingParams) -> tuple[float, float, float] | None:
+    def read(self, sampling: SamplingParams) -> tuple[float, float, float, int | None] | None:
+        if sampling.chain is not None and (sampling.chain.mirostat or sampling.chain.order[:1] != ("penalties",)):
+            return None  # none, or `chain/rows.py` computes them
+        return self.values(sampling)
+
+    @staticmethod
+    def values(sampling: SamplingParams) -> tuple[float, float, float, int | None] | None:
+        """Return the three penalties and the number of tokens that count; None if nothing is penalized."""
         values = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-        return None if values == (1.0, 0.0, 0.0) else values
+        return None if values == (1.0, 0.0, 0.0) or sampling.repeat_last_n == 0 else (*values, sampling.repeat_last_n)
 
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
-        using = self._using(batch)
-        size = max(1, _CHUNK_ELEMENTS // max(logits.shape[1], max(batch.positions[i] for i, _ in using)))
-        for first in range(0, len(using), size):
-            self._apply(logits, batch, using[first : first + size])
+        self.penalize(logits, [(i, i, values) for i, values in self._using(batch)], batch)
 
-    def _apply(
-        self, logits: torch.Tensor, batch: SamplingBatch, using: list[tuple[int, tuple[float, float, float]]]
+    def penalize(
+        self,
+        logits: torch.Tensor,
+        using: list[tuple[int, int, tuple[float, float, float, int | None]]],
+        batch: SamplingBatch,
     ) -> None:
-        which = [i for i, _ in using]
-        rows = [batch.rows[i] for i in which]
-        lengths = [batch.positions[i] for i in which]
-        prompts = [min(self.table.num_prompt_tokens[row], length) for row, length in zip(rows, lengths)]
-        index, row_ids, length, prompt = self.platform.to_device(
-            np.array([which, rows, lengths, prompts], dtype=np.int64)
+        """Change rows of logits. `using` has (row of the logits, sampling row of the batch, `values`)."""
+        if using:
+            size = max(1, _CHUNK_ELEMENTS // max(logits.shape[1], max(batch.positions[i] for _, i, _ in using)))
+            for first in range(0, len(using), size):
+                self._penalize(logits, using[first : first + size], batch)
+
+    def _penalize(
+        self,
+        logits: torch.Tensor,
+        using: list[tuple[int, int, tuple[float, float, float, int | None]]],
+        batch: SamplingBatch,
+    ) -> None:
+        which, rows, lengths, starts, prompts = [], [], [], [], []
+        for place, i, (_, _, _, last_n) in using:
+            length = batch.positions[i]
+            which.append(place)
+            rows.append(batch.rows[i])
+            lengths.append(length)
+            # from where tokens count: for the repetition penalty, and for the two others
+            start = 0 if last_n is None or last_n < 0 else max(length - last_n, 0)
+            starts.append(start)
+            prompts.append(min(self.table.num_prompt_tokens[rows[-1]], length) if last_n is None else start)
+        index, row_ids, length, start, prompt = self.platform.to_device(
+            np.array([which, rows, lengths, starts, prompts], dtype=np.int64)
         )
         repetition, frequency, presence = self.platform.to_device(
-            np.array([values for _, values in using], dtype=np.float32).T.copy()
+            np.array([values[:3] for _, _, values in using], dtype=np.float32).T.copy()
         )[:, :, None]
 
         position = torch.arange(max(lengths), device=logits.device)
         tokens = self.table.token_table[row_ids, : max(lengths)].long()
-        real = position < length[:, None]
-        # pad with the first token: equal tokens get equal values
-        tokens = torch.where(real, tokens, tokens[:, :1])
+        real = (position < length[:, None]) & (position >= start[:, None])
+        # pad with the last token: equal tokens get equal values
+        tokens = torch.where(real, tokens, tokens.gather(1, length[:, None] - 1))
         target = logits if len(which) == len(logits) else logits[index]
         x = target.gather(1, tokens)
         x = torch.where(x > 0, x / repetition, x * repetition)
-        if any(values[1:] != (0.0, 0.0) for _, values in using):
+        if any(values[1:3] != (0.0, 0.0) for _, _, values in using):
             in_output = real & (position >= prompt[:, None])
             count = torch.zeros_like(target).scatter_add_(1, tokens, in_output.float()).gather(1, tokens)
             x = x - count * frequency - (count > 0) * presence

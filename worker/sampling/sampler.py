@@ -17,6 +17,7 @@ from quire.worker.messages import NewRequest, TokenLogprobs
 from quire.worker.platforms.base import Platform
 from quire.worker.sampling import arithmetic as sampling_math
 from quire.worker.sampling.arithmetic import RandomRows
+from quire.worker.sampling.chain.rows import SamplerChains
 from quire.worker.sampling.grammar import GrammarRows
 from quire.worker.sampling.logprobs import Entries, entries, is_normalized
 from quire.worker.sampling.ngrams import RepeatedNgrams
@@ -25,8 +26,6 @@ from quire.worker.sampling.thinking import EndOfThinking
 
 _MIN_TEMPERATURE = 1e-5  # below this the softmax has a single token: sample greedily
 _LOGPROBS_ELEMENTS = 1 << 24  # logits whose log-probabilities are computed at once; that takes a few copies of them
-# logits sampled at once: on CPU per thread, to fit its cache; on GPU a bounded share of the memory
-_CPU_ELEMENTS, _ELEMENTS = 1 << 18, 1 << 24
 
 
 @dataclass(slots=True)
@@ -71,6 +70,9 @@ class SamplingRows:
         if sampling.temperature < _MIN_TEMPERATURE:
             return
         self.random.add(row)
+        if sampling.chain is not None:  # it has applied the temperature and all filters
+            self._set(row, 1.0, 1.0, 0.0, 0, sampling.seed)
+            return
         top_k = sampling.top_k if 0 < sampling.top_k < self.vocab_size else 0
         if top_k:
             self.top_k[row] = top_k
@@ -78,8 +80,11 @@ class SamplingRows:
             self.top_p.add(row)
         if sampling.min_p > 0:
             self.min_p.add(row)
-        self._floats[:, row] = sampling.temperature, sampling.top_p, sampling.min_p
-        self._ints[:, row] = top_k, sampling_math.seed_state(sampling.seed)
+        self._set(row, sampling.temperature, sampling.top_p, sampling.min_p, top_k, sampling.seed)
+
+    def _set(self, row: int, temperature: float, top_p: float, min_p: float, top_k: int, seed: int) -> None:
+        self._floats[:, row] = temperature, top_p, min_p
+        self._ints[:, row] = top_k, sampling_math.seed_state(seed)
         self._tables = None
 
     def remove(self, row: int) -> None:
@@ -132,17 +137,19 @@ class Sampler:
     def __init__(self, table: RequestTable, platform: Platform) -> None:
         self.table, self.platform = table, platform
         self.params = SamplingRows(table.max_num_reqs, table.vocab_size, platform)
+        self.chains = SamplerChains(table, platform)
         self.processors = [
             *logits_processors(table, platform),
             RepeatedNgrams(table, platform),
             EndOfThinking(table, platform),
+            self.chains,
         ]
         self.logprobs = LogprobRows(table.vocab_size)
         self.grammars = GrammarRows(table, platform)
         for state in (self.params, *self.processors, self.logprobs, self.grammars):
             table.register(state)
         self.fused = platform.ops.fused_sample
-        self._elements = _CPU_ELEMENTS * torch.get_num_threads() if platform.device.type == "cpu" else _ELEMENTS
+        self._elements = platform.sampled_at_once
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         """Sample one token for each row of logits `[S, V]` float32 (or of 16 bits, if `takes_rounded`); overwrites the
@@ -159,6 +166,7 @@ class Sampler:
             processor.apply(logits, batch)
         masks.end(logits)
         token_ids = self.choose(logits, batch)
+        self.chains.accept(token_ids, batch)
         size = max(1, _LOGPROBS_ELEMENTS // logits.shape[1])
         logprobs = []
         for key, which in requested.items():

@@ -16,6 +16,7 @@ from quire.server.api import needs
 from quire.server.api.anthropic.models import timestamp
 from quire.server.batches.store import OPEN, Batch, Store
 from quire.server.errors import ApiError, BadRequest, NotFound
+from quire.server.http.caller import caller
 from quire.server.http.paging import owner, page_size
 from quire.server.http.read_body import require_deliberate, use_body
 from quire.server.http.sse import JsonResponse, one_line
@@ -86,9 +87,9 @@ async def create_batch(request: Request, state: _Posting) -> Response:
     batches = state.require_batches()
     who = owner(request)
 
-    file = await batches.add_file(content, request.scope, "batch", "messages.jsonl", None)
+    file = await batches.add_file(content, caller(request), "batch", "messages.jsonl", None)
     try:
-        tenant = request.scope.get("tenant")
+        tenant = caller(request).tenant
         batch = await batches.run(batches.store.add_batch, who, tenant, ENDPOINT, file.id, WINDOW, WINDOW_SECONDS, None)
     except ApiError:
         await batches.run(batches.store.delete_file, file.id, who)

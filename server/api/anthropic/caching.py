@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from quire.server.api import needs
 from quire.server.api.anthropic.protocol import CacheControl, CacheCreation, MessageUsage, PromptFields, ToolResult
+from quire.server.request.usage import TokenUsage
 
 _SECONDS = {"5m": 300.0, "1h": 3600.0}
 
@@ -19,13 +20,14 @@ class Caching(NamedTuple):
     seconds: float = 0.0
     num_tokens: int = 0
 
-    def usage(self, num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> MessageUsage:
-        created = max(self.num_tokens - num_cached_tokens, 0)
+    def usage(self, used: TokenUsage) -> MessageUsage:
+        cached = used.counts.cached
+        created = max(self.num_tokens - cached, 0)
         kind = "ephemeral_1h_input_tokens" if self.seconds > _SECONDS["5m"] else "ephemeral_5m_input_tokens"
         return MessageUsage(
-            input_tokens=num_prompt_tokens - num_cached_tokens - created,
-            output_tokens=num_output_tokens,
-            cache_read_input_tokens=num_cached_tokens,
+            input_tokens=used.num_prompt - cached - created,
+            output_tokens=used.num_output,
+            cache_read_input_tokens=cached,
             cache_creation_input_tokens=created,
             cache_creation=CacheCreation(**{kind: created}) if self.seconds else UNSET,
         )

@@ -14,6 +14,7 @@ from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import wanted_for
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.keys.access import require_model
 from quire.server.parsers.events import Content
@@ -21,7 +22,7 @@ from quire.server.prompt.encode import encode_conversation
 from quire.server.prompt.images import after_images
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.progress import check_progress, report_progress
-from quire.server.turns.fair_queue import tenant_of
+from quire.server.request.usage import TokenUsage
 from quire.server.turns.threads import Deferred
 
 ID_PREFIX = "msg_"
@@ -34,15 +35,16 @@ async def create_message(request: Request, state: needs.Completion) -> Response:
     body, one, cached = await use_body(request, MessagesRequest, state, lambda body: _prepare(request, body, state))
     progress = report_progress(body.return_progress, [one])
     generation = await admission.generate(request, state, [one], "messages")
+    used = TokenUsage.for_requests([one])
     message = MessageResponse(
-        id=ID_PREFIX + request.scope["request_id"],
+        id=ID_PREFIX + caller(request).request_id,
         model=state.shown_name(body.model),
         content=[],
-        usage=cached.usage(len(one.prompt_token_ids), 0, 0),
+        usage=cached.usage(used),
     )
     clipped = one.sampling.max_tokens < body.max_tokens
     if body.stream:
-        frames = streams.Stream(message, len(one.prompt_token_ids), clipped, cached).frames(generation)
+        frames = streams.Stream(message, used, clipped, cached).frames(generation)
         return sse.EventStream(
             sse.to_the_end(frames, message.id, streams.error_event, b""),
             state.config.server.sse_keep_alive_interval,
@@ -50,7 +52,9 @@ async def create_message(request: Request, state: needs.Completion) -> Response:
         )
     (choice,) = await sse.unless_disconnected(request, deltas.collect(generation, 1))
     return await state.threads.run(
-        deltas.answer_size([choice]), lambda: _whole(message, choice, one, clipped, cached), tenant_of(request.scope)
+        deltas.answer_size([choice]),
+        lambda: _whole(message, choice, one, clipped, cached, used),
+        caller(request).turn,
     )
 
 
@@ -72,12 +76,18 @@ def _prepare(request: Request, body: MessagesRequest, state: needs.Preparing) ->
 
 
 def _whole(
-    message: MessageResponse, choice: deltas.Choice, one: GenerationRequest, clipped: bool, cached: Caching
+    message: MessageResponse,
+    choice: deltas.Choice,
+    one: GenerationRequest,
+    clipped: bool,
+    cached: Caching,
+    used: TokenUsage,
 ) -> Response:
+    used.add(choice)
     if one.sampling.max_tokens:
         message.content = streams.blocks(choice.events if one.parsing else [Content(choice.text)])
     message.stop_reason, message.stop_sequence = streams.stopped(choice.finish_reason, choice.stop_reason, clipped)
-    message.usage = cached.usage(len(one.prompt_token_ids), choice.num_cached_tokens, len(choice.token_ids))
+    message.usage = cached.usage(used)
     return sse.JsonResponse(message)
 
 
@@ -86,9 +96,9 @@ async def count_tokens(request: Request, state: needs.Tokenizing) -> Response:
 
     def work(body: CountTokensRequest) -> TokenCount | Deferred[TokenCount]:
         state.require_ready()
-        require_model(request.scope, body.model, state)
+        require_model(caller(request), body.model, state)
         prompt = conversation(body, state.formats.reasoning is not None)
         count = lambda: TokenCount(len(encode_conversation(prompt, state, False)))  # noqa: E731
-        return after_images(prompt, state, request.scope.get("tenant"), count)
+        return after_images(prompt, state, caller(request).tenant, count)
 
     return sse.JsonResponse(await use_body(request, CountTokensRequest, state, work))

@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 
 from quire.server.api.anthropic.caching import Caching
-from quire.server.api.anthropic.protocol import ContentBlock, MessageResponse, MessageUsage
+from quire.server.api.anthropic.protocol import ContentBlock, MessageResponse
 from quire.server.error_shapes import anthropic_body
 from quire.server.errors import ApiError
 from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 from quire.server.parsers.model_json import raw_object
 from quire.server.request.delta import Delta
+from quire.server.request.usage import TokenUsage
 from quire.server.values import Json
 
 _STOP_REASONS = {"length": "max_tokens", "timeout": "max_tokens", "tool_calls": "tool_use"}
@@ -75,9 +76,8 @@ def blocks(events: list[Event]) -> list[ContentBlock]:
 class Stream:
     """Writes the deltas of one choice as events."""
 
-    def __init__(self, message: MessageResponse, num_prompt_tokens: int, clipped: bool, cached: Caching):
-        self.message, self.num_prompt_tokens, self.clipped, self.cached = message, num_prompt_tokens, clipped, cached
-        self.num_output_tokens = self.num_cached_tokens = 0
+    def __init__(self, message: MessageResponse, used: TokenUsage, clipped: bool, cached: Caching):
+        self.message, self.used, self.clipped, self.cached = message, used, clipped, cached
         self.begun = False
         self.index = -1  # of the block that is open
         self.open: str | None = None  # its type
@@ -92,11 +92,12 @@ class Stream:
             await stream.aclose()
 
     def _frames(self, delta: Delta) -> Iterator[bytes]:
+        self.used.add(delta)
         if not self.begun:
-            self.begun, self.num_cached_tokens = True, delta.num_cached_tokens
-            self.message.usage = self._usage()
+            self.begun = True
+            self.message.usage = self.cached.usage(self.used)
+            self.message.usage.output_tokens = 0
             yield _event("message_start", message=self.message)
-        self.num_output_tokens += len(delta.token_ids)
         for event in events_of(delta):
             yield from self._event(event)
         if delta.finish_reason is not None:
@@ -105,12 +106,9 @@ class Stream:
             yield _event(
                 "message_delta",
                 delta={"stop_reason": reason, "stop_sequence": sequence},
-                usage=self._usage(),
+                usage=self.cached.usage(self.used),
             )
             yield _event("message_stop")
-
-    def _usage(self) -> MessageUsage:
-        return self.cached.usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens)
 
     def _event(self, event: Event) -> Iterator[bytes]:
         match event:

@@ -24,7 +24,7 @@ from quire.server.errors import BadRequest
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
 from quire.server.media.inputs import ImageInput
 from quire.server.request import tools as neutral
-from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.request.request import Conversation, GenerationSpec, options_of
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
 
@@ -35,14 +35,7 @@ def spec(body: MessagesRequest, thinks: bool, **identity: Json) -> GenerationSpe
     """`thinks`: whether the model can think before it answers. `identity`: request_id, priority, tenant, background."""
     return GenerationSpec(
         prompts=conversation(body, thinks),
-        options=GenerationOptions(
-            max_tokens=body.max_tokens,
-            stop=body.stop_sequences or None,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            speculation=body.speculation,
-        ),
+        options=options_of(body, stop=body.stop_sequences),
         structure=_structure(body),
         cache_salt=body.cache_salt,
         prompt_param="messages",

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from quire.server.api import needs
 from quire.server.errors import BadRequest
+from quire.server.http.caller import caller
 from quire.server.http.read_body import read_body, require_deliberate
 from quire.server.http.route import Route
 from quire.server.http.sse import JsonResponse
@@ -38,7 +39,7 @@ class Done(msgspec.Struct):
 
 async def list_adapters(request: Request, state: _Listing) -> Response:
     """List the LoRA adapters that the request's key may see, and their default scales."""
-    adapters, visible = state.adapters, names_for(request, state)
+    adapters, visible = state.adapters, names_for(caller(request), state)
     return JsonResponse(
         [
             ListedAdapter(

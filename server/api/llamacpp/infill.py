@@ -19,11 +19,15 @@ from quire.server.http.read_body import use_body
 from quire.server.http.route import EVENTS, Route
 from quire.server.lora.fields import LoraScales
 from quire.server.request.delta import Delta
+from quire.server.request.fields import SamplingFields
 from quire.server.request.generation_request import GenerationRequest
-from quire.server.request.limits import Int64, MinP, RepetitionPenalty, Stop, Stops, Temperature, Text, TopP
+from quire.server.request.limits import RepetitionPenalty, Stop, Stops, Text
 from quire.server.request.progress import PromptProgress, check_progress, report_progress
-from quire.server.request.request import GenerationOptions, GenerationSpec
+from quire.server.request.request import GenerationSpec, options_of
+from quire.server.request.samplers import LAST_TOKENS
+from quire.server.request.usage import TokenUsage
 from quire.server.text.infill import infill_of
+from quire.server.values import Json
 
 ID_PREFIX = "infill-"
 MAX_FILES = 256
@@ -37,7 +41,7 @@ class ExtraFile(msgspec.Struct, kw_only=True):
     unsupported: ClassVar[dict[str, tuple]] = {}
 
 
-class InfillRequest(msgspec.Struct, kw_only=True):
+class InfillRequest(SamplingFields, kw_only=True):
     """POST /infill: the middle between `input_prefix` + `prompt` and `input_suffix`."""
 
     input_prefix: Text
@@ -45,12 +49,8 @@ class InfillRequest(msgspec.Struct, kw_only=True):
     prompt: Text | None = None
     input_extra: Annotated[list[ExtraFile], Meta(max_length=MAX_FILES)] | None = None
     n_predict: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
-    temperature: Temperature | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
-    top_p: TopP | None = None
-    min_p: MinP | None = None
-    repeat_penalty: RepetitionPenalty | None = None
-    seed: Int64 | None = None
+    repetition_penalty: RepetitionPenalty | None = msgspec.field(default=None, name="repeat_penalty")
     stop: Stop | Stops | None = None
     stream: bool | None = None
     t_max_predict_ms: Annotated[float, Meta(ge=0, le=1e9)] | None = None
@@ -61,7 +61,6 @@ class InfillRequest(msgspec.Struct, kw_only=True):
 
     harmless: ClassVar = frozenset({"cache_prompt", "id_slot", "n_indent", "t_max_prompt_ms"})
     unsupported: ClassVar[dict[str, tuple]] = {
-        "samplers": (),
         "prediction": (),
         "grammar": ("",),
         "json_schema": (),
@@ -90,7 +89,9 @@ async def infill(request: Request, state: needs.Completion) -> Response:
         frames = sse.to_the_end(_frames(stream, one), one.request_id, done=b"")
         return sse.EventStream(frames, state.config.server.sse_keep_alive_interval, progress)
     (choice,) = await sse.unless_disconnected(request, deltas.collect(stream, 1))
-    end = _end(one, choice.finish_reason, choice.stop_reason, len(choice.token_ids))
+    used = TokenUsage.for_requests([one])
+    used.add(choice)
+    end = _end(used, choice.finish_reason, choice.stop_reason)
     return sse.JsonResponse(end | {"content": choice.text, "tokens": choice.token_ids})
 
 
@@ -100,19 +101,18 @@ def _prepare(request: Request, body: InfillRequest, state: needs.Preparing) -> G
     if infill_of(state.tokenizer) is None:
         raise BadRequest("This model has no tokens for filling in the middle.", param="input_suffix")
     check_progress(body.return_progress, body.stream)
+    return prepare(spec(body, **identity), state)[0]
+
+
+def spec(body: InfillRequest, **identity: Json) -> GenerationSpec:
+    """`identity`: request_id, priority, tenant, background, adapters."""
     limit = body.n_predict
-    spec = GenerationSpec(
+    return GenerationSpec(
         prompts=[body.input_prefix + (body.prompt or "")],
-        options=GenerationOptions(
+        options=options_of(
+            body,
             max_tokens=limit if limit is not None and limit >= 0 else None,
-            temperature=body.temperature,
-            top_k=body.top_k,
-            top_p=body.top_p,
-            min_p=body.min_p,
-            repetition_penalty=body.repeat_penalty,
-            seed=body.seed,
-            stop=body.stop or None,
-            speculation=body.speculation,
+            repeat_last_n=LAST_TOKENS if body.repeat_last_n is None else body.repeat_last_n,
         ),
         suffix=body.input_suffix,
         clip_max_tokens=True,
@@ -121,17 +121,16 @@ def _prepare(request: Request, body: InfillRequest, state: needs.Preparing) -> G
         max_tokens_param="n_predict",
         **identity,
     )
-    return prepare(spec, state)[0]
 
 
 async def _frames(stream: AsyncGenerator[Delta, None], one: GenerationRequest) -> AsyncGenerator[bytes, None]:
-    num_tokens = 0
+    used = TokenUsage.for_requests([one])
     try:
         async for delta in stream:
-            num_tokens += len(delta.token_ids)
+            used.add(delta)
             part: dict[str, Any] = {"content": delta.text, "tokens": delta.token_ids, "stop": False}
             if delta.finish_reason is not None:
-                part |= _end(one, delta.finish_reason, delta.stop_reason, num_tokens)
+                part |= _end(used, delta.finish_reason, delta.stop_reason)
             yield sse.event(msgspec.json.encode(part))
     finally:
         await stream.aclose()
@@ -141,16 +140,14 @@ def _progress(now: PromptProgress) -> bytes:
     return sse.event(msgspec.json.encode({"content": "", "tokens": [], "stop": False, "prompt_progress": now}))
 
 
-def _end(
-    one: GenerationRequest, finish_reason: str | None, stop_reason: int | str | None, num_tokens: int
-) -> dict[str, Any]:
+def _end(used: TokenUsage, finish_reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
     word = stop_reason if isinstance(stop_reason, str) else ""
     return {
         "stop": True,
         "stop_type": "limit" if finish_reason in ("length", "timeout") else "word" if word else "eos",
         "stopping_word": word,
-        "tokens_predicted": num_tokens,
-        "tokens_evaluated": len(one.prompt_token_ids),
+        "tokens_predicted": used.num_output,
+        "tokens_evaluated": used.num_prompt,
         "truncated": False,
     }
 

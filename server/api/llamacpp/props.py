@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.api import needs
+from quire.server.http.caller import caller
 from quire.server.http.route import Route
 from quire.server.http.sse import JsonResponse
 from quire.server.keys.access import require_model
@@ -31,7 +32,7 @@ class Props(msgspec.Struct, kw_only=True):
 async def props(request: Request, state: _Server) -> Response:
     """Describe the server and its model."""
     model = state.require_ready()
-    require_model(request.scope, None, state)
+    require_model(caller(request), None, state)
     return JsonResponse(
         Props(
             default_generation_settings={

@@ -16,6 +16,7 @@ from quire.server.parsers.model_json import raw_object
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.progress import PromptProgress
+from quire.server.request.usage import TokenUsage
 from quire.server.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
@@ -34,7 +35,7 @@ class Answer:
         self.model, self.chat, self.tokenizer = model, chat, tokenizer
         self.num_alternatives = one.sampling.logprobs or 0
         self.started, self.first_token, self.ended = time.monotonic_ns(), 0, 0
-        self.num_prompt_tokens, self.num_tokens = len(one.prompt_token_ids), 0
+        self.used = TokenUsage.for_requests([one])
         self.call: dict[str, Any] | None = None  # which is being received
         self.arguments: list[str] = []
 
@@ -62,7 +63,7 @@ class Answer:
     def parts(self, delta: Delta) -> list[dict[str, Any]]:
         """The objects of a delta; the last one of the last delta is done."""
         self.observe(delta)
-        self.num_tokens += len(delta.token_ids)
+        self.used.add(delta)
         events = delta.events if delta.events is not None else [Content(delta.text)] if delta.text else []
         messages = [message for event in events for message in self._messages(event)]
         if self.tokenizer is not None and delta.logprobs and not messages:
@@ -139,8 +140,8 @@ class Answer:
             "done_reason": "length" if finish_reason in ("length", "timeout") else "stop",
             "total_duration": end - self.started,
             "load_duration": 0,  # the model was there
-            "prompt_eval_count": self.num_prompt_tokens,
+            "prompt_eval_count": self.used.num_prompt,
             "prompt_eval_duration": first - self.started,
-            "eval_count": self.num_tokens,
+            "eval_count": self.used.num_output,
             "eval_duration": end - first,
         }

@@ -13,6 +13,7 @@ from quire.server.api.ollama.protocol import ShowRequest
 from quire.server.errors import BadRequest, EngineError
 from quire.server.generate.pooling import text_limit
 from quire.server.http import sse
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.keys.access import names_for, require_model
 from quire.server.startup.model_details import ModelDetails, in_words
@@ -87,7 +88,7 @@ def _model(name: str, found: ModelDetails, state: needs.Settings) -> dict[str, A
 async def tags(request: Request, state: _Listing) -> Response:
     """List the models there are."""
     found = await _read(state)
-    return sse.JsonResponse({"models": [_model(name, found, state) for name in names_for(request, state)]})
+    return sse.JsonResponse({"models": [_model(name, found, state) for name in names_for(caller(request), state)]})
 
 
 async def running(request: Request, state: _Running) -> Response:
@@ -97,10 +98,11 @@ async def running(request: Request, state: _Running) -> Response:
     more = {
         "expires_at": FAR_AWAY,
         "size": plan.weights + plan.activations + plan.kv_cache if plan else found.size,
-        "size_vram": plan.weights + plan.activations + plan.kv_cache if plan and plan.device != "cpu" else 0,
+        "size_vram": plan.weights + plan.activations + plan.kv_cache if plan and not plan.shares_ram else 0,
         "context_length": state.model.max_model_len,
     }
-    return sse.JsonResponse({"models": [_model(name, found, state) | more for name in names_for(request, state)]})
+    names = names_for(caller(request), state)
+    return sse.JsonResponse({"models": [_model(name, found, state) | more for name in names]})
 
 
 async def show(request: Request, state: _Showing) -> Response:
@@ -110,7 +112,7 @@ async def show(request: Request, state: _Showing) -> Response:
     if not name:
         raise BadRequest("Missing required parameter: model.", param="model")
     model = state.require_ready()
-    require_model(request.scope, served_name(name, state), state)
+    require_model(caller(request), served_name(name, state), state)
     found = await _read(state)
     # clients size their prompts by it: the served length may be below the trained length
     embeds = model.pooling is not None and "embed" in model.pooling.tasks

@@ -9,78 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from quire.server.request.limits import (
-    INT64_MAX,
-    MAX_PROMPTS,
-    ImageText,
-    Int64,
-    MinP,
-    Penalty,
-    RepetitionPenalty,
-    Stop,
-    Stops,
-    Temperature,
-    Text,
-    TopP,
-)
+from quire.server.request.limits import MAX_PROMPTS, ImageText, Text
+from quire.server.request.ollama_options import Format, Json, Options, Think
 from quire.server.request.progress import PromptProgress
 
-MAX_MESSAGES, MAX_CALLS, MAX_TOOLS, MAX_FIELDS, MAX_IMAGES = 10_000, 1024, 1024, 4096, 1024
+MAX_MESSAGES, MAX_CALLS, MAX_TOOLS, MAX_IMAGES = 10_000, 1024, 1024, 1024
 Name = Annotated[str, Meta(max_length=256)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:/-]+$(?![\s\S])")]
-Json = Annotated[dict[str, Any], Meta(max_length=MAX_FIELDS)]
 KeepAlive = Annotated[str, Meta(max_length=64)] | float | None
-Think = bool | Literal["low", "medium", "high", "max"] | None
-Format = Literal["", "json"] | Json | None
 Images = Annotated[list[ImageText], Meta(max_length=MAX_IMAGES, description="images in base64")]
 _NOTHING: dict[str, tuple] = {}
-# how Ollama loads a model; here `quire serve` has decided it
-_LOADING = frozenset(
-    {
-        "num_ctx",
-        "num_keep",
-        "num_batch",
-        "num_gpu",
-        "main_gpu",
-        "num_thread",
-        "numa",
-        "low_vram",
-        "f16_kv",
-        "logits_all",
-        "vocab_only",
-        "use_mmap",
-        "use_mlock",
-        "embedding_only",
-    }
-)
-
-
-class Options(msgspec.Struct, kw_only=True):
-    # -2 to 0, and more than fit: all that the context holds
-    num_predict: Annotated[int, Meta(ge=-2, le=INT64_MAX)] | None = None
-    temperature: Temperature | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
-    top_p: TopP | None = None
-    min_p: MinP | None = None
-    seed: Int64 | None = None
-    stop: Stop | Stops | None = None
-    repeat_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-
-    harmless: ClassVar = _LOADING
-    unsupported: ClassVar[dict[str, tuple]] = {
-        "repeat_last_n": (-1, 64),  # a penalty looks at the whole text
-        "typical_p": (1.0,),
-        "mirostat": (0,),
-    }
-    # without mirostat the next two say nothing; Ollama ignores the others as well
-    hints: ClassVar[dict[str, tuple]] = {
-        "mirostat_tau": (5.0,),
-        "mirostat_eta": (0.1,),
-        "tfs_z": (1.0,),
-        "penalize_newline": (True,),
-    }
 
 
 class _Generation(msgspec.Struct, kw_only=True):

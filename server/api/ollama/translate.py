@@ -9,14 +9,15 @@ from quire.server.errors import BadRequest
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
 from quire.server.media.inputs import ImageInput
 from quire.server.request.limits import INT64_MAX
-from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec, options_of
+from quire.server.request.samplers import LAST_TOKENS
 from quire.server.request.tools import Reasoning, Tool, ToolChoice
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
 
 # Ollama's. Its repeat_penalty of 1.1 counts the last 64 tokens; one that counts all of a long prompt would change code
 # and tables, so that it stays 1 unless the request sets it.
-DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repeat_last_n": LAST_TOKENS}
 
 
 def chat_spec(body: ChatRequest, **identity: Json) -> GenerationSpec:
@@ -70,18 +71,8 @@ def _spec(
 
 def _options(options: Options) -> GenerationOptions:
     limit = options.num_predict
-    return GenerationOptions(
-        max_tokens=INT64_MAX if limit is not None and limit <= 0 else limit,  # cut to the context length
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-        stop=options.stop or None,
-        repetition_penalty=options.repeat_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-    )
+    # cut to the context length
+    return options_of(options, max_tokens=INT64_MAX if limit is not None and limit <= 0 else limit)
 
 
 def _structure(body: ChatRequest | GenerateRequest) -> Structure | None:
@@ -94,7 +85,7 @@ def _structure(body: ChatRequest | GenerateRequest) -> Structure | None:
 
 def _reasoning(body: ChatRequest | GenerateRequest) -> Reasoning:
     if body.think is None or isinstance(body.think, bool):
-        return Reasoning(enabled=body.think)
+        return Reasoning(enabled=body.think, enabled_param="think")
     return Reasoning(effort=body.think)
 
 

@@ -18,10 +18,11 @@ from quire.server.api.openai.protocol import GenerationFields
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.http import admission, sse
+from quire.server.http.caller import caller
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.progress import check_progress, report_progress
-from quire.server.turns.fair_queue import tenant_of
+from quire.server.request.usage import TokenUsage
 
 
 def admit(request: Request, body: GenerationFields, state: needs.Admission, prefix: str) -> dict[str, Any]:
@@ -56,11 +57,11 @@ async def respond(
     predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
     stream = await admission.generate(request, state, requests, param, predict)
     if body.stream:
-        frames = answer.frames(stream, tenant_of(request.scope))
+        frames = answer.frames(stream, caller(request).turn)
         return sse.EventStream(sse.to_the_end(frames, answer.id), state.config.server.sse_keep_alive_interval, progress)
     choices = await sse.unless_disconnected(request, deltas.collect(stream, len(requests) * answer.n))
     return await state.threads.run(
-        answer.size(choices), lambda: sse.JsonResponse(answer.whole(choices)), tenant_of(request.scope)
+        answer.size(choices), lambda: sse.JsonResponse(answer.whole(choices)), caller(request).turn
     )
 
 
@@ -72,15 +73,14 @@ class Answer(ABC):
         body: GenerationFields,
         state: needs.Completion,
         answer_id: str,
-        prompts: list[list[int]],
-        num_image_tokens: int = 0,
+        requests: Sequence[GenerationRequest],
     ):
-        self.body, self.state, self.id, self.prompts = body, state, answer_id, prompts
+        self.body, self.state, self.id = body, state, answer_id
+        self.prompts = [one.prompt_token_ids for one in requests]
         self.created = int(time.time())
         self.model = state.answering(body.model)
         self.n = body.n or 1
-        self.num_image_tokens = num_image_tokens
-        self.counter = deltas.Counter(sum(map(len, prompts)), self.n)
+        self.used = TokenUsage.for_requests(requests)
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)
         self.running_usage = bool(options and options.continuous_usage_stats)
@@ -113,13 +113,7 @@ class Answer(ABC):
         """Bytes of whole events, large ones written in the tenant's turn. Closing it aborts the generation."""
         try:
             async for delta in stream:
-                self.counter.add(
-                    delta.index,
-                    len(delta.token_ids),
-                    delta.num_cached_tokens,
-                    delta.num_reasoning_tokens,
-                    delta.prediction_tokens,
-                )
+                self.used.add(delta)
                 if size := self.frame_size(delta):
                     frame = await self.state.threads.run(size, partial(self.frame, delta), tenant)
                 else:
@@ -127,26 +121,15 @@ class Answer(ABC):
                 if frame:
                     yield frame
             if self.include_usage:
-                yield self.event([], self.usage())
+                yield self.event([], Usage.of(self.used))
         finally:
             await stream.aclose()
 
     def event(self, choices: list[Any], usage: Usage | None = None) -> bytes:
         return sse.event(msgspec.json.encode(self._chunk(choices, usage)))
 
-    def usage(self) -> Usage:
-        counter = self.counter
-        return Usage.of(
-            counter.num_prompt_tokens,
-            counter.num_completion_tokens,
-            counter.num_cached_tokens,
-            counter.num_reasoning_tokens,
-            self.num_image_tokens,
-            None if self.body.prediction is None else counter.prediction_tokens,
-        )
-
     def chunk_usage(self, choices: list[Any], usage: Usage | None) -> Usage | msgspec.UnsetType | None:
         """The `usage` of a chunk: absent unless asked for; null until the last unless asked for in every chunk."""
         if usage is None and self.running_usage and choices:
-            usage = self.usage()
+            usage = Usage.of(self.used)
         return usage if self.include_usage or self.running_usage else msgspec.UNSET

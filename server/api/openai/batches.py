@@ -14,6 +14,7 @@ from quire.server.api import needs
 from quire.server.api.openai.protocol import Name
 from quire.server.batches.store import Batch
 from quire.server.errors import BadRequest
+from quire.server.http.caller import caller
 from quire.server.http.paging import ends, owner, page_size
 from quire.server.http.read_body import require_deliberate, use_body
 from quire.server.http.sse import JsonResponse
@@ -121,7 +122,7 @@ async def create_batch(request: Request, state: _Posting) -> Response:
     batch = await batches.run(
         batches.store.add_batch,
         owner(request),
-        request.scope.get("tenant"),
+        caller(request).tenant,
         body.endpoint,
         body.input_file_id,
         body.completion_window,

@@ -25,6 +25,7 @@ from quire.server.api.openai.translate import chat_spec
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
 from quire.server.http import sse
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.parsers.events import Content
 from quire.server.prompt.images import after_images
@@ -40,7 +41,7 @@ async def chat_completions(request: Request, state: needs.Completion) -> Respons
     everything that goes wrong before the first byte of the answer.
     """
     body, one = await use_body(request, ChatCompletionRequest, state, lambda body: _prepare(request, body, state))
-    answer = ChatAnswer(body, state, ID_PREFIX + request.scope["request_id"], one)
+    answer = ChatAnswer(body, state, ID_PREFIX + caller(request).request_id, one)
     return await respond(request, state, answer, [one], "messages")
 
 
@@ -66,7 +67,7 @@ class ChatAnswer(Answer):
     body: ChatCompletionRequest
 
     def __init__(self, body: ChatCompletionRequest, state: needs.Completion, answer_id: str, one: GenerationRequest):
-        super().__init__(body, state, answer_id, [one.prompt_token_ids], one.num_image_tokens)
+        super().__init__(body, state, answer_id, [one])
         self.parsed = one.parsing is not None
         self.writer = EventWriter(body, state.config.server.reasoning_field)
         self.formatter = Formatter(
@@ -74,14 +75,8 @@ class ChatAnswer(Answer):
         )
 
     def whole(self, choices: list[deltas.Choice]) -> ChatCompletion:
-        for i, choice in enumerate(choices):
-            self.counter.add(
-                i,
-                len(choice.token_ids),
-                choice.num_cached_tokens,
-                choice.num_reasoning_tokens,
-                choice.prediction_tokens,
-            )
+        for choice in choices:
+            self.used.add(choice)
         body = self.body
         return ChatCompletion(
             id=self.id,
@@ -98,7 +93,7 @@ class ChatAnswer(Answer):
                 )
                 for i, choice in enumerate(choices)
             ],
-            usage=self.usage(),
+            usage=Usage.of(self.used),
             system_fingerprint=self.state.system_fingerprint,
             prompt_logprobs=UNSET
             if body.prompt_logprobs is None

@@ -17,6 +17,7 @@ from quire.server.api.openai.translate import completion_spec
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
 from quire.server.http import sse
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
@@ -31,13 +32,7 @@ async def completions(request: Request, state: needs.Completion) -> Response:
     body, requests = await use_body(
         request, CompletionRequest, state, lambda body: (body, _prepare(request, body, state))
     )
-    answer = CompletionAnswer(
-        body,
-        state,
-        ID_PREFIX + request.scope["request_id"],
-        [one.prompt_token_ids for one in requests],
-        [one.prompt_text for one in requests],
-    )
+    answer = CompletionAnswer(body, state, ID_PREFIX + caller(request).request_id, requests)
     return await respond(request, state, answer, requests, "prompt")
 
 
@@ -58,11 +53,10 @@ class CompletionAnswer(Answer):
         body: CompletionRequest,
         state: needs.Completion,
         answer_id: str,
-        prompts: list[list[int]],
-        texts: list[str | None],
+        requests: list[GenerationRequest],
     ):
-        super().__init__(body, state, answer_id, prompts)
-        self.texts = texts
+        super().__init__(body, state, answer_id, requests)
+        self.texts = [one.prompt_text for one in requests]
         self.formatters: dict[int, Formatter] = {}  # per choice, which counts its own text offsets
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of a stream, per choice, until they are sent
 
@@ -75,9 +69,7 @@ class CompletionAnswer(Answer):
                     i, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason, echo
                 )
             )
-            self.counter.add(
-                i, len(choice.token_ids), choice.num_cached_tokens, prediction_tokens=choice.prediction_tokens
-            )
+            self.used.add(choice)
             if self.body.prompt_logprobs is not None:
                 out[-1].prompt_logprobs = Formatter(self.state.tokenizer, self.body.prompt_logprobs).prompt(
                     choice.prompt_logprobs
@@ -90,7 +82,7 @@ class CompletionAnswer(Answer):
             model=self.model,
             choices=out,
             system_fingerprint=self.state.system_fingerprint,
-            usage=self.usage(),
+            usage=Usage.of(self.used),
         )
 
     def size(self, choices: list[deltas.Choice]) -> int:

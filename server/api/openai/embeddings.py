@@ -13,6 +13,7 @@ from starlette.responses import Response
 from quire.server.api import needs
 from quire.server.generate.pooling import embed_params
 from quire.server.http import sse
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.http.vectors import (
     Prompts,
@@ -27,7 +28,6 @@ from quire.server.http.vectors import (
 )
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.limits import Text
-from quire.server.turns.fair_queue import tenant_of
 
 ID_PREFIX = "embd-"
 
@@ -83,4 +83,4 @@ async def embeddings(request: Request, state: needs.Vectors) -> Response:
             )
         )
 
-    return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
+    return await state.threads.run(answer_size(found), answer, caller(request).turn)

@@ -16,6 +16,7 @@ from quire.server.batches.disk import or_full
 from quire.server.batches.runner import Batches
 from quire.server.batches.store import File
 from quire.server.errors import BadRequest, NotInstalled, PayloadTooLarge, UnsupportedMediaType
+from quire.server.http.caller import caller, connection_of
 from quire.server.http.numbers import bounded_int
 from quire.server.http.paging import ends, owner, page_size
 from quire.server.http.read_body import require_deliberate
@@ -108,7 +109,7 @@ async def _store(request: Request, form: FormData, batches: Batches, size: int) 
         if purpose not in PURPOSES:
             raise BadRequest(f"purpose must be one of {', '.join(PURPOSES)}.", param="purpose")
         name = (upload.filename or "file").replace("/", "_")[:MAX_NAME]
-        file = await batches.add_file(upload.file, request.scope, purpose, name, _life(form), size)
+        file = await batches.add_file(upload.file, caller(request), purpose, name, _life(form), size)
     finally:
         await form.close()
     return JsonResponse(_file_object(file))
@@ -138,7 +139,7 @@ async def _counted(request: Request, max_bytes: int) -> AsyncGenerator[bytes, No
     """The body, up to the bytes held for it. Bytes that were read are on their way to a temporary file, so they count
     no more as memory.
     """
-    connection, size = request.scope.get("state", {}).get("connection"), 0
+    connection, size = connection_of(request.scope), 0
     async for part in request.stream():
         size += len(part)
         if size > max_bytes:

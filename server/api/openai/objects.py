@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.server.request.usage import TokenUsage
+
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
@@ -26,21 +28,16 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails
 
     @classmethod
-    def of(
-        cls,
-        prompt_tokens: int,
-        completion_tokens: int,
-        cached_tokens: int,
-        reasoning_tokens: int = 0,
-        image_tokens: int = 0,
-        prediction_tokens: tuple[int, int] | None = None,
-    ) -> Usage:
+    def of(cls, usage: TokenUsage) -> Usage:
+        counts = usage.counts
         return cls(
-            prompt_tokens,
-            completion_tokens,
-            prompt_tokens + completion_tokens,
-            PromptTokensDetails(cached_tokens, image_tokens or UNSET),
-            CompletionTokensDetails(reasoning_tokens, *(prediction_tokens or ())),
+            usage.num_prompt,
+            usage.num_output,
+            usage.num_prompt + usage.num_output,
+            PromptTokensDetails(counts.cached, usage.num_images or UNSET),
+            CompletionTokensDetails(
+                usage.num_reasoning, *((counts.accepted, counts.rejected) if usage.has_prediction else ())
+            ),
         )
 
 

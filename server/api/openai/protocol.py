@@ -25,7 +25,9 @@ from quire.server.api.openai.tools import (
     Tools,
 )
 from quire.server.lora.fields import LoraScales
+from quire.server.request.fields import SamplingFields
 from quire.server.request.limits import (
+    INT64_MAX,
     MAX_CHOSEN_IDS,
     MAX_IDS,
     MAX_PROMPTS,
@@ -40,22 +42,19 @@ from quire.server.request.limits import (
     ImageName,
     ImageText,
     Int64,
-    MinP,
     NonNegative,
-    Penalty,
     ProcessorOptions,
     RepetitionPenalty,
     Stop,
     Stops,
     StopTokenIds,
-    Temperature,
     Template,
     Text,
     TokenId,
     TokenIds,
-    TopP,
 )
 from quire.server.request.ngrams import NgramArguments
+from quire.server.request.ollama_options import Format, Options, Think
 from quire.server.request.tools import EFFORTS
 from quire.server.structured.structure import MAX_BYTES
 
@@ -105,15 +104,15 @@ HINTS: dict[str, tuple] = {
     "stream_interval": (1,),
     "length_penalty": (1.0,),  # of beams
     "early_stopping": (False,),
+    # llama.cpp's: blocks of the cache have no slots, and a prompt is never cut in its middle
+    "id_slot": (-1,),
+    "n_keep": (0,),
+    "n_discard": (0,),
+    "keep_alive": (),
 }
 UNSUPPORTED: dict[str, tuple] = {
     # other ways to search or sample
     "use_beam_search": (False,),
-    "typical_p": (1.0,),
-    "mirostat": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "top_n_sigma": (),
     "logits_processors": (),
     "logprob_token_ids": (),
     "logprobs_mode": (),
@@ -147,6 +146,7 @@ REASONING: dict[str, tuple] = {
     "stream_reasoning": (),
     "enable_thinking": (False,),
     "reasoning_format": ("none",),
+    "think": (False,),
 }
 
 
@@ -204,7 +204,7 @@ class Prediction(msgspec.Struct, kw_only=True):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class GenerationFields(msgspec.Struct, kw_only=True):
+class GenerationFields(SamplingFields, kw_only=True):
     """Fields of chat and text completions."""
 
     model: Name | None = None
@@ -212,24 +212,21 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     # sampling
     n: Count | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: AtLeastMinusOne | None = None  # -1 and 0 are off
-    min_p: MinP | None = None
-    seed: Int64 | None = None  # -1 is none
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[dict[Annotated[str, Meta(max_length=20)], Bias], Meta(max_length=MAX_CHOSEN_IDS)] | None = (
         None
     )
     allowed_token_ids: AllowedTokenIds | None = None
     bad_words: BadWords | None = None
-    no_repeat_ngram_size: NonNegative | None = None  # 0 is off
-    no_repeat_ngram_window_size: NonNegative | None = None  # last tokens that are searched; 0: all
     vllm_xargs: NgramArguments | None = None
     custom_logit_processor: Text | None = None  # SGLang's for DeepSeek-OCR
     custom_params: NgramArguments | None = None
+    # llama.cpp's and Ollama's names (`other_names.py`)
+    repeat_penalty: RepetitionPenalty | None = None  # repetition_penalty, over the last 64 tokens
+    n_predict: Annotated[int, Meta(ge=-2, le=INT64_MAX)] | None = None  # max_tokens; -1: all that the context holds
+    n_probs: NonNegative | None = None  # top_logprobs
+    cache_prompt: bool | None = None  # false: compute the whole prompt
+    format: Format = None  # response_format
+    options: Options | None = None
     # where to stop
     max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None
@@ -395,6 +392,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None
+    think: Think = None  # Ollama's
 
     harmless: ClassVar = HARMLESS
     hints: ClassVar[dict[str, tuple]] = HINTS

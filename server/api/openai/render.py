@@ -12,6 +12,7 @@ from starlette.responses import Response
 from quire.server.api import needs
 from quire.server.api.openai.protocol import ChatCompletionRequest
 from quire.server.api.openai.translate import conversation
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.http.sse import JsonResponse
 from quire.server.keys.access import require_model
@@ -58,9 +59,9 @@ async def _rendered(
 
     def work(body: ChatCompletionRequest) -> R | Deferred[R]:
         state.require_ready()
-        require_model(request.scope, body.model, state)
+        require_model(caller(request), body.model, state)
         prompt = conversation(body)
-        tenant = request.scope.get("tenant")
+        tenant = caller(request).tenant
         return after_images(prompt, state, tenant, lambda: show(render_conversation(prompt, state), body))
 
     return await use_body(request, ChatCompletionRequest, state, work)

@@ -11,6 +11,7 @@ from quire.server.api.openai.objects import DetokenizeResponse, TokenizeResponse
 from quire.server.api.openai.protocol import DetokenizeRequest, TokenizeRequest
 from quire.server.api.openai.translate import conversation
 from quire.server.errors import BadRequest
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.http.sse import JsonResponse
 from quire.server.keys.access import require_model
@@ -26,13 +27,13 @@ async def tokenize(request: Request, state: needs.Tokenizing) -> Response:
 
 def _tokenized(request: Request, body: TokenizeRequest, state: needs.Tokenizing) -> bytes | Deferred[bytes]:
     state.require_ready()
-    require_model(request.scope, body.model, state)
+    require_model(caller(request), body.model, state)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("Give exactly one of prompt and messages.", param="prompt")
     if body.messages is not None:
         prompt = conversation(body)
         special = bool(body.add_special_tokens)
-        tenant = request.scope.get("tenant")
+        tenant = caller(request).tenant
         return after_images(
             prompt, state, tenant, lambda: _answer(encode_conversation(prompt, state, special), body, state)
         )
@@ -53,7 +54,7 @@ async def detokenize(request: Request, state: needs.Tokenizing) -> Response:
 
 def _detokenized(request: Request, body: DetokenizeRequest, state: needs.Tokenizing) -> bytes:
     model = state.require_ready()
-    require_model(request.scope, body.model, state)
+    require_model(caller(request), body.model, state)
     if body.tokens and max(body.tokens) >= model.vocab_size:
         raise BadRequest(f"tokens: ids must be below the vocabulary size of {model.vocab_size}.", param="tokens")
     return msgspec.json.encode(DetokenizeResponse(state.tokenizer.decode(body.tokens, skip_special_tokens=False)))

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.server.api.openai.other_names import (
+    is_unlimited,
+    max_tokens_param,
+    structure_with_format,
+    translate_names,
+)
 from quire.server.api.openai.protocol import (
     ROLES,
     ChatCompletionRequest,
@@ -15,12 +21,11 @@ from quire.server.api.openai.protocol import (
     ReasoningSwitch,
     TokenizeRequest,
 )
-from quire.server.api.openai.structure import structure_of
 from quire.server.api.openai.tools import MessageToolCall, choice_of, template_call, tools_of
 from quire.server.errors import BadRequest
 from quire.server.media.inputs import ImageInput
 from quire.server.request.ngrams import of_sglang, of_vllm
-from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec, options_of
 from quire.server.request.sampling import is_greedy
 from quire.server.request.tools import Reasoning
 from quire.server.values import Json
@@ -28,60 +33,38 @@ from quire.server.values import Json
 COMPLETION_MAX_TOKENS = 16
 # fields of a message that templates get as they are
 _PASSED = ("name", "tool_call_id", "reasoning", "reasoning_content")
-# the fields that mean the same in a dialect-neutral request
-_SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "allowed_token_ids",
-    "bad_words",
-    "no_repeat_ngram_size",
-    "no_repeat_ngram_window_size",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "speculation",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "truncate_prompt_tokens",
-    "truncation_side",
-)
 
 
 def chat_spec(body: ChatCompletionRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
-    max_tokens_param, max_tokens = _chat_max_tokens(body)
+    translate_names(body)
+    limit_param, max_tokens = _chat_max_tokens(body)
     return GenerationSpec(
         prompts=conversation(body),
         options=_options(body, max_tokens, _chat_logprobs(body)),
-        structure=structure_of(body),
+        structure=structure_with_format(body),
         add_special_tokens=body.add_special_tokens,
         cache_salt=body.cache_salt,
         prompt_param="messages",
-        max_tokens_param=max_tokens_param,
-        logprobs_param="top_logprobs",
+        max_tokens_param=limit_param,
+        logprobs_param="n_probs" if body.n_probs else "top_logprobs",
         **identity,
     )
 
 
 def completion_spec(body: CompletionRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background."""
+    translate_names(body)
     _check_best_of(body)
     if body.max_tokens == 0 and not body.echo:
         raise BadRequest("max_tokens must be at least 1 unless echo is true.", param="max_tokens")
     return GenerationSpec(
         prompts=_prompts(body.prompt),
         options=_options(body, body.max_tokens, body.logprobs),
-        structure=structure_of(body),
-        default_max_tokens=COMPLETION_MAX_TOKENS,
+        structure=structure_with_format(body),
+        max_tokens_param=max_tokens_param(body, "max_tokens"),
+        logprobs_param="n_probs" if body.n_probs else "logprobs",
+        default_max_tokens=None if is_unlimited(body) else COMPLETION_MAX_TOKENS,
         add_special_tokens=body.add_special_tokens,
         suffix=body.suffix or None,
         echo=bool(body.echo),
@@ -107,16 +90,15 @@ def _options(body: GenerationFields, max_tokens: int | None, logprobs: int | Non
         logit_bias = body.logit_bias and {int(key): value for key, value in body.logit_bias.items()}
     except ValueError:
         raise BadRequest("logit_bias: keys must be token ids.", param="logit_bias") from None
-    same = {name: getattr(body, name) for name in _SAME}
     ngram = of_vllm(body.vllm_xargs) or of_sglang(body.custom_logit_processor, body.custom_params)
-    return GenerationOptions(
+    return options_of(
+        body,
         n=body.n or 1,
         max_tokens=max_tokens,
         logprobs=logprobs,
         logit_bias=logit_bias or None,
         no_repeat_ngram=ngram,
         prediction=None if body.prediction is None else body.prediction.text,
-        **same,
     )
 
 
@@ -128,7 +110,7 @@ def _chat_max_tokens(body: ChatCompletionRequest) -> tuple[str, int | None]:
             "max_tokens is the old name of max_completion_tokens: give one, or both with the same value.",
             param="max_tokens",
         )
-    param, value = ("max_tokens", old) if new is None else ("max_completion_tokens", new)
+    param, value = (max_tokens_param(body, "max_tokens"), old) if new is None else ("max_completion_tokens", new)
     if value == 0:
         raise BadRequest(f"{param} must be at least 1.", param=param)
     return param, value
@@ -235,11 +217,16 @@ def _calls(message: Message, path: str) -> list[dict[str, Any]]:
 def reasoning_of(body: ChatCompletionRequest) -> Reasoning:
     """How the model shall think, in the fields of several servers. Raises BadRequest for two that differ."""
     switch = body.reasoning or ReasoningSwitch()
+    enabled = _one_of("enable_thinking", body.enable_thinking, "reasoning.enabled", switch.enabled)
+    think = body.think if isinstance(body.think, bool) else None
+    if think is not None and enabled not in (None, think):
+        raise BadRequest("think and enable_thinking differ: give one of them.", param="think")
     budget = _one_of("thinking_token_budget", body.thinking_token_budget, "reasoning.max_tokens", switch.max_tokens)
     return Reasoning(
         effort=_one_of("reasoning_effort", body.reasoning_effort, "reasoning.effort", switch.effort),
         budget=None if budget == -1 else budget,
-        enabled=_one_of("enable_thinking", body.enable_thinking, "reasoning.enabled", switch.enabled),
+        enabled=enabled if think is None else think,
+        enabled_param="enable_thinking" if think is None else "think",
         separate=body.separate_reasoning is not False and body.reasoning_format != "none",
         stream=body.stream_reasoning is not False,
     )

@@ -8,7 +8,8 @@ from starlette.responses import Response
 from quire.engine.messages import EngineCalls
 from quire.server.api import needs
 from quire.server.errors import EngineError, NotFound, Unavailable
-from quire.server.http.cache_hint import check_key, engine_key
+from quire.server.http.cache_hint import check_key
+from quire.server.http.caller import caller
 
 
 async def free(request: Request, state: needs.Engine) -> Response:
@@ -17,7 +18,7 @@ async def free(request: Request, state: needs.Engine) -> Response:
     key = request.path_params["key"]
     check_key(key, "key")
     try:
-        freed = await state.client.call_each(EngineCalls.free_cache, engine_key(request.scope, key))
+        freed = await state.client.call_each(EngineCalls.free_cache, caller(request).engine_key(key))
     except TimeoutError:
         raise Unavailable("The engine did not answer in time.", code="engine_busy") from None
     except RuntimeError as error:

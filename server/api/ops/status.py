@@ -16,13 +16,13 @@ from quire.configs.config import Config
 from quire.engine.messages import EngineCalls, Ready
 from quire.server.api import needs
 from quire.server.errors import EngineError, Unavailable
+from quire.server.http.caller import caller
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import JsonResponse
 from quire.server.incidents import Failure, Incidents, Restarts
 from quire.server.metrics.view import view_for
 from quire.server.startup.model_names import without_folders
 from quire.server.structured.schema.schema import structured_output
-from quire.server.turns.fair_queue import tenant_of
 from quire.server.turns.threads import LARGE
 from quire.server.values import Json
 
@@ -97,13 +97,13 @@ async def metrics(request: Request, state: _Scraped) -> Response:
     """Return the metrics of all frontends in the text format of Prometheus, those that the key may see."""
     if state.metrics is None:
         state.require_ready()
-    view = view_for(request.scope.get("key"), state.keys is not None, "owner" not in request.scope)
+    view = view_for(caller(request).key, state.keys is not None, caller(request).owner is None)
     try:
         if state.scrape is not None:
             page = await state.scrape(view)
         else:  # a key has four series: those of ten thousand take a second
             render = functools.partial(state.metrics.render, view)
-            page = await state.threads.run(LARGE, render, tenant_of(request.scope))
+            page = await state.threads.run(LARGE, render, caller(request).turn)
     except TimeoutError:
         raise Unavailable("The other frontends did not report their metrics in time.") from None
     return Response(page, media_type=METRICS_TYPE)

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.api import needs
+from quire.server.http.caller import caller
 from quire.server.http.sse import JsonResponse
 from quire.server.keys.access import require_model
 
@@ -21,7 +22,7 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 async def tokenizer_info(request: Request, state: needs.Tokenizing) -> Response:
     """Return the special tokens and the chat template."""
     state.require_ready()
-    require_model(request.scope, None, state)
+    require_model(caller(request), None, state)
     tokenizer = state.tokenizer
     return JsonResponse(
         {"chat_template": tokenizer.chat_templates.get("default"), "vocab_size": tokenizer.vocab_size}

@@ -20,10 +20,10 @@ from quire.server.api.pooling.protocol import (
 from quire.server.generate.pooling import Vector, embed_params, require_task
 from quire.server.generate.scoring import activated
 from quire.server.http import sse
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.http.vectors import VectorUsage, admit, answer_size, prompts_of, to_requests, vectors, written
 from quire.server.request.generation_request import GenerationRequest
-from quire.server.turns.fair_queue import tenant_of
 
 
 async def classify(request: Request, state: needs.Vectors) -> Response:
@@ -50,7 +50,7 @@ async def classify(request: Request, state: needs.Vectors) -> Response:
             )
         )
 
-    return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
+    return await state.threads.run(answer_size(found), answer, caller(request).turn)
 
 
 async def pool(request: Request, state: needs.Vectors) -> Response:
@@ -81,7 +81,7 @@ async def pool(request: Request, state: needs.Vectors) -> Response:
             )
         )
 
-    return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
+    return await state.threads.run(answer_size(found), answer, caller(request).turn)
 
 
 def _params(body: PoolingRequest, state: needs.Model) -> PoolingParams:

@@ -21,9 +21,9 @@ from quire.server.errors import BadRequest
 from quire.server.generate.pooling import text_limit
 from quire.server.generate.scoring import Scoring, prepare_scoring
 from quire.server.http import sse
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.http.vectors import VectorFields, VectorUsage, admit, answer_size, to_spec, vectors
-from quire.server.turns.fair_queue import tenant_of
 
 
 async def score(request: Request, state: needs.Vectors) -> Response:
@@ -48,7 +48,7 @@ async def score(request: Request, state: needs.Vectors) -> Response:
             )
         )
 
-    return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
+    return await state.threads.run(answer_size(found), answer, caller(request).turn)
 
 
 async def rerank(request: Request, state: needs.Vectors) -> Response:
@@ -75,7 +75,7 @@ async def rerank(request: Request, state: needs.Vectors) -> Response:
             RerankList(id=request_id, model=state.answering(body.model), results=results, usage=VectorUsage.of(found))
         )
 
-    return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
+    return await state.threads.run(answer_size(found), answer, caller(request).turn)
 
 
 def _scoring(

@@ -14,11 +14,11 @@ from quire.server.api.pooling.protocol import Texts
 from quire.server.generate.pooling import PoolingSpec, embed_params, prepare
 from quire.server.generate.scoring import Scoring, prepare_scoring
 from quire.server.http import sse
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.http.vectors import Prompts, VectorFields, admit, answer_size, prompts_of, to_spec, vectors
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.limits import Text
-from quire.server.turns.fair_queue import tenant_of
 
 
 class _Fields(msgspec.Struct, kw_only=True):
@@ -79,7 +79,7 @@ async def embed(request: Request, state: needs.Vectors) -> Response:
     def answer() -> Response:
         return sse.JsonResponse([vector.values.tolist() for vector in found])
 
-    return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
+    return await state.threads.run(answer_size(found), answer, caller(request).turn)
 
 
 async def rerank_texts(request: Request, state: needs.Vectors) -> Response:
@@ -102,4 +102,4 @@ async def rerank_texts(request: Request, state: needs.Vectors) -> Response:
                 rank.text = body.texts[rank.index]
         return sse.JsonResponse(ranks)
 
-    return await state.threads.run(answer_size(found), answer, tenant_of(request.scope))
+    return await state.threads.run(answer_size(found), answer, caller(request).turn)

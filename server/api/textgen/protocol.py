@@ -9,13 +9,12 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from quire.server.request.fields import SamplingFields
 from quire.server.request.limits import (
     MAX_IDS,
     MAX_PROMPTS,
-    AtLeastMinusOne,
     Count,
     Int64,
-    MinP,
     NonNegative,
     Penalty,
     RepetitionPenalty,
@@ -27,6 +26,7 @@ from quire.server.request.limits import (
     TokenId,
     TokenIds,
     TopP,
+    TypicalP,
 )
 from quire.server.request.ngrams import NgramArguments
 
@@ -42,6 +42,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     temperature: Temperature | None = None
     top_k: NonNegative | None = None
     top_p: TopP | None = None
+    typical_p: TypicalP | None = None
     repetition_penalty: RepetitionPenalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Int64 | None = None
@@ -54,7 +55,6 @@ class Parameters(msgspec.Struct, kw_only=True):
 
     harmless: ClassVar = frozenset()
     unsupported: ClassVar[dict[str, tuple]] = {
-        "typical_p": (1.0,),
         "watermark": (False,),
         "decoder_input_details": (False,),
         "top_n_tokens": (0,),
@@ -62,26 +62,19 @@ class Parameters(msgspec.Struct, kw_only=True):
     }
 
 
-class SamplingParameters(msgspec.Struct, kw_only=True):
+class SamplingParameters(SamplingFields, kw_only=True):
     """Of SGLang."""
 
     max_new_tokens: NonNegative | None = None
     min_new_tokens: NonNegative | None = None
     n: Count | None = None
-    temperature: Temperature | None = None
-    top_k: AtLeastMinusOne | None = None
-    top_p: TopP | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
+    seed: Int64 | None = msgspec.field(default=None, name="sampling_seed")
     custom_params: NgramArguments | None = None  # of custom_logit_processor
     stop: Stop | Stops | None = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    sampling_seed: Int64 | None = None
     regex: Text | None = None
     ebnf: Text | None = None
     json_schema: Text | None = None

@@ -12,11 +12,11 @@ from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
+from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.http.route import EVENTS, Route
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.progress import check_progress, report_progress
-from quire.server.turns.fair_queue import tenant_of
 
 ID_PREFIX = "gen-"
 
@@ -48,7 +48,7 @@ async def _generate(request: Request, state: needs.Completion, stream: bool) -> 
     num_choices = sum(one.n for one in requests)
     choices = await sse.unless_disconnected(request, deltas.collect(generation, num_choices))
     return await state.threads.run(
-        deltas.answer_size(choices), lambda: sse.JsonResponse(answer.whole(choices)), tenant_of(request.scope)
+        deltas.answer_size(choices), lambda: sse.JsonResponse(answer.whole(choices)), caller(request).turn
     )
 
 

@@ -15,7 +15,7 @@ from quire.server.http import sse
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.ngrams import of_sglang
-from quire.server.request.request import GenerationOptions, GenerationSpec
+from quire.server.request.request import GenerationSpec, options_of
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
 
@@ -25,24 +25,12 @@ DEFAULT_MAX_TOKENS = 128
 def spec(body: TextRequest, **identity: Json) -> GenerationSpec:
     """`identity`: request_id, priority, tenant, background. Raises BadRequest."""
     given = body.sampling_params or SamplingParameters()
-    options = GenerationOptions(
+    options = options_of(
+        given,
         n=given.n or 1,
         max_tokens=given.max_new_tokens,
         min_tokens=given.min_new_tokens,
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        min_p=given.min_p,
-        seed=given.sampling_seed,
-        repetition_penalty=given.repetition_penalty,
-        frequency_penalty=given.frequency_penalty,
-        presence_penalty=given.presence_penalty,
         no_repeat_ngram=of_sglang(body.custom_logit_processor, given.custom_params),
-        stop=given.stop or None,
-        stop_token_ids=given.stop_token_ids,
-        ignore_eos=given.ignore_eos,
-        skip_special_tokens=given.skip_special_tokens,
-        spaces_between_special_tokens=given.spaces_between_special_tokens,
         speculation=body.speculation,
     )
     return GenerationSpec(
@@ -93,7 +81,7 @@ class Answer:
         self.requests, self.n = requests, requests[0].n
         self.many = self.n > 1 or isinstance(body.text, list) or isinstance((body.input_ids or [0])[0], list)
         self.started = time.perf_counter()
-        self.choices = [Choice() for _ in range(len(requests) * self.n)]
+        self.choices = [Choice(i) for i in range(len(requests) * self.n)]
 
     def whole(self, choices: list[Choice]) -> Any:
         out = [self._output(i, choice) for i, choice in enumerate(choices)]
@@ -104,10 +92,7 @@ class Answer:
         try:
             async for delta in stream:
                 choice = self.choices[delta.index]
-                choice.texts.append(delta.text)
-                choice.token_ids += delta.token_ids
-                choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
-                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+                choice.add(delta)
                 event = self._output(delta.index, choice) | ({"index": delta.index} if self.many else {})
                 yield sse.event(msgspec.json.encode(event))
         finally:
@@ -128,7 +113,7 @@ class Answer:
                 "finish_reason": reason,
                 "prompt_tokens": len(one.prompt_token_ids),
                 "completion_tokens": len(choice.token_ids),
-                "cached_tokens": choice.num_cached_tokens,
+                "cached_tokens": choice.counts.cached,
                 "e2e_latency": time.perf_counter() - self.started,
             },
         }

@@ -14,8 +14,9 @@ from quire.server.generate.deltas import Choice
 from quire.server.http import sse
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
-from quire.server.request.request import GenerationOptions, GenerationSpec
+from quire.server.request.request import GenerationSpec, options_of
 from quire.server.request.sampling import is_greedy
+from quire.server.request.usage import TokenUsage
 from quire.server.values import Json
 
 DEFAULT_MAX_TOKENS = 100
@@ -32,15 +33,10 @@ def spec(body: TextRequest, **identity: Json) -> GenerationSpec:
             "parameters.best_of must be 1 unless do_sample is false: candidates are not ranked here.",
             param="parameters.best_of",
         )
-    options = GenerationOptions(
+    options = options_of(
+        given,
         max_tokens=given.max_new_tokens,
         temperature=0.0 if greedy else given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        repetition_penalty=given.repetition_penalty,
-        frequency_penalty=given.frequency_penalty,
-        seed=given.seed,
-        stop=given.stop or None,
         truncate_prompt_tokens=given.truncate,
         speculation=body.speculation,
     )
@@ -63,14 +59,15 @@ class Answer:
         self.parameters, self.state, self.one = body.parameters or Parameters(), state, one
         self.prefix = body.inputs if self.parameters.return_full_text else ""
         self.texts: list[str] = []
-        self.num_tokens = 0
+        self.used = TokenUsage.for_requests([one])
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         (choice,) = choices
+        self.used.add(choice)
         out: dict[str, Any] = {"generated_text": self.prefix + choice.text}
         if self.parameters.details:
             tokens = [self._token(token_id) for token_id in choice.token_ids]
-            out["details"] = self._details(choice.finish_reason, choice.stop_reason, len(tokens)) | {
+            out["details"] = self._details(choice.finish_reason, choice.stop_reason) | {
                 "prefill": [],
                 "tokens": tokens,
             }
@@ -81,16 +78,16 @@ class Answer:
         try:
             async for delta in stream:
                 self.texts.append(delta.text)
-                self.num_tokens += len(delta.token_ids)
+                self.used.add(delta)
                 event: dict[str, Any] = {
-                    "index": self.num_tokens,
+                    "index": self.used.num_output,
                     "token": self._streamed(delta),
                     "generated_text": None,
                     "details": None,
                 }
                 if delta.finish_reason is not None:
                     event["generated_text"] = self.prefix + "".join(self.texts)
-                    event["details"] = self._details(delta.finish_reason, delta.stop_reason, self.num_tokens)
+                    event["details"] = self._details(delta.finish_reason, delta.stop_reason)
                 yield sse.event(msgspec.json.encode(event))
         finally:
             await stream.aclose()
@@ -105,10 +102,10 @@ class Answer:
         text, special = tokenizer.id_to_token(token_id), token_id in tokenizer.special_ids
         return {"id": token_id, "text": text, "logprob": None, "special": special}
 
-    def _details(self, finish_reason: str | None, stop_reason: int | str | None, num_tokens: int) -> dict[str, Any]:
+    def _details(self, finish_reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
         if finish_reason == "stop":
             finish_reason = "stop_sequence" if isinstance(stop_reason, str) else "eos_token"
         elif finish_reason == "timeout":
             finish_reason = "length"
         seed = self.one.sampling.seed if self.one.sampling.temperature else None
-        return {"finish_reason": finish_reason, "generated_tokens": num_tokens, "seed": seed}
+        return {"finish_reason": finish_reason, "generated_tokens": self.used.num_output, "seed": seed}

@@ -29,7 +29,7 @@ def ask(engine: Engine, prompt: list[int], **fields) -> tuple[int, int]:
     engine.add(name, prompt, max_tokens=1, **fields)
     engine.run()
     assert engine.last(name).finish_reason == "length"
-    return engine.last(name).num_cached_tokens, engine.scheduler._num_steps - before
+    return engine.last(name).counts.cached, engine.scheduler._num_steps - before
 
 
 def test_a_prompt_is_one_step_and_leaves_a_checkpoint_at_its_end():
@@ -91,7 +91,7 @@ def test_two_requests_in_one_step_share_a_prefix():
     for name in "ab":
         engine.add(name, prompt, max_tokens=1)
     engine.run()
-    assert sorted(engine.last(name).num_cached_tokens for name in "ab") == [0, 192]
+    assert sorted(engine.last(name).counts.cached for name in "ab") == [0, 192]
     engine.assert_at_rest()
 
 

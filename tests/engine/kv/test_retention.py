@@ -20,7 +20,7 @@ def ask(engine: Engine, name: str, prompt: list[int], key: str | None = None, se
     message = AddRequest(name, prompt, SamplingParams(max_tokens=2), cache_key=key, cache_seconds=seconds)
     engine.put(message)
     engine.run()
-    return next(o.num_cached_tokens for o in engine.outputs[b"server", name] if o.new_token_ids)
+    return next(o.counts.cached for o in engine.outputs[b"server", name] if o.new_token_ids)
 
 
 def traffic(engine: Engine, name: str) -> None:

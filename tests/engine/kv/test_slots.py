@@ -26,7 +26,7 @@ def ask(engine: Engine, name: str, prompt: list[int] = PROMPT, **fields) -> int:
     engine.put(AddRequest(name, prompt, SamplingParams(max_tokens=5), **fields))
     engine.run()
     assert engine.tokens(name) == expected_tokens(prompt, SamplingParams(max_tokens=5), 4096, VOCAB)
-    return next(o.num_cached_tokens for o in engine.outputs[b"server", name] if o.new_token_ids)
+    return next(o.counts.cached for o in engine.outputs[b"server", name] if o.new_token_ids)
 
 
 def act(engine: Engine, *args):

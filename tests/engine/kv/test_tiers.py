@@ -46,7 +46,7 @@ def ask(engine: Engine, name: str, prompt: list[int], max_tokens: int = 5) -> in
     engine.add(name, prompt, max_tokens=max_tokens)
     engine.run()
     assert engine.tokens(name) == expected_tokens(prompt, SamplingParams(max_tokens=max_tokens), 4096, VOCAB)
-    return next(o.num_cached_tokens for o in engine.outputs[b"server", name] if o.new_token_ids)
+    return next(o.counts.cached for o in engine.outputs[b"server", name] if o.new_token_ids)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -240,7 +240,7 @@ def test_others_run_while_a_request_waits_for_its_blocks(tmp_path, monkeypatch):
         engine.turn()
     assert len(engine.tokens("runs")) == 3 and (b"server", "waits") not in engine.outputs
     engine.run()
-    assert engine.last("waits").num_cached_tokens == 40
+    assert engine.last("waits").counts.cached == 40
     engine.assert_at_rest()
 
 

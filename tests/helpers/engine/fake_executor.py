@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -545,7 +544,7 @@ class FakeExecutor(Executor):
 class _Platform:
     """A machine with much RAM."""
 
-    device = SimpleNamespace(type="cpu")
+    shares_ram = True
 
     def free_ram(self) -> int:
         return 1 << 50

@@ -16,12 +16,16 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """`repositories` maps ids ("org/name") to folders, `refused` those that need a token to (status, error code)."""
+    """`repositories` maps ids ("org/name") to folders, `refused` those that need a token to (status, error code).
+    `cut` are names of files whose first download ends in its middle, `checksums` their SHA-256, as of large files.
+    """
 
     def __init__(
         self, repositories: dict[str, str], ranges: bool = True, refused: dict[str, tuple[int, str]] | None = None
     ):
         self.repositories, self.ranges, self.refused = repositories, ranges, refused or {}
+        self.cut: set[str] = set()
+        self.checksums: dict[str, str] = {}
         self.sent: Counter[str] = Counter()  # bytes of each file
         self.url = ""
 
@@ -61,7 +65,7 @@ class FakeHub:
                 self.answer(body=True)
 
             def answer(self, body: bool) -> None:
-                path = self.path.partition("?")[0]
+                path = re.sub("^http://[^/]+", "", self.path).partition("?")[0]  # a proxy is asked for the whole URL
                 for repository, (status, code) in hub.refused.items():
                     if path.startswith((f"/api/models/{repository}", f"/{repository}/")):
                         return self.send_whole(status, b"", {"X-Error-Code": code} if code else None)
@@ -88,26 +92,30 @@ class FakeHub:
                 self.send_whole(200, json.dumps(info).encode())
 
             def file(self, name: str, data: bytes, body: bool) -> None:
-                headers = {
-                    "X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(data).hexdigest()}"', "Accept-Ranges": "bytes"
-                }  # fmt: skip
-                wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+                etag = hub.checksums.get(name) or hashlib.sha1(data).hexdigest()
+                headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
+                wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
                 status, part = 200, data
                 if wanted and hub.ranges:
-                    start, end = int(wanted[1]), min(int(wanted[2]), len(data) - 1)
+                    start, end = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)
                     status, part = 206, data[start : end + 1]
                     headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
+                cut = body and name in hub.cut
+                hub.cut.discard(name if cut else "")
                 if body:
-                    hub.sent[name] += len(part)
-                self.send_whole(status, part, headers, body)
+                    hub.sent[name] += len(part) // 2 if cut else len(part)
+                self.send_whole(status, part, headers, body, cut)
 
-            def send_whole(self, status: int, data: bytes, headers: dict | None = None, body: bool = True) -> None:
+            def send_whole(
+                self, status: int, data: bytes, headers: dict | None = None, body: bool = True, cut: bool = False
+            ) -> None:
                 self.send_response(status)
                 for key, value in (headers or {}).items():
                     self.send_header(key, value)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 if body:
-                    self.wfile.write(data)
+                    self.wfile.write(data[: len(data) // 2] if cut else data)
+                self.close_connection = self.close_connection or cut
 
         return Handler

@@ -28,6 +28,7 @@ from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cuda.install import TritonOps
 from quire.worker.cuda.triton_backend import TritonPagedBackend
 from quire.worker.layers import linear, moe
+from quire.worker.limits import resolve_limits
 from quire.worker.messages import SamplingParams, StepInput
 from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec
@@ -151,14 +152,14 @@ def make_runner(folder: str, batch: int, platform: Platform) -> ModelRunner:
     config = Config.from_flat(
         model=folder, device="cpu", max_model_len="40", block_size=PAGE, max_num_batched_tokens=4 * batch
     )
-    limits = memory.resolve_limits(config, spec, CpuPlatform())
+    limits = resolve_limits(config, spec, CpuPlatform())
     with mock.patch.object(moe, "ListedExperts", lambda *args: moe.StackedExperts(*args[:3])):
         model = build_model(spec, torch.bfloat16, torch.device("cpu"), 40, ops=platform.ops)
     load_weights(model, spec, folder, "dummy")
     model.use(platform.ops)
     model.finalize()
     plan = memory.cache_plan(config, spec, limits)
-    kv_cache.allocate(kv_cache.attention_layers(model), plan, 16 * batch, PAGE, limits.kv, platform.device)
+    kv_cache.allocate(kv_cache.attention_layers(model), plan, 16 * batch, PAGE, limits.kv, platform)
     table = RequestTable(batch, 40, PAGE, spec.vocab_size, platform, plan.groups)
     return ModelRunner(model, table, TritonPagedBackend(), platform, 4 * batch)
 

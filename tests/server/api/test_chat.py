@@ -9,7 +9,7 @@ import random
 import openai
 import pytest
 
-from quire.engine.messages import SamplingParams
+from quire.engine.messages import NO_COUNTS, SamplingParams
 from quire.server.api.openai.objects import ChatChunkChoice, ChatDelta
 from tests.helpers.engine.fake_executor import expected_tokens
 from tests.helpers.models.checkpoints import VOCAB_SIZE
@@ -173,7 +173,7 @@ def test_template_of_a_chunk_is_the_types_encoding(server):
         chat = ChatAnswer(body, server.state, "chatcmpl-x", GenerationRequest("x", [1], SamplingParams()))
         chat.started.add(3)
         for text in ("plain", 'quo"te \\ \n\t\x00 é🙂 \u2028 </script>'):
-            fast = chat.frame(Delta(3, text, [5], None, None, None, None, 0, None))
+            fast = chat.frame(Delta(3, text, [5], None, None, None, None, NO_COUNTS, None))
             slow = chat.event([ChatChunkChoice(3, ChatDelta(content=text))])
             assert json.loads(fast[6:]) == json.loads(slow[6:]) and fast.endswith(b"}\n\n") and fast.count(b"\n") == 2
 

@@ -7,6 +7,7 @@ import json
 import openai
 import pytest
 
+from quire.engine.messages import NO_COUNTS, SamplingParams
 from quire.server.turns.fair_queue import Turns
 from tests.helpers.models.checkpoints import VOCAB_SIZE
 from tests.helpers.server.running import MODEL
@@ -113,11 +114,14 @@ def test_template_of_a_chunk_is_the_types_encoding(server):
     from quire.server.api.openai.protocol import CompletionRequest
     from quire.server.http.parse_body import parse
     from quire.server.request.delta import Delta
+    from quire.server.request.generation_request import GenerationRequest
 
     for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
         body, _ = parse(json.dumps({"prompt": "x", **options}).encode(), CompletionRequest)
-        completion = CompletionAnswer(body, server.state, "cmpl-x", [[1]], ["x"])
-        fast = completion.frame(Delta(3, 'quo"te \n é', [5], None, None, None, None, 0, None))
+        completion = CompletionAnswer(
+            body, server.state, "cmpl-x", [GenerationRequest("x", [1], SamplingParams(), prompt_text="x")]
+        )
+        fast = completion.frame(Delta(3, 'quo"te \n é', [5], None, None, None, None, NO_COUNTS, None))
         assert json.loads(fast[6:]) == json.loads(completion.event([CompletionChoice(3, 'quo"te \n é')])[6:])
 
 

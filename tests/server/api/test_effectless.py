@@ -95,7 +95,7 @@ def test_anthropic(server):
 
 
 def test_ollama(server):
-    options = {"tfs_z": 0.5, "penalize_newline": False, "mirostat_tau": 1.0, "num_predict": 1}
+    options = {"tfs_z": 0.5, "penalize_newline": False, "num_predict": 1}
     answer = ollama.Client(host=server.url).chat(MODEL, HELLO, options=options)
     assert answer.done
     body = {"model": MODEL, "messages": HELLO, "stream": False, "options": options, "truncate": True}

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from quire.engine.messages import EngineOutput, SamplingParams
+from quire.engine.messages import NO_COUNTS, EngineOutput, SamplingParams
 from quire.server.generate import deltas
 from quire.server.generate.deadlines import Deadlines
 from quire.server.request.delta import Delta
@@ -114,7 +114,7 @@ class Slow:
     def __init__(self, prompt: int):
         self.request = GenerationRequest(f"r{prompt}", [5], SamplingParams(temperature=0.0), n=N)
         self.client, self.open_ids = None, []
-        self.told = [Delta(0, f"a{prompt}", [70], None, None, None, None, 0, None)]
+        self.told = [Delta(0, f"a{prompt}", [70], None, None, None, None, NO_COUNTS, None)]
 
     def __aiter__(self):
         return self

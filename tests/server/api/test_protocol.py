@@ -155,7 +155,7 @@ def test_param_is_the_dotted_path(data, param):
             for name, value in [
                 ("use_beam_search", True),
                 ("prompt_embeds", "x"),
-                ("dry_multiplier", 0.8),
+                ("watermarking", {"x": 1}),
                 ("lora_path", "x"),
             ]
         ],

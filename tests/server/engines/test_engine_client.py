@@ -22,6 +22,7 @@ from quire.engine.messages import (
     EngineStats,
     SamplingParams,
     StepOutputs,
+    TokenCounts,
     TokenLogprobs,
 )
 from quire.server.engines.client import EngineCallError, EngineClient, EngineUnavailable
@@ -106,15 +107,14 @@ class TestRequests:
         async with connected() as (client, engine):
             stream = client.generate(request())
             await engine.receive()
-            await engine.output("r", 1, num_cached_tokens=2, prompt_logprobs=logprobs[:1])
+            await engine.output("r", 1, counts=TokenCounts(2), prompt_logprobs=logprobs[:1])
             await engine.output("r", 2, 3, logprobs=logprobs[2:4], prompt_logprobs=logprobs[1:2])
             await engine.output("r", 4, logprobs=logprobs[4:5])
             await engine.output("r", finish_reason="length")
             while client.num_open:
                 await asyncio.sleep(0.01)
-            assert [o async for o in stream] == [
-                EngineOutput("r", [1, 2, 3, 4], "length", None, logprobs[2:5], logprobs[:2], 2)
-            ]
+            whole = EngineOutput("r", [1, 2, 3, 4], "length", None, logprobs[2:5], logprobs[:2], TokenCounts(2))
+            assert [o async for o in stream] == [whole]
 
     @asynchronous
     async def test_choices_share_a_stream(self):

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.configs.config import Config
-from quire.engine.messages import AddRequest, EngineCalls, EngineOutput, RequestTiming, SamplingParams, TokenLogprobs
+from quire.engine.messages import (
+    AddRequest,
+    EngineCalls,
+    EngineOutput,
+    RequestTiming,
+    SamplingParams,
+    TokenCounts,
+    TokenLogprobs,
+)
 from quire.server.engines.client import EngineClient, OutputStream
 from quire.server.engines.process import EngineProcess
 from quire.server.errors import BadRequest, EngineError
@@ -168,12 +176,12 @@ class TestText:
     def test_prompt_logprobs_and_cached_tokens(self, tokenizer):
         entries = [TokenLogprobs([i], [-1.0], 1) for i in range(3)]
         script = [
-            EngineOutput("r", [], prompt_logprobs=entries[:2], num_cached_tokens=16),
+            EngineOutput("r", [], prompt_logprobs=entries[:2], counts=TokenCounts(16)),
             EngineOutput("r", [70], "length", prompt_logprobs=entries[2:]),
         ]
         deltas = run(tokenizer, ScriptedClient(script))
         assert [d.prompt_logprobs for d in deltas] == [entries[:2], entries[2:]]
-        assert [d.num_cached_tokens for d in deltas] == [16, 16]
+        assert [d.counts.cached for d in deltas] == [16, 16]
         assert deltas[0].finish_reason is None and deltas[0].logprobs is None
 
 
@@ -320,7 +328,7 @@ class TestRecording:
         calls = self.record(
             tokenizer,
             [
-                EngineOutput("r", [70, 71], num_cached_tokens=1),
+                EngineOutput("r", [70, 71], counts=TokenCounts(1)),
                 EngineOutput("r", [72, 73, 74]),
                 EngineOutput("r", [75], "length", timing=timing),
             ],
@@ -338,7 +346,7 @@ class TestRecording:
 
     def test_a_request_for_no_tokens(self, tokenizer):
         calls = self.record(
-            tokenizer, [EngineOutput("r", [], "length", num_cached_tokens=2)], sampling={"max_tokens": 0}
+            tokenizer, [EngineOutput("r", [], "length", counts=TokenCounts(2))], sampling={"max_tokens": 0}
         )
         assert [name for name, *_ in calls] == ["observe_prompt", "observe_request", "observe_group"] and calls[0][
             1:

@@ -9,6 +9,7 @@ import pytest
 
 from quire.server.errors import Unavailable
 from quire.server.http.startup_gate import StartupGate
+from quire.server.keys.caller import Caller
 from quire.server.web.pages import PAGES
 
 
@@ -30,7 +31,7 @@ def answer(path: str, opens: bool = True) -> list[int]:
     async def run() -> None:
         state = SimpleNamespace(status="loading", require_ready=refuse, health=lambda: {"status": "loading"})
         gate = StartupGate(state)
-        scope = {"type": "http", "path": path, "method": "GET", "headers": []}
+        scope = {"type": "http", "path": path, "method": "GET", "headers": [], "caller": Caller("r")}
         asking = asyncio.create_task(gate(scope, None, send))
         for _ in range(3):
             await asyncio.sleep(0)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from quire.engine.messages import NO_COUNTS
 from quire.server.generate import deltas
 from quire.server.request.delta import Delta
 from tests.helpers.server.running import MODEL
@@ -181,7 +182,7 @@ class Stub:
 
     def __init__(self, reasons: list[str]):
         self.request, self.client = SimpleNamespace(n=2, num_copies=1), None
-        self.deltas = [Delta(i, "", [], None, None, reason, None, 0, None) for i, reason in enumerate(reasons)]
+        self.deltas = [Delta(i, "", [], None, None, reason, None, NO_COUNTS, None) for i, reason in enumerate(reasons)]
         self.called: list[int] = []
 
     def called_tools(self, index: int) -> None:

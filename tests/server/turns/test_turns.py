@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.server.errors import Unavailable
-from quire.server.turns.fair_queue import Turns, tenant_of
+from quire.server.keys.caller import Caller
+from quire.server.turns.fair_queue import Turns
 
 
 def test_a_tenants_hundred_pieces_delay_anothers_by_one():
@@ -184,7 +185,7 @@ def test_waiting_is_limited_by_tenant():
 
 
 def test_tenants():
-    assert tenant_of({"owner": "k", "client": ("1.2.3.4", 5)}) == "k"
-    assert tenant_of({"client": ("1.2.3.4", 5)}) == "1.2.3.4"
-    assert tenant_of({"owner": "k", "background": True}) == "k/batch"
-    assert tenant_of({}) == ""
+    assert Caller("r", "1.2.3.4", owner="k").turn == "k"
+    assert Caller("r", "1.2.3.4").turn == "1.2.3.4"
+    assert Caller("r", owner="k", background=True).turn == "k/batch"
+    assert Caller("r").turn == ""

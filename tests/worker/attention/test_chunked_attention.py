@@ -16,7 +16,7 @@ from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.chunked import split_at_chunks
 from quire.worker.attention.registry import BACKENDS
 from quire.worker.cpu.device import CpuPlatform
-from quire.worker.memory import resolve_limits
+from quire.worker.limits import resolve_limits
 from quire.worker.messages import CacheGroup
 from quire.worker.models.registry import parse_model_spec, read_model_spec
 from tests.helpers.models.families import build_family

@@ -14,6 +14,7 @@ from quire.worker.attention.scaled import FP8, ScaledLatents, store
 from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cache.allocation import allocate
 from quire.worker.cache.storage import KVStorage
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.layers import mla
 from quire.worker.layers.mla import LatentAttention, LatentSizes
 from quire.worker.spec.cache import Latent, plan_cache
@@ -39,7 +40,7 @@ def _layer(num_blocks: int, dtype: torch.dtype) -> LatentAttention:
     layer, storage = LatentAttention(HEADS, SIZES, 0, SCALE), KVStorage(dtype)
     spec = layer.cache_spec(dtype.itemsize, storage.scale_bytes)
     assert spec == Latent(40, 8, *((4, 0) if dtype == torch.float32 else (1, 4)))
-    allocate([layer], plan_cache([spec]), num_blocks, BLOCK_SIZE, storage, torch.device("cpu"))
+    allocate([layer], plan_cache([spec]), num_blocks, BLOCK_SIZE, storage, CpuPlatform())
     return layer
 
 

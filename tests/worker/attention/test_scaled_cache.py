@@ -15,6 +15,7 @@ from quire.worker.attention.registry import BACKENDS, select_backend
 from quire.worker.attention.scaled import FP8, LARGEST, ScaledCache, ScaledLatents, scale_of, store, to_8_bits, widened
 from quire.worker.cache.allocation import Warmer, allocate
 from quire.worker.cache.storage import KVStorage
+from quire.worker.cpu.device import CpuPlatform
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.mla import LatentAttention
 from quire.worker.spec.cache import Full, Latent, LatentSizes, Window, plan_cache
@@ -225,7 +226,7 @@ def test_layers_share_pages_with_their_scales(kind, heads):
     layers = [Attention(4, heads[0], 16, 0), Attention(2, heads[1], 16, 1, sliding_window=24)]
     storage = KVStorage(TYPES[kind])
     plan = plan_cache([layer.cache_spec(1, 4) for layer in layers])
-    allocate(layers, plan, 6, 4, storage, CPU)
+    allocate(layers, plan, 6, 4, storage, CpuPlatform())
     tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for layer in layers
                for c in (layer.k_cache, layer.v_cache) for t in (c.values, c.scales)}  # fmt: skip
     assert sum(tensors.values()) == 6 * plan.page_bytes(4)
@@ -249,7 +250,7 @@ def test_all_of_the_memory_is_made_resident(constants):
     layers = [Attention(4, 2, 64, i) for i in range(2)]
     storage = KVStorage(torch.int8, constants)
     plan = plan_cache([layer.cache_spec(1, storage.scale_bytes) for layer in layers])
-    allocate(layers, plan, 8, 16, storage, CPU)
+    allocate(layers, plan, 8, 16, storage, CpuPlatform())
     warmer = Warmer(layers)
     try:
         assert warmer._size >= 8 * plan.page_bytes(16)
@@ -263,7 +264,7 @@ def test_latents_fill_their_pages(constants):
     layers = [LatentAttention(4, LatentSizes(32, 16, 8, 24), i, 1.0) for i in range(2)]
     storage = KVStorage(torch.int8, constants)
     plan = plan_cache([layer.cache_spec(1, storage.scale_bytes) for layer in layers])
-    allocate(layers, plan, 6, 4, storage, CPU)
+    allocate(layers, plan, 6, 4, storage, CpuPlatform())
     for i, layer in enumerate(layers):
         assert layer.v_cache.values.data_ptr() == layer.k_cache.values.data_ptr()
         assert constants is None or layer.k_cache.scales[3, 1, 0].tolist() == pytest.approx(constants[i])

@@ -173,7 +173,7 @@ def ranks_of(folder: str, size: int) -> list[ModelRunner]:
             load_weights(model, spec, folder, "auto", seed=0)
             layers = kv_cache.attention_layers(model)
             plan = plan_cache([layer.cache_spec(4) for layer in layers])
-            kv_cache.allocate(layers, plan, 60, 4, KVStorage(torch.float32), torch.device("cpu"))
+            kv_cache.allocate(layers, plan, 60, 4, KVStorage(torch.float32), CpuPlatform())
             table = RequestTable(4, 60, 4, spec.vocab_size, CpuPlatform())
             runners.append(ModelRunner(model, table, CpuPagedAttention(), CpuPlatform(), 48))
     return runners

@@ -14,6 +14,7 @@ from quire.worker.cache.allocation import allocate
 from quire.worker.cache.storage import KVStorage
 from quire.worker.cpu.device import CpuPlatform
 from quire.worker.layers.attention import Attention
+from quire.worker.limits import resolve_limits
 from quire.worker.messages import CacheGroup, longest_request, most_blocks
 from quire.worker.models.registry import read_model_spec
 from quire.worker.spec.cache import Full, Latent, State, Window, plan_cache
@@ -83,7 +84,7 @@ def test_layers_of_unequal_shapes_share_pages():
     torch.manual_seed(0)
     layers = [Attention(4, 2, 16, 0), Attention(2, 1, 64, 1, sliding_window=24)]
     plan = plan_cache([layer.cache_spec(4) for layer in layers])
-    allocate(layers, plan, 6, 4, KVStorage(torch.float32), torch.device("cpu"))
+    allocate(layers, plan, 6, 4, KVStorage(torch.float32), CpuPlatform())
     assert [layer.cache_group for layer in layers] == [0, 1]
     assert layers[0].k_cache.untyped_storage().data_ptr() == layers[1].k_cache.untyped_storage().data_ptr()
     starts, lengths = torch.tensor([0, 6], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
@@ -111,7 +112,7 @@ def test_layers_of_unequal_shapes_share_pages():
 
 def limits_of(folder: str, **settings) -> tuple[Config, memory.ModelSpec, memory.Limits]:
     config, spec = Config.from_flat(model=folder, device="cpu", **settings), read_model_spec(folder)
-    return config, spec, memory.resolve_limits(config, spec, CpuPlatform())
+    return config, spec, resolve_limits(config, spec, CpuPlatform())
 
 
 def test_a_long_context_with_a_window_takes_little_in_the_plan(checkpoint):

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from quire.configs.config import Config
 from quire.configs.sources import embedded_model
 from quire.engine.messages import SamplingParams
-from quire.worker import memory
 from quire.worker.attention.scaled import FP8
 from quire.worker.cpu.device import CpuPlatform
+from quire.worker.limits import resolve_limits
 from quire.worker.models.registry import read_model_spec
+from quire.worker.startup.preview import preview
 from tests.helpers.in_process import InProcessEngine
 from tests.helpers.models.families import FAMILIES, build_family
 
@@ -43,7 +44,7 @@ def with_scales(source: str, folder: Path, config: dict | None, names: tuple[str
 def resolve(folder: str, **settings):
     """(storage, reason) of a checkpoint."""
     config = Config.from_flat(model=folder, device="cpu", **settings)
-    limits = memory.resolve_limits(config, read_model_spec(folder), CpuPlatform())
+    limits = resolve_limits(config, read_model_spec(folder), CpuPlatform())
     return limits.kv, next(reason for setting, _, reason in limits.choices if setting == "kv_cache_dtype")
 
 
@@ -144,7 +145,7 @@ def blocks_of(folder: str, kv_cache_dtype: str) -> int:
     config = Config.from_flat(
         model=folder, device="cpu", kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=32 << 20, block_size=16
     )
-    return memory.preview(config).num_blocks
+    return preview(config).num_blocks
 
 
 def test_about_twice_the_tokens_in_the_same_memory(checkpoint, tmp_path):

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from quire.configs.config import Config
-from quire.worker import memory
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu import states
 from quire.worker.cpu.device import CpuPlatform
@@ -18,9 +17,11 @@ from quire.worker.cpu.fixed_order_linear import FixedRows, fix_order
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
 from quire.worker.cuda.device import CudaPlatform
+from quire.worker.limits import resolve_limits
 from quire.worker.messages import SamplingParams
 from quire.worker.models.registry import read_model_spec
 from quire.worker.sampling import logprobs
+from quire.worker.startup.preview import preview
 from quire.worker.transformer.moe import SharedGate, WideRouterLinear
 from quire.worker.worker import Worker
 from tests.helpers.models.families import build_family
@@ -175,7 +176,7 @@ def test_default(checkpoint, native_kernels, monkeypatch, level, amx, quantizati
     monkeypatch.setattr(native_kernels, "level", level)
     monkeypatch.setattr(cpu_ops, "has_amx", lambda: amx)
     folder = checkpoint("qwen3", dtype="bfloat16")
-    limits = memory.resolve_limits(
+    limits = resolve_limits(
         Config.from_flat(model=folder, quantization=quantization, **settings), read_model_spec(folder), CpuPlatform()
     )
     assert limits.deterministic == on and (limits.attention.backend.name == "cpu_fixed") == on
@@ -187,12 +188,12 @@ def test_default_with_recurrent_states(native_kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_ops, "has_amx", lambda: True)
     folder = build_family("lfm2", tmp_path, dtype="bfloat16", hidden_size=64)
     config, spec = Config.from_flat(model=folder), read_model_spec(folder)
-    assert memory.resolve_limits(config, spec, CpuPlatform()).deterministic
+    assert resolve_limits(config, spec, CpuPlatform()).deterministic
     assert states.reason(((3, 64), (4, 16, 16))) is None
     assert "1025" in states.reason(((3, 64), (4, 1025, 16)))
     monkeypatch.setattr(states, "_WIDEST", 2)
     with pytest.raises(ValueError, match="needs the native kernels for recurrent states: a convolution"):
-        memory.resolve_limits(Config.from_flat(model=folder, deterministic=True), spec, CpuPlatform())
+        resolve_limits(Config.from_flat(model=folder, deterministic=True), spec, CpuPlatform())
 
 
 def test_default_on_a_gpu(checkpoint):
@@ -211,7 +212,7 @@ def test_default_begins_when_the_kernels_are_ready(checkpoint, native_kernels, m
     try:
         native_kernels._status = "building native kernels in the background"
         worker = _worker(checkpoint("qwen3", dtype="bfloat16"))
-        choices = {name: (value, reason) for name, value, reason in memory.preview(worker.config).choices}
+        choices = {name: (value, reason) for name, value, reason in preview(worker.config).choices}
         assert (
             choices["deterministic"][0] == "off"
             and "needs the native CPU kernels: building native kernels in the background" in choices["deterministic"][1]
@@ -294,6 +295,6 @@ def test_what_does_not_go_together_is_refused(checkpoint, monkeypatch, platform,
     monkeypatch.setattr(KERNELS, "_status", "there are none")
     folder = checkpoint("qwen3")
     with pytest.raises(ValueError, match=re.escape(words)):
-        memory.resolve_limits(
+        resolve_limits(
             Config.from_flat(model=folder, deterministic=True, **settings), read_model_spec(folder), platform
         )

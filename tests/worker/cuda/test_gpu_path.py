@@ -93,6 +93,6 @@ def test_the_kv_cache_of_a_gpu_begins_as_zeros(monkeypatch):
     monkeypatch.setattr(kv_cache, "torch", Memory())
     layers = [Attention(2, 2, 4, i) for i in range(2)]
     plan = plan_cache([layer.cache_spec(2) for layer in layers])
-    kv_cache.allocate(layers, plan, 5, 8, KVStorage(torch.bfloat16), SimpleNamespace(type="cuda"))
+    kv_cache.allocate(layers, plan, 5, 8, KVStorage(torch.bfloat16), SimpleNamespace(device="cuda", shares_ram=False))
     for cache in (cache for layer in layers for cache in (layer.k_cache, layer.v_cache)):
         assert cache.shape == (5, 8, 2, 4) and not cache.any()

@@ -19,6 +19,7 @@ from quire.worker.batch.request_table import RequestTable
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cpu.device import CpuPlatform
 from quire.worker.layers import mla, moe, state, views
+from quire.worker.limits import resolve_limits
 from quire.worker.messages import NewRequest, SamplingParams, StepInput
 from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec
@@ -214,13 +215,13 @@ def family_runner(folder: str) -> ModelRunner:
     """The family's model with random weights, as on a GPU but for the device, without attention."""
     spec, platform = read_model_spec(folder), Platform()
     config = Config.from_flat(model=folder, device="cpu", max_model_len="40", block_size=4, max_num_batched_tokens=64)
-    limits = memory.resolve_limits(config, spec, CpuPlatform())
+    limits = resolve_limits(config, spec, CpuPlatform())
     model = build_model(spec, torch.float32, torch.device("cpu"), 40, ops=QuietOps())
     load_weights(model, spec, folder, "dummy")
     model.use(QuietOps())
     cache = memory.cache_plan(config, spec, limits)
-    kv_cache.allocate(kv_cache.attention_layers(model), cache, 64, 4, limits.kv, platform.device)
-    kv_cache.allocate_states(kv_cache.state_layers(model), cache, 8, platform.device)
+    kv_cache.allocate(kv_cache.attention_layers(model), cache, 64, 4, limits.kv, platform)
+    kv_cache.allocate_states(kv_cache.state_layers(model), cache, 8, platform)
     table = RequestTable(4, 40, 4, spec.vocab_size, platform, cache.groups)
     return ModelRunner(model, table, NoAttention(), platform, 64)
 

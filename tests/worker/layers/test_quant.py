@@ -11,7 +11,7 @@ import torch
 
 from quire.configs.config import Config
 from quire.configs.sources import embedded_model
-from quire.worker import memory
+from quire.worker import estimates
 from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.native_linear import QuantizedLinear
@@ -19,8 +19,10 @@ from quire.worker.cpu.packed_linear import NativeQuantMethod
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.quantization import int_at_load as quant
 from quire.worker.layers.quantization import int_groups
+from quire.worker.limits import resolve_limits
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.parallel import use_groups
+from quire.worker.startup.preview import preview
 from quire.worker.weights.loader import load_weights
 from quire.worker.worker import Worker
 from tests.helpers.worker.dense_attention import PagedRunner
@@ -150,13 +152,13 @@ def test_the_memory_plan_is_true(checkpoint, native_kernels, name, quantization)
         max_model_len="64",
         num_gpu_blocks_override=20,
     )
-    planned = memory.preview(config)
+    planned = preview(config)
     choices = {setting: (value, reason) for setting, value, reason in planned.choices}
     assert choices["dtype"] == ("bfloat16", f"required by --quantization {quantization}")
     ready = Worker(config).initialize(lambda phase, fraction: None)
     tables = 2048 * 32 * 4  # rotary
     assert ready.plan.weights - tables < 1.02 * planned.plan.weights < 1.04 * ready.plan.weights
-    assert planned.plan.weights < {"int8": 0.75, "int4": 0.65}[quantization] * memory.estimate_weights(
+    assert planned.plan.weights < {"int8": 0.75, "int4": 0.65}[quantization] * estimates.estimate_weights(
         read_model_spec(folder), torch.bfloat16, 1
     )
 
@@ -166,7 +168,7 @@ def test_quantizing_at_load_needs_bfloat16(checkpoint):
     words = "--quantization int8 supports bfloat16 activations only: omit --dtype float32"
     with pytest.raises(ValueError, match=re.escape(words)):
         config = Config.from_flat(model=folder, quantization="int8", dtype="float32")
-        memory.resolve_limits(config, read_model_spec(folder), CpuPlatform())
+        resolve_limits(config, read_model_spec(folder), CpuPlatform())
 
 
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 1.01), ("int4", 1.10)])

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from quire.configs.config import Config
 from quire.engine.messages import AddRequest
-from quire.worker.memory import preview
 from quire.worker.messages import PoolingParams, SamplingParams
 from quire.worker.models.registry import read_model_spec
+from quire.worker.startup.preview import preview
 from tests.helpers.in_process import InProcessEngine
 from tests.helpers.models.checkpoints import VOCAB_SIZE
 from tests.helpers.models.embedders import TEXTS, reference_embeddings, reference_logits

@@ -17,7 +17,7 @@ from quire.worker.cpu.device import CpuPlatform
 from quire.worker.layers.linear import PLAIN_WEIGHTS
 from quire.worker.layers.moe import ListedExperts, StackedExperts, run_experts
 from quire.worker.layers.quantization.fp4 import mxfp4_blocks
-from quire.worker.memory import resolve_limits
+from quire.worker.limits import resolve_limits
 from quire.worker.models.registry import build_model, parse_model_spec, read_model_spec
 from quire.worker.parallel import use_groups
 from quire.worker.spec.moe import MoESpec, RoutingSpec

@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from quire.configs.config import Config
 from quire.server.startup.plan_table import plan_table
-from quire.worker import memory
+from quire.worker import estimates
 from quire.worker.messages import MediaInfo
 from quire.worker.models.registry import build_model, parse_model_spec, read_model_spec, weight_bytes
 from quire.worker.models.vision.paddleocr_vl import PaddleOCRVLTower
 from quire.worker.parallel import Group, use_groups
+from quire.worker.startup.preview import preview
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.weights.loader import load_weights
 from tests.helpers.models.llava_models import IMAGE_TOKEN_ID
@@ -124,14 +125,14 @@ def test_names_of_older_siglip_and_clip(name, tmp_path):
 def test_memory_of_images(folder):
     """What `quire check` shows: the embeddings and the encoder's activations; its weights are whole on every rank."""
     settings = {"model": folder, "device": "cpu", "num_gpu_blocks_override": 200}
-    ready = memory.preview(Config.from_flat(**settings))
+    ready = preview(Config.from_flat(**settings))
     assert ready.media == MediaInfo(IMAGE_TOKEN_ID, 2048, 256)
     assert ready.plan.images > 2048 * 32 * 4  # of embeddings alone
     assert "2,048 embeddings kept" in plan_table(ready) and "256 in a step" in plan_table(ready)
-    bare = memory.preview(Config.from_flat(language_model_only=True, **settings))
+    bare = preview(Config.from_flat(language_model_only=True, **settings))
     assert bare.media is None and bare.plan.images == 0 and "embeddings" not in plan_table(bare)
     spec, text = read_model_spec(folder), read_model_spec(folder, images=False)
-    alone, split = (memory.estimate_weights(spec, torch.float32, ranks) for ranks in (1, 2))
+    alone, split = (estimates.estimate_weights(spec, torch.float32, ranks) for ranks in (1, 2))
     assert alone - split == weight_bytes(text, torch.float32) - weight_bytes(text, torch.float32) // 2
 
 

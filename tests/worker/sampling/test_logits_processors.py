@@ -303,10 +303,10 @@ def test_penalties_copy_a_bounded_number_of_rows(monkeypatch):
     want = Setup(requests).process(logits)
     monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 2 * VOCAB_SIZE)
     sizes = []
-    apply = module.Penalties._apply
+    apply = module.Penalties._penalize
     monkeypatch.setattr(
         module.Penalties,
-        "_apply",
-        lambda self, logits, batch, using: (sizes.append(len(using)), apply(self, logits, batch, using)),
+        "_penalize",
+        lambda self, logits, using, batch: (sizes.append(len(using)), apply(self, logits, using, batch)),
     )
     assert torch.equal(Setup(requests).process(logits), want) and sizes == [2, 2, 2, 1]

@@ -18,7 +18,7 @@ class BlockBytes:
         self._num_blocks = num_blocks
         caches = [cache for layer in layers if layer.kv_from is None for cache in (layer.k_cache, layer.v_cache)]
         self._blocks = _distinct([tensor for cache in caches for tensor in tensors_of(cache)])
-        if self._blocks and self._blocks[0].device.type == "cpu":
+        if len({tensor.untyped_storage().data_ptr() for tensor in self._blocks}) == 1:
             self._blocks = [_rows(self._blocks)]
         self._states = [pages for state in states for pages in state.pages]
 
@@ -71,8 +71,7 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def _rows(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The memory of all blocks `[num_blocks, bytes]`, of which these tensors are views."""
     storage = tensors[0].untyped_storage()
-    assert all(tensor.untyped_storage().data_ptr() == storage.data_ptr() for tensor in tensors)
     start = min(tensor.data_ptr() for tensor in tensors) - storage.data_ptr()
     size = tensors[0].stride(0) * tensors[0].itemsize
-    rows = torch.empty(0, dtype=torch.uint8)
+    rows = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
     return rows.set_(storage, start, (len(tensors[0]), size), (size, 1))

@@ -25,9 +25,9 @@ class RamTier(Tier):
 
     @classmethod
     def plan(cls, config: Config, platform: Platform) -> int | None:
-        """As asked, or on CUDA a quarter of the RAM that is free. Raises ValueError if less is free."""
+        """As asked, or a quarter of the free RAM, unless the cache is RAM itself. Raises ValueError if less is free."""
         asked, engines = config.cache.kv_offload_gib, config.parallel.data_parallel_size
-        if asked == 0 or (asked is None and platform.device.type != "cuda"):
+        if asked == 0 or (asked is None and platform.shares_ram):
             return None
         free = platform.free_ram()
         if asked is None:

@@ -24,6 +24,7 @@ from quire.server.errors import ApiError, BadRequest, EngineError
 from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 from quire.server.request.delta import Delta
+from quire.server.request.usage import TokenUsage
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,8 @@ def replay(response: ResponseObject, body: bytes) -> list[bytes]:
     """The events of a response that has ended, its items whole."""
     encrypted = any(isinstance(item, OutputReasoning) and item.encrypted_content for item in response.output)
     key = response.id.removeprefix("resp_")
-    output = Output(key, 0, by_joined_name(response.tools), bool(response.reasoning.summary), encrypted, None)
+    tools, summarized = by_joined_name(response.tools), bool(response.reasoning.summary)
+    output = Output(key, TokenUsage(0), tools, summarized, encrypted, None)
     answer = Answer(msgspec.structs.replace(response, output=[], usage=None, error=None, completed_at=None), output)
     told = answer.first()
     for event in _events_of(response):

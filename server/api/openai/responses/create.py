@@ -46,6 +46,7 @@ from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import RETENTION, wanted_for
+from quire.server.http.caller import caller
 from quire.server.http.paging import owner
 from quire.server.http.parse_body import is_left_out
 from quire.server.http.read_body import in_turns, use_body
@@ -55,7 +56,7 @@ from quire.server.prompt.images import after_images
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.progress import PrefillProgress, check_progress, report_progress
-from quire.server.turns.fair_queue import tenant_of
+from quire.server.request.usage import TokenUsage
 from quire.server.turns.threads import SMALL, Deferred
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ async def create_response(request: Request, state: _Creating) -> Response:
         )
     told = await sse.unless_disconnected(request, _all(generation))
     size = _size(sum(len(delta.token_ids) for delta in told), wants_logprobs(body))
-    await state.threads.run(size, lambda: _finish(answer, told), tenant_of(request.scope))
+    await state.threads.run(size, lambda: _finish(answer, told), caller(request).turn)
     return sse.JsonResponse(await keep(None))
 
 
@@ -168,12 +169,11 @@ def _prepared(body: ResponsesRequest, one: GenerationRequest, state: needs.Prepa
     response = _response(body, one, state, key)
     output = Output(
         key,
-        len(one.prompt_token_ids),
+        TokenUsage.for_requests([one]),
         by_joined_name(response.tools),
         response.reasoning.summary is not None,
         "reasoning.encrypted_content" in (body.include or ()),
         Formatter(state.tokenizer, body.top_logprobs or 0) if wants_logprobs(body) else None,
-        one.num_image_tokens,
         prewarms(body),
     )
     return _Prepared(one, Answer(response, output), items)
@@ -181,7 +181,7 @@ def _prepared(body: ResponsesRequest, one: GenerationRequest, state: needs.Prepa
 
 def _decide_to_store(request: Request, body: ResponsesRequest, state: needs.Responses) -> None:
     """`store` is true unless the client says otherwise, for a line of a batch false."""
-    in_batch = request.scope.get("background", False)
+    in_batch = caller(request).background
     if body.background and in_batch:
         raise BadRequest("background is not available in batches.", param="background")
     if body.store or body.background:
@@ -263,8 +263,8 @@ async def _keep(
     An answer outlives a failure of the store, or being too large for it, and then says that it is not stored.
     """
     response, responses = prepared.answer.response, state.responses
-    size = _size(prepared.answer.output.num_output_tokens, wants_logprobs(body))
-    encoded = await state.threads.run(size, lambda: msgspec.json.encode(response), tenant_of(request.scope))
+    size = _size(prepared.answer.output.used.num_output, wants_logprobs(body))
+    encoded = await state.threads.run(size, lambda: msgspec.json.encode(response), caller(request).turn)
     try:
         if response.store:
             kept = Stored(
@@ -307,8 +307,7 @@ async def _in_background(
         await generation.aclose()
         raise BadRequest("The response could not be stored, which background needs.", param="background")
     run = Run(owner(request), answer, generation, keep, bool(body.stream))
-    num_reserved = request.scope.pop("num_reserved", 0)  # until the run has ended
-    account = request.scope.pop("account", None)
+    num_reserved, account = caller(request).detach()  # until the run has ended
 
     def on_end() -> None:
         state.num_reserved -= num_reserved
@@ -332,7 +331,7 @@ async def count_input_tokens(request: Request, state: _Counting) -> Response:
 
     def work(body: ResponsePrompt, history: History | None) -> Work[ResponsePrompt, InputTokens]:
         state.require_ready()
-        require_model(request.scope, body.model, state)
+        require_model(caller(request), body.model, state)
         before = [] if history is None else past.resolve(body, history)
         prompt = conversation(body, before)
 
@@ -340,7 +339,7 @@ async def count_input_tokens(request: Request, state: _Counting) -> Response:
             truncate(prompt, body, state, 1)
             return body, InputTokens(input_tokens=len(encode_conversation(prompt, state, False)))
 
-        return after_images(prompt, state, request.scope.get("tenant"), finish)
+        return after_images(prompt, state, caller(request).tenant, finish)
 
     _, count = await _with_history(request, InputTokensRequest, state, work)
     return sse.JsonResponse(count)

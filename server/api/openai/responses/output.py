@@ -25,6 +25,7 @@ from quire.server.api.openai.responses.objects import (
 )
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 from quire.server.request.delta import Delta
+from quire.server.request.usage import TokenUsage
 from quire.server.values import Json
 
 CUT = ("length", "timeout")  # reasons for which an answer ends early
@@ -43,31 +44,24 @@ class Output:
     def __init__(
         self,
         key: str,
-        num_input_tokens: int,
+        used: TokenUsage,
         tools: dict[str, Named],
         summarized: bool,
         encrypted: bool,
         formatter: Formatter | None,
-        num_image_tokens: int = 0,
         prewarm: bool = False,
     ):
-        self.key, self.num_input_tokens, self.tools = key, num_input_tokens, tools
-        self.num_image_tokens, self.prewarm = num_image_tokens, prewarm
+        self.key, self.used, self.tools, self.prewarm = key, used, tools, prewarm
         self.summarized, self.encrypted, self.formatter = summarized, encrypted, formatter
         self.items: list[OutputItem] = []
         self.open = False  # whether the last item may grow
         self.pieces: list[str] = []  # of its text
         self.logprobs: list[Any] = []
         self.space = ""  # white space that may begin a message, or separate items
-        self.num_cached_tokens = self.num_output_tokens = self.num_reasoning_tokens = 0
-        self.prediction_tokens: tuple[int, int] | None = None  # accepted and rejected drafts of a prediction
         self.finish_reason: str | None = None
 
     def push(self, delta: Delta) -> Iterator[ServerEvent]:
-        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
-        self.num_output_tokens += len(delta.token_ids)
-        self.num_reasoning_tokens += delta.num_reasoning_tokens
-        self.prediction_tokens = delta.prediction_tokens or self.prediction_tokens
+        self.used.add(delta)
         events = delta.events
         if events is None:
             events = [Content(delta.text)] if delta.text else []
@@ -81,19 +75,19 @@ class Output:
             yield from self.finish()
 
     def usage(self) -> ResponseUsage:
-        accepted, rejected = self.prediction_tokens or (UNSET, UNSET)
+        used, counts = self.used, self.used.counts
         return ResponseUsage(
-            input_tokens=self.num_input_tokens,
+            input_tokens=used.num_prompt,
             input_tokens_details=InputTokensDetails(
-                cached_tokens=self.num_cached_tokens, image_tokens=self.num_image_tokens or UNSET
+                cached_tokens=counts.cached, image_tokens=used.num_images or UNSET
             ),
-            output_tokens=self.num_output_tokens,
+            output_tokens=used.num_output,
             output_tokens_details=OutputTokensDetails(
-                reasoning_tokens=self.num_reasoning_tokens,
-                accepted_prediction_tokens=accepted,
-                rejected_prediction_tokens=rejected,
+                reasoning_tokens=used.num_reasoning,
+                accepted_prediction_tokens=counts.accepted if used.has_prediction else UNSET,
+                rejected_prediction_tokens=counts.rejected if used.has_prediction else UNSET,
             ),
-            total_tokens=self.num_input_tokens + self.num_output_tokens,
+            total_tokens=used.num_prompt + used.num_output,
         )
 
     def add(self, event: Event, logprobs: list[Any]) -> Iterator[ServerEvent]:

@@ -21,22 +21,17 @@ from quire.server.api.openai.protocol import (
 )
 from quire.server.api.openai.responses.foreign_items import ForeignFields, is_left_out
 from quire.server.api.openai.tools import MAX_GRAMMAR, MAX_TOOLS, CallId, Description, Schema, ToolName
+from quire.server.request.fields import with_sampling_fields
 from quire.server.request.limits import (
     INT64_MAX,
     AtLeastMinusOne,
     CacheSalt,
     ImageText,
     Int64,
-    MinP,
-    NonNegative,
-    Penalty,
     ProcessorOptions,
-    RepetitionPenalty,
     Stop,
     Stops,
-    Temperature,
     Text,
-    TopP,
 )
 from quire.server.request.ngrams import NgramArguments
 
@@ -286,7 +281,7 @@ class InputTokensRequest(ResponsePrompt, kw_only=True):
     """POST /v1/responses/input_tokens"""
 
 
-class ResponsesRequest(ResponsePrompt, kw_only=True):
+class ResponsesRequest(with_sampling_fields(ResponsePrompt), kw_only=True):
     """POST /v1/responses"""
 
     stream: bool | None = None
@@ -295,19 +290,9 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
     include: Include | None = None
     max_output_tokens: Positive | None = None
     metadata: Metadata | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     top_logprobs: AtLeastMinusOne | None = None
-    # beside OpenAI's own, as in chat
+    # in addition to OpenAI's own, as in chat
     stop: Stop | Stops | None = None
-    top_k: AtLeastMinusOne | None = None
-    min_p: MinP | None = None
-    seed: Int64 | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    no_repeat_ngram_size: NonNegative | None = None
-    no_repeat_ngram_window_size: NonNegative | None = None
     vllm_xargs: NgramArguments | None = None
     priority: Int64 | None = None
     cache_salt: CacheSalt | None = None

@@ -18,10 +18,10 @@ from quire.server.api.openai.responses.service import Responses
 from quire.server.api.openai.responses.store import RUNNING, Stored
 from quire.server.errors import BadRequest, NotFound
 from quire.server.http import sse
+from quire.server.http.caller import caller
 from quire.server.http.numbers import bounded_int
 from quire.server.http.paging import owner, page_size
 from quire.server.http.read_body import require_deliberate
-from quire.server.turns.fair_queue import tenant_of
 
 POLL_SECONDS = 0.5  # between looks at a response that another process runs
 CANCEL_SECONDS = 10.0  # that another process has to cancel one
@@ -78,7 +78,7 @@ async def _events(request: Request, state: _Reading, stored: Stored, first: int)
         await asyncio.sleep(POLL_SECONDS)
         stored = await _get(request, state.responses)
     size = len(stored.body) + 16 * len(stored.events or b"")
-    yield b"".join((await state.threads.run(size, lambda: _recorded(stored), tenant_of(request.scope)))[first:])
+    yield b"".join((await state.threads.run(size, lambda: _recorded(stored), caller(request).turn))[first:])
 
 
 def _recorded(stored: Stored) -> list[bytes]:

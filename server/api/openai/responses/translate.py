@@ -22,25 +22,10 @@ from quire.server.errors import BadRequest
 from quire.server.http.parse_body import is_left_out
 from quire.server.prompt.encode import encode_conversation
 from quire.server.request.ngrams import of_vllm
-from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
+from quire.server.request.request import Conversation, GenerationSpec, options_of
 from quire.server.request.tools import Reasoning, Tool, ToolChoice
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
-
-_SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "no_repeat_ngram_window_size",
-    "speculation",
-    "stop",
-)
 
 
 def spec(body: ResponsesRequest, history: list[InputItem], **identity: Json) -> GenerationSpec:
@@ -48,12 +33,12 @@ def spec(body: ResponsesRequest, history: list[InputItem], **identity: Json) -> 
     check(body)
     return GenerationSpec(
         prompts=conversation(body, history),
-        options=GenerationOptions(
+        options=options_of(
+            body,
             max_tokens=0 if prewarms(body) else body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
             no_repeat_ngram=of_vllm(body.vllm_xargs),
             prediction=None if body.prediction is None else body.prediction.text,
-            **{name: getattr(body, name) for name in _SAME},
         ),
         structure=_structure(body.text and body.text.format),
         cache_salt=body.cache_salt,

@@ -219,7 +219,7 @@ def test_what_there_is(pair):
         ("chat", {"model": "none", "messages": ASK}, 404, "does not exist"),
         ("chat", {"messages": ASK}, 400, "model"),
         ("chat", {"model": MODEL, "messages": ASK, "options": {"temperature": 9}}, 400, "options.temperature"),
-        ("chat", {"model": MODEL, "messages": ASK, "options": {"mirostat": 1}}, 400, "options.mirostat"),
+        ("chat", {"model": MODEL, "messages": ASK, "options": {"mirostat": 3}}, 400, "options.mirostat"),
         ("chat", {"model": MODEL, "messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, 400, "images"),
         ("chat", {"model": MODEL, "messages": ASK, "format": {"type": "nonsense"}}, 400, "format"),
         ("chat", {"model": MODEL, "messages": ASK, "tools": TOOLS * 2}, 400, "same name"),

@@ -1,0 +1,71 @@
+"""Who sent a request, and what the layers around the routes note about it: the one value of the server's own in an ASGI
+scope (`quire.server.http.caller`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.server.errors import ApiError
+from quire.server.keys.key import Key
+from quire.server.request.delta import Delta
+from quire.server.request.hints import CacheHint, Ignored
+
+
+class Account(Protocol):
+    """`quire.server.keys.account.Account` of an accepted request."""
+
+    def observed(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]: ...
+    def close(self, status: int | None) -> None: ...
+
+
+@dataclass(slots=True)
+class Caller:
+    """Made by the outermost layer. Each group of fields has one writer, in the order in which they run."""
+
+    # the connection (`RequestBoundary`), or the runner of batches; the body's or a header's id replaces `request_id`
+    request_id: str
+    address: str = ""  # of the client
+    arrived: float | None = None  # time of the event loop; None without a connection
+    background: bool = False  # a line of a batch
+    # the API key (`ApiKeys`)
+    key: Key | None = None
+    owner: str | None = None  # whose files and batches it may see; None: there is one owner
+    tenant: str | None = None  # requests of different tenants share no cached prefixes
+    # the body (`use_body`)
+    hint: CacheHint | None = None
+    timeout: float | None = None  # seconds that the client gives it
+    ignored: Ignored | None = None  # what of the body has no effect
+    # admission, which the end of the answer settles
+    priority: int = 0
+    num_reserved: int = 0  # choices in the queue
+    account: Account | None = None
+    limits: Mapping[str, str] = field(default_factory=dict)  # headers of the answer: limits of the key
+    # the error that is the answer, for the access log, because some clients hide it
+    refusal: ApiError | None = None
+
+    @property
+    def turn(self) -> str:
+        """Whose turn the work for the request takes: its API key's, or its address's if there is at most one key. Lines
+        of batches count apart, so that they do not delay other requests of the same key.
+        """
+        name = self.owner or self.address
+        return f"{name}/batch" if self.background else name
+
+    def engine_key(self, key: str) -> str:
+        """The name of a conversation in the engine: a tenant is hexadecimal, so that names cannot collide."""
+        return f"{self.tenant or ''}/{key}"
+
+    def detach(self) -> tuple[int, Account | None]:
+        """Take over the reserved choices and the account, which the end of the answer then does not settle."""
+        taken = self.num_reserved, self.account
+        self.num_reserved, self.account = 0, None
+        return taken
+
+    def close(self, status: int | None) -> None:
+        """Settle the account, if there is one. `status` is the answer's; None if there was none."""
+        _, account = self.detach()
+        if account is not None:
+            account.close(status)

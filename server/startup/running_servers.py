@@ -1,0 +1,97 @@
+"""Records the servers of this user that run on this machine, for `quire ps` and `quire stop`: a file per process in
+quire's cache folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from quire.checkpoints import packaged
+from quire.configs.config import Config
+from quire.server.private_files import private_folder
+from quire.server.startup.address_file import address_of
+from quire.server.startup.model_names import served_names
+
+logger = logging.getLogger("quire")
+_START = 19  # index among the fields of /proc/PID/stat after the name: the start of the process, in ticks
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """`started` tells the process from a later one with its pid."""
+
+    pid: int
+    url: str  # http://HOST:PORT, or unix:PATH
+    models: list[str]
+    started: str
+
+
+def folder() -> Path:
+    """Return $QUIRE_CACHE/running/HOST, by default below ~/.cache/quire: machines may share a home."""
+    return packaged.folder().parent / "running" / socket.gethostname()
+
+
+def record(config: Config, listener: socket.socket) -> None:
+    """Write the file of this process. One that cannot be written is only logged: the server is usable without it."""
+    address = address_of(listener)
+    if not address.startswith("unix:"):
+        address = f"http{'s' if config.server.ssl_certfile else ''}://{address}"
+    mine = Running(os.getpid(), address, served_names(config), _started(os.getpid()))
+    try:
+        private_folder(folder())
+        part = folder() / f".{mine.pid}"
+        part.write_text(json.dumps(asdict(mine)), encoding="utf-8")
+        part.replace(_file(mine.pid))
+    except OSError as error:
+        logger.debug("`quire ps` will not see this server: cannot write to %s: %s", folder(), error)
+
+
+def forget() -> None:
+    """Remove the file of this process."""
+    with contextlib.suppress(OSError):
+        _file(os.getpid()).unlink()
+
+
+def running() -> list[Running]:
+    """Return the servers that run, by pid; the files of those that were killed are removed."""
+    found = []
+    for path in sorted(folder().glob("[0-9]*")):
+        try:
+            one = Running(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            continue  # of a server that ends just now, or no file of ours
+        if is_running(one):
+            found.append(one)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return sorted(found, key=lambda one: one.pid)
+
+
+def is_running(server: Running) -> bool:
+    try:
+        os.kill(server.pid, 0)
+    except OSError:
+        return False
+    return _started(server.pid) == server.started
+
+
+def _file(pid: int) -> Path:
+    return folder() / str(pid)
+
+
+def _started(pid: int) -> str:
+    """Return the start of a process in ticks since the machine's start; empty where the system does not tell (macOS),
+    or if the process has ended and its parent has not read its status.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[_START]
