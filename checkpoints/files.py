@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -47,6 +48,30 @@ def damaged_weights(path: Path, error: Exception) -> str:
     if head.startswith(GGUF):
         return f"{path} is a GGUF file under another name: rename it to end in .gguf, and give the file as the model"
     return f"cannot read the weights in {path}: {error}. The file is incomplete or damaged: download it again"
+
+
+def folder_obstacle(path: str | os.PathLike) -> str | None:
+    """Return why a folder, with those above it, cannot be made or written; None if it can. Makes nothing."""
+    above = os.path.abspath(path)
+    while not os.path.exists(above):
+        above = os.path.dirname(above)
+    if not os.path.isdir(above):
+        return os.strerror(errno.ENOTDIR)
+    return None if os.access(above, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+
+
+def file_obstacle(path: str | os.PathLike) -> str | None:
+    """Return why a file cannot be made or written in a folder that exists; None if it can. Makes nothing."""
+    if os.path.isdir(path):
+        return os.strerror(errno.EISDIR)
+    if os.path.exists(path):
+        return None if os.access(path, os.W_OK) else os.strerror(errno.EACCES)
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        os.stat(folder)
+    except OSError as error:
+        return error.strerror
+    return folder_obstacle(folder)
 
 
 def check_model_folder(folder: str, needs_weights: bool = True) -> None:

@@ -12,12 +12,12 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from quire.checkpoints import hub
-from quire.checkpoints.files import check_model_folder
-from quire.checkpoints.lora import check_modules, local_modules
+from quire.checkpoints.lora import local_modules
 from quire.checkpoints.weight_summary import weight_summary
 from quire.configs.config import Config
 from quire.configs.options import removed_settings
 from quire.configs.speculation import draft_model_of
+from quire.server.startup.checks import check_server_files, local_config
 from quire.server.startup.plan_table import plan_table
 
 if TYPE_CHECKING:
@@ -44,47 +44,52 @@ def plan(config: Config, target: str) -> str:
     """
     from quire.server.media.service import Images
     from quire.server.request.sampling import read_sampling_defaults
-    from quire.server.text.tokenizer import Tokenizer
+    from quire.server.startup.engine_group import PLAIN, read_text
 
-    options, has_weights = config.model, False
-    where = {"revision": options.revision, "download_dir": options.download_dir}
-    if options.load_format == "dummy":
-        folder = hub.resolve(options.model, tokenizer_only=True, **where)
-    else:
-        folder, has_weights = hub.resolve_headers(options.model, target=target, **where)
-    config = dataclasses.replace(config, model=dataclasses.replace(options, model=folder))
-    check_model_folder(folder, needs_weights=has_weights and options.load_format != "dummy")
-    if (draft := draft_model_of(config.scheduler.speculative_config)) is not None:
-        draft = hub.resolve(draft, tokenizer_only=True, download_dir=options.download_dir)
-        check_model_folder(draft, needs_weights=False)
-        config = config.with_draft_model(draft)
-    modules = local_modules(config.lora.lora_modules, options.download_dir)
-    check_modules(modules)
-    config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, lora_modules=modules))
+    check_server_files(config.server)
+    config, has_weights, has_draft = _local(config, target)
+    options, folder = config.model, config.model.model
     # imported by name: torch loads only when this command runs
-    ready = importlib.import_module("quire.worker.startup.preview").preview(config, files=has_weights)
+    importlib.import_module("quire.engine.executor.base").executor_class(config)
+    preview = importlib.import_module("quire.worker.startup.preview").preview
+    ready = preview(config, files=has_weights, draft_files=has_draft)
     adapters = importlib.import_module("quire.worker.lora.preview").describe_adapters(config)
     tokenizer_folder = (
         folder
         if options.tokenizer is None
         else hub.resolve(options.tokenizer, download_dir=options.download_dir, tokenizer_only=True)
     )
-    tokenizer = Tokenizer.load(
-        tokenizer_folder, chat_template=config.server.chat_template, trust_remote_code=options.trust_remote_code
-    )
     defaults = read_sampling_defaults(config, folder)
     images = Images(config)
-    images.open(folder, tokenizer)
+    tokenizer, _ = read_text(config, tokenizer_folder, images, folder)
     images.check_worker(ready.media)
     chat = "none: /v1/chat/completions needs --chat-template"
-    if tokenizer.chat_templates:
-        chat = "yes"
-    elif images.why_not is None:
+    if tokenizer.chat_templates == {"default": PLAIN}:
         chat = "none: a conversation is the contents of its messages, one after another"
+    elif tokenizer.chat_templates:
+        chat = "yes"
     warnings = [f"warning: {warning}" for warning in ready.warnings]
     lines = [plan_table(ready), *warnings, f"chat template: {chat}", *_about(images, folder), *adapters]
     lines.append(f"default sampling parameters: {defaults.describe()}")
     return "\n".join([_checkpoint(config, folder), *lines] if has_weights else lines)
+
+
+def _local(config: Config, target: str) -> tuple[Config, bool, bool]:
+    """Return the settings with folders of this machine, and whether the model and the draft model have the headers of
+    their weights there.
+    """
+    options, has_weights, has_draft = config.model, False, False
+    where = {"revision": options.revision, "download_dir": options.download_dir}
+    if options.load_format == "dummy":
+        folder = hub.resolve(options.model, tokenizer_only=True, **where)
+    else:
+        folder, has_weights = hub.resolve_headers(options.model, target=target, **where)
+    if (draft := draft_model_of(config.scheduler.speculative_config)) is not None:
+        has_draft = has_weights and hub.ready_folder(draft) is not None
+        draft = hub.resolve(draft, tokenizer_only=True, download_dir=options.download_dir)
+    modules = local_modules(config.lora.lora_modules, options.download_dir)
+    config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, lora_modules=modules))
+    return local_config(config, folder, draft, needs_weights=has_weights), has_weights, has_draft
 
 
 def _about(images: Images, folder: str) -> list[str]:

@@ -29,6 +29,7 @@ from quire.server.frontends.descriptors import BACKLOG, raise_descriptor_limit
 from quire.server.frontends.handle import FrontendHandle
 from quire.server.heap import keep_large_blocks_apart
 from quire.server.startup import address_file, running_servers
+from quire.server.startup.checks import check_server_files
 from quire.server.startup.engine_group import EngineGroup
 from quire.server.startup.hints import curl_line
 from quire.server.startup.model_names import served_names
@@ -172,8 +173,8 @@ class Launcher:
     """
 
     def __init__(self, config: Config, listener: socket.socket, started: float):
-        """Raises ValueError when `config` names no model or a folder that holds none, OSError when the port cannot be
-        shared.
+        """Raises ValueError for files that cannot be used, or a folder that holds no model, OSError when the port
+        cannot be shared.
         """
         self.config, self.listener, self.started = config, listener, started
         self.engines = EngineGroup(config)
@@ -182,6 +183,7 @@ class Launcher:
         self.shown = StartProgress()
         self.stop = asyncio.Event()
         self._interrupted, self._signalled = False, 0.0  # whether SIGINT came, and when the first signal did
+        check_server_files(config.server)
         self.engines.start_if_local()
         self.frontend = self._make_frontend()
 

@@ -82,8 +82,13 @@ _EXECUTORS = {
 
 
 def get_executor(config: Config) -> Executor:
-    """Create the executor that `distributed_executor_backend` names: "mp" by default for several ranks, else
-    "uniproc". "MODULE:CLASS" names any other subclass of `Executor`. Imports torch if the executor does.
+    """Create the executor that `distributed_executor_backend` names. Raises ValueError as `executor_class`."""
+    return executor_class(config)(config)
+
+
+def executor_class(config: Config) -> Callable[[Config], Executor]:
+    """Return the class that `distributed_executor_backend` names: "mp" by default for several ranks, else "uniproc".
+    "MODULE:CLASS" names any other subclass of `Executor`. Imports torch if the executor does.
 
     Raises ValueError if there is no such executor, or if it cannot run the ranks.
     """
@@ -94,10 +99,10 @@ def get_executor(config: Config) -> Executor:
             f"distributed_executor_backend 'uniproc' runs one rank, but the configuration asks for {world_size}; "
             "use 'mp'"
         )
-    return _executor_class(name)(config)
+    return _class_named(name)
 
 
-def _executor_class(name: str) -> Callable[[Config], Executor]:
+def _class_named(name: str) -> Callable[[Config], Executor]:
     module, colon, attribute = _EXECUTORS.get(name, name).partition(":")
     if not colon:
         raise ValueError(

@@ -71,7 +71,7 @@ class Batches:
         try:
             self.store = Store(folder, max_bytes, several=_is_shared(state))
         except (OSError, sqlite3.Error) as error:
-            raise ValueError(f"--batch-dir {folder}: {error}") from None
+            raise ValueError(f"--batch-dir {folder}: {getattr(error, 'strerror', None) or error}") from None
         self.state = state
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._changed = asyncio.Event()

@@ -177,7 +177,7 @@ class Frontend:
         self.state.details = LazyDetails(model_folder)
         self.sampling_defaults = read_sampling_defaults(self.config, model_folder)
         loaded = await load_tokenizer(self.config, tokenizer_folder, self.state.images, model_folder)
-        await self.state.adapters.open(self.state.client, self.state.names)
+        await self.state.adapters.open(self.state.client)
         self.state.tokenizer, self.state.formats = loaded
         self.open()
 

@@ -322,7 +322,7 @@ class FrontendGroup:
         self.load = Load(model_folder, tokenizer_folder)
         self.broadcast(self.load)
         if self.adapters.enabled:
-            await self.adapters.open(self._pool, served_names(self.config))
+            await self.adapters.open(self._pool)
             await self._share_adapters()
         for frontend in self.frontends:
             await frontend.loaded.wait()

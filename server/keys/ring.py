@@ -33,9 +33,11 @@ class Holder:
 class KeyRing:
     """`is_required`: requests need a key, and not only those for administrators."""
 
-    def __init__(self, config: ServerConfig):
-        """Raises ValueError for a file of keys that cannot be used."""
-        self._path = config.api_key_file
+    def __init__(self, config: ServerConfig, counts: bool = True):
+        """Raises ValueError for a file of keys that cannot be used. With `counts` the use of limited keys is counted in
+        a file.
+        """
+        self._path, self._counts = config.api_key_file, counts
         plain = list(dict.fromkeys(config.api_key))
         several = len(plain) > 1 or self._path is not None
         given = [Key(name=f"key-{i}", key=key) for i, key in enumerate(plain, start=1)]
@@ -88,7 +90,7 @@ class KeyRing:
         for key in keys:
             if key.digest in taken or key.name in names:
                 raise ValueError(f"--api-key-file {self._path}: '{key.name}' is also a key of --api-key or an admin's")
-        if any(key.is_limited for key in keys):
+        if self._counts and any(key.is_limited for key in keys):
             self.ledger.open()
         return [Holder(key, key.digest, key.owner) for key in keys]
 

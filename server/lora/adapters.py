@@ -50,14 +50,12 @@ class Adapters(Served):
 
     # ---- start
 
-    async def open(self, client: EngineHandle, names: Sequence[str]) -> None:
-        """Load the adapters of the command line and of --lora-dir, once an engine is ready. `names` are the model's.
+    async def open(self, client: EngineHandle) -> None:
+        """Load the adapters of the command line and of --lora-dir, once an engine is ready.
 
         Raises ValueError if one of --lora-modules cannot be loaded; one of --lora-dir is left out.
         """
         for name, path, is_given in self._at_start:
-            if name in names:
-                raise ValueError(f"LoRA adapter {name!r}: this is a name of the model itself")
             try:
                 if not is_given and not self._is_inside(Path(os.path.realpath(path))):
                     raise ValueError("a link leads out of the folder; name its target with --lora-modules")

@@ -110,7 +110,7 @@ class SharedAdapters(Served):
         self._copies: dict[str, Adapter] = {}  # by the folder of the parent's copy
         self._known = asyncio.Event()
 
-    async def open(self, client: EngineHandle, names: Sequence[str]) -> None:
+    async def open(self, client: EngineHandle) -> None:
         """Wait for the first list."""
         if self.enabled:
             await self._known.wait()

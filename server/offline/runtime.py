@@ -97,7 +97,7 @@ class Runtime:
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
         self._sampling_defaults = read_sampling_defaults(self.config, model_folder)
         loaded = await load_tokenizer(self.config, tokenizer_folder, self.state.images, model_folder)
-        await self.state.adapters.open(self.state.client, self.state.names)
+        await self.state.adapters.open(self.state.client)
         self.state.tokenizer, self.state.formats = loaded
         self._open()
 

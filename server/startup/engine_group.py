@@ -12,15 +12,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from quire.checkpoints import hub
-from quire.checkpoints.early import refuse_early
-from quire.checkpoints.files import check_model_folder
-from quire.checkpoints.lora import check_counts, check_modules, local_modules, parse_module
+from quire.checkpoints.lora import local_modules, parse_module
 from quire.configs.config import Config
 from quire.configs.speculation import draft_model_of
 from quire.engine.messages import EngineStats, Progress, WorkerReady
 from quire.server.engines.process import EngineProcess
 from quire.server.engines.supervisor import Supervisor, in_thread
 from quire.server.model_info import ModelInfo, context_length, known_token_ids
+from quire.server.startup.checks import local_config
 
 if TYPE_CHECKING:  # imported late, because these imports are slow
     from quire.server.engines.client import EngineClient
@@ -77,17 +76,8 @@ class EngineGroup:
 
         Raises ValueError if a folder has no model or the system cannot start a process.
         """
-        check_model_folder(folder, needs_weights=self.config.model.load_format != "dummy")
+        config = local_config(self.config, folder, draft, needs_weights=self.config.model.load_format != "dummy")
         self.folder = folder
-        parallel, lora = self.config.parallel, self.config.lora
-        sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        refuse_early(folder, *sizes, self.config.model.max_model_len)
-        check_counts(lora.max_loras, lora.max_cpu_loras)
-        check_modules(lora.lora_modules)
-        config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, model=folder))
-        if draft is not None:
-            check_model_folder(draft, needs_weights=self.config.model.load_format != "dummy")
-            config = config.with_draft_model(draft)
         for index in range(config.parallel.data_parallel_size):
             engine = EngineProcess(config, index)
             try:
@@ -183,25 +173,31 @@ class EngineGroup:
             engine.kill()
 
 
-async def load_tokenizer(config: Config, folder: str, images: Images, model_folder: str) -> tuple[Tokenizer, Formats]:
-    """The tokenizer, and the formats of thoughts and calls that go with its chat template; `images` learns what the
-    model does with images.
+def read_text(config: Config, folder: str, images: Images, model_folder: str) -> tuple[Tokenizer, Formats]:
+    """Return the tokenizer, and the formats of thoughts and calls that go with its chat template; `images` learns what
+    the model does with images.
 
     Raises ValueError for missing or malformed files, and for a parser or an option that does not exist.
     """
+    from quire.server.request.formats import choose_formats
+    from quire.server.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(
+        folder, chat_template=config.server.chat_template, trust_remote_code=config.model.trust_remote_code
+    )
+    images.open(model_folder, tokenizer)
+    if images.why_not is None and not tokenizer.chat_templates:
+        tokenizer.chat_templates = {"default": PLAIN}
+    return tokenizer, choose_formats(config.server, tokenizer)
+
+
+async def load_tokenizer(config: Config, folder: str, images: Images, model_folder: str) -> tuple[Tokenizer, Formats]:
+    """Run `read_text` in a thread, and compute what the first request would wait for."""
 
     def load() -> tuple[Tokenizer, Formats]:
-        from quire.server.request.formats import choose_formats
-        from quire.server.text.tokenizer import Tokenizer
-
-        tokenizer = Tokenizer.load(
-            folder, chat_template=config.server.chat_template, trust_remote_code=config.model.trust_remote_code
-        )
-        _ = tokenizer.max_token_chars  # compute now, not during the first request
-        images.open(model_folder, tokenizer)
-        if images.why_not is None and not tokenizer.chat_templates:
-            tokenizer.chat_templates = {"default": PLAIN}
-        return tokenizer, choose_formats(config.server, tokenizer)
+        tokenizer, formats = read_text(config, folder, images, model_folder)
+        _ = tokenizer.max_token_chars
+        return tokenizer, formats
 
     return await in_thread(load)
 

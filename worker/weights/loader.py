@@ -68,20 +68,26 @@ def load_weights(
         model.finalize()
 
 
-def check_model(config: Config, *, files: bool = True) -> CausalLM:
-    """The model without memory for its weights. Raises the ValueError that building it and, with `files`, loading its
-    weights would raise. Checks shapes only: reads no weights.
+def check_model(config: Config, spec: ModelSpec | None = None, *, files: bool = True) -> CausalLM:
+    """Return the model without memory for its weights; `spec` has what drafts need of it. Raises the ValueError that
+    building it and, with `files`, loading its weights would raise. Checks shapes only: reads no weights.
     """
     options, group = config.model, Group()
-    spec = read_model_spec(options.model, options.model_impl, images=not options.language_model_only)
+    spec = spec or read_model_spec(options.model, options.model_impl, images=not options.language_model_only)
     group.size = config.parallel.tensor_parallel_size
     with use_groups(tp=group, ep=group if config.parallel.enable_expert_parallel else None):
         model = build_model(spec, torch.float32, torch.device("meta"))
-    if files and spec.implementation == "quire" and config.model.load_format != "dummy":
-        with _open(config.model.model, spec) as checkpoint:
+    if files and config.model.load_format != "dummy":
+        check_files(model, spec, options.model)
+    return model
+
+
+def check_files(model: CausalLM, spec: ModelSpec, folder: str) -> None:
+    """Raise ValueError unless the headers of the weights in `folder` fit `model`."""
+    if spec.implementation == "quire":
+        with _open(folder, spec) as checkpoint:
             names = checkpoint.names_of(model)
             checkpoint.check(placements_of(model, names, checkpoint), model, spec, names)
-    return model
 
 
 def _open(folder: str, spec: ModelSpec) -> Checkpoint:

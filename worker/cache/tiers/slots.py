@@ -10,7 +10,6 @@ the disk, so that requests that run are not held up.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import logging
 import os
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.checkpoints.files import folder_obstacle
 from quire.configs.config import Config
 from quire.worker.cache.tiers.base import Agree, Content, Rank, Tier, alone
 from quire.worker.cache.tiers.segments import Place, encode, read_block, read_places
@@ -65,11 +65,8 @@ class SlotTier(Tier):
         if not config.cache.slot_save_path:
             return None
         folder = Path(config.cache.slot_save_path).expanduser()
-        above = next(path for path in (folder, *folder.parents) if path.exists())
-        if not above.is_dir():
-            raise ValueError(f"--slot-save-path {folder}: {os.strerror(errno.ENOTDIR)}")
-        if not os.access(above, os.W_OK | os.X_OK):
-            raise ValueError(f"--slot-save-path {folder}: {os.strerror(errno.EACCES)}")
+        if (why := folder_obstacle(folder)) is not None:
+            raise ValueError(f"--slot-save-path {folder}: {why}")
         return 0
 
     @classmethod
