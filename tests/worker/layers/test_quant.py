@@ -11,7 +11,7 @@ import torch
 
 from quire.configs.config import Config
 from quire.configs.sources import embedded_model
-from quire.worker import memory
+from quire.worker import estimates
 from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.native import KERNELS
 from quire.worker.cpu.native_linear import QuantizedLinear
@@ -158,7 +158,7 @@ def test_the_memory_plan_is_true(checkpoint, native_kernels, name, quantization)
     ready = Worker(config).initialize(lambda phase, fraction: None)
     tables = 2048 * 32 * 4  # rotary
     assert ready.plan.weights - tables < 1.02 * planned.plan.weights < 1.04 * ready.plan.weights
-    assert planned.plan.weights < {"int8": 0.75, "int4": 0.65}[quantization] * memory.estimate_weights(
+    assert planned.plan.weights < {"int8": 0.75, "int4": 0.65}[quantization] * estimates.estimate_weights(
         read_model_spec(folder), torch.bfloat16, 1
     )
 

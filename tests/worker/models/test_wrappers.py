@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.configs.config import Config
 from quire.server.startup.plan_table import plan_table
-from quire.worker import memory
+from quire.worker import estimates
 from quire.worker.messages import MediaInfo
 from quire.worker.models.registry import build_model, parse_model_spec, read_model_spec, weight_bytes
 from quire.worker.models.vision.paddleocr_vl import PaddleOCRVLTower
@@ -132,7 +132,7 @@ def test_memory_of_images(folder):
     bare = preview(Config.from_flat(language_model_only=True, **settings))
     assert bare.media is None and bare.plan.images == 0 and "embeddings" not in plan_table(bare)
     spec, text = read_model_spec(folder), read_model_spec(folder, images=False)
-    alone, split = (memory.estimate_weights(spec, torch.float32, ranks) for ranks in (1, 2))
+    alone, split = (estimates.estimate_weights(spec, torch.float32, ranks) for ranks in (1, 2))
     assert alone - split == weight_bytes(text, torch.float32) - weight_bytes(text, torch.float32) // 2
 
 
