@@ -43,7 +43,7 @@ class Limits:
     choices: list[Choice]
 
     def with_drafts(self, spec: ModelSpec) -> ModelSpec:
-        """The model with what it has for the sake of drafts."""
+        """Return the model with the parts that serve drafts only."""
         captures = tuple(self.draft.raw["captured"]) if self.speculation.eagle else ()
         return replace(spec, has_head=self.speculation.head, captures=captures)
 

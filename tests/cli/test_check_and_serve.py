@@ -249,7 +249,7 @@ def rows():
         yield pytest.param(model, flags, words, id=f"{model} {flags}"[:70], marks=() if words else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("model", "flags", "words"), rows())
+@pytest.mark.parametrize(("model", "flags", "words"), list(rows()))
 def test_check_and_serve_agree(model, flags, words, places, tmp_path, capsys):
     arguments = [part.format(**places).replace("'", '"') for part in flags.split()]
     if "--load-format" not in arguments:

@@ -1,4 +1,4 @@
-"""Fourth stage of a start: the KV cache and what runs steps over it."""
+"""Fourth stage of a start: the KV cache and the runner of steps over it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ ReportProgress = Callable[[str, float], None]  # (phase, fraction of it)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """This rank's share of the model, and what runs with it."""
+    """This rank's share of the model, its draft model and adapters."""
 
     model: CausalLM
     draft: CausalLM | None

@@ -1,4 +1,4 @@
-"""Last stage of a start: what the engine is told."""
+"""Last stage of a start: the report to the engine."""
 
 from __future__ import annotations
 
