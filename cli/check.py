@@ -1,5 +1,5 @@
 """`quire check`: print the memory plan and the choices of `quire serve` with the same flags, or the error it would end
-with, without loading weights. Of a Hub model it reads the headers of the weights by range requests.
+with, without loading weights. For a Hub model it reads the headers of the weights by range requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`quire show`: a model in words, from its files. Of a Hub model that is not on this machine, it reads headers only."""
+"""`quire show`: a model in words, from its files. For a Hub model that is not on this machine, it reads headers only."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _quantization(settings: dict[str, Any], tensors: list[tuple[str, int, int]])
 
 
 def _capabilities(folder: Path, config: dict[str, Any], templates: dict[str, str]) -> list[str]:
-    """Return Ollama's words for what the model can do, as far as its files say."""
+    """Return Ollama's words for the abilities that the files of the model show."""
     text = "\n".join(templates.values())
     makes_text = "For" in "".join(config.get("architectures") or ()) and not (folder / "modules.json").is_file()
     found = ["completion"] if makes_text or templates else ["embedding"]
