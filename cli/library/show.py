@@ -1,4 +1,4 @@
-"""`quire show`: a model in words, from its files. For a Hub model that is not on this machine, it reads headers only."""
+"""`quire show`: a model in words, from its files; for a Hub model that is not on this machine, from headers only."""
 
 from __future__ import annotations
 

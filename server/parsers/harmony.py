@@ -118,7 +118,7 @@ def _read_message(reader: Reader, may_call: bool) -> Wait[None]:
     reader.hold()
     recipient = _RECIPIENT.search(header)
     channel = _CHANNEL_NAME.search(header)
-    to_function = recipient is not None and recipient[1].startswith("functions.")
+    to_function = recipient is not None and recipient[1].startswith("functions.") and recipient[1] != "functions."
     if to_function and may_call:
         reader.begin_call(recipient[1].removeprefix("functions."))
         yield from _read_arguments(reader)
