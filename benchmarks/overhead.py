@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,7 +62,6 @@ def main(argv: Sequence[str]) -> int:
 
 async def measure(arguments: argparse.Namespace, num_frontends: int) -> None:
     port = free_port()
-    os.environ["FAKE_EXECUTOR"] = "validate=0"
     command = [
         sys.executable,
         "-m",
@@ -83,7 +81,7 @@ async def measure(arguments: argparse.Namespace, num_frontends: int) -> None:
         "--api-server-count",
         str(num_frontends),
     ]
-    with ServerProcess(command, port) as server:
+    with ServerProcess(command, port, environment={"FAKE_EXECUTOR": "validate=0"}) as server:
         await server.wait_for("/health", timeout=60)
         target = Target(server.client, "/v1/completions", "fake", ignore_eos=True, temperature=0.0)
         encoder = serve.load_encoder(arguments.model, None)

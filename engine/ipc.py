@@ -9,6 +9,7 @@ import os
 import msgspec
 import zmq
 
+from quire.configs.sockets import close_when_collected
 from quire.engine.messages import FromEngine, ToEngine
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class ServerSocket:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 1000)  # also if it is never closed: what a gone server did not read holds no exit
+        close_when_collected(self, self._context, self._socket)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a disconnected server fails instead of being dropped
         # the engine never waits for a slow server; its queue is bounded by its open requests
         self._socket.set(zmq.SNDHWM, 0)

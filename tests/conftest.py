@@ -46,6 +46,20 @@ def _one_torch_thread():
             torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _same_environment():
+    """Fail a module that leaves another environment to the modules after it."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    changed = {name for name in changed if not name.startswith(("PYTEST_", "TORCH"))}  # those of the libraries
+    for name in changed:
+        os.environ.pop(name, None)
+    os.environ.update({name: before[name] for name in changed & before.keys()})
+    assert not changed, f"left in os.environ: {sorted(changed)}"
+
+
 @pytest.fixture(scope="session")
 def _kernels_in_the_cache(request) -> None:
     """Compile the kernels once; otherwise, on a fresh machine, every server in the tests would compile them. The GPU's

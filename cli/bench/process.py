@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quire.cli.bench.connection import Client, HttpError
 
@@ -26,12 +26,15 @@ def free_port() -> int:
 class ServerProcess:
     """`with ServerProcess(command, port) as server:` runs `command`, in which every "{port}" is replaced.
 
-    `started` is time.perf_counter() at its start. After `grace` seconds the server is killed.
+    `environment` is added to the variables of this process. `started` is time.perf_counter() at its start. After
+    `grace` seconds the server is killed.
     """
 
-    def __init__(self, command: Sequence[str], port: int, grace: float = 60.0):
+    def __init__(
+        self, command: Sequence[str], port: int, grace: float = 60.0, environment: Mapping[str, str] | None = None
+    ):
         self.command = [part.replace("{port}", str(port)) for part in command]
-        self.port, self.grace = port, grace
+        self.port, self.grace, self.environment = port, grace, os.environ | (environment or {})
         self.client = Client(f"http://127.0.0.1:{port}")
 
     def __enter__(self) -> ServerProcess:
@@ -39,7 +42,12 @@ class ServerProcess:
         self.started = time.perf_counter()
         # its own session: Ctrl-C in the terminal reaches only the measurement, which then stops the server
         self.process = subprocess.Popen(
-            self.command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
+            self.command,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            env=self.environment,
+            start_new_session=True,
         )
         return self
 

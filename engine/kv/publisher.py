@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from quire.configs.kv_events import KVEventsSettings
+from quire.configs.sockets import close_when_collected
 from quire.engine.kv.events import KVEvent
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class KVEventPublisher:
         self._wake.set_hwm(0)
         self._wake_receiver.bind("inproc://wake")
         self._wake.connect("inproc://wake")
+        sockets = (self._pub, self._replay, self._wake_receiver, self._wake)
+        close_when_collected(self, self._context, *filter(None, sockets))
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
@@ -106,9 +109,8 @@ class KVEventPublisher:
                 running = self._send(self._queue.get(), encoder)
             if self._replay in ready:  # after what was published before it
                 self._answer(self._replay.recv_multipart())
-        for socket in (self._pub, self._replay, self._wake_receiver):
-            if socket is not None:
-                socket.close()
+        for socket in filter(None, (self._pub, self._replay, self._wake_receiver)):
+            socket.close()
 
     def _send(self, batch: tuple[int, float, list[KVEvent]] | None, encoder: msgspec.msgpack.Encoder) -> bool:
         """Returns False for None, the end."""

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import msgspec
 import zmq
 
+from quire.configs.sockets import close_when_collected
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -249,6 +250,7 @@ class EngineClient:
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.RECONNECT_IVL, _RECONNECT_MS)):
             self._socket.setsockopt(option, value)
+        self._finalizer = close_when_collected(self, self._context, self._socket)
         self._socket.connect(address)
         asyncio.get_running_loop().add_reader(self._socket.getsockopt(zmq.FD), self._on_readable)
         self._send(Hello())
@@ -292,6 +294,7 @@ class EngineClient:
             return
         asyncio.get_running_loop().remove_reader(self._socket.getsockopt(zmq.FD))
         self._socket.close()
+        self._finalizer.detach()
         self._socket = None
         for future in self._calls.values():
             if not future.done():
