@@ -96,16 +96,21 @@ _ELSEWHERE = ("/v1/audio", "/v1/images", "/v1/moderations", "/v1/videos", "/v1/r
 async def _http_exception(request: Request, error: HTTPException) -> Response:
     """Starlette's own: no such route, wrong method."""
     message, path = error.detail, request.scope["path"]
+    status, headers = error.status_code, error.headers
     if error.status_code == 404 and path.startswith(_ELSEWHERE):
         message = f"{path[:200]} is not available: this server serves text, by /v1/chat/completions and others (/docs)."
     elif error.status_code == 404:
         message = f"There is no {request.method} {path[:200]}{_hint(path)}."
+    elif error.status_code == 405 and request.headers.get("upgrade", "").lower() == "websocket":
+        # the status at which clients that prefer WebSockets, as Codex, turn to HTTP without trying again
+        status, headers = 426, {**(headers or {}), "Upgrade": "HTTP/1.1", "Connection": "Upgrade"}
+        message = f"{path[:200]} has no WebSocket: send a POST; with stream, events come as they are made."
     elif error.status_code == 405:
         message = f"{path[:200]} does not take {request.method}."
-    answer = BadRequest(message) if error.status_code < 500 else EngineError(message)
+    answer = BadRequest(message) if status < 500 else EngineError(message)
     caller(request).refusal = answer
-    body = dialect_body(path, error.status_code, message, answer.type)
-    return JsonResponse(body, status_code=error.status_code, headers=error.headers)
+    body = dialect_body(path, status, message, answer.type)
+    return JsonResponse(body, status_code=status, headers=headers)
 
 
 def _hint(path: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.server.errors import ApiError, error_body
+from quire.server.errors import ApiError, ContextLengthExceeded, error_body
 
 INTERNAL = "The server failed to process the request; its log says why."
 _ANTHROPIC_TYPES = {
@@ -27,7 +27,11 @@ def is_ollama(path: str) -> bool:
 
 
 def body_of(error: ApiError, path: str) -> bytes:
-    return dialect_body(path, error.status, error.message, error.type, error.param, error.code)
+    message = error.message
+    if is_anthropic(path) and isinstance(error, ContextLengthExceeded):
+        # Anthropic's words, from which its clients learn by how much to shorten a conversation
+        message = f"prompt is too long: {error.num_tokens} tokens > {min(error.limit, error.num_tokens - 1)} maximum"
+    return dialect_body(path, error.status, message, error.type, error.param, error.code)
 
 
 def dialect_body(

@@ -55,7 +55,14 @@ class BadRequest(ApiError):
 
 
 class ContextLengthExceeded(BadRequest):
+    """A prompt of `num_tokens` or more, where `limit` is the most that prompt and output may have."""
+
     code = "context_length_exceeded"
+
+    def __init__(self, message: str, num_tokens: int, limit: int, *, param: str):
+        super().__init__(message, param=param)
+        self.num_tokens = num_tokens
+        self.limit = limit
 
 
 class Unauthorized(ApiError):

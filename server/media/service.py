@@ -197,6 +197,8 @@ class Images:
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {max_tokens} tokens. However, your {param} has {num_images} "
                 f"images that take {num_tokens} tokens.",
+                num_tokens,
+                max_tokens,
                 param=param,
             )
 

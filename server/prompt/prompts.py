@@ -115,6 +115,8 @@ def _expand(illustrated: Illustrated, ids: list[int], spec: GenerationSpec, stat
         raise ContextLengthExceeded(
             f"This model's maximum context length is {model.max_model_len} tokens. However, your {spec.prompt_param} "
             f"resulted in {total} tokens, of which {len(illustrated.images)} images take {num_tokens}.",
+            total,
+            model.max_model_len,
             param=spec.prompt_param,
         )
     ids, items = illustrated.expand(ids, spec.prompt_param)

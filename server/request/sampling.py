@@ -194,22 +194,29 @@ def check_max_tokens(spec: GenerationSpec, num_prompt_tokens: int, model: ModelI
 
 
 def too_long(num_prompt_tokens: int, model: ModelInfo, param: str, at_least: bool = False) -> ContextLengthExceeded:
-    amount = f"at least {num_prompt_tokens}" if at_least else str(num_prompt_tokens)
     if model.pooling is not None and not model.pooling.generates and model.pooling.max_tokens == model.max_model_len:
-        return too_long_text(amount, model.max_model_len, param)
+        return too_long_text(num_prompt_tokens, model.max_model_len, param, at_least)
     return ContextLengthExceeded(
         f"This model's maximum context length is {model.max_model_len} tokens. However, your {param} resulted in "
-        f"{amount} tokens"
+        f"{_amount(num_prompt_tokens, at_least)} tokens"
         f"{'' if num_prompt_tokens > model.max_model_len else ', which leaves no room for output'}.",
+        num_prompt_tokens,
+        model.max_model_len,
         param=param,
     )
 
 
-def too_long_text(amount: int | str, limit: int, param: str) -> ContextLengthExceeded:
+def _amount(num_tokens: int, at_least: bool) -> str:
+    return f"at least {num_tokens}" if at_least else str(num_tokens)
+
+
+def too_long_text(num_tokens: int, limit: int, param: str, at_least: bool = False) -> ContextLengthExceeded:
     """The error for a text beyond the limit that the model's files set."""
     return ContextLengthExceeded(
         f"This model reads at most {limit} tokens (max_seq_length in its files). However, your {param} resulted in "
-        f"{amount} tokens.",
+        f"{_amount(num_tokens, at_least)} tokens.",
+        num_tokens,
+        limit,
         param=param,
     )
 

@@ -173,6 +173,19 @@ def test_openapi_describes_the_bodies(server):
 # ---- errors
 
 
+def test_a_route_of_posts_tells_clients_of_websockets_to_use_http(server):
+    """Codex asks for a WebSocket first, and tries 405 again and again."""
+    upgrade, refused = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}, set()
+    for path in {route.path for route in ROUTES if route.method == "POST" and "{" not in route.path}:
+        plain, answer = server.http.get(path), server.http.get(path, headers=upgrade)
+        if plain.status_code == 405:
+            assert answer.status_code == 426 and answer.headers["upgrade"] == "HTTP/1.1" and "POST" in answer.text
+            refused.add(path)
+        else:
+            assert answer.status_code == plain.status_code  # a server may ignore the wish
+    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"} <= refused
+
+
 def test_unknown_routes_and_methods(server):
     for method, path in (
         ("GET", "/v1"),

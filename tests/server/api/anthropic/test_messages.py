@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import anthropic
 import httpx
@@ -245,7 +246,7 @@ def test_models_in_anthropics_form(plain):
             "invalid_request_error",
             "no tool_use",
         ),
-        ({"messages": [{"role": "user", "content": "x " * 6000}]}, 400, "invalid_request_error", "maximum context"),
+        ({"messages": [{"role": "user", "content": "x " * 6000}]}, 400, "invalid_request_error", "prompt is too long"),
     ],
 )
 def test_errors_have_anthropics_form(pair, change, status, kind, words):
@@ -256,6 +257,17 @@ def test_errors_have_anthropics_form(pair, change, status, kind, words):
     error = answer.json()
     assert (answer.status_code, error["type"]) == (status, "error"), answer.text
     assert words in error["error"]["message"] and kind in (None, error["error"]["type"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_words", [4096, 5000, 10**6])
+def test_clients_read_by_how_much_a_conversation_is_too_long(plain, num_words, stream):
+    """Claude Code and others take both numbers from Anthropic's sentence, to the full stop that it has not."""
+    body = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "x " * num_words}]}
+    answer = plain[0].http.post("/v1/messages", json=body | {"stream": stream})
+    says = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", answer.json()["error"]["message"])
+    num_tokens, limit = map(int, says.groups())
+    assert answer.status_code == 400 and num_tokens > limit == 4096
 
 
 def test_an_error_in_a_stream_is_an_event_of_anthropics(plain, monkeypatch):
