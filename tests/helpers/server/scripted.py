@@ -38,8 +38,7 @@ class Script:
     def generate(self, request: AddRequest) -> Stream:
         self.requests.append(request)
         ids = {
-            choice.request_id: self._ids(self.texts[i % len(self.texts)])
-            for i, choice in enumerate(request.choices)
+            choice.request_id: self._ids(self.texts[i % len(self.texts)]) for i, choice in enumerate(request.choices)
         }
         return Stream(list(self._outputs(ids, request)))
 
@@ -81,13 +80,13 @@ class Stream:
         self.outputs = []
 
 
-def write_folder(folder: Path, template: str) -> str:
+def write_folder(folder: Path, template: str, max_length: int = 4096) -> str:
     """A model folder without weights, whose tokenizer has `MARKERS` as special tokens."""
     backend: tokenizers.Tokenizer = _byte_level()
     backend.add_special_tokens(MARKERS)
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<|im_end|>", "chat_template": template, "model_max_length": 4096})
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": template, "model_max_length": max_length})
     )
     (folder / "config.json").write_text(json.dumps({"vocab_size": backend.get_vocab_size()}))
     return str(folder)
