@@ -48,6 +48,8 @@ def loading(
         max_tokens = state.model.max_model_len
         param = prompt.prompt_param
         prompt = prompt.prompts if isinstance(prompt.prompts, Conversation) else prompt
+    if state.images.why_not is not None and isinstance(prompt, Conversation):
+        prompt.messages = [_unseen(message) for message in prompt.messages]
     if (options := prompt.processor_options) is not None:
         state.images.check_options(options)
     if not prompt.images:
@@ -56,6 +58,21 @@ def loading(
 
 
 # ---- messages
+
+_UNSEEN = {"type": "text", "text": "[image: this model reads no images]"}
+
+
+def _unseen(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as a model that reads no images gets it: in the result of a tool, text stands for each image.
+
+    An agent cannot take back what a tool gave, and each of its further requests would be refused. Images that a user
+    attaches are refused when they are loaded.
+    """
+    content = message.get("content")
+    if message["role"] != "tool" or not isinstance(content, list):
+        return message
+    texts = [(_UNSEEN if part["type"] == "image" else part)["text"] for part in content]
+    return message | {"content": "\n".join(texts)}
 
 
 def after_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

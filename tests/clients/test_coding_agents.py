@@ -204,7 +204,7 @@ def test_an_agent_reads_edits_and_runs(servers, folders, title, format):
     last = DONE if format != "gpt_oss" else f"<|channel|>final<|message|>{DONE}"
     answers = [
         ([], "A title."),
-        ([tool, "Make colour.txt"], first),
+        ([tool, "Fix colour.txt"], first),
         ([tool, FOUND], change),
         ([tool, SAID], run),
         ([tool, SHOWN], last),

@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 
+from quire.server.api.openai.responses.items import legible
 from quire.server.api.openai.responses.namespaces import by_joined_name, joined
 from quire.server.api.openai.responses.objects import (
     IncompleteDetails,
+    OutputCompaction,
     OutputFunctionCall,
     OutputMessage,
     OutputReasoning,
@@ -114,7 +116,8 @@ def replay(response: ResponseObject, body: bytes) -> list[bytes]:
     encrypted = any(isinstance(item, OutputReasoning) and item.encrypted_content for item in response.output)
     key = response.id.removeprefix("resp_")
     tools, summarized = by_joined_name(response.tools), bool(response.reasoning.summary)
-    output = Output(key, TokenUsage(0), tools, summarized, encrypted, None)
+    compacts = any(isinstance(item, OutputCompaction) for item in response.output)
+    output = Output(key, TokenUsage(0), tools, summarized, encrypted, None, compacts=compacts)
     answer = Answer(msgspec.structs.replace(response, output=[], usage=None, error=None, completed_at=None), output)
     told = answer.first()
     for event in _events_of(response):
@@ -132,6 +135,8 @@ def _events_of(response: ResponseObject) -> Iterable[Event]:
         match item:
             case OutputMessage():
                 yield Content("".join(part.text for part in item.content))
+            case OutputCompaction():
+                yield Content(legible(item.encrypted_content, item.id))
             case OutputReasoning():
                 yield Reasoning("".join(part.text for part in (*item.summary, *item.content)))
             case _:

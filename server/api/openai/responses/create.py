@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.api.openai.logprobs import Formatter
+from quire.server.api.openai.responses import compaction, needs
 from quire.server.api.openai.responses import history as past
-from quire.server.api.openai.responses import needs
 from quire.server.api.openai.responses.answer import Answer
 from quire.server.api.openai.responses.background import Run
 from quire.server.api.openai.responses.conversations import append
@@ -164,7 +164,7 @@ def _prepare(
 
 
 def _prepared(body: ResponsesRequest, one: GenerationRequest, state: needs.Preparing, key: str) -> _Prepared:
-    items = msgspec.json.encode(stored(as_items(body.input), key))
+    items, compacts = msgspec.json.encode(stored(as_items(body.input), key)), compaction.is_asked(body.input)
     body.input = None  # freed here, too
     response = _response(body, one, state, key)
     output = Output(
@@ -175,6 +175,7 @@ def _prepared(body: ResponsesRequest, one: GenerationRequest, state: needs.Prepa
         "reasoning.encrypted_content" in (body.include or ()),
         Formatter(state.tokenizer, body.top_logprobs or 0) if wants_logprobs(body) else None,
         prewarms(body),
+        compacts,
     )
     return _Prepared(one, Answer(response, output), items)
 

@@ -1,4 +1,4 @@
-"""Items that this server never makes: conversations that began at another server bring them along.
+"""Items that this server does not make: conversations that began at another server bring them along.
 
 Calls of tools are rendered if their result has text. Other items are left out of the prompt, and named in the Warning
 header. All of them are stored as they came.
@@ -49,7 +49,7 @@ _WITHOUT_TEXT = re.compile(
     r"mcp_\w+|compaction\w*|additional_tools|configuration_update|agent_message|multi_agent\w*|tool_search\w*"
     r"|\w+_call(_output)?"
 )
-OWN_THOUGHTS = "quire1."  # begins the `encrypted_content` of this server's thoughts
+OWN_TEXT = "quire1."  # begins the `encrypted_content` of this server's thoughts and summaries
 _SUPPORTED = frozenset({"function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"})
 
 
@@ -110,8 +110,11 @@ def is_left_out(item: Item) -> bool:
     kind = item.type or "message"
     if (call := _CALLS.get(kind)) is not None:
         return bool(call.results) and _result_field(item, call) is None
+    own = (item.encrypted_content or "").startswith(OWN_TEXT)
     if kind == "reasoning":
-        return not (item.content or item.summary or (item.encrypted_content or "").startswith(OWN_THOUGHTS))
+        return not (item.content or item.summary or own)
+    if kind == "compaction":
+        return not own
     return kind not in OUTPUTS and kind not in _SUPPORTED and _WITHOUT_TEXT.fullmatch(kind) is not None
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from quire.server.api.openai.responses import foreign_items
-from quire.server.api.openai.responses.foreign_items import OWN_THOUGHTS
+from quire.server.api.openai.responses import compaction, foreign_items
+from quire.server.api.openai.responses.foreign_items import OWN_TEXT
 from quire.server.api.openai.responses.namespaces import joined
 from quire.server.api.openai.responses.protocol import TEXT_PARTS, InputItem, InputPart, Screenshot
 from quire.server.api.openai.tools import CalledCustom, CalledFunction, MessageToolCall, required, template_call
@@ -20,9 +20,18 @@ from quire.server.errors import BadRequest
 from quire.server.media.inputs import ImageInput
 
 
-def opaque(thoughts: str) -> str:
-    """The `encrypted_content` of thoughts. It hides nothing: `content` has the same text."""
-    return OWN_THOUGHTS + base64.urlsafe_b64encode(thoughts.encode()).decode()
+def opaque(text: str) -> str:
+    """The `encrypted_content` of thoughts or of a summary. It hides nothing."""
+    return OWN_TEXT + base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def legible(encrypted_content: str, path: str) -> str:
+    """The text of `opaque`. Raises BadRequest naming the item if it is damaged."""
+    try:
+        return base64.urlsafe_b64decode(encrypted_content.removeprefix(OWN_TEXT)).decode()
+    except (binascii.Error, UnicodeError):
+        where = f"{path}.encrypted_content"
+        raise BadRequest(f"{where} is damaged.", param=where) from None
 
 
 def as_items(given: str | list[InputItem] | None) -> list[InputItem]:
@@ -67,6 +76,9 @@ class _Writer:
                 self._message(item, path)
             case "reasoning":
                 self.thoughts.append(_thoughts(item, path))
+            case "compaction":
+                self.finish()
+                self.messages.append(compaction.summary(legible(item.encrypted_content, path)))
             case "function_call":
                 function = CalledFunction(
                     name=_name(item, path), arguments=required(item.arguments, f"{path}.arguments")
@@ -142,11 +154,7 @@ def _thoughts(item: InputItem, path: str) -> str:
     if item.content or item.summary:
         name = "content" if item.content else "summary"
         return text_of(getattr(item, name), f"{path}.{name}")
-    try:
-        return base64.urlsafe_b64decode(item.encrypted_content.removeprefix(OWN_THOUGHTS)).decode()
-    except (binascii.Error, UnicodeError):
-        where = f"{path}.encrypted_content"
-        raise BadRequest(f"{where} is damaged.", param=where) from None
+    return legible(item.encrypted_content, path)
 
 
 Content = str | list[InputPart] | dict[int, InputPart]  # of several parts all, or some by place

@@ -66,7 +66,12 @@ class OutputCustomCall(msgspec.Struct, kw_only=True, tag_field="type", tag="cust
     status: ItemStatus = "in_progress"
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall
+class OutputCompaction(msgspec.Struct, kw_only=True, tag_field="type", tag="compaction"):
+    id: str
+    encrypted_content: str = ""
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall | OutputCompaction
 
 
 class InputTokensDetails(msgspec.Struct, kw_only=True):

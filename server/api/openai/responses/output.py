@@ -12,6 +12,7 @@ from quire.server.api.openai.responses.items import opaque
 from quire.server.api.openai.responses.namespaces import Named
 from quire.server.api.openai.responses.objects import (
     InputTokensDetails,
+    OutputCompaction,
     OutputCustomCall,
     OutputFunctionCall,
     OutputItem,
@@ -38,7 +39,7 @@ class Output:
 
     key: prefix of the item ids. tools: those of the request, by the names that the model knows. summarized: thoughts
     are given as a summary. encrypted: thoughts have an `encrypted_content`. formatter: of log-probabilities, None
-    without. prewarm: the request asks for no output.
+    without. prewarm: the request asks for no output. compacts: the content is the summary of a compaction.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class Output:
         encrypted: bool,
         formatter: Formatter | None,
         prewarm: bool = False,
+        compacts: bool = False,
     ):
+        self.compacts = compacts
         self.key, self.used, self.tools, self.prewarm = key, used, tools, prewarm
         self.summarized, self.encrypted, self.formatter = summarized, encrypted, formatter
         self.items: list[OutputItem] = []
@@ -78,9 +81,7 @@ class Output:
         used, counts = self.used, self.used.counts
         return ResponseUsage(
             input_tokens=used.num_prompt,
-            input_tokens_details=InputTokensDetails(
-                cached_tokens=counts.cached, image_tokens=used.num_images or UNSET
-            ),
+            input_tokens_details=InputTokensDetails(cached_tokens=counts.cached, image_tokens=used.num_images or UNSET),
             output_tokens=used.num_output,
             output_tokens_details=OutputTokensDetails(
                 reasoning_tokens=used.num_reasoning,
@@ -92,6 +93,12 @@ class Output:
 
     def add(self, event: Event, logprobs: list[Any]) -> Iterator[ServerEvent]:
         match event:
+            case Content(text) if self.compacts:
+                if not self.items:
+                    yield from self._begin(OutputCompaction(id=self._id("cmp")))
+                self.pieces.append(text)
+            case Reasoning() if self.compacts:
+                pass  # the thoughts end with the items that the summary replaces
             case Content(text):
                 yield from self._content(text, logprobs)
             case Reasoning(text):
@@ -109,7 +116,9 @@ class Output:
 
     def finish(self) -> Iterator[ServerEvent]:
         """The answer has ended. One without anything is an empty message, unless none was asked for."""
-        if not self.items and not self.prewarm:
+        if not self.items and self.compacts:
+            yield from self._begin(OutputCompaction(id=self._id("cmp")))
+        elif not self.items and not self.prewarm:
             yield from self._begin(OutputMessage(id=self._id("msg")))
             if self.space:
                 yield self._delta("output_text", self.space, logprobs=[])
@@ -166,6 +175,8 @@ class Output:
             case OutputFunctionCall():
                 item.arguments = text
                 yield self._event("function_call_arguments.done", name=item.name, arguments=text)
+            case OutputCompaction():
+                item.encrypted_content = opaque(text.strip())
             case OutputCustomCall():
                 item.input = text
                 yield self._event("custom_tool_call_input.done", input=text)
@@ -173,7 +184,8 @@ class Output:
             yield self._of_part("done", part)
         if self.encrypted and isinstance(item, OutputReasoning):
             item.encrypted_content = opaque(text)
-        item.status = status
+        if not isinstance(item, OutputCompaction):
+            item.status = status
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": item}
 
     def _part(self, text: str) -> OutputText | SummaryText | ReasoningText | None:

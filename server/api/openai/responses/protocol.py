@@ -19,6 +19,7 @@ from quire.server.api.openai.protocol import (
     PromptCacheOptions,
     TemplateKwargs,
 )
+from quire.server.api.openai.responses import compaction
 from quire.server.api.openai.responses.foreign_items import ForeignFields, is_left_out
 from quire.server.api.openai.tools import MAX_GRAMMAR, MAX_TOOLS, CallId, Description, Schema, ToolName
 from quire.server.request.fields import with_sampling_fields
@@ -109,7 +110,7 @@ class InputItem(ForeignFields, kw_only=True, omit_defaults=True):
     output: Text | Parts | Screenshot | None = None
     status: Name | None = None
 
-    harmless: ClassVar = frozenset({"phase", "caller", "created_by"})
+    harmless: ClassVar = frozenset({"phase", "caller", "created_by", "internal_chat_message_metadata_passthrough"})
     unsupported: ClassVar[dict[str, tuple]] = _NOTHING
     hints: ClassVar[dict[str, tuple]] = {"async": (False,)}
 
@@ -274,7 +275,7 @@ class ResponsePrompt(msgspec.Struct, kw_only=True):
     hints: ClassVar[dict[str, tuple]] = HINTS | {"personality": ()}
 
     def without_effect(self) -> dict[str, str]:
-        return left_out_items(self.input, "input")
+        return left_out_items(self.input[:-1] if compaction.is_asked(self.input) else self.input, "input")
 
 
 class InputTokensRequest(ResponsePrompt, kw_only=True):
@@ -301,7 +302,7 @@ class ResponsesRequest(with_sampling_fields(ResponsePrompt), kw_only=True):
     return_progress: bool | None = None
 
     # `max_tool_calls` counts the calls of tools that the server runs; it runs none
-    harmless: ClassVar = HARMLESS | {"max_tool_calls", "stream_options", "access_programs"}
+    harmless: ClassVar = HARMLESS | {"max_tool_calls", "stream_options", "access_programs", "client_metadata"}
     unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED | {"prompt": (), "modalities": (["text"],)}
     hints: ClassVar[dict[str, tuple]] = ResponsePrompt.hints | {"context_management": ([],), "image": ()}
 

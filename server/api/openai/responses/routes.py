@@ -38,10 +38,10 @@ class _Retrieving(_Reading, needs.Settings, Protocol):
 
 
 async def no_compaction(request: Request, state: object) -> Response:
-    """Refuse to compact a conversation: OpenAI's answer is encrypted, for its own models."""
+    """Refuse to compact a conversation: an item of /v1/responses asks for the same."""
     raise NotFound(
-        'POST /v1/responses/compact is not available: this server makes no compacted items. truncation: "auto" leaves '
-        "out the oldest turns of a conversation that is too long."
+        "POST /v1/responses/compact is not available: POST /v1/responses with an item of the type compaction_trigger "
+        'as the last of its input compacts a conversation. truncation: "auto" leaves out the oldest turns.'
     )
 
 

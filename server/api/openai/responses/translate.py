@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.server.api import needs
+from quire.server.api.openai.responses import compaction
 from quire.server.api.openai.responses.items import as_items, messages_of
 from quire.server.api.openai.responses.namespaces import NAMESPACE, joined
 from quire.server.api.openai.responses.protocol import (
@@ -72,12 +73,15 @@ def conversation(body: ResponsePrompt, history: list[InputItem]) -> Conversation
     items = history + as_items(body.input)
     if not items:
         raise BadRequest("Missing required parameter: input.", param="input", code="missing_required_parameter")
-    tools = _tools(body.tools)
+    tools, messages = _tools(body.tools), messages_of(body.instructions, items, "input")
+    compacts = compaction.is_asked(body.input)
+    if compacts:
+        messages.append(compaction.request())
     return Conversation(
-        messages_of(body.instructions, items, "input"),
+        messages,
         chat_template_kwargs=body.chat_template_kwargs or {},
         tools=tools,
-        tool_choice=_choice(body, tools),
+        tool_choice=ToolChoice("none") if compacts else _choice(body, tools),
         reasoning=Reasoning(effort=body.reasoning and body.reasoning.effort),
         processor_options=body.mm_processor_kwargs,
     )
