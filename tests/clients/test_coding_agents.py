@@ -33,6 +33,7 @@ SECTIONS = dict(re.findall(r"^## (.*?)$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | r
 TEMPLATES = {"hermes": QWEN3_TOOLS, "qwen3_coder": XML_PARAMETERS, "gpt_oss": GPT_OSS}
 LENGTH = 262144  # the byte-level tokenizer of the tests needs five times as many tokens as a model's own
 FILES = {"colour.txt": "The sky is blue-4711.\n", "check.sh": "tr a-z A-Z < colour.txt\n"}
+NUM_PARTS = 12  # of a text that does not fit into the context that the page tells the agents
 READ, DONE = "I will read it.", "The sky is green now."
 FOUND, SAID, SHOWN = "blue-4711", "green-4711", "GREEN-4711"  # in the file, in the edit, printed by check.sh
 PATCH = f"*** Begin Patch\n*** Update File: colour.txt\n@@\n-The sky is {FOUND}.\n+The sky is {SAID}.\n*** End Patch"
@@ -145,6 +146,8 @@ def do_as_printed(title: str, home: Path, work: Path, url: str) -> str:
         (home / name).write_text(text)
     (command,) = blocks("sh", section)
     kept = {name: os.environ[name] for name in ("LANG", "TERM", "USER") if name in os.environ}
+    # without a network, opencode waits long for a list of models that it does not need
+    kept |= {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"}
     env = {**kept, "HOME": str(home), "PATH": search_path(), "NO_COLOR": "1"}
     ran = subprocess.run(
         ["bash", "-euc", command], cwd=work, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=180
@@ -214,6 +217,30 @@ def test_an_agent_reads_edits_and_runs(servers, folders, title, format):
     printed = do_as_printed(title, home, work, server.url)
     assert (work / "colour.txt").read_text() == f"The sky is {SAID}.\n", printed
     assert DONE in printed and num_refused(server) == refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ["Codex", "Claude Code", "opencode"])
+def test_an_agent_shortens_a_conversation_that_outgrows_the_context_that_it_was_told(servers, folders, title):
+    agent, (home, work) = AGENTS[title], folders
+    require(agent.program)
+    name, arguments = agent.calls[-1]
+    (key,) = [key for key, value in arguments.items() if value == "sh check.sh"]
+    answers = [([], "All was read, to kiwi-77.")]  # a summary; titles, too, are asked for without tools
+    for i in range(NUM_PARTS):
+        (work / f"part{i}.txt").write_text("".join(f"{n}: apple-{i}x or pear\n" for n in range(300)))
+        says = RENDERERS["hermes"]([(name, arguments | {key: f"cat part{i}.txt"})])
+        answers.append(([name, *([f"apple-{i - 1}x"] if i else [])], says))
+    answers += [
+        ([name, f"apple-{NUM_PARTS - 1}x"], "The conversation was never shortened."),
+        (["create a detailed summary"], "<summary>All was read, to kiwi-77.</summary>"),
+        ([name, "kiwi-77"], DONE),
+    ]
+    write_script(servers.script, answers)
+    server = servers("hermes")
+    refused = num_refused(server)
+    printed = do_as_printed(title, home, work, server.url)
+    assert DONE in printed and num_refused(server) == refused, printed
 
 
 @pytest.mark.slow

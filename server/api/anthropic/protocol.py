@@ -137,6 +137,7 @@ class Thinking(msgspec.Struct, kw_only=True):
 
     harmless: ClassVar = frozenset()
     unsupported: ClassVar = NOTHING
+    hints: ClassVar[dict[str, tuple]] = {"display": ("summarized",)}  # thoughts are sent in any case
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):

@@ -82,16 +82,19 @@ def test_anthropic(server):
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     fields = {"service_tier": "priority", "speed": "fast", "container": "container_1", "inference_geo": "us"}
     extra = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
+    extra |= {"thinking": {"type": "adaptive", "display": "omitted"}}
     tool = {"name": "time", "input_schema": {"type": "object"}, "defer_loading": True}
     answer = client.messages.with_raw_response.create(
         model=MODEL, max_tokens=2, messages=HELLO, tools=[tool], extra_body=fields | extra
     )
-    assert effectless(warning_of(answer)) == {*fields, *extra, "tools.0.defer_loading"}
+    told = {*fields, "context_management", "thinking.display", "tools.0.defer_loading"}
+    assert effectless(warning_of(answer)) == told
     neutral = {"service_tier": "auto", "speed": "standard", "metadata": {"user_id": "u"}}
-    answer = client.messages.with_raw_response.create(
-        model=MODEL, max_tokens=2, messages=HELLO, thinking={"type": "between_tools"}, extra_body=neutral
-    )
-    assert not warning_of(answer)
+    for thinking in ({"type": "between_tools"}, {"type": "adaptive", "display": "summarized"}):
+        answer = client.messages.with_raw_response.create(
+            model=MODEL, max_tokens=2, messages=HELLO, thinking=thinking, extra_body=neutral
+        )
+        assert not warning_of(answer)
 
 
 def test_ollama(server):
