@@ -234,6 +234,7 @@ def test_an_agent_shortens_a_conversation_that_outgrows_the_context_that_it_was_
     answers += [
         ([name, f"apple-{NUM_PARTS - 1}x"], "The conversation was never shortened."),
         (["create a detailed summary"], "<summary>All was read, to kiwi-77.</summary>"),
+        (["CONTEXT CHECKPOINT COMPACTION"], "All was read, to kiwi-77."),
         ([name, "kiwi-77"], DONE),
     ]
     write_script(servers.script, answers)
