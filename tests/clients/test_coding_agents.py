@@ -220,7 +220,7 @@ def test_an_agent_reads_edits_and_runs(servers, folders, title, format):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", ["Codex", "Claude Code", "opencode"])
+@pytest.mark.parametrize("title", ["Codex", "Claude Code"])
 def test_an_agent_shortens_a_conversation_that_outgrows_the_context_that_it_was_told(servers, folders, title):
     agent, (home, work) = AGENTS[title], folders
     require(agent.program)
