@@ -285,6 +285,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "show": _imported("quire.cli.library.show", "main", "show what a model is, from its files"),
     "pull": _imported("quire.cli.library.pull", "main", "download a model"),
     "cp": _imported("quire.cli.library.change", "cp", "give a model another name"),
+    "create": _imported("quire.cli.library.change", "create", "name a model with a system prompt and parameters"),
     "rm": _imported("quire.cli.library.change", "rm", "remove a downloaded model, or a name"),
     "ps": _imported("quire.cli.library.servers", "ps", "list the servers of this user on this machine"),
     "stop": _imported("quire.cli.library.servers", "stop", "stop a server when its requests are finished"),

@@ -17,8 +17,9 @@ _IN_FOLDER = re.compile(r"(?P<folder>.+):(?P<quantization>[\w.-]+)")
 def located(model: str) -> str:
     """Return the path of `model` on this machine if it has one, else its name on the Hub or among the packaged models.
 
-    In this order: a path, FOLDER:QUANTIZATION, a name by `quire cp`, a packaged model, the stores of Ollama, llama.cpp
-    and LM Studio, Ollama's names for models of the Hub. Raises ValueError if a name is known but its file is missing.
+    In this order: a path, FOLDER:QUANTIZATION, a name by `quire cp` or `quire create`, a packaged model, the stores of
+    Ollama, llama.cpp and LM Studio, Ollama's names for models of the Hub. Raises ValueError if a name is known but its
+    file is missing.
     """
     path = os.path.expanduser(model)
     if os.path.exists(path):
@@ -27,7 +28,8 @@ def located(model: str) -> str:
         return _in_folder(match["folder"], match["quantization"])
     if model.startswith((".", "/", "~")):
         return model
-    if (target := aliases.aliases().get(model)) is not None:
+    if (own := aliases.find(model)) is not None:
+        target = own.base
         if os.path.isabs(target) and not os.path.exists(target):
             raise ValueError(f"model: {model} is your name for {target}, which is gone: `quire rm {model}`")
         return target if os.path.exists(target) else _known(target)
@@ -51,7 +53,10 @@ def same_model(model: str, listed: list[str]) -> str:
 
 def _canonical(model: str) -> str:
     try:
-        name = on_hub(aliases.aliases().get(model, model))
+        own = aliases.find(model)
+        if own is not None and not own.is_plain:  # it answers otherwise than its base
+            return aliases.canonical(model)
+        name = on_hub(model if own is None else own.base)
         return (ollama_names.on_hub(name) or name).lower()
     except ValueError:  # a tag that the table lacks, a damaged file: the name stands for itself
         return model
