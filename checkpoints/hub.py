@@ -6,6 +6,8 @@ huggingface_hub is imported only for a download.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 import os
 import re
@@ -30,6 +32,7 @@ DEFAULT_QUANTIZATION = "Q4_K_M"  # of a repository of GGUF files
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Progress = Callable[[str, float], None]
+OnBytes = Callable[[str, int, int], None]
 
 
 def ready_folder(model: str) -> str | None:
@@ -100,8 +103,10 @@ def resolve(
     download_dir: str | None = None,
     tokenizer_only: bool = False,
     progress: Progress = lambda phase, fraction: None,
+    on_bytes: OnBytes | None = None,
 ) -> str:
-    """The folder of `model`, downloaded first if it is a Hub id. Blocks; `progress` is called from other threads.
+    """The folder of `model`, downloaded first if it is a Hub id. Blocks; `progress` and `on_bytes`, which gets the
+    digest of a download, the bytes that arrived and their total, are called from other threads.
 
     huggingface_hub reads HF_HUB_OFFLINE, HF_TOKEN and HF_HOME as usual. Raises ValueError with the cause and the
     remedy.
@@ -119,30 +124,58 @@ def resolve(
         files = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
         repository, patterns = model, {"allow_patterns": files, "ignore_patterns": UNUSED_FILES}
     try:
-        num_bytes = _bytes_to_download(repository, revision, download_dir, patterns)
+        sizes = _sizes_to_download(repository, revision, download_dir, patterns)
+        num_bytes, arrived = sum(sizes.values()), _nothing
         if num_bytes:
             logger.info("downloading %s from the Hugging Face Hub: %.2f GB", model, num_bytes / 1e9)
             progress("downloading", 0.0)
+        if num_bytes and on_bytes is not None:
+            digest = _digest_of(repository, revision, sorted(sizes))
+            arrived = functools.partial(_tell_bytes, on_bytes, digest, num_bytes)
+            arrived(0)
         folder = hub.snapshot_download(
             repository,
             revision=revision,
             cache_dir=download_dir,
-            tqdm_class=_bar_class(num_bytes, progress),
+            tqdm_class=_bar_class(num_bytes, progress, arrived),
             **patterns,
         )
     except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
         if isinstance(error, FileNotFoundError) and not named:  # nothing matches the patterns
             if (gguf := _default_gguf(model, revision, None)) is not None:
-                return resolve(gguf, revision=revision, download_dir=download_dir, progress=progress)
+                return resolve(gguf, revision=revision, download_dir=download_dir, progress=progress, on_bytes=on_bytes)
             _require_safetensors(model, revision)
         raise ValueError(_explain(error, repository, revision)) from error
     if named:
         return gguf_folder.gguf_folder(gguf_folder.first_file(folder, model), progress)
     if not tokenizer_only and not any(Path(folder).glob("*.safetensors")):
         if (gguf := _default_gguf(model, revision, folder)) is not None:
-            return resolve(gguf, revision=revision, download_dir=download_dir, progress=progress)
+            return resolve(gguf, revision=revision, download_dir=download_dir, progress=progress, on_bytes=on_bytes)
         _require_safetensors(model, revision)
     return folder
+
+
+def _nothing(num_bytes: int) -> None:
+    """No one wants to know how many bytes arrived."""
+
+
+def _tell_bytes(on_bytes: OnBytes, digest: str, total: int, done: int) -> None:
+    on_bytes(digest, min(done, total), total)
+
+
+def _digest_of(repository: str, revision: str | None, names: list[str]) -> str:
+    """The SHA-256 of a file of the Hub, or of the list of the digests of several, which tells downloads apart."""
+    from huggingface_hub import HfApi
+
+    found: dict[str, str] = {}
+    for one in HfApi().list_repo_tree(repository, recursive=True, revision=revision):
+        if (blob := getattr(one, "blob_id", None)) is not None:
+            found[one.path] = one.lfs.sha256 if one.lfs else blob
+    digests = [found.get(name, name) for name in names]
+    if len(digests) == 1 and re.fullmatch(r"[0-9a-f]{64}", digests[0]):
+        return f"sha256:{digests[0]}"
+    listed = "\n".join(digests)
+    return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
 
 
 def _default_gguf(model: str, revision: str | None, folder: str | None) -> str | None:
@@ -245,13 +278,15 @@ def _require_safetensors(model: str, revision: str | None) -> None:
         raise ValueError(f"model: {model} has no safetensors, which are needed, but {', '.join(files)}")
 
 
-def _bytes_to_download(model: str, revision: str | None, download_dir: str | None, patterns: dict[str, Any]) -> int:
-    """The number of bytes missing from the cache; 0 if the Hub is unreachable and only the cache is used."""
+def _sizes_to_download(
+    model: str, revision: str | None, download_dir: str | None, patterns: dict[str, Any]
+) -> dict[str, int]:
+    """The bytes of the files that the cache lacks; none if the Hub is unreachable and only the cache is used."""
     import huggingface_hub as hub
     from huggingface_hub import constants, errors
 
     if constants.HF_HUB_OFFLINE:
-        return 0
+        return {}
     try:
         files = hub.snapshot_download(
             model,
@@ -262,12 +297,12 @@ def _bytes_to_download(model: str, revision: str | None, download_dir: str | Non
             **patterns,
         )
     except errors.DryRunError:
-        return 0
-    return sum(file.file_size for file in files if file.will_download)
+        return {}
+    return {file.filename: file.file_size for file in files if file.will_download}
 
 
-def _bar_class(num_bytes: int, progress: Progress) -> type:
-    """A silent tqdm that reports how much of `num_bytes` has arrived.
+def _bar_class(num_bytes: int, progress: Progress, arrived: Callable[[int], None] = _nothing) -> type:
+    """A silent tqdm that reports how much of `num_bytes` has arrived, and `arrived` bytes.
 
     The library makes several bars; the one with the highest count is the one that counts bytes.
     """
@@ -287,6 +322,7 @@ def _bar_class(num_bytes: int, progress: Progress) -> type:
             if num_bytes and self.counts_bytes and min(self.n / num_bytes, 1.0) > reported:
                 reported = min(self.n / num_bytes, 1.0)
                 progress("downloading", reported)
+                arrived(int(self.n))
 
     return Bar
 

@@ -164,9 +164,7 @@ class EngineGroup:
     async def terminate(self) -> None:
         """Terminate all engines; kill them after TERMINATE_TIMEOUT, later if they write their KV cache first."""
         timeout = TERMINATE_TIMEOUT + (SAVE_TIMEOUT if self.saves else 0)
-        await asyncio.gather(
-            *(in_thread(functools.partial(engine.terminate, timeout)) for engine in self._current())
-        )
+        await asyncio.gather(*(in_thread(functools.partial(engine.terminate, timeout)) for engine in self._current()))
 
     def kill(self) -> None:
         for engine in self._current():

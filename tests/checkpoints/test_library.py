@@ -95,7 +95,7 @@ def test_what_ollamas_layers_add(home, monkeypatch):
     kind, root = "application/vnd.ollama.image.", home / ".ollama/models"
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ahoy"}]
     layers = {
-        kind + "adapter": b"lora", kind + "system": "Be a pirate.".encode(), kind + "license": b"MIT",
+        kind + "adapter": b"lora", kind + "system": b"Be a pirate.", kind + "license": b"MIT",
         kind + "template": b"{{ .Prompt }}", kind + "params": b'{"temperature": 0.5, "stop": ["x"]}',
         kind + "messages": json.dumps(messages).encode(),
     }  # fmt: skip

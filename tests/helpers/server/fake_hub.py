@@ -49,6 +49,12 @@ class FakeHub:
             "HF_HUB_DISABLE_TELEMETRY": "1", "no_proxy": "127.0.0.1",
         }  # fmt: skip
 
+    def lfs(self, name: str, path: Path) -> dict[str, dict]:
+        """What the Hub tells about a large file."""
+        if name not in self.checksums:
+            return {}
+        return {"lfs": {"oid": self.checksums[name], "size": path.stat().st_size, "pointerSize": 134}}
+
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         hub = self
 
@@ -84,8 +90,10 @@ class FakeHub:
                 paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
                 names = [path.relative_to(folder).as_posix() for path in paths]
                 if tree:
-                    found = [{"type": "file", "path": name, "size": path.stat().st_size, "oid": COMMIT}
-                             for name, path in zip(names, paths)]  # fmt: skip
+                    found = [
+                        {"type": "file", "path": name, "size": path.stat().st_size, "oid": COMMIT} | hub.lfs(name, path)
+                        for name, path in zip(names, paths)
+                    ]
                     return self.send_whole(200, json.dumps(found).encode())
                 siblings = [{"rfilename": name} for name in names]
                 info = {"id": repository, "modelId": repository, "sha": COMMIT, "siblings": siblings, "tags": []}

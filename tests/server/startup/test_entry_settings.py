@@ -1,4 +1,4 @@
-"""A model served by a name of `quire create`, or from Ollama's store: what the name adds to requests of each dialect."""
+"""A model served by a name of `quire create`, or from Ollama's store: the name's part in requests of each dialect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests.helpers.library_stores import ollama_model
 from tests.helpers.models.checkpoints import build_checkpoint
 from tests.helpers.models.gguf_files import write_gguf
 from tests.helpers.models.lora import make_adapter
-from tests.helpers.server.running import running_server
 from tests.helpers.server.scripted import scripted_server, write_folder
 from tests.helpers.server.templates import CHATML
 
@@ -101,7 +100,8 @@ def test_show_has_what_the_name_adds(pair):
     server, _ = pair
     shown = server.http.post("/api/show", json={"model": "pirate"}).json()
     assert shown["system"] == "Be a pirate." and shown["license"] == "MIT" and shown["messages"] == list(FIRST)
-    assert {"temperature 0.25", "repeat_penalty 1.2", 'stop "END"', "num_ctx 1024"} <= set(shown["parameters"].split("\n"))
+    parameters = set(shown["parameters"].split("\n"))
+    assert {"temperature 0.25", "repeat_penalty 1.2", 'stop "END"', "num_ctx 1024"} <= parameters
     assert 'SYSTEM """Be a pirate."""' in shown["modelfile"] and shown["modelfile"].startswith("FROM pirate\n")
     assert ollama.Client(host=server.url).show("pirate").parameters == shown["parameters"]
 
@@ -110,7 +110,7 @@ def test_show_has_what_the_name_adds(pair):
     "parameters,message",
     [
         ({"top_p": 7}, "PARAMETER top_p: Expected `float` <= 1.0"),
-        ({"temperature": "warm"}, "PARAMETER temperature: Expected `float`"),
+        ({"temperature": "warm"}, "PARAMETER temperature: Expected `float"),
         ({"tempreture": 1}, "PARAMETER tempreture is not known; there are .*temperature"),
         ({"num_ctx": 0}, "PARAMETER num_ctx must be a number of tokens, not 0"),
         ({"num_ctx": "big"}, "PARAMETER num_ctx must be a number of tokens, not big"),
