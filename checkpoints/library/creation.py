@@ -17,14 +17,19 @@ from quire.checkpoints.library.entries import Entry
 TEMPLATE_NOTE = "TEMPLATE is kept, but not used: it is not in Jinja, and the model's own chat template is used"
 
 
-def placed(entry: Entry, folder: Path | None) -> Entry:
+def placed(entry: Entry, folder: Path | None, served: str | None = None) -> Entry:
     """Return an entry of a Modelfile with the base and the adapters as they are kept: relative paths are those of
-    `folder`. None: paths are refused. What a base of the user's names adds is taken over.
+    `folder`. None: paths are refused. What a base of the user's names adds is taken over. `served` is the model that a
+    server has under the name that is the entry's base; it may be a path.
 
     Raises ValueError if the base is a name that is known but not to be had, or there is no such file.
     """
     adapters = tuple(_adapter(path, folder) for path in entry.adapters)
-    base = _path(entry.base, folder, "FROM")
+    if served is not None:
+        entry, path = replace(entry, base=served), os.path.expanduser(served)
+        base = os.path.abspath(path) if os.path.exists(path) else None
+    else:
+        base = _path(entry.base, folder, "FROM")
     if base is not None:
         return replace(entry, base=base, adapters=adapters)
     entry = replace(entry, adapters=adapters)

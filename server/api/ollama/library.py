@@ -163,12 +163,8 @@ def _entry(body: CreateRequest, state: _Changing) -> Entry:
 
 def _placed(entry: Entry, state: _Changing) -> Entry:
     """Return the entry on its base, which may be the served model by its served name. Raises ValueError."""
-    if served_name(entry.base, state) not in state.names:
-        return creation.placed(entry, None)
-    served = state.config.model.model
-    if os.path.exists(path := os.path.expanduser(served)):
-        return replace(entry, base=os.path.abspath(path))
-    return creation.placed(replace(entry, base=served), None)
+    is_served = served_name(entry.base, state) in state.names
+    return creation.placed(entry, None, state.config.model.model if is_served else None)
 
 
 async def _created(name: str, entry: Entry, lacks_base: bool, adapters: list[str], state: _Changing) -> Lines:

@@ -118,9 +118,8 @@ def test_errors_of_a_pull(server, hub, monkeypatch):
 
 @pytest.mark.slow
 def test_a_client_that_leaves_ends_the_download_and_the_next_continues(server, hub, monkeypatch):
-    with httpx.stream(
-        "POST", f"{server.url}/api/pull", json={"model": "org/large"}, trust_env=False, timeout=60
-    ) as one:
+    url, body = f"{server.url}/api/pull", {"model": "org/large"}
+    with httpx.stream("POST", url, json=body, trust_env=False, timeout=60) as one:
         for line in one.iter_lines():
             if json.loads(line).get("completed", 0) > 0:
                 break
@@ -243,9 +242,8 @@ def test_changes_need_the_key_of_an_administrator(home, model_folder):
             for key, status in ((None, 401), ("user", 403)):
                 headers = {"Authorization": f"Bearer {key}"} if key else {}
                 assert refused(server, path, body, method, headers=headers)[0] == status
-            cross = server.http.request(
-                method, path, content="{}", headers={"Origin": "http://evil", "x-api-key": "boss"}
-            )
+            page = {"Origin": "http://evil", "x-api-key": "boss"}
+            cross = server.http.request(method, path, content="{}", headers=page)
             assert cross.status_code == 415
         headers = {"Authorization": "Bearer boss"}
         served = server.state.names[0]
