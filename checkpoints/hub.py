@@ -20,6 +20,7 @@ from quire.checkpoints.files import denied
 from quire.checkpoints.gguf import folder as gguf_folder
 from quire.checkpoints.gguf.header import is_gguf
 from quire.checkpoints.library import names
+from quire.checkpoints.resuming import fetch_large
 
 logger = logging.getLogger(__name__)
 
@@ -133,11 +134,13 @@ def resolve(
             digest = _digest_of(repository, revision, sorted(sizes))
             arrived = functools.partial(_tell_bytes, on_bytes, digest, num_bytes)
             arrived(0)
+        report = _Reports(num_bytes, progress, arrived)
+        begun = fetch_large(repository, revision, download_dir, sizes, report)
         folder = hub.snapshot_download(
             repository,
             revision=revision,
             cache_dir=download_dir,
-            tqdm_class=_bar_class(num_bytes, progress, arrived),
+            tqdm_class=_bar_class(report, begun),
             **patterns,
         )
     except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
@@ -292,7 +295,7 @@ def _sizes_to_download(
             model,
             revision=revision,
             cache_dir=download_dir,
-            tqdm_class=_bar_class(0, lambda phase, fraction: None),
+            tqdm_class=_bar_class(_Reports(0, lambda phase, fraction: None, _nothing)),
             dry_run=True,
             **patterns,
         )
@@ -301,14 +304,25 @@ def _sizes_to_download(
     return {file.filename: file.file_size for file in files if file.will_download}
 
 
-def _bar_class(num_bytes: int, progress: Progress, arrived: Callable[[int], None] = _nothing) -> type:
-    """A silent tqdm that reports how much of `num_bytes` has arrived, and `arrived` bytes.
+class _Reports:
+    """Tells how much of `num_bytes` has arrived, as it grows. Called from several threads."""
+
+    def __init__(self, num_bytes: int, progress: Progress, arrived: Callable[[int], None]):
+        self.num_bytes, self.progress, self.arrived, self.reported = num_bytes, progress, arrived, 0.0
+
+    def __call__(self, done: float) -> None:
+        if self.num_bytes and min(done / self.num_bytes, 1.0) > self.reported:
+            self.reported = min(done / self.num_bytes, 1.0)
+            self.progress("downloading", self.reported)
+            self.arrived(int(done))
+
+
+def _bar_class(report: Callable[[float], None], begun: int = 0) -> type:
+    """A silent tqdm that reports how much has arrived, `begun` bytes included, which came before.
 
     The library makes several bars; the one with the highest count is the one that counts bytes.
     """
     from huggingface_hub.utils import tqdm
-
-    reported = 0.0
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any):
@@ -317,12 +331,9 @@ def _bar_class(num_bytes: int, progress: Progress, arrived: Callable[[int], None
             super().__init__(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
-            nonlocal reported
             self.n += n or 0
-            if num_bytes and self.counts_bytes and min(self.n / num_bytes, 1.0) > reported:
-                reported = min(self.n / num_bytes, 1.0)
-                progress("downloading", reported)
-                arrived(int(self.n))
+            if self.counts_bytes:
+                report(begun + self.n)
 
     return Bar
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from pathlib import Path
 
 import httpx
@@ -118,16 +119,18 @@ def test_errors_of_a_pull(server, hub, monkeypatch):
 
 @pytest.mark.slow
 def test_a_client_that_leaves_ends_the_download_and_the_next_continues(server, hub, monkeypatch):
-    url, body = f"{server.url}/api/pull", {"model": "org/large"}
+    url, body, name = f"{server.url}/api/pull", {"model": "org/large"}, "model.safetensors"
+    monkeypatch.setitem(hub.held, name, released := threading.Event())
     with httpx.stream("POST", url, json=body, trust_env=False, timeout=60) as one:
         for line in one.iter_lines():
-            if json.loads(line).get("completed", 0) > 0:
+            if json.loads(line).get("completed", 0) > 15 << 20:
                 break
         assert server.state.pulls.num_running == 1
     poll(lambda: server.state.pulls.num_running == 0)
     poll(lambda: server.state.num_in_flight == 0)
-    found = lines(server, "/api/pull", {"model": "org/large"})
-    assert found[-1] == {"status": "success"}
+    released.set()
+    assert lines(server, "/api/pull", body)[-1] == {"status": "success"}
+    assert hub.sent[name] < 1.8 * Path(hub.repositories["org/large"], name).stat().st_size
     monkeypatch.setattr(server.state.pulls, "num_running", 4)
     status, message = refused(server, "/api/pull", {"model": "org/large"})
     assert status == 503 and "4 downloads run already" in message
