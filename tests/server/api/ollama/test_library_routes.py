@@ -122,7 +122,8 @@ def test_a_client_that_leaves_ends_the_download_and_the_next_continues(server, h
     url, body, name = f"{server.url}/api/pull", {"model": "org/large"}, "model.safetensors"
     monkeypatch.setitem(hub.held, name, released := threading.Event())
     with httpx.stream("POST", url, json=body, trust_env=False, timeout=60) as one:
-        for line in one.iter_lines():
+        told = one.iter_lines()  # kept: its end closes the connection
+        for line in told:
             if json.loads(line).get("completed", 0) > 15 << 20:
                 break
         assert server.state.pulls.num_running == 1
