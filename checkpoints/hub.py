@@ -20,7 +20,7 @@ from quire.checkpoints.files import denied
 from quire.checkpoints.gguf import folder as gguf_folder
 from quire.checkpoints.gguf.header import is_gguf
 from quire.checkpoints.library import names
-from quire.checkpoints.resuming import fetch_large
+from quire.checkpoints.library.resuming import fetch_large
 
 logger = logging.getLogger(__name__)
 
@@ -196,15 +196,9 @@ def _default_gguf(model: str, revision: str | None, folder: str | None) -> str |
     return f"{model}/{chosen[0]}"
 
 
-def is_hub_adapter(path: str) -> bool:
-    """Return whether the path of a LoRA adapter can only be a Hub id, ORG/NAME: there is no such file or folder."""
-    is_id = path.count("/") == 1 and _HUB_ID.fullmatch(path) and not path.startswith((".", "~"))
-    return bool(is_id) and not os.path.exists(path)
-
-
 def adapter_folder(path: str, download_dir: str | None = None) -> str:
     """The path of a LoRA adapter on this machine, downloaded first if it is a Hub id. Blocks. Raises ValueError."""
-    if not is_hub_adapter(path):
+    if not names.is_hub_adapter(path):
         return path
     import huggingface_hub as hub
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from quire.checkpoints import packaged
 from quire.checkpoints.gguf.folder import hub_patterns
-from quire.checkpoints.hub import is_hub_adapter
 from quire.checkpoints.library import aliases, names
 from quire.checkpoints.library.entries import Entry
 
@@ -87,6 +86,6 @@ def _path(text: str, folder: Path | None, what: str) -> str | None:
 def _adapter(text: str, folder: Path | None) -> str:
     if (path := _path(text, folder, "ADAPTER")) is not None:
         return path
-    if not is_hub_adapter(text):
+    if not names.is_hub_adapter(text):
         raise ValueError(f"ADAPTER: {text[:200]} is neither a path nor the id ORG/NAME of an adapter on the Hub")
     return text

@@ -11,6 +11,7 @@ from quire.checkpoints.gguf.folder import chosen_in, gguf_names
 from quire.checkpoints.library import aliases, ollama_names, stores
 
 _HUB = re.compile(r"(https?://)?(www\.)?(hf\.co|huggingface\.co)/")
+_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _IN_FOLDER = re.compile(r"(?P<folder>.+):(?P<quantization>[\w.-]+)")
 
 
@@ -39,6 +40,12 @@ def located(model: str) -> str:
 def on_hub(model: str) -> str:
     """Return `model` without the host of the Hub: `hf.co/ORG/NAME:QUANTIZATION` is ORG/NAME:QUANTIZATION."""
     return _HUB.sub("", model, count=1) if _HUB.match(model) else model
+
+
+def is_hub_adapter(path: str) -> bool:
+    """Return whether the path of a LoRA adapter can only be a Hub id, ORG/NAME: there is no such file or folder."""
+    is_id = path.count("/") == 1 and _ID.fullmatch(path) and not path.startswith((".", "~"))
+    return bool(is_id) and not os.path.exists(path)
 
 
 def same_model(model: str, listed: list[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from quire.server.errors import BadRequest, EngineError, Unavailable
 
 MAX_PULLS = 4  # at once
-_MODULE = "quire.checkpoints.library.pulling"
+_MODULE = "quire.checkpoints.pulling"
 
 
 class Pulls:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.checkpoints.hub import adapter_folder, is_hub_adapter
+from quire.checkpoints.hub import adapter_folder
+from quire.checkpoints.library.names import is_hub_adapter
 from quire.checkpoints.lora import default_scales, folders_at_start, parse_module
 from quire.configs.config import Config
 from quire.engine.messages import EngineCalls

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from quire.checkpoints import hub
+from quire.checkpoints.library.names import is_hub_adapter
 from quire.checkpoints.lora import local_modules, parse_module
 from quire.configs.config import Config
 from quire.configs.speculation import draft_model_of
@@ -63,7 +64,7 @@ class EngineGroup:
         """`start` if the model, and the draft model if there is one, need neither a download nor a conversion. Raises
         ValueError.
         """
-        if any(hub.is_hub_adapter(parse_module(text)[1]) for text in self.config.lora.lora_modules):
+        if any(is_hub_adapter(parse_module(text)[1]) for text in self.config.lora.lora_modules):
             return
         folder, draft = hub.ready_folder(self.config.model.model), None
         if folder is not None and self.draft is not None:

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.checkpoints.gguf.folder import hub_patterns
-from quire.checkpoints.hub import is_hub_adapter
 from quire.checkpoints.library import aliases, creation, modelfile, names, removal
 from quire.checkpoints.library.entries import Entry
 from quire.server.api import needs
@@ -134,7 +133,7 @@ async def create(request: Request, state: _Changing) -> Response:
         check_parameters(entry.parameters)
     except ValueError as error:
         raise BadRequest(f"{error}.") from None
-    missing = [path for path in entry.adapters if is_hub_adapter(path)]
+    missing = [path for path in entry.adapters if names.is_hub_adapter(path)]
     is_here = await in_thread(lambda: creation.is_here(entry.base))
     if not is_here or missing:
         _require_downloads(state, f"{(missing or [entry.base])[0]} is not on this machine, and ")
