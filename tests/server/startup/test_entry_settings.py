@@ -167,8 +167,7 @@ def test_a_model_of_ollamas_store_as_it_is_there(tmp_path, monkeypatch, capsys, 
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
     tokenizer.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    file = write_gguf(folder, tmp_path / "m.gguf", {"default": "F32"}, "llama")
-    file = Path(file or tmp_path / "m.gguf")
+    write_gguf(folder, file := tmp_path / "m.gguf", {"default": "F32"}, "llama")
     kind = "application/vnd.ollama.image."
     layers = {kind + "params": b'{"temperature": 0}', kind + "system": b"Be kind.", kind + "template": b"{{ .Prompt }}"}
     root = tmp_path / "HOME/.ollama/models"
