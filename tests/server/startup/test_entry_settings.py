@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 
 import anthropic
 import ollama
@@ -176,7 +175,7 @@ def test_a_model_of_ollamas_store_as_it_is_there(tmp_path, monkeypatch, capsys, 
     shown = capsys.readouterr().out
     assert "Be kind." in shown and "temperature 0" in shown
     assert main(["check", "kind:1b", "--device", "cpu"]) == 0
-    assert "temperature 0 (PARAMETER)" in capsys.readouterr().out
+    assert "temperature 0.0 (PARAMETER)" in capsys.readouterr().out
 
 
 @pytest.mark.slow
