@@ -6,6 +6,8 @@ huggingface_hub is imported only for a download.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 import os
 import re
@@ -18,6 +20,7 @@ from quire.checkpoints.files import denied
 from quire.checkpoints.gguf import folder as gguf_folder
 from quire.checkpoints.gguf.header import is_gguf
 from quire.checkpoints.library import names
+from quire.checkpoints.library.resuming import fetch_large
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,7 @@ DEFAULT_QUANTIZATION = "Q4_K_M"  # of a repository of GGUF files
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Progress = Callable[[str, float], None]
+OnBytes = Callable[[str, int, int], None]
 
 
 def ready_folder(model: str) -> str | None:
@@ -100,8 +104,10 @@ def resolve(
     download_dir: str | None = None,
     tokenizer_only: bool = False,
     progress: Progress = lambda phase, fraction: None,
+    on_bytes: OnBytes | None = None,
 ) -> str:
-    """The folder of `model`, downloaded first if it is a Hub id. Blocks; `progress` is called from other threads.
+    """The folder of `model`, downloaded first if it is a Hub id. Blocks; `progress` and `on_bytes`, which gets the
+    digest of a download, the bytes that arrived and their total, are called from other threads.
 
     huggingface_hub reads HF_HUB_OFFLINE, HF_TOKEN and HF_HOME as usual. Raises ValueError with the cause and the
     remedy.
@@ -119,30 +125,60 @@ def resolve(
         files = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
         repository, patterns = model, {"allow_patterns": files, "ignore_patterns": UNUSED_FILES}
     try:
-        num_bytes = _bytes_to_download(repository, revision, download_dir, patterns)
+        sizes = _sizes_to_download(repository, revision, download_dir, patterns)
+        num_bytes, arrived = sum(sizes.values()), _nothing
         if num_bytes:
             logger.info("downloading %s from the Hugging Face Hub: %.2f GB", model, num_bytes / 1e9)
             progress("downloading", 0.0)
+        if num_bytes and on_bytes is not None:
+            digest = _digest_of(repository, revision, sorted(sizes))
+            arrived = functools.partial(_tell_bytes, on_bytes, digest, num_bytes)
+            arrived(0)
+        report = _Reports(num_bytes, progress, arrived)
+        begun = fetch_large(repository, revision, download_dir, sizes, report)
         folder = hub.snapshot_download(
             repository,
             revision=revision,
             cache_dir=download_dir,
-            tqdm_class=_bar_class(num_bytes, progress),
+            tqdm_class=_bar_class(report, begun),
             **patterns,
         )
     except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
         if isinstance(error, FileNotFoundError) and not named:  # nothing matches the patterns
             if (gguf := _default_gguf(model, revision, None)) is not None:
-                return resolve(gguf, revision=revision, download_dir=download_dir, progress=progress)
+                return resolve(gguf, revision=revision, download_dir=download_dir, progress=progress, on_bytes=on_bytes)
             _require_safetensors(model, revision)
         raise ValueError(_explain(error, repository, revision)) from error
     if named:
         return gguf_folder.gguf_folder(gguf_folder.first_file(folder, model), progress)
     if not tokenizer_only and not any(Path(folder).glob("*.safetensors")):
         if (gguf := _default_gguf(model, revision, folder)) is not None:
-            return resolve(gguf, revision=revision, download_dir=download_dir, progress=progress)
+            return resolve(gguf, revision=revision, download_dir=download_dir, progress=progress, on_bytes=on_bytes)
         _require_safetensors(model, revision)
     return folder
+
+
+def _nothing(num_bytes: int) -> None:
+    """No one wants to know how many bytes arrived."""
+
+
+def _tell_bytes(on_bytes: OnBytes, digest: str, total: int, done: int) -> None:
+    on_bytes(digest, min(done, total), total)
+
+
+def _digest_of(repository: str, revision: str | None, names: list[str]) -> str:
+    """The SHA-256 of a file of the Hub, or of the list of the digests of several, which tells downloads apart."""
+    from huggingface_hub import HfApi
+
+    found: dict[str, str] = {}
+    for one in HfApi().list_repo_tree(repository, recursive=True, revision=revision):
+        if (blob := getattr(one, "blob_id", None)) is not None:
+            found[one.path] = one.lfs.sha256 if one.lfs else blob
+    digests = [found.get(name, name) for name in names]
+    if len(digests) == 1 and re.fullmatch(r"[0-9a-f]{64}", digests[0]):
+        return f"sha256:{digests[0]}"
+    listed = "\n".join(digests)
+    return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
 
 
 def _default_gguf(model: str, revision: str | None, folder: str | None) -> str | None:
@@ -160,15 +196,9 @@ def _default_gguf(model: str, revision: str | None, folder: str | None) -> str |
     return f"{model}/{chosen[0]}"
 
 
-def is_hub_adapter(path: str) -> bool:
-    """Return whether the path of a LoRA adapter can only be a Hub id, ORG/NAME: there is no such file or folder."""
-    is_id = path.count("/") == 1 and _HUB_ID.fullmatch(path) and not path.startswith((".", "~"))
-    return bool(is_id) and not os.path.exists(path)
-
-
 def adapter_folder(path: str, download_dir: str | None = None) -> str:
     """The path of a LoRA adapter on this machine, downloaded first if it is a Hub id. Blocks. Raises ValueError."""
-    if not is_hub_adapter(path):
+    if not names.is_hub_adapter(path):
         return path
     import huggingface_hub as hub
 
@@ -245,35 +275,48 @@ def _require_safetensors(model: str, revision: str | None) -> None:
         raise ValueError(f"model: {model} has no safetensors, which are needed, but {', '.join(files)}")
 
 
-def _bytes_to_download(model: str, revision: str | None, download_dir: str | None, patterns: dict[str, Any]) -> int:
-    """The number of bytes missing from the cache; 0 if the Hub is unreachable and only the cache is used."""
+def _sizes_to_download(
+    model: str, revision: str | None, download_dir: str | None, patterns: dict[str, Any]
+) -> dict[str, int]:
+    """The bytes of the files that the cache lacks; none if the Hub is unreachable and only the cache is used."""
     import huggingface_hub as hub
     from huggingface_hub import constants, errors
 
     if constants.HF_HUB_OFFLINE:
-        return 0
+        return {}
     try:
         files = hub.snapshot_download(
             model,
             revision=revision,
             cache_dir=download_dir,
-            tqdm_class=_bar_class(0, lambda phase, fraction: None),
+            tqdm_class=_bar_class(_Reports(0, lambda phase, fraction: None, _nothing)),
             dry_run=True,
             **patterns,
         )
     except errors.DryRunError:
-        return 0
-    return sum(file.file_size for file in files if file.will_download)
+        return {}
+    return {file.filename: file.file_size for file in files if file.will_download}
 
 
-def _bar_class(num_bytes: int, progress: Progress) -> type:
-    """A silent tqdm that reports how much of `num_bytes` has arrived.
+class _Reports:
+    """Tells how much of `num_bytes` has arrived, as it grows. Called from several threads."""
+
+    def __init__(self, num_bytes: int, progress: Progress, arrived: Callable[[int], None]):
+        self.num_bytes, self.progress, self.arrived, self.reported = num_bytes, progress, arrived, 0.0
+
+    def __call__(self, done: float) -> None:
+        if self.num_bytes and min(done / self.num_bytes, 1.0) > self.reported:
+            self.reported = min(done / self.num_bytes, 1.0)
+            self.progress("downloading", self.reported)
+            self.arrived(int(done))
+
+
+def _bar_class(report: Callable[[float], None], begun: int = 0) -> type:
+    """A silent tqdm that reports how much has arrived, `begun` bytes included, which came before.
 
     The library makes several bars; the one with the highest count is the one that counts bytes.
     """
     from huggingface_hub.utils import tqdm
-
-    reported = 0.0
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any):
@@ -282,11 +325,9 @@ def _bar_class(num_bytes: int, progress: Progress) -> type:
             super().__init__(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
-            nonlocal reported
             self.n += n or 0
-            if num_bytes and self.counts_bytes and min(self.n / num_bytes, 1.0) > reported:
-                reported = min(self.n / num_bytes, 1.0)
-                progress("downloading", reported)
+            if self.counts_bytes:
+                report(begun + self.n)
 
     return Bar
 

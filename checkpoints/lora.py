@@ -275,15 +275,29 @@ def parse_module(text: str) -> tuple[str, str, str | None]:
             given = json.loads(text)
         except ValueError as error:
             raise ValueError(f"--lora-modules: {text!r} is not JSON: {error}") from None
-        unknown = sorted(given.keys() - {"name", "path", "base_model_name"})
+        unknown = sorted(given.keys() - {"name", "path", "base_model_name", "default_scale"})
         values = [given.get(key) for key in ("name", "path")]
         if unknown or not all(isinstance(value, str) and value for value in values):
-            raise ValueError(f"--lora-modules: {text!r} must have name, path and optionally base_model_name")
+            raise ValueError(
+                f"--lora-modules: {text!r} must have name, path and optionally base_model_name and default_scale"
+            )
         return *values, given.get("base_model_name")
     name, equals, path = text.partition("=")
     if not (name.strip() and equals and path.strip()):
         raise ValueError(f"--lora-modules: expected name=path or a JSON object, got {text!r}")
     return name.strip(), path.strip(), None
+
+
+def default_scales(modules: list[str]) -> dict[str, float]:
+    """The scale of each adapter of --lora-modules that requests for the model itself use. Raises ValueError."""
+    found: dict[str, float] = {}
+    for text in modules:
+        scale = json.loads(text).get("default_scale", 0) if text.lstrip().startswith("{") else 0
+        if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+            raise ValueError(f"--lora-modules: {text!r}: default_scale must be a number")
+        if scale:
+            found[parse_module(text)[0]] = float(scale)
+    return found
 
 
 def local_modules(modules: list[str], download_dir: str | None) -> list[str]:
@@ -296,6 +310,7 @@ def local_modules(modules: list[str], download_dir: str | None) -> list[str]:
         except ValueError as error:
             raise ValueError(f"--lora-modules {name}: {error}") from None
         given = {"name": name, "path": local} | ({"base_model_name": base} if base else {})
+        given |= {"default_scale": scale} if (scale := default_scales([text]).get(name)) else {}
         found.append(text if local == path else json.dumps(given))
     return found
 

@@ -14,6 +14,7 @@ from typing import Any
 from quire.cli.api_client import Server, ServerError
 from quire.cli.conversation import HELP, Conversation
 from quire.cli.main import Parser
+from quire.cli.prompting import add_answer_flags, answer_options
 from quire.cli.terminal import note_length, read_lines, read_messages, stoppable
 
 COMPLETION_TOKENS = 256  # per answer of `quire complete` without --max-tokens
@@ -61,6 +62,7 @@ def add_chat_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--image", action="append", default=[], metavar="FILE", help="image of the first message; may be repeated"
     )
+    add_answer_flags(group)
 
 
 def default_key() -> str | None:
@@ -81,18 +83,19 @@ def chat(argv: list[str]) -> int:
 
     def run() -> None:
         server = Server(arguments.url, arguments.api_key, insecure=arguments.insecure)
-        converse(server, server.name_of(arguments.model), arguments)
+        converse(server, server.name_of(arguments.model), arguments, arguments.quick)
 
     return guarded(parser, run)
 
 
-def converse(server: Server, model: str, arguments: argparse.Namespace) -> None:
-    """A conversation until the user ends it, or one answer for --quick. Raises ServerError."""
-    conversation = Conversation(server, request_options(arguments, model), arguments.system_prompt)
+def converse(server: Server, model: str, arguments: argparse.Namespace, prompt: str | None) -> None:
+    """A conversation until the user ends it, or one answer to `prompt`. Raises ServerError."""
+    options = request_options(arguments, model) | answer_options(arguments)
+    conversation = Conversation(server, options, arguments.system_prompt, arguments.verbose, arguments.hidethinking)
     for path in arguments.image:
         conversation.add_image(path)
-    if arguments.quick is not None:
-        conversation.ask(arguments.quick)
+    if prompt is not None:
+        conversation.ask(prompt, once=True)
         return
     if server.makes_no_text(model):
         raise ServerError(f"{model} makes no text: its server answers /v1/embeddings, /v1/rerank or /classify")

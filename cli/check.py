@@ -18,6 +18,7 @@ from quire.configs.config import Config
 from quire.configs.options import removed_settings
 from quire.configs.speculation import draft_model_of
 from quire.server.startup.checks import check_server_files, local_config
+from quire.server.startup.entry_settings import with_entry
 from quire.server.startup.plan_table import plan_table
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def plan(config: Config, target: str) -> str:
     from quire.server.startup.engine_group import PLAIN, read_text
 
     check_server_files(config.server)
-    config, has_weights, has_draft = _local(config, target)
+    named = with_entry(config)
+    config, has_weights, has_draft = _local(named, target)
     options, folder = config.model, config.model.model
     # imported by name: torch loads only when this command runs
     importlib.import_module("quire.engine.executor.base").executor_class(config)
@@ -59,7 +61,7 @@ def plan(config: Config, target: str) -> str:
         if options.tokenizer is None
         else hub.resolve(options.tokenizer, download_dir=options.download_dir, tokenizer_only=True)
     )
-    defaults = read_sampling_defaults(config, folder)
+    defaults = read_sampling_defaults(named, folder)
     images = Images(config)
     tokenizer, _ = read_text(config, tokenizer_folder, images, folder)
     images.check_worker(ready.media)

@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.cli.api_client import Server, ServerError
 from quire.cli.terminal import note_length, stoppable
+from quire.cli.timings import Timings
 
 HELP = (
     "/help shows this, /reset clears the conversation, /system TEXT sets the system prompt and clears it, "
@@ -26,8 +27,16 @@ _NOT_SET = ("messages", "stream", "n")  # fields of requests that the conversati
 class Conversation:
     """The messages of a conversation."""
 
-    def __init__(self, server: Server, options: dict[str, Any], system_prompt: str | None = None):
+    def __init__(
+        self,
+        server: Server,
+        options: dict[str, Any],
+        system_prompt: str | None = None,
+        verbose: bool = False,
+        hides_thoughts: bool = False,
+    ):
         self.server, self.options, self.system_prompt = server, options, system_prompt
+        self.verbose, self.hides_thoughts = verbose, hides_thoughts
         self.finish_reason: str | None = None  # of the last answer
         self.reset()
 
@@ -92,16 +101,16 @@ class Conversation:
                 self.options[name] = text.strip()
         print("fields of requests:", json.dumps(self.options, ensure_ascii=False), file=sys.stderr)
 
-    def ask(self, message: str) -> None:
-        """Print the answer while it arrives. Ctrl-C keeps the part that arrived; an error removes the message and its
-        images.
+    def ask(self, message: str, once: bool = False) -> None:
+        """Print the answer while it arrives. Ctrl-C keeps the part that arrived, and is raised if the program answers
+        `once`; an error removes the message and its images.
         """
         images, self.images = self.images, []
         content = [*images, {"type": "text", "text": message}] if images else message
         self.messages.append({"role": "user", "content": content})
         answer = ""
         try:
-            with stoppable():
+            with contextlib.nullcontext() if once else stoppable():
                 for text in self._answer():
                     answer += text
                     print(text, end="", flush=True)
@@ -115,18 +124,23 @@ class Conversation:
 
     def _answer(self) -> Iterator[str]:
         """The pieces of the answer. The thoughts before it go to stderr."""
-        thinks, self.finish_reason = False, None
-        with contextlib.closing(
-            self.server.stream("/chat/completions", self.options | {"messages": self.messages})
-        ) as chunks:
+        thinks, self.finish_reason, timings = False, None, Timings()
+        body = self.options | {"messages": self.messages}
+        if self.verbose:
+            body["stream_options"] = {"include_usage": True}
+        with contextlib.closing(self.server.stream("/chat/completions", body)) as chunks:
             for chunk in chunks:
+                timings.observe(chunk)
                 for choice in chunk.get("choices", ()):
                     delta = choice["delta"]
                     self.finish_reason = choice.get("finish_reason") or self.finish_reason
-                    if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+                    thought = delta.get("reasoning_content") or delta.get("reasoning")
+                    if thought and not self.hides_thoughts:
                         thinks = True
                         print(thought, end="", file=sys.stderr, flush=True)
                     if text := delta.get("content"):
                         print(end="\n\n" if thinks else "", file=sys.stderr, flush=True)
                         thinks = False
                         yield text
+        if self.verbose:
+            timings.show()

@@ -280,11 +280,12 @@ def _imported(module: str, function: str, summary: str) -> Callable[[list[str]],
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
-    "run": _imported("quire.cli.run", "main", "chat with a model: start a server, or use the one that serves it"),
+    "run": _imported("quire.cli.run", "main", "answer a prompt, or chat, by the server of the model or a new one"),
     "list": _imported("quire.cli.library.table", "main", "list the models on this machine"),
     "show": _imported("quire.cli.library.show", "main", "show what a model is, from its files"),
     "pull": _imported("quire.cli.library.pull", "main", "download a model"),
     "cp": _imported("quire.cli.library.change", "cp", "give a model another name"),
+    "create": _imported("quire.cli.library.change", "create", "name a model with a system prompt and parameters"),
     "rm": _imported("quire.cli.library.change", "rm", "remove a downloaded model, or a name"),
     "ps": _imported("quire.cli.library.servers", "ps", "list the servers of this user on this machine"),
     "stop": _imported("quire.cli.library.servers", "stop", "stop a server when its requests are finished"),

@@ -1,4 +1,6 @@
-"""`quire run [MODEL]`: chat with a model in one command, with the server that has it, or with one that ends with it."""
+"""`quire run [MODEL] [PROMPT]`: one answer, or a chat, in one command: with the server that has the model, or with one
+that ends with the command.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ from quire.cli.chat import add_chat_flags, add_sampling_flags, add_tls_flag, con
 from quire.cli.conversation import HELP
 from quire.cli.loading import Loading
 from quire.cli.main import Parser, add_config_flags, read_settings
+from quire.cli.prompting import PromptParser, add_flags_without_effect, one_prompt, warn_without_effect
 from quire.configs.config import Config
 from quire.configs.sources import Settings
 from quire.server.startup.model_names import accepted_names, served_names
@@ -38,17 +41,19 @@ _USELESS = ("uds", "address_file")
 
 def main(argv: list[str]) -> int:
     """Run `quire run ARGV...`; returns 1 if the model cannot be served or a server refuses."""
-    parser = Parser(
+    parser = PromptParser(
         prog="quire run",
-        usage="quire run [MODEL] [flags]",
-        description="Chat with a model, by the server that serves it already, or by one that ends with the chat. "
-        f"Takes the flags of `quire serve` (--help-all). {HELP}.",
+        usage="quire run [MODEL] [PROMPT ...] [flags]",
+        description="Answer PROMPT once, or chat without one: by the server that serves the model already, or by one "
+        "that ends with the command. Text of a pipe or file on stdin goes before PROMPT; only the answer goes to "
+        f"stdout. Takes the flags of `quire serve` (--help-all). In a chat: {HELP}.",
     )
     group = parser.add_argument_group("Chat")
     group.add_argument("--url", "--base-url", metavar="URL", help="chat with this server, and start none")
     add_chat_flags(group)
     add_tls_flag(group)
     add_sampling_flags(group)
+    add_flags_without_effect(group)
     add_config_flags(parser, everyday=False)
     arguments = parser.parse_args(argv)
     _end_on_signals()
@@ -99,22 +104,25 @@ def _insist(wakeup: int, main_thread: int) -> None:
 
 
 def _run(arguments: argparse.Namespace, settings: Settings) -> None:
-    config = settings.config()
+    prompt, config = one_prompt(arguments), settings.config()
     key = config.server.api_key[0] if config.server.api_key else default_key()
     if arguments.url:
         server = Server(arguments.url, key, insecure=arguments.insecure)
         _note_unused(settings)
-        converse(server, server.first_model(), arguments)
+        warn_without_effect(arguments, ends=False)
+        converse(server, server.first_model(), arguments, prompt)
         return
     any_model = settings.source("model").startswith("default")
     if (found := find_server(config, key, any_model, arguments.insecure)) is not None:
         print(f"using the server at {found[0].url}", file=sys.stderr)
         _note_unused(settings)
-        converse(*found, arguments)
+        warn_without_effect(arguments, ends=False)
+        converse(*found, arguments, prompt)
         return
+    warn_without_effect(arguments, ends=True)
     with _started(settings) as url:
         server = Server(url, key, insecure=True)  # our own
-        converse(server, server.first_model(), arguments)
+        converse(server, server.first_model(), arguments, prompt)
 
 
 def _note_unused(settings: Settings) -> None:

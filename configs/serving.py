@@ -207,6 +207,9 @@ class ServerConfig:
     sse_keep_alive_interval: float = opt(
         15.0, "seconds without data after which an event stream gets a comment (0: never)", minimum=0
     )
+    allow_downloads: bool = opt(
+        False, "let POST /api/pull and /api/create download models; with API keys, for administrators"
+    )
     allowed_hosts: list[str] = opt(
         [],
         (

@@ -31,6 +31,7 @@ from quire.server.heap import keep_large_blocks_apart
 from quire.server.startup import address_file, running_servers
 from quire.server.startup.checks import check_server_files
 from quire.server.startup.engine_group import EngineGroup
+from quire.server.startup.entry_settings import with_entry
 from quire.server.startup.hints import curl_line
 from quire.server.startup.model_names import served_names
 from quire.server.startup.progress import StartProgress
@@ -176,7 +177,8 @@ class Launcher:
         """Raises ValueError for files that cannot be used, or a folder that holds no model, OSError when the port
         cannot be shared.
         """
-        self.config, self.listener, self.started = config, listener, started
+        self.config = config = with_entry(config)
+        self.listener, self.started = listener, started
         self.engines = EngineGroup(config)
         self.stats_logs: list[StatsLog] = []  # one per engine, once clients are served
         self.announced = False

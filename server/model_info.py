@@ -6,9 +6,21 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.checkpoints.library.entries import Entry
 from quire.engine.messages import PoolingInfo, WorkerReady
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What the model's name adds (`quire create`, Ollama's store) to requests that leave it open. `sampling` has the
+    parameters that generation_config.json may have, under our names, `options` the other fields of GenerationOptions.
+    """
+
+    entry: Entry = Entry("")
+    sampling: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +36,7 @@ class ModelInfo:
     pooling: PoolingInfo | None = None  # None: it makes no embeddings
     keeps_states: bool = False  # whether layers have recurrent states, whose checkpoints are sparse
     other_defaults: dict[str, Any] = field(default_factory=dict)  # of sampling, where the model's files have none
+    preset: Preset = field(default_factory=Preset)
 
 
 def context_length(worker: WorkerReady) -> int:

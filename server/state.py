@@ -19,6 +19,7 @@ from quire.engine.messages import EngineStats, Ready
 from quire.server.errors import BadRequest, NotFound, Unavailable
 from quire.server.generate.structures import Structures
 from quire.server.incidents import Incidents
+from quire.server.library.pulls import Pulls
 from quire.server.lora.adapters import Adapters
 from quire.server.lora.shared import SharedAdapters
 from quire.server.media.service import Images
@@ -81,6 +82,7 @@ class ServerState:
     traces: Traces | None = None  # with --otlp-traces-endpoint
     batches: Batches | None = None  # with --batch-dir
     responses: Responses | None = None  # set with the routes
+    pulls: Pulls = field(default_factory=Pulls)  # downloads that clients asked for
     images: Images = None  # made from the settings
     adapters: Adapters | SharedAdapters = None  # the same
 

@@ -33,10 +33,10 @@ class Installed:
 def installed() -> list[Installed]:
     """Return all models of this machine, the latest first. Raises ValueError if the file of own names is damaged."""
     found = [*_of_hub(), *_of_packages(), *_of_stores()]
-    for name, model in aliases.aliases().items():
-        known = next((one for one in found if one.name == model), None)
+    for name, entry in aliases.entries().items():
+        known = next((one for one in found if one.name == entry.base), None)
         size, modified = (known.size, known.modified) if known else (0, aliases.path().stat().st_mtime)
-        found.append(Installed(name, size, modified, f"name of {model}"))
+        found.append(Installed(name, size, modified, f"{'name of' if entry.is_plain else 'made from'} {entry.base}"))
     return sorted(found, key=lambda one: (-one.modified, one.name))
 
 

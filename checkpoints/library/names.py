@@ -11,14 +11,16 @@ from quire.checkpoints.gguf.folder import chosen_in, gguf_names
 from quire.checkpoints.library import aliases, ollama_names, stores
 
 _HUB = re.compile(r"(https?://)?(www\.)?(hf\.co|huggingface\.co)/")
+_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _IN_FOLDER = re.compile(r"(?P<folder>.+):(?P<quantization>[\w.-]+)")
 
 
 def located(model: str) -> str:
     """Return the path of `model` on this machine if it has one, else its name on the Hub or among the packaged models.
 
-    In this order: a path, FOLDER:QUANTIZATION, a name by `quire cp`, a packaged model, the stores of Ollama, llama.cpp
-    and LM Studio, Ollama's names for models of the Hub. Raises ValueError if a name is known but its file is missing.
+    In this order: a path, FOLDER:QUANTIZATION, a name by `quire cp` or `quire create`, a packaged model, the stores of
+    Ollama, llama.cpp and LM Studio, Ollama's names for models of the Hub. Raises ValueError if a name is known but its
+    file is missing.
     """
     path = os.path.expanduser(model)
     if os.path.exists(path):
@@ -27,7 +29,8 @@ def located(model: str) -> str:
         return _in_folder(match["folder"], match["quantization"])
     if model.startswith((".", "/", "~")):
         return model
-    if (target := aliases.aliases().get(model)) is not None:
+    if (own := aliases.find(model)) is not None:
+        target = own.base
         if os.path.isabs(target) and not os.path.exists(target):
             raise ValueError(f"model: {model} is your name for {target}, which is gone: `quire rm {model}`")
         return target if os.path.exists(target) else _known(target)
@@ -37,6 +40,12 @@ def located(model: str) -> str:
 def on_hub(model: str) -> str:
     """Return `model` without the host of the Hub: `hf.co/ORG/NAME:QUANTIZATION` is ORG/NAME:QUANTIZATION."""
     return _HUB.sub("", model, count=1) if _HUB.match(model) else model
+
+
+def is_hub_adapter(path: str) -> bool:
+    """Return whether the path of a LoRA adapter can only be a Hub id, ORG/NAME: there is no such file or folder."""
+    is_id = path.count("/") == 1 and _ID.fullmatch(path) and not path.startswith((".", "~"))
+    return bool(is_id) and not os.path.exists(path)
 
 
 def same_model(model: str, listed: list[str]) -> str:
@@ -51,7 +60,10 @@ def same_model(model: str, listed: list[str]) -> str:
 
 def _canonical(model: str) -> str:
     try:
-        name = on_hub(aliases.aliases().get(model, model))
+        own = aliases.find(model)
+        if own is not None and not own.is_plain:  # it answers otherwise than its base
+            return aliases.canonical(model)
+        name = on_hub(model if own is None else own.base)
         return (ollama_names.on_hub(name) or name).lower()
     except ValueError:  # a tag that the table lacks, a damaged file: the name stands for itself
         return model

@@ -21,6 +21,10 @@ _REMEDY = {
 }
 
 
+class NotHere(ValueError):
+    """The model is not on this machine."""
+
+
 def remove(model: str) -> tuple[str, int]:
     """Remove `model`; returns what was removed, in words, and its bytes. Raises ValueError, OSError."""
     if not os.path.exists(os.path.expanduser(model)) and aliases.remove(model):
@@ -43,7 +47,7 @@ def _remove_from_hub_cache(model: str, name: str) -> tuple[str, int]:
     repository = named[0] if named else name
     cached = next((one for one in installed.repositories() if one.repo_id == repository), None)
     if cached is None:
-        raise ValueError(f"{model} is not on this machine: the Hub's cache {names.hub_cache()} has no {repository}")
+        raise NotHere(f"{model} is not on this machine: the Hub's cache {names.hub_cache()} has no {repository}")
     files = installed.gguf_files(cached)
     if named is None or set(files) == {chosen := gguf_folder.chosen_file(sorted(files), name)}:
         return f"{repository} from the Hub's cache", _remove_repository(cached)

@@ -1,13 +1,14 @@
-"""`quire rm` and `quire cp`: remove models, and give them names."""
+"""`quire rm`, `quire cp` and `quire create`: remove models, and give them names."""
 
 from __future__ import annotations
 
-import os
 import sys
+from pathlib import Path
 
-from quire.checkpoints.library import aliases, names, removal
+from quire.checkpoints.library import aliases, creation, modelfile, removal
 from quire.checkpoints.sizes import format_bytes
 from quire.cli.main import Parser
+from quire.server.request.preset import check_parameters
 
 
 def rm(argv: list[str]) -> int:
@@ -41,17 +42,37 @@ def cp(argv: list[str]) -> int:
     parser.add_argument("name", metavar="NAME", help="the new name: mine, or mine:small")
     arguments = parser.parse_args(argv)
     try:
-        target = aliases.aliases().get(arguments.model, arguments.model)
-        path = os.path.expanduser(target)
-        if os.path.exists(path):
-            target = os.path.abspath(path)
-        elif target.startswith((".", "/", "~")):
-            raise ValueError(f"there is no file or folder {target}")
-        else:
-            names.located(target)  # a name that is known, but not to be had, is refused
-        aliases.add(arguments.name, target)
+        entry = creation.renamed(arguments.model, Path.cwd())
+        aliases.add(arguments.name, entry)
     except (ValueError, OSError) as error:
         print(f"quire cp: error: {error}", file=sys.stderr)
         return 1
-    print(f"{arguments.name} is {target}")
+    print(f"{arguments.name} is {entry.base}" + ("" if entry.is_plain else ", with what `quire create` added"))
+    return 0
+
+
+def create(argv: list[str]) -> int:
+    """Run `quire create ARGV...`; returns 1 if the Modelfile cannot be read or names what is not there."""
+    parser = Parser(
+        prog="quire create",
+        description="Give a model another name with a system prompt, parameters and adapters, from Ollama's Modelfile: "
+        "FROM, SYSTEM, PARAMETER, ADAPTER, MESSAGE, TEMPLATE (in Jinja), LICENSE. No file is copied.",
+    )
+    parser.add_argument("name", metavar="NAME", help="the new name: mine, or mine:small")
+    parser.add_argument("-f", "--file", metavar="FILE", default="Modelfile", help="- is stdin (default: ./Modelfile)")
+    arguments = parser.parse_args(argv)
+    path = Path(arguments.file).expanduser()
+    try:
+        data = sys.stdin.buffer.read() if arguments.file == "-" else path.read_bytes()
+        entry = modelfile.parse(modelfile.read_bytes(data))
+        entry = creation.placed(entry, Path.cwd() if arguments.file == "-" else path.absolute().parent)
+        check_parameters(entry.parameters)
+        aliases.add(arguments.name, entry)
+    except (ValueError, OSError) as error:
+        why = f"{arguments.file}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"quire create: error: {why}", file=sys.stderr)
+        return 1
+    if entry.template and not entry.is_jinja:
+        print(f"WARNING {creation.TEMPLATE_NOTE}", file=sys.stderr)
+    print(f"{arguments.name} is {entry.base}, with what {arguments.file} says: `quire run {arguments.name}`")
     return 0

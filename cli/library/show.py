@@ -15,7 +15,8 @@ from typing import Any
 from quire.checkpoints import hub, packaged
 from quire.checkpoints.files import check_model_folder
 from quire.checkpoints.gguf.header import GgufFile, read_gguf
-from quire.checkpoints.library import names, stores
+from quire.checkpoints.library import modelfile, names, stores
+from quire.checkpoints.library.applied import entry_of
 from quire.checkpoints.reading import read_object
 from quire.checkpoints.safetensors import read_header, stored_files
 from quire.checkpoints.sizes import format_bytes
@@ -65,6 +66,7 @@ def describe(model: str, target: str) -> dict[str, Any]:
     return {
         "model": model,
         "source": _source(model),
+        **_added(model),
         "architecture": ", ".join(config.get("architectures") or ()) or config.get("model_type"),
         "parameters": _parameters(tensors, settings),
         "context": text.get("max_position_embeddings"),
@@ -74,6 +76,15 @@ def describe(model: str, target: str) -> dict[str, Any]:
         "licence": _licence(Path(folder), model, gguf),
         "files": [file.name if file.is_relative_to(target) else str(file) for file in files],
     }
+
+
+def _added(model: str) -> dict[str, Any]:
+    """Return what the name adds to the files."""
+    if (entry := entry_of(model)) is None:
+        return {}
+    found = {"system": entry.system, "parameters by name": modelfile.parameter_lines(entry.parameters)}
+    found |= {"adapters": list(entry.adapters), "first messages": [one["content"] for one in entry.messages]}
+    return {name: value for name, value in found.items() if value}
 
 
 def _words(value: Any) -> str:

@@ -223,8 +223,9 @@ class Frontend:
                 logger.info("default sampling parameters: %s", self.sampling_defaults.describe())
             if not self.chats and (state.model.pooling is None or state.model.pooling.generates):
                 logger.warning(
-                    "the model has no chat template: /v1/chat/completions will return 400 and /v1/completions answers; "
-                    "set one with --chat-template"
+                    "the model has no chat template%s: /v1/chat/completions will return 400 and /v1/completions "
+                    "answers; set one with --chat-template",
+                    " in Jinja, and its TEMPLATE is in Ollama's language" if state.model.preset.entry.template else "",
                 )
             state.images.check_worker(ready.worker.media)
             state.metrics = make_metrics(self.config, state.names[0], ready.worker)

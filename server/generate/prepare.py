@@ -19,6 +19,7 @@ from quire.server.prompt.conversation import Reading
 from quire.server.prompt.encode import encode_texts
 from quire.server.prompt.prompts import Prompt, prompts_of
 from quire.server.request.generation_request import GenerationRequest
+from quire.server.request.preset import filled
 from quire.server.request.request import GenerationOptions, GenerationSpec
 from quire.server.request.sampling import check_max_tokens, fit, to_sampling_params
 from quire.server.text.detokenizer import StopStrings
@@ -33,6 +34,7 @@ def prepare(spec: GenerationSpec, state: needs.Prompting) -> list[GenerationRequ
     """
     check_generates(state.model)
     check_options(spec.options)
+    spec.options = filled(spec.options, state.model.preset)
     sampling = to_sampling_params(spec, state.model, state.tokenizer)
     prompts = prompts_of(spec, state)
     sampling = msgspec.structs.replace(

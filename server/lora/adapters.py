@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.checkpoints.hub import adapter_folder, is_hub_adapter
-from quire.checkpoints.lora import folders_at_start, parse_module
+from quire.checkpoints.hub import adapter_folder
+from quire.checkpoints.library.names import is_hub_adapter
+from quire.checkpoints.lora import default_scales, folders_at_start, parse_module
 from quire.configs.config import Config
 from quire.engine.messages import EngineCalls
 from quire.server.errors import BadRequest, Conflict, Forbidden, NotFound, Unavailable
@@ -41,6 +42,7 @@ class Adapters(Served):
         self._ids = itertools.count()
         self._loading: set[str] = set()  # names
         self._at_start = folders_at_start(lora.lora_modules, lora.lora_dir) if lora.enabled else []
+        self._scales_at_start = default_scales(lora.lora_modules)
         self._parents = {name: base for name, _, base in map(parse_module, lora.lora_modules)}
         roots = [Path(lora.lora_dir).expanduser()] if lora.lora_dir else []
         given = [path for _, path, is_given in self._at_start if is_given]
@@ -67,6 +69,7 @@ class Adapters(Served):
                 logger.warning("--lora-dir: leaving out %s: %s", name, error)
                 continue
             self.loaded[name] = replace(adapter, id=next(self._ids))
+        self.default_scales = dict(self._scales_at_start)
         if self.loaded:
             logger.info("LoRA adapters: %s", ", ".join(self.loaded))
 

@@ -29,7 +29,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 async def chosen(state: _Server, requests: LoRARequests, num_prompts: int) -> list[list[Chosen]]:
-    """The adapters of each prompt, loaded if they are new. Raises BadRequest."""
+    """The adapters of each prompt, loaded if new; without one those of the model's name. Raises BadRequest."""
     if requests is None or isinstance(requests, LoRARequest):
         requests = [requests] * num_prompts
     if len(requests) != num_prompts:
@@ -38,4 +38,5 @@ async def chosen(state: _Server, requests: LoRARequests, num_prompts: int) -> li
     for one in dict.fromkeys(requests):
         if one is not None:
             loaded[one] = await state.adapters.offline(state.client, one.lora_name, Path(one.lora_path))
-    return [[] if one is None else [Chosen(loaded[one])] for one in requests]
+    default = state.adapters.choose(None)  # those that the model's name brings
+    return [default if one is None else [Chosen(loaded[one])] for one in requests]

@@ -14,6 +14,7 @@ from quire.server.engines.client import EngineClient
 from quire.server.engines.supervisor import EngineFailed, Supervisor
 from quire.server.request.sampling import SamplingDefaults, read_sampling_defaults
 from quire.server.startup.engine_group import EngineGroup, load_tokenizer, model_info
+from quire.server.startup.entry_settings import with_entry
 from quire.server.startup.model_names import accepted_names, served_names
 from quire.server.startup.plan_table import plan_table
 from quire.server.startup.progress import StartProgress
@@ -29,7 +30,7 @@ class Runtime:
     """
 
     def __init__(self, config: Config):
-        self.config = config
+        self.config = config = with_entry(config)
         self.state = ServerState(config, served_names(config), "", "", accepted_names(config))
         self.engines = EngineGroup(config)
         self._sampling_defaults: SamplingDefaults | None = None

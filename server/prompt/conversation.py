@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.engine.messages import ThinkingBudget
 from quire.server.errors import BadRequest
+from quire.server.model_info import Preset
 from quire.server.prompt.generic_tools import with_generic_tools
 from quire.server.prompt.images import Illustrated, Placeholders, after_results
 from quire.server.prompt.system_messages import fit_system_messages
@@ -47,6 +48,7 @@ class Rendered:
 def render_conversation(conversation: Conversation, state: needs.Prompting) -> Rendered:
     """Raises BadRequest naming the option at fault."""
     check_conversation(conversation, state)
+    conversation = with_first_messages(conversation, state.model.preset)
     tools = [tool.for_template() for tool in conversation.tools]
     if conversation.tool_choice.mode == "none" and state.config.server.exclude_tools_when_tool_choice_none:
         tools = []
@@ -77,6 +79,21 @@ def render_conversation(conversation: Conversation, state: needs.Prompting) -> R
         return Rendered(text, template, thinking)
     illustrated = Illustrated.join(placeholders.split(text), images, state, "messages")
     return Rendered(illustrated.text, template, thinking, illustrated)
+
+
+def with_first_messages(conversation: Conversation, preset: Preset) -> Conversation:
+    """Return the conversation with the system prompt of the model's name, unless it begins with one of its own, and
+    the name's first messages after it.
+    """
+    first, system = list(preset.entry.messages), preset.entry.system
+    if not first and not system:
+        return conversation
+    messages = conversation.messages
+    has_own = bool(messages) and messages[0]["role"] in ("system", "developer")
+    own, rest = (messages[:1], messages[1:]) if has_own else ([], messages)
+    if not has_own and system:
+        own = [{"role": "system", "content": system}]
+    return replace(conversation, messages=[*own, *first, *rest])
 
 
 def check_conversation(conversation: Conversation, state: needs.Settings) -> None:

@@ -22,9 +22,10 @@ from quire.configs.config import Config
 from quire.configs.generation import PARAMETERS, read_generation
 from quire.engine.messages import SamplingParams
 from quire.server.errors import BadRequest, ContextLengthExceeded
-from quire.server.model_info import ModelInfo
+from quire.server.model_info import ModelInfo, Preset
 from quire.server.request.fields import NEUTRAL
 from quire.server.request.ngrams import chosen_ngram
+from quire.server.request.preset import read_preset
 from quire.server.request.request import GenerationOptions, GenerationSpec
 from quire.server.request.samplers import Breaking, chain_of
 
@@ -50,36 +51,46 @@ class BatchEncoder(Breaking, Protocol):
 
 
 class SamplingDefaults(NamedTuple):
-    """`declared` by the model's files or --override-generation-config, which sets the `overridden` ones; `others`, of
-    `source`, for what they leave open.
+    """`declared` by the model's files, by PARAMETER of its name (`preset`) or by --override-generation-config, which
+    sets the `overridden` ones; `others`, of `source`, for what they leave open.
     """
 
     declared: dict[str, Any]
     others: dict[str, Any]
     source: str
     overridden: frozenset[str] = frozenset()
+    preset: Preset = Preset()
 
     def describe(self) -> str:
         """One line for people."""
         rest = {name: value for name, value in self.others.items() if name not in self.declared}
-        files = [f"{name} {value}" for name, value in self.declared.items() if name not in self.overridden]
+        by_name = self.preset.sampling.keys() - self.overridden
+        files = [
+            f"{name} {value}"
+            for name, value in self.declared.items()
+            if name not in self.overridden and name not in by_name
+        ]
+        parameters = self.preset.options | {name: self.declared[name] for name in by_name}
+        named = ", ".join(f"{name} {value}" for name, value in sorted(parameters.items()))
         flags = [f"{name} {value}" for name, value in self.declared.items() if name in self.overridden]
         set_ = ", ".join(flags) + " (--override-generation-config)" if flags else ""
         own = ", ".join(files) + " (the model's)" if files else ""
         open_ = f"{', '.join(f'{name} {value}' for name, value in rest.items())} ({self.source})" if rest else ""
-        return "; ".join(filter(None, (set_, own, open_))) or "OpenAI's"
+        named = f"{named} (PARAMETER)" if named else ""
+        return "; ".join(filter(None, (set_, named, own, open_))) or "OpenAI's"
 
 
 def read_sampling_defaults(config: Config, model_folder: str) -> SamplingDefaults:
     """The content of generation_config.json, as --generation-config says, and llama.cpp's defaults for a GGUF file,
-    under what --override-generation-config sets.
+    under what the PARAMETERs of the model's name set, and then --override-generation-config.
 
     Raises ValueError when the file asked for is missing, or not JSON, or a value is out of range.
     """
     flag = "--override-generation-config"
     overrides = _checked(read_generation(config.server.override_generation_config or "{}"), flag)
-    found = _sampling_defaults(config, model_folder)
-    return found._replace(declared=found.declared | overrides, overridden=frozenset(overrides))
+    found, preset = _sampling_defaults(config, model_folder), read_preset(config.model.model)
+    declared = found.declared | preset.sampling | overrides
+    return found._replace(declared=declared, overridden=frozenset(overrides), preset=preset)
 
 
 def _sampling_defaults(config: Config, model_folder: str) -> SamplingDefaults:

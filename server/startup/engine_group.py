@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from quire.checkpoints import hub
+from quire.checkpoints.library.names import is_hub_adapter
 from quire.checkpoints.lora import local_modules, parse_module
 from quire.configs.config import Config
 from quire.configs.speculation import draft_model_of
@@ -63,7 +64,7 @@ class EngineGroup:
         """`start` if the model, and the draft model if there is one, need neither a download nor a conversion. Raises
         ValueError.
         """
-        if any(hub.is_hub_adapter(parse_module(text)[1]) for text in self.config.lora.lora_modules):
+        if any(is_hub_adapter(parse_module(text)[1]) for text in self.config.lora.lora_modules):
             return
         folder, draft = hub.ready_folder(self.config.model.model), None
         if folder is not None and self.draft is not None:
@@ -164,9 +165,7 @@ class EngineGroup:
     async def terminate(self) -> None:
         """Terminate all engines; kill them after TERMINATE_TIMEOUT, later if they write their KV cache first."""
         timeout = TERMINATE_TIMEOUT + (SAVE_TIMEOUT if self.saves else 0)
-        await asyncio.gather(
-            *(in_thread(functools.partial(engine.terminate, timeout)) for engine in self._current())
-        )
+        await asyncio.gather(*(in_thread(functools.partial(engine.terminate, timeout)) for engine in self._current()))
 
     def kill(self) -> None:
         for engine in self._current():
@@ -214,4 +213,5 @@ def model_info(config: Config, worker: WorkerReady, tokenizer: Tokenizer, sampli
         worker.pooling,
         worker.num_states > 0,
         sampling.others,
+        sampling.preset,
     )

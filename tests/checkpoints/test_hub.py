@@ -64,9 +64,9 @@ def test_download_reports_progress_and_asks_for_needed_files_only(monkeypatch):
         calls.append((model, options))
         if dry_run:
             return [
-                SimpleNamespace(file_size=900, will_download=True),
-                SimpleNamespace(file_size=5000, will_download=False),
-                SimpleNamespace(file_size=100, will_download=True),
+                SimpleNamespace(filename="a", file_size=900, will_download=True),
+                SimpleNamespace(filename="b", file_size=5000, will_download=False),
+                SimpleNamespace(filename="c", file_size=100, will_download=True),
             ]
         files, transferred, written = (
             tqdm_class(total=2, desc="Fetching"),

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from quire.checkpoints import hub
 from quire.checkpoints.library import aliases, names, ollama_names, stores
+from quire.checkpoints.library.applied import entry_of
+from quire.checkpoints.library.entries import Entry
 from tests.helpers.library_stores import ollama_model
 
 
@@ -87,11 +91,56 @@ def test_ollamas_store(home, monkeypatch, variable):
         names.located("llama3.2:1b")
 
 
-def test_an_adapter_of_ollama_is_refused(home):
-    layers = {"application/vnd.ollama.image.adapter": b"lora"}
-    ollama_model(home / ".ollama/models", "registry.ollama.ai/library/tuned/latest", b"GGUF", layers)
-    with pytest.raises(ValueError, match="tuned:latest in Ollama's store is a LoRA adapter on another model"):
-        names.located("tuned")
+def test_what_ollamas_layers_add(home, monkeypatch):
+    kind, root = "application/vnd.ollama.image.", home / ".ollama/models"
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ahoy"}]
+    layers = {
+        kind + "adapter": b"lora", kind + "system": b"Be a pirate.", kind + "license": b"MIT",
+        kind + "template": b"{{ .Prompt }}", kind + "params": b'{"temperature": 0.5, "stop": ["x"]}',
+        kind + "messages": json.dumps(messages).encode(),
+    }  # fmt: skip
+    blob = ollama_model(root, "registry.ollama.ai/library/tuned/latest", b"GGUF", layers)
+    found = entry_of("tuned")
+    assert found == entry_of("library/tuned:latest") or found is not None
+    (adapter,) = found.adapters
+    assert Path(adapter).read_bytes() == b"lora" and found.base == str(blob)
+    assert (found.system, found.template, found.licenses) == ("Be a pirate.", "{{ .Prompt }}", ("MIT",))
+    assert found.parameters == {"temperature": 0.5, "stop": ["x"]} and list(found.messages) == messages
+    assert entry_of(str(blob)) is None and not found.is_jinja  # the file alone
+    own = Entry("tuned", system="Be kind.", parameters={"top_k": 3})
+    aliases.add("mine", own)
+    both = entry_of("mine:latest")
+    assert both.base == "tuned" and both.system == "Be kind." and both.adapters == found.adapters
+    assert both.parameters == {"temperature": 0.5, "stop": ["x"], "top_k": 3}
+    monkeypatch.chdir(home)
+    (home / "tuned").mkdir()
+    assert entry_of("tuned") is None and entry_of("mine") == own  # a path goes before everything
+    Path(adapter).unlink()
+    (home / "tuned").rmdir()
+    with pytest.raises(ValueError, match=r"Ollama's store lacks .*, an adapter of tuned:latest"):
+        entry_of("tuned")
+    ollama_model(root, "registry.ollama.ai/library/plain/latest", b"GGUF2")
+    assert entry_of("plain") is None
+
+
+@pytest.mark.parametrize(
+    "value", [3, None, {"system": "x"}, {"base": 1}, {"base": "x", "adapters": "y"}, {"base": "x", "other": 1}]
+)
+def test_a_damaged_file_of_names(home, value):
+    aliases.add("mine", Entry("x"))
+    aliases.path().write_text(json.dumps({"mine": value}))
+    with pytest.raises(ValueError, match="is damaged: remove it"):
+        names.located("mine")
+
+
+def test_names_given_at_once_are_all_kept(home):
+    """By the command line and by a server: each writes the whole file."""
+    code = "import sys; from quire.checkpoints.library import aliases, entries; " + (
+        "[aliases.add(f'{sys.argv[1]}{i}', entries.Entry('x')) for i in range(40)]"
+    )
+    started = [subprocess.Popen([sys.executable, "-c", code, name]) for name in ("a", "b", "c")]
+    assert [one.wait(60) for one in started] == [0, 0, 0]
+    assert len(aliases.entries()) == 120
 
 
 def test_a_damaged_manifest_is_no_model(home):
@@ -149,13 +198,13 @@ def test_a_folder_of_gguf_files(home):
 
 def test_own_names(home):
     file = gguf(home / "models/a-Q4_K_M.gguf")
-    aliases.add("mine", str(file))
-    aliases.add("small:1b", "llama3.2:1b")
+    aliases.add("mine", Entry(str(file)))
+    aliases.add("small:1b", Entry("llama3.2:1b"))
     assert names.located("mine") == str(file)
     assert names.located("small:1b") == "bartowski/Llama-3.2-1B-Instruct-GGUF:Q8_0"
-    for wrong in ("../x", "a/b", "", "a:b:c", "-x"):
+    for wrong in ("../x", "a/b/c", "", "a:b:c", "-x", "."):
         with pytest.raises(ValueError, match="cannot be a name"):
-            aliases.add(wrong, "x")
+            aliases.add(wrong, Entry("x"))
     file.unlink()
     with pytest.raises(ValueError, match=r"mine is your name for .*, which is gone: `quire rm mine`"):
         names.located("mine")
@@ -170,6 +219,11 @@ def test_a_servers_name_of_the_same_model():
     assert names.same_model("hf.co/org/name:q4_k_m", listed) == listed[0]
     assert names.same_model("llama3.2:1b", listed) == listed[1]
     assert names.same_model("other", listed) == "other"
+    aliases.add("copy", Entry("llama3.2:1b"))
+    aliases.add("pirate", Entry("llama3.2:1b", system="Be a pirate."))
+    assert names.same_model("copy", listed) == listed[1]
+    assert names.same_model("pirate", listed) == "pirate"  # it answers otherwise than its base
+    assert names.same_model("pirate:latest", [*listed, "pirate"]) == "pirate"
 
 
 def test_what_a_manifest_names_is_its_digest(home):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.helpers.library_stores import ollama_model
 from tests.helpers.models.checkpoints import build_checkpoint
 from tests.helpers.models.gguf_files import write_gguf
 from tests.helpers.server.fake_hub import FakeHub
+from tests.helpers.server.running import poll
 
 
 @pytest.fixture
@@ -100,6 +103,38 @@ def test_a_download_that_breaks_continues(home):
         pulled = quire(hub, home, "pull", "org/large")
         assert pulled.returncode == 0 and "SHA-256 of 1 file is right" in pulled.stderr, pulled
         assert not hub.cut and hub.sent[name] < 1.2 * len(data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_download_that_was_ended_continues(home, end):
+    folder, name = home / "large", "model.safetensors"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    data = os.urandom(45 << 20)
+    (folder / name).write_bytes(data)
+    with FakeHub({"org/large": str(folder)}).running() as hub:
+        hub.checksums, hub.held = {name: hashlib.sha256(data).hexdigest()}, {name: threading.Event()}
+        environment = os.environ | hub.environment(home / "hf")
+        command = [sys.executable, "-m", "quire", "pull", "org/large"]
+        with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+            poll(lambda: [one for one in (home / "hf").rglob("*.part") if one.stat().st_size > 15 << 20], 60)
+            process.send_signal(end)
+            hub.held.pop(name).set()
+            assert process.wait(60) == (130 if end == signal.SIGINT else -end)
+        pulled = quire(hub, home, "pull", "org/large")
+        assert pulled.returncode == 0 and "SHA-256 of 1 file is right" in pulled.stderr, pulled
+        assert hub.sent[name] < 1.8 * len(data)
+        (part,) = {path.parent for path in (home / "hf").rglob(hub.checksums[name])}
+        assert not list((home / "hf").rglob("*.part"))
+        # what an earlier download left is of another file
+        (part / hub.checksums[name]).rename(part / f"{hub.checksums[name]}.part")
+        with (part / f"{hub.checksums[name]}.part").open("r+b") as file:
+            file.write(b"wrong")
+            file.truncate(1 << 20)
+        again = quire(hub, home, "pull", "org/large")
+        assert again.returncode == 1 and "download it again" in again.stderr, again
+        assert quire(hub, home, "pull", "org/large").returncode == 0
 
 
 @pytest.mark.slow

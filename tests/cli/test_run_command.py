@@ -53,9 +53,8 @@ def test_a_running_server_is_used(server, model_folder):
     port = str(server.listener.getsockname()[1])
     num_before = len(server.state.names)
     for model in ([], [MODEL], ["alias"]):
-        result = run(command(*model, "--port", port), "/set max_tokens 3\nHi\n/bye\nnot sent\n")
+        result = run(command(*model, "--port", port, "--max-tokens", "3"), "Hi\n")
         assert result.returncode == 0 and f"using the server at http://127.0.0.1:{port}" in result.stderr, result
-        assert f"{model[0] if model else MODEL} at http://127.0.0.1:{port}" in result.stderr
         assert result.stdout.strip() and result.stderr.count("[stopped at 3 tokens") == 1
     assert len(server.state.names) == num_before and server.state.status == "ready"
     other = run(command("no/such-model", "--url", server.url, "-q", "Hi", "--max-tokens", "2"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.checkpoints.library import modelfile
 from quire.server.api import needs
 from quire.server.api.ollama.protocol import ShowRequest
 from quire.server.errors import BadRequest, EngineError
@@ -16,6 +18,7 @@ from quire.server.http import sse
 from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.keys.access import names_for, require_model
+from quire.server.model_info import ModelInfo
 from quire.server.startup.model_details import ModelDetails, in_words
 from quire.server.text.infill import infill_of
 
@@ -119,10 +122,13 @@ async def show(request: Request, state: _Showing) -> Response:
     served = {f"{found.family}.context_length": text_limit(model) if embeds else model.max_model_len}
     if embeds:
         served[f"{found.family}.embedding_length"] = model.pooling.num_dimensions
+    entry = model.preset.entry
+    texts = {"system": entry.system, "license": "\n".join(entry.licenses), "messages": list(entry.messages)}
     return sse.JsonResponse(
-        {
-            "modelfile": "",
-            "parameters": "\n".join(f"{key} {value}" for key, value in sorted(model.sampling_defaults.items())),
+        {name: value for name, value in texts.items() if value}
+        | {
+            "modelfile": modelfile.render(replace(entry, base=state.names[0])),
+            "parameters": "\n".join(modelfile.parameter_lines(_ollama_names(model))),
             "template": next(iter(state.tokenizer.chat_templates.values()), ""),
             "details": _details(found, state),
             "model_info": found.metadata | served,
@@ -130,6 +136,15 @@ async def show(request: Request, state: _Showing) -> Response:
             "modified_at": _time(found.modified_at),
         }
     )
+
+
+def _ollama_names(model: ModelInfo) -> dict[str, Any]:
+    """The defaults of requests, under Ollama's names."""
+    names = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict"}
+    found = model.sampling_defaults | model.preset.options
+    return {names.get(name, name): value for name, value in found.items()} | {
+        name: value for name, value in model.preset.entry.parameters.items() if name == "num_ctx"
+    }
 
 
 def _capabilities(state: needs.Prompting) -> list[str]:

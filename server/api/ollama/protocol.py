@@ -256,6 +256,9 @@ class ShowAnswer(msgspec.Struct, kw_only=True):
     model_info: dict[str, Any]
     capabilities: list[str]
     modified_at: str
+    system: str | UnsetType = UNSET
+    license: str | UnsetType = UNSET
+    messages: list[dict[str, str]] | UnsetType = UNSET
 
 
 class VersionAnswer(msgspec.Struct):

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.api import needs
-from quire.server.api.ollama import protocol
+from quire.server.api.ollama import library, protocol
 from quire.server.api.ollama.answer import Answer, now
 from quire.server.api.ollama.keep_alive import asks_to_unload, keep_alive_seconds
 from quire.server.api.ollama.models import running, served_name, show, shown_name, tags, version
@@ -178,12 +178,9 @@ def _vector_requests(
 # ---- what there is not
 
 
-async def no_such_action(request: Request, state: object) -> Response:
-    """Refuse to change the library of models: the server serves the one that it was started with."""
-    raise NotFound(
-        f"{request.method} {request.scope['path']} is not available: this server serves the one model that it was "
-        "started with."
-    )
+async def push(request: Request, state: object) -> Response:
+    """Refuse to upload a model."""
+    raise NotFound(f"{request.method} {request.scope['path']} is not available: this server uploads no models.")
 
 
 ROUTES = [
@@ -195,6 +192,6 @@ ROUTES = [
     Route("GET", "/api/tags", tags, answer=protocol.TagsAnswer),
     Route("GET", "/api/ps", running, answer=protocol.RunningAnswer),
     Route("GET", "/api/version", version, answer=protocol.VersionAnswer),
-    *(Route("POST", f"/api/{action}", no_such_action) for action in ("pull", "push", "create", "copy")),
-    Route("DELETE", "/api/delete", no_such_action),
+    Route("POST", "/api/push", push),
+    *library.ROUTES,
 ]

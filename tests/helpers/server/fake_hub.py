@@ -18,6 +18,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FakeHub:
     """`repositories` maps ids ("org/name") to folders, `refused` those that need a token to (status, error code).
     `cut` are names of files whose first download ends in its middle, `checksums` their SHA-256, as of large files.
+    The second half of a file of `held` waits for its event.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class FakeHub:
     ):
         self.repositories, self.ranges, self.refused = repositories, ranges, refused or {}
         self.cut: set[str] = set()
+        self.held: dict[str, threading.Event] = {}
         self.checksums: dict[str, str] = {}
         self.sent: Counter[str] = Counter()  # bytes of each file
         self.url = ""
@@ -48,6 +50,12 @@ class FakeHub:
             "HF_ENDPOINT": self.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1", "no_proxy": "127.0.0.1",
         }  # fmt: skip
+
+    def lfs(self, name: str, path: Path) -> dict[str, dict]:
+        """What the Hub tells about a large file."""
+        if name not in self.checksums:
+            return {}
+        return {"lfs": {"oid": self.checksums[name], "size": path.stat().st_size, "pointerSize": 134}}
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         hub = self
@@ -84,8 +92,10 @@ class FakeHub:
                 paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
                 names = [path.relative_to(folder).as_posix() for path in paths]
                 if tree:
-                    found = [{"type": "file", "path": name, "size": path.stat().st_size, "oid": COMMIT}
-                             for name, path in zip(names, paths)]  # fmt: skip
+                    found = [
+                        {"type": "file", "path": name, "size": path.stat().st_size, "oid": COMMIT} | hub.lfs(name, path)
+                        for name, path in zip(names, paths)
+                    ]
                     return self.send_whole(200, json.dumps(found).encode())
                 siblings = [{"rfilename": name} for name in names]
                 info = {"id": repository, "modelId": repository, "sha": COMMIT, "siblings": siblings, "tags": []}
@@ -104,18 +114,31 @@ class FakeHub:
                 hub.cut.discard(name if cut else "")
                 if body:
                     hub.sent[name] += len(part) // 2 if cut else len(part)
-                self.send_whole(status, part, headers, body, cut)
+                self.send_whole(status, part, headers, body, cut, hub.held.get(name))
 
             def send_whole(
-                self, status: int, data: bytes, headers: dict | None = None, body: bool = True, cut: bool = False
+                self,
+                status: int,
+                data: bytes,
+                headers: dict | None = None,
+                body: bool = True,
+                cut: bool = False,
+                held: threading.Event | None = None,
             ) -> None:
                 self.send_response(status)
                 for key, value in (headers or {}).items():
                     self.send_header(key, value)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                if body:
-                    self.wfile.write(data[: len(data) // 2] if cut else data)
                 self.close_connection = self.close_connection or cut
+                try:
+                    if body:
+                        self.wfile.write(data[: len(data) // 2])
+                    if body and held is not None:
+                        held.wait(60)
+                    if body and not cut:
+                        self.wfile.write(data[len(data) // 2 :])
+                except OSError:  # the client was killed
+                    self.close_connection = True
 
         return Handler

@@ -94,7 +94,7 @@ def write_folder(folder: Path, template: str, max_length: int = 4096) -> str:
 
 @contextmanager
 def scripted_server(folder: str, **settings) -> Iterator[tuple[RunningServer, Script]]:
-    with running_server(folder, max_model_len="4096", **settings) as server:
+    with running_server(folder, **{"max_model_len": "4096"} | settings) as server:
         server.wait_ready()
         script = server.state.client = Script(server)
         try:
