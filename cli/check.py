@@ -47,7 +47,7 @@ def plan(config: Config, target: str) -> str:
     from quire.server.startup.engine_group import PLAIN, read_text
 
     check_server_files(config.server)
-    config, has_weights, has_draft = _local(config, target)
+    config, has_weights, has_draft = local_settings(config, target)
     options, folder = config.model, config.model.model
     # imported by name: torch loads only when this command runs
     importlib.import_module("quire.engine.executor.base").executor_class(config)
@@ -74,7 +74,7 @@ def plan(config: Config, target: str) -> str:
     return "\n".join([_checkpoint(config, folder), *lines] if has_weights else lines)
 
 
-def _local(config: Config, target: str) -> tuple[Config, bool, bool]:
+def local_settings(config: Config, target: str) -> tuple[Config, bool, bool]:
     """Return the settings with folders of this machine, and whether the model and the draft model have the headers of
     their weights there.
     """

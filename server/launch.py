@@ -108,13 +108,21 @@ def _announce_address(path: str, listener: socket.socket, scheme: str) -> None:
 async def _run(config: Config, listener: socket.socket, started: float) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # a signal that comes while engines start waits for the launcher
         asyncio.get_running_loop().add_signal_handler(number, lambda number=number: launcher.on_signal(number))
-    launcher = Launcher(config, listener, started)
+    launcher = _launcher(config)(config, listener, started)
     code = await launcher.run()
     if not launcher.announced:  # threads that download or import cannot be stopped, and Python would wait for them
         _close(config.server, listener)
         logging.shutdown()
         os._exit(code)
     return code
+
+
+def _launcher(config: Config) -> type[Launcher]:
+    if not config.models.are_several:
+        return Launcher
+    from quire.server.models.launch import ModelsLauncher
+
+    return ModelsLauncher
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -177,13 +185,17 @@ class Launcher:
         cannot be shared.
         """
         self.config, self.listener, self.started = config, listener, started
-        self.engines = EngineGroup(config)
         self.stats_logs: list[StatsLog] = []  # one per engine, once clients are served
         self.announced = False
         self.shown = StartProgress()
         self.stop = asyncio.Event()
         self._interrupted, self._signalled = False, 0.0  # whether SIGINT came, and when the first signal did
         check_server_files(config.server)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start the engines if their models are on this machine, and make the frontend."""
+        self.engines = EngineGroup(self.config)
         self.engines.start_if_local()
         self.frontend = self._make_frontend()
 
@@ -262,6 +274,17 @@ class Launcher:
         self.logging = [asyncio.create_task(log.run()) for log in self.stats_logs]
 
     def _announce(self, ready: Ready) -> None:
+        curl, base = self._say_ready(", ".join(served_names(self.config)))
+        with_key = bool(self.config.server.api_key or self.config.server.api_key_file)
+        logger.info("try: %s", curl_line(curl, base, ready.worker.pooling, self.frontend.chats, with_key))
+        if self.engines.folder == embedded_model():
+            logger.info(
+                "this is the small model included with quire, for trials; to serve another model: quire "
+                "serve Qwen/Qwen3-0.6B (a Hub id, a folder or a GGUF file)"
+            )
+
+    def _say_ready(self, models: str) -> tuple[str, str]:
+        """Log that the server is ready. Returns the command and the address by which curl reaches it."""
         self.announced = True
         scheme = "https" if self.config.server.ssl_certfile else "http"
         name = self.listener.getsockname()
@@ -271,18 +294,12 @@ class Launcher:
             "ready in %.1f s: %s serves %s (API at %s/v1, documentation at %s/docs%s)",
             time.monotonic() - self.started,
             where,
-            ", ".join(served_names(self.config)),
+            models,
             base,
             base,
             f", a page to chat at {base}/" if self.config.server.ui else "",
         )
-        with_key = bool(self.config.server.api_key or self.config.server.api_key_file)
-        logger.info("try: %s", curl_line(curl, base, ready.worker.pooling, self.frontend.chats, with_key))
-        if self.engines.folder == embedded_model():
-            logger.info(
-                "this is the small model included with quire, for trials; to serve another model: quire "
-                "serve Qwen/Qwen3-0.6B (a Hub id, a folder or a GGUF file)"
-            )
+        return curl, base
 
     # ---- life
 

@@ -125,10 +125,9 @@ GROUPS = (
         "without scales in the checkpoint, each head of a token gets its own",
         "--[no-]calculate-kv-scales --kv-cache-dtype-skip-layers=+ --quantization-param-path=",
     ),
-    refused("the model stays loaded: there is no /sleep", "--enable-sleep-mode"),
     no_effect(
-        "the model stays loaded",
-        "--no-enable-sleep-mode --sleep-mode-backend= --[no-]sleep-mode-offload-cudagraph "
+        "a sleeping model is unloaded",
+        "--sleep-mode-backend= --[no-]sleep-mode-offload-cudagraph "
         "--sleep-preserve-parameter-names=+",
     ),
     # steps and kernels
