@@ -108,7 +108,7 @@ def _announce_address(path: str, listener: socket.socket, scheme: str) -> None:
 async def _run(config: Config, listener: socket.socket, started: float) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # a signal that comes while engines start waits for the launcher
         asyncio.get_running_loop().add_signal_handler(number, lambda number=number: launcher.on_signal(number))
-    launcher = _launcher(config)(config, listener, started)
+    launcher = launcher_of(config)(config, listener, started)
     code = await launcher.run()
     if not launcher.announced:  # threads that download or import cannot be stopped, and Python would wait for them
         _close(config.server, listener)
@@ -117,7 +117,8 @@ async def _run(config: Config, listener: socket.socket, started: float) -> int:
     return code
 
 
-def _launcher(config: Config) -> type[Launcher]:
+def launcher_of(config: Config) -> type[Launcher]:
+    """Return the launcher of one model, or of several."""
     if not config.models.are_several:
         return Launcher
     from quire.server.models.launch import ModelsLauncher

@@ -151,10 +151,10 @@ class ServedModel:
         if self.state.ready is None:
             self.progress("restarting the engine", 0.0)
 
-    async def close(self) -> None:
+    async def close(self, reason: str | None = None) -> None:
         """Fail every request, and every later one."""
         if self.state.client is not None:
-            await self.state.client.close()
+            await (self.state.client.close() if reason is None else self.state.client.close(reason))
         self.state.structures.close()
 
 

@@ -226,6 +226,7 @@ class Models:
             self._notify()
         try:
             await model.load(need)
+            self._wake(model, None)  # at once, or it would be idle, and make room for another
         except LoadFailed:
             count = self._failures.get(model.name, (0, 0.0))[0] + 1
             wait = min(BACK_OFF * 2 ** (count - 1), MAX_BACK_OFF)

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from quire.configs.options import suggestion
-from quire.configs.peers.table import rows
+from quire.configs.peers.table import SWITCH, rows
 from quire.configs.several import read_duration
 from quire.server.models.flags import read_flags
 
@@ -205,24 +205,34 @@ def _presets(text: str, path: str) -> list[Described]:
     for name in parser.sections():
         if name != "*":
             line = next(i for i, one in enumerate(lines, 1) if one.strip().startswith(f"[{name}]"))
-            found.append(_preset(name, {**shared, **dict(parser[name])}, f"{path}, line {line}"))
+            found.append(_preset(name, dict(parser[name]), shared, f"{path}, line {line}"))
     return found
 
 
-def _preset(name: str, keys: dict[str, str], where: str) -> Described:
-    pinned = keys.pop("load-on-startup", "false").lower() in ("1", "true", "on", "yes")
-    keys.pop("stop-timeout", None)
+def _preset(name: str, keys: dict[str, str], shared: dict[str, str], where: str) -> Described:
+    both = {**shared, **keys}
+    source, _ = _without_source(_words(both))
+    one = Described(name, source or name, where)
+    one.pinned = both.get("load-on-startup", "false").lower() in ("1", "true", "on", "yes")
+    for part in (shared, keys):  # read apart: a section may spell a flag of all models in another way
+        _, rest = _without_source(_words(part))
+        values, warnings = read_flags(_without_address(rest), where)
+        one.values |= values
+        one.warnings += warnings
+    return one
+
+
+def _words(keys: dict[str, str]) -> list[str]:
     words: list[str] = []
     for key, value in keys.items():
         flag = _flag(key)
-        if value.lower() in ("true", "on") and rows().get(flag) is not None and rows()[flag].takes == "":
+        if key in ("load-on-startup", "stop-timeout"):
+            continue
+        if value.lower() in ("true", "on") and flag in rows() and rows()[flag].takes == SWITCH:
             words.append(flag)
         else:
             words += [flag, value]
-    source, rest = _without_source(words)
-    one = Described(name, source or name, where, pinned=pinned)
-    one.values, one.warnings = read_flags(_without_address(rest), where)
-    return one
+    return words
 
 
 def _flag(key: str) -> str:

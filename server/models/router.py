@@ -12,6 +12,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.configs.several import read_duration
+from quire.server.api.ollama.routes import empty_answer
 from quire.server.error_shapes import body_of
 from quire.server.errors import ApiError, BadRequest
 from quire.server.http import sse
@@ -41,6 +42,7 @@ _WIDE_BELOW = (
 )  # fmt: skip
 _SLOW = 2.0  # seconds of loading after which a stream begins with comments
 _COMMENT_SECONDS = 1.0
+_OLLAMA = ("/api/generate", "/api/chat")
 _EVENTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")  # that stream events
 
 
@@ -51,6 +53,14 @@ class _Choice(msgspec.Struct):
     name: str | None = None  # Ollama's old name of it
     keep_alive: str | float | None = None
     stream: bool | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+    images: msgspec.Raw = msgspec.Raw(b"null")
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether a request of Ollama's only loads or unloads the model."""
+        return all(bytes(raw) in (b"null", b'""', b"[]") for raw in (self.prompt, self.messages, self.images))
 
 
 _decode = msgspec.json.Decoder(_Choice).decode
@@ -63,6 +73,7 @@ class Chosen:
     model: Model
     keep_alive: float | None
     streams: bool
+    unloads: bool = False  # an empty request of Ollama's with keep_alive 0
 
 
 class Router:
@@ -113,10 +124,16 @@ class Router:
         is_ollama = request.url.path.startswith("/api/")
         keep_alive = _seconds(found.keep_alive) if is_ollama else None
         streams = bool(found.stream) and request.url.path in _EVENTS
-        return Chosen(self.state.find(name), keep_alive, streams)
+        unloads = keep_alive == 0 and request.url.path in _OLLAMA and found.is_empty
+        return Chosen(self.state.find(name), keep_alive, streams, unloads)
 
     async def _answer(self, request: Request, chosen: Chosen, raw: bytes | None, send: Send) -> None:
         model, sender = chosen.model, _Sender(send, request.scope)
+        if chosen.unloads:
+            self.models.begin_unload(model)
+            answer = empty_answer(model.name, request.url.path == "/api/chat", "unload")
+            await sse.JsonResponse(answer)(request.scope, request.receive, send)
+            return
         if request.url.path == "/api/show" and model.status != LOADED and await self._show(request, model, send):
             return
         entering = self.models.enter(model, chosen.keep_alive)
