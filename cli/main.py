@@ -255,8 +255,9 @@ def serve(arguments: list[str]) -> int:
     )
     add_config_flags(parser, several=True)
     settings = read_settings(parser, parser.parse_args(arguments), shows_warnings=False)
-    launch = importlib.import_module("quire.server.launch")
-    return launch.serve(settings.config(), settings.sources, settings.warnings)
+    config, launch = settings.config(), importlib.import_module("quire.server.launch")
+    several = importlib.import_module("quire.server.models.launch") if config.models.are_several else None
+    return launch.serve(config, settings.sources, settings.warnings, several and several.ModelsLauncher)
 
 
 def check(arguments: list[str]) -> int:

@@ -43,7 +43,12 @@ REPEAT_SECONDS = 2.0  # within which a repeated SIGTERM belongs to the first
 _FIRST_OF_SYSTEMD = 3  # descriptor
 
 
-def serve(config: Config, sources: Mapping[str, str] | None = None, warnings: Sequence[str] = ()) -> int:
+def serve(
+    config: Config,
+    sources: Mapping[str, str] | None = None,
+    warnings: Sequence[str] = (),
+    launcher: type[Launcher] | None = None,
+) -> int:
     """Serve until a signal ends it; returns the exit code.
 
     `sources` says where each setting that is no default came from, and `warnings` which flags have no effect.
@@ -70,7 +75,7 @@ def serve(config: Config, sources: Mapping[str, str] | None = None, warnings: Se
     for warning in (*warnings, *removed_settings(config)):
         logger.warning("%s", warning)
     try:
-        return asyncio.run(_run(config, listener, started))
+        return asyncio.run(_run(launcher or Launcher, config, listener, started))
     except ValueError as error:
         logger.error("%s", error)
         return 1
@@ -105,25 +110,16 @@ def _announce_address(path: str, listener: socket.socket, scheme: str) -> None:
         )
 
 
-async def _run(config: Config, listener: socket.socket, started: float) -> int:
+async def _run(make: type[Launcher], config: Config, listener: socket.socket, started: float) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # a signal that comes while engines start waits for the launcher
         asyncio.get_running_loop().add_signal_handler(number, lambda number=number: launcher.on_signal(number))
-    launcher = launcher_of(config)(config, listener, started)
+    launcher = make(config, listener, started)
     code = await launcher.run()
     if not launcher.announced:  # threads that download or import cannot be stopped, and Python would wait for them
         _close(config.server, listener)
         logging.shutdown()
         os._exit(code)
     return code
-
-
-def launcher_of(config: Config) -> type[Launcher]:
-    """Return the launcher of one model, or of several."""
-    if not config.models.are_several:
-        return Launcher
-    from quire.server.models.launch import ModelsLauncher
-
-    return ModelsLauncher
 
 
 def bind(config: ServerConfig) -> socket.socket:

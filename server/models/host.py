@@ -133,8 +133,13 @@ class LoadedEngines:
     def num_waiting_tokens(self) -> int:
         return sum(client.num_waiting_tokens for client in self._clients())
 
-    async def call(self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0) -> T:
-        raise EngineUnavailable("each model has its own engine")
+    async def call(
+        self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
+    ) -> T | list[T]:
+        found = await self.call_each(method, *args, timeout=timeout)
+        if not found:
+            raise EngineUnavailable("no model is loaded")
+        return found[0] if all(one == found[0] for one in found) else found
 
     async def call_each(
         self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0

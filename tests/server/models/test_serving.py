@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from quire.configs.config import Config
-from quire.server.launch import launcher_of
 from quire.server.models import manager
+from quire.server.models.launch import ModelsLauncher
 from quire.server.models.need import Planned
 from tests.helpers.server.running import poll, running_server, write_model_folder
 
@@ -353,7 +353,7 @@ def test_wrong_settings_are_refused(folders):
         config = Config.from_flat(model=folders[0], models=folders[1:], port=0, **settings)
 
         async def start(config=config):
-            launcher_of(config)(config, None, 0.0)
+            ModelsLauncher(config, None, 0.0)
 
         with pytest.raises(ValueError, match=message):
             asyncio.run(start())
