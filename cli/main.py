@@ -256,8 +256,10 @@ def serve(arguments: list[str]) -> int:
     add_config_flags(parser, several=True)
     settings = read_settings(parser, parser.parse_args(arguments), shows_warnings=False)
     config, launch = settings.config(), importlib.import_module("quire.server.launch")
-    several = importlib.import_module("quire.server.models.launch") if config.models.are_several else None
-    return launch.serve(config, settings.sources, settings.warnings, several and several.ModelsLauncher)
+    if not config.models.are_several:
+        return launch.serve(config, settings.sources, settings.warnings)
+    several = importlib.import_module("quire.server.models.launch")
+    return launch.serve(config, settings.sources, settings.warnings, several.ModelsLauncher)
 
 
 def check(arguments: list[str]) -> int:
