@@ -49,7 +49,7 @@ def plan(config: Config, target: str) -> str:
 
     check_server_files(config.server)
     named = with_entry(config)
-    config, has_weights, has_draft = _local(named, target)
+    config, has_weights, has_draft = local_settings(named, target)
     options, folder = config.model, config.model.model
     # imported by name: torch loads only when this command runs
     importlib.import_module("quire.engine.executor.base").executor_class(config)
@@ -76,7 +76,7 @@ def plan(config: Config, target: str) -> str:
     return "\n".join([_checkpoint(config, folder), *lines] if has_weights else lines)
 
 
-def _local(config: Config, target: str) -> tuple[Config, bool, bool]:
+def local_settings(config: Config, target: str) -> tuple[Config, bool, bool]:
     """Return the settings with folders of this machine, and whether the model and the draft model have the headers of
     their weights there.
     """

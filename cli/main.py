@@ -32,6 +32,7 @@ SECTIONS = {
     "server": "HTTP server",
     "media": "Images",
     "lora": "LoRA adapters",
+    "models": "Several models",
 }
 EPILOG = (
     "Every flag is also a YAML key for --config (max_model_len: 4096) and an environment variable "
@@ -126,13 +127,15 @@ class _Extend(argparse._ExtendAction):
         super().__call__(parser, namespace, values, option_string)
 
 
-def add_config_flags(parser: Parser, *, sections: Sequence[str] = tuple(SECTIONS), everyday: bool = True) -> None:
-    """Add MODEL, the flags of `sections`, --config and --print-config. --help shows the everyday flags, or none of them
-    if `everyday` is False.
+def add_config_flags(
+    parser: Parser, *, sections: Sequence[str] = tuple(SECTIONS), everyday: bool = True, several: bool = False
+) -> None:
+    """Add MODEL, or `several` of them, the flags of `sections`, --config and --print-config. --help shows the everyday
+    flags, or none of them if `everyday` is False.
     """
     parser.add_argument(
-        "model_argument",
-        nargs="?",
+        "model_arguments" if several else "model_argument",
+        nargs="*" if several else "?",
         metavar="MODEL",
         help="folder, GGUF file, Hub id or a name such as llama3.2:1b (default: the small embedded model)",
     )
@@ -192,7 +195,11 @@ def read_settings(
     """
     given = vars(arguments)
     flags = {name: given[name] for name in all_options() if name in given}
-    if given["model_argument"] is not None:
+    if given.get("model_arguments"):
+        given["model_argument"], *others = given["model_arguments"]
+        if others:
+            flags["models"] = [*others, *flags.get("models", [])]
+    if given.setdefault("model_argument", None) is not None:
         if "model" in flags:
             parser.error("the model is set twice, by MODEL and by --model")
         flags["model"] = given["model_argument"]
@@ -203,7 +210,8 @@ def read_settings(
     _refuse_other_sections(parser, settings)
     if not settings.values.get("model"):
         _refuse_swallowed_model(parser, given)
-        _use_embedded_model(parser, settings, need_model and not given["print_config"])
+        if not any(settings.values.get(name) for name in ("models", "models_file", "models_dir", "hub_cache")):
+            _use_embedded_model(parser, settings, need_model and not given["print_config"])
     elif settings.values["model"] == EMBEDDED_MODEL.name and not os.path.exists(EMBEDDED_MODEL.name):
         settings.values["model"] = embedded_model() or EMBEDDED_MODEL.name
     if given["print_config"]:
@@ -241,14 +249,17 @@ def serve(arguments: list[str]) -> int:
     """serve a model over HTTP with OpenAI's API"""
     parser = Parser(
         prog="quire serve",
-        usage="quire serve [MODEL] [flags]",
-        description="Serve a model over HTTP with OpenAI's API.",
+        usage="quire serve [MODEL...] [flags]",
+        description="Serve a model over HTTP with OpenAI's API, or several, each loaded when a request names it.",
         epilog=EPILOG,
     )
-    add_config_flags(parser)
+    add_config_flags(parser, several=True)
     settings = read_settings(parser, parser.parse_args(arguments), shows_warnings=False)
-    launch = importlib.import_module("quire.server.launch")
-    return launch.serve(settings.config(), settings.sources, settings.warnings)
+    config, launch = settings.config(), importlib.import_module("quire.server.launch")
+    if not config.models.are_several:
+        return launch.serve(config, settings.sources, settings.warnings)
+    several = importlib.import_module("quire.server.models.launch")
+    return launch.serve(config, settings.sources, settings.warnings, several.ModelsLauncher)
 
 
 def check(arguments: list[str]) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from quire.configs.fields import opt
 from quire.configs.kv_events import read_kv_events
 from quire.configs.serving import LoraConfig, MediaConfig, ServerConfig
+from quire.configs.several import ModelsConfig
 from quire.configs.speculation import read_speculation
 
 
@@ -287,6 +288,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    models: ModelsConfig = field(default_factory=ModelsConfig)
 
     @classmethod
     def from_flat(cls, **values: Any) -> Config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 
 from fastapi import FastAPI
@@ -17,7 +17,7 @@ from quire.server.errors import ApiError, BadRequest, EngineError, Unavailable
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.caller import caller
 from quire.server.http.middleware import Hosts, is_loopback
-from quire.server.http.route import Handler
+from quire.server.http.route import Handler, Route
 from quire.server.http.sse import ClientGone, JsonResponse
 from quire.server.keys.ledger import LIMIT_HEADERS
 from quire.server.openapi import document
@@ -29,11 +29,11 @@ from quire.server.web.pages import add_pages
 CLIENT_CLOSED = 499  # nginx's code, for the log: the client has disconnected
 
 
-def create_routes(state: ServerState) -> FastAPI:
+def create_routes(state: ServerState, routes: Sequence[Route] = ROUTES) -> FastAPI:
     """The routes over `state`."""
     app = FastAPI(title="quire", version=state.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = state
-    for route in ROUTES:
+    for route in routes:
         handler = _with_state(route.handler)  # add_api_route notes the route in the scope, add_route does not
         app.add_api_route(route.path, handler, methods=route.methods, response_class=Response, include_in_schema=False)
     add_pages(app, state.config.server.ui)
@@ -43,7 +43,7 @@ def create_routes(state: ServerState) -> FastAPI:
     app.add_exception_handler(Exception, _unexpected)
     settings = state.config.server
     app.openapi = cache(
-        lambda: document(app.title, app.version, ROUTES, state.keys is not None, settings.root_path.strip("/"))
+        lambda: document(app.title, app.version, routes, state.keys is not None, settings.root_path.strip("/"))
     )
     return app
 
@@ -57,12 +57,12 @@ def _with_state(function: Handler) -> Callable[[Request], Awaitable[Response]]:
     return handler
 
 
-def protected(app: ASGIApp, state: ServerState) -> ASGIApp:
+def protected(app: ASGIApp, state: ServerState, routes: Sequence[Route] = ROUTES) -> ASGIApp:
     """The routes wrapped in the configured middleware. `RequestBoundary` is added around it."""
     layers = app
     server = state.config.server
     if state.keys is not None:
-        layers = ApiKeys(layers, state.keys, ROUTES, server.share_prefix_cache)
+        layers = ApiKeys(layers, state.keys, routes, server.share_prefix_cache)
     if "*" not in server.allowed_hosts and (server.allowed_hosts or (server.uds is None and is_loopback(server.host))):
         layers = Hosts(layers, [server.host, *server.allowed_hosts])
     if state.config.server.allowed_origins:

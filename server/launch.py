@@ -44,7 +44,12 @@ REPEAT_SECONDS = 2.0  # within which a repeated SIGTERM belongs to the first
 _FIRST_OF_SYSTEMD = 3  # descriptor
 
 
-def serve(config: Config, sources: Mapping[str, str] | None = None, warnings: Sequence[str] = ()) -> int:
+def serve(
+    config: Config,
+    sources: Mapping[str, str] | None = None,
+    warnings: Sequence[str] = (),
+    launcher: type[Launcher] | None = None,
+) -> int:
     """Serve until a signal ends it; returns the exit code.
 
     `sources` says where each setting that is no default came from, and `warnings` which flags have no effect.
@@ -71,7 +76,7 @@ def serve(config: Config, sources: Mapping[str, str] | None = None, warnings: Se
     for warning in (*warnings, *removed_settings(config)):
         logger.warning("%s", warning)
     try:
-        return asyncio.run(_run(config, listener, started))
+        return asyncio.run(_run(launcher or Launcher, config, listener, started))
     except ValueError as error:
         logger.error("%s", error)
         return 1
@@ -106,10 +111,10 @@ def _announce_address(path: str, listener: socket.socket, scheme: str) -> None:
         )
 
 
-async def _run(config: Config, listener: socket.socket, started: float) -> int:
+async def _run(make: type[Launcher], config: Config, listener: socket.socket, started: float) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # a signal that comes while engines start waits for the launcher
         asyncio.get_running_loop().add_signal_handler(number, lambda number=number: launcher.on_signal(number))
-    launcher = Launcher(config, listener, started)
+    launcher = make(config, listener, started)
     code = await launcher.run()
     if not launcher.announced:  # threads that download or import cannot be stopped, and Python would wait for them
         _close(config.server, listener)
@@ -177,15 +182,19 @@ class Launcher:
         """Raises ValueError for files that cannot be used, or a folder that holds no model, OSError when the port
         cannot be shared.
         """
-        self.config = config = with_entry(config)
-        self.listener, self.started = listener, started
-        self.engines = EngineGroup(config)
+        self.config, self.listener, self.started = config, listener, started
         self.stats_logs: list[StatsLog] = []  # one per engine, once clients are served
         self.announced = False
         self.shown = StartProgress()
         self.stop = asyncio.Event()
         self._interrupted, self._signalled = False, 0.0  # whether SIGINT came, and when the first signal did
         check_server_files(config.server)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start the engines if their models are on this machine, and make the frontend."""
+        self.config = with_entry(self.config)
+        self.engines = EngineGroup(self.config)
         self.engines.start_if_local()
         self.frontend = self._make_frontend()
 
@@ -264,6 +273,17 @@ class Launcher:
         self.logging = [asyncio.create_task(log.run()) for log in self.stats_logs]
 
     def _announce(self, ready: Ready) -> None:
+        curl, base = self._say_ready(", ".join(served_names(self.config)))
+        with_key = bool(self.config.server.api_key or self.config.server.api_key_file)
+        logger.info("try: %s", curl_line(curl, base, ready.worker.pooling, self.frontend.chats, with_key))
+        if self.engines.folder == embedded_model():
+            logger.info(
+                "this is the small model included with quire, for trials; to serve another model: quire "
+                "serve Qwen/Qwen3-0.6B (a Hub id, a folder or a GGUF file)"
+            )
+
+    def _say_ready(self, models: str) -> tuple[str, str]:
+        """Log that the server is ready. Returns the command and the address by which curl reaches it."""
         self.announced = True
         scheme = "https" if self.config.server.ssl_certfile else "http"
         name = self.listener.getsockname()
@@ -273,18 +293,12 @@ class Launcher:
             "ready in %.1f s: %s serves %s (API at %s/v1, documentation at %s/docs%s)",
             time.monotonic() - self.started,
             where,
-            ", ".join(served_names(self.config)),
+            models,
             base,
             base,
             f", a page to chat at {base}/" if self.config.server.ui else "",
         )
-        with_key = bool(self.config.server.api_key or self.config.server.api_key_file)
-        logger.info("try: %s", curl_line(curl, base, ready.worker.pooling, self.frontend.chats, with_key))
-        if self.engines.folder == embedded_model():
-            logger.info(
-                "this is the small model included with quire, for trials; to serve another model: quire "
-                "serve Qwen/Qwen3-0.6B (a Hub id, a folder or a GGUF file)"
-            )
+        return curl, base
 
     # ---- life
 

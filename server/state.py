@@ -164,10 +164,15 @@ class ServerState:
                     retry_after=retry_after(seconds),
                 )
 
+    @property
+    def num_rows(self) -> int:
+        """The number of choices that can run at once; 0 while no engine is ready."""
+        return self.ready.worker.max_num_seqs if self.ready is not None else 0
+
     def would_wait(self, num_choices: int = 0) -> int:
         """The number of choices that wait, or would with so many more."""
         num_open = max(self.client.load, self.num_reserved) + num_choices
-        num_waiting = max(num_open - (self.ready.worker.max_num_seqs if self.ready else 0), 0)
+        num_waiting = max(num_open - self.num_rows, 0)
         if stuck := min(self.stats.num_waiting, self.client.load):  # the KV cache is full but rows are free
             num_waiting = max(num_waiting, stuck + num_choices)
         return num_waiting

@@ -174,7 +174,9 @@ def test_generation_knows_no_dialect_and_dialects_not_each_other():
 
 def test_the_server_is_passed_as_the_parts_that_are_used():
     """Only its composition knows `ServerState`; a parameter of another type has each attribute that is used of it."""
-    composition = {"quire.server.app", "quire.server.frontends.frontend", "quire.server.offline.runtime"}
+    frontends = ("frontend", "http_side", "served_model")
+    composition = {"quire.server.app", "quire.server.offline.runtime", "quire.server.models.host"}
+    composition |= {"quire.server.models.loaded", *(f"quire.server.frontends.{name}" for name in frontends)}
     users = {found.module for found in select("quire", of=("quire.server.state",))}
     assert users <= composition, "type it with protocols of the folder's needs.py"
     missing = []

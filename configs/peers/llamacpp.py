@@ -7,7 +7,6 @@ _REQUEST = "a field of requests, for which the server has no default"
 _ONE_DEVICE = "the whole model runs on one kind of device: set --device cpu or --device cuda"
 _ROPE = "the context is extended as the model's files say; a copy of the model can say otherwise"
 _AGENT = "the server runs no tools: clients do"
-_ROUTER = "one model per server: start one for each"
 _VIDEO = "videos are not supported"
 _MMPROJ = "GGUF files of image encoders are not supported: serve the model's safetensors"
 _DRAFT_TUNING = "drafts adapt to what they gain; --speculative-config has the settings"
@@ -15,13 +14,17 @@ _DRAFT_TUNING = "drafts adapt to what they gain; --speculative-config has the se
 GROUPS = (
     same(
         "--help -h --model= --host= --port= --seed= --device= --pooling= --ui --no-ui --api-key= --api-key-file= "
-        "--cache-reuse= --slot-save-path= --chat-template="
+        "--cache-reuse= --slot-save-path= --chat-template= --alias= --models-dir= --models-max="
     ),
     # the model
     renamed("model", "-m= LLAMA_ARG_MODEL"),
     renamed("model", "-hf= -hfr= --hf-repo= LLAMA_ARG_HF_REPO", key="repository"),
     renamed("model", "-hff= --hf-file= LLAMA_ARG_HF_FILE", key="file", note="a file of the repository of -hf"),
-    renamed("served_model_name", "-a= --alias= LLAMA_ARG_ALIAS", values.words),
+    renamed("served_model_name", "-a= LLAMA_ARG_ALIAS", values.words),
+    renamed("models_dir", "LLAMA_ARG_MODELS_DIR"),
+    renamed("models_file", "--models-preset= LLAMA_ARG_MODELS_PRESET"),
+    renamed("models_max", "LLAMA_ARG_MODELS_MAX"),
+    no_effect("models load when a request names them", "--models-autoload LLAMA_ARG_MODELS_AUTOLOAD"),
     refused(
         "download the file and give its path, or the Hub id", "-mu= --model-url= LLAMA_ARG_MODEL_URL -dr= "
         "--docker-repo= LLAMA_ARG_DOCKER_REPO"
@@ -34,12 +37,8 @@ GROUPS = (
         "--fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default "
         "--vision-gemma-4b-default --vision-gemma-12b-default",
     ),
-    refused(
-        _ROUTER,
-        "--models-dir= LLAMA_ARG_MODELS_DIR --models-preset= LLAMA_ARG_MODELS_PRESET --models-max= "
-        "LLAMA_ARG_MODELS_MAX --models-autoload LLAMA_ARG_MODELS_AUTOLOAD",
-    ),
-    no_effect(_ROUTER, "--no-models-autoload --tags= LLAMA_ARG_TAGS"),
+    no_effect("models have no tags", "--tags= LLAMA_ARG_TAGS"),
+    refused("models load when a request names them", "--no-models-autoload"),
     # memory and batches
     renamed(
         "max_model_len", "-c= --ctx-size= LLAMA_ARG_CTX_SIZE", values.unless("0"),

@@ -13,7 +13,9 @@ GROUPS = (
     no_effect("it also tells clients where a server is: set --host and --port", "OLLAMA_HOST"),
     no_effect("models are folders, GGUF files or Hub ids, kept by the Hugging Face cache (HF_HOME)", "OLLAMA_MODELS "
         "OLLAMA_NOPRUNE OLLAMA_MAX_TRANSFER_STREAMS OLLAMA_LIBRARY_PATH"),
-    no_effect("one model, which stays loaded", "OLLAMA_KEEP_ALIVE OLLAMA_MAX_LOADED_MODELS OLLAMA_LOAD_TIMEOUT"),
+    renamed("keep_alive", "OLLAMA_KEEP_ALIVE"),
+    renamed("models_max", "OLLAMA_MAX_LOADED_MODELS"),
+    no_effect("loading has no limit of time", "OLLAMA_LOAD_TIMEOUT"),
     no_effect("the attention backend is chosen automatically", "OLLAMA_FLASH_ATTENTION"),
     no_effect("the device is chosen by --device, and the GPU by CUDA_VISIBLE_DEVICES", "OLLAMA_LLM_LIBRARY "
         "OLLAMA_VULKAN OLLAMA_IGPU_ENABLE OLLAMA_SCHED_SPREAD OLLAMA_INTEL_GPU"),

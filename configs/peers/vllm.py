@@ -29,7 +29,8 @@ GROUPS = (
         "--[no-]enable-lora --max-loras= --max-lora-rank= --max-cpu-loras= --log-level= --otlp-traces-endpoint= "
         "--max-num-batched-tokens= --max-num-seqs= --max-num-queued-reqs= --max-num-queued-tokens= "
         "--long-prefill-token-threshold= --scheduling-policy= --speculative-config= --kv-events-config= "
-        "--shutdown-timeout= --lora-modules=+ --chat-template= --[no-]trust-request-chat-template "
+        "--shutdown-timeout= --[no-]enable-sleep-mode "
+        "--lora-modules=+ --chat-template= --[no-]trust-request-chat-template "
         "--[no-]enable-auto-tool-choice --[no-]exclude-tools-when-tool-choice-none --tool-call-parser= "
         "--sse-keep-alive-interval= --host= --port= --uds= --allowed-origins=+ --api-key=+ --ssl-keyfile= "
         "--ssl-certfile= --ssl-ca-certs= --[no-]enable-ssl-refresh --ssl-cert-reqs= --root-path= --api-server-count= "
@@ -125,10 +126,9 @@ GROUPS = (
         "without scales in the checkpoint, each head of a token gets its own",
         "--[no-]calculate-kv-scales --kv-cache-dtype-skip-layers=+ --quantization-param-path=",
     ),
-    refused("the model stays loaded: there is no /sleep", "--enable-sleep-mode"),
     no_effect(
-        "the model stays loaded",
-        "--no-enable-sleep-mode --sleep-mode-backend= --[no-]sleep-mode-offload-cudagraph "
+        "a sleeping model is unloaded",
+        "--sleep-mode-backend= --[no-]sleep-mode-offload-cudagraph "
         "--sleep-preserve-parameter-names=+",
     ),
     # steps and kernels

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from quire.configs.config import Config
-    from quire.engine.messages import Ready
     from quire.server.turns.threads import Threads
 
 logger = logging.getLogger("quire.batches")
@@ -59,8 +58,10 @@ class Host(Protocol):
     threads: Threads
     draining: bool
     failure: str | None
-    ready: Ready | None
     status: str
+
+    @property
+    def num_rows(self) -> int: ...
 
 
 class Batches:
@@ -272,9 +273,9 @@ class _Run:
 
     async def _begin_lines(self) -> int:
         """Begin as many lines as the engine can run; returns the number of lines that are running or could."""
-        ready = self.batches.state.ready
-        share = 0 if ready is None else min(ready.worker.max_num_seqs, MAX_RUNNING) // len(self.batches.active)
-        room = max(share, 1) - len(self.running) if ready is not None else 0
+        num_rows = self.batches.state.num_rows
+        share = min(num_rows, MAX_RUNNING) // len(self.batches.active)
+        room = max(share, 1) - len(self.running) if num_rows else 0
         if room <= 0:
             return 1
         now = time.monotonic()

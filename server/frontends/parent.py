@@ -28,7 +28,7 @@ from quire.server.engines.turns import Turns
 from quire.server.errors import ApiError
 from quire.server.frontends.channel import Channel
 from quire.server.frontends.descriptors import BACKLOG
-from quire.server.frontends.frontend import END_TIMEOUT
+from quire.server.frontends.http_side import END_TIMEOUT
 from quire.server.frontends.messages import (
     AdapterList,
     AdaptersChanged,

@@ -49,7 +49,6 @@ async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
 class _Server(needs.Drain, needs.Settings, needs.Accounts, Protocol):
     """The part of the server that the boundary keeps."""
 
-    num_reserved: int
     incidents: Incidents
 
 
@@ -99,7 +98,6 @@ class RequestBoundary:
             elif not complete:
                 raise  # uvicorn closes the connection; the client sees the truncated answer as an error
         finally:
-            self.state.num_reserved -= who.num_reserved
             who.close(status)
             if not probe:
                 self.state.leave()

@@ -135,13 +135,14 @@ def max_body_bytes(state: needs.BodyLimit) -> int:
     return limit or max(least, BYTES_PER_TOKEN * (state.model.max_model_len if state.model else 0))
 
 
-async def read_body(request: Request, state: needs.Body) -> bytes:
-    """The whole body, decompressed.
+async def read_body(request: Request, state: needs.Body, limit: int | None = None) -> bytes:
+    """The whole body, decompressed, of at most `limit` bytes (default: `max_body_bytes`).
 
     Raises PayloadTooLarge, UnsupportedMediaType, BadRequest for bytes that are no gzip, and ClientGone if the client
     disconnects.
     """
-    limit, encoding = max_body_bytes(state), request.headers.get("content-encoding", "identity").strip().lower()
+    limit = max_body_bytes(state) if limit is None else limit
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip", "x-gzip"):
         raise UnsupportedMediaType(f"The body's Content-Encoding must be gzip or none, not '{encoding[:100]}'.")
     raw = await _received(request, limit)

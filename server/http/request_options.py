@@ -38,8 +38,7 @@ def reserve_room(request: Request, state: needs.Reservation, requests: Sequence[
     state.require_room(num_choices, sum(one.n * len(one.prompt_token_ids) for one in requests), param)
     if key is not None:
         check_queue(key, num_choices, state)
-    state.num_reserved += num_choices
-    who.num_reserved = num_choices
+    who.reserve(state, num_choices)
     _open_account(request, state, requests)
 
 

@@ -14,6 +14,12 @@ from quire.server.request.delta import Delta
 from quire.server.request.hints import CacheHint, Ignored
 
 
+class Queue(Protocol):
+    """The server's room for requests that wait."""
+
+    num_reserved: int
+
+
 class Account(Protocol):
     """`quire.server.keys.account.Account` of an accepted request."""
 
@@ -40,7 +46,8 @@ class Caller:
     ignored: Ignored | None = None  # what of the body has no effect
     # admission, which the end of the answer settles
     priority: int = 0
-    num_reserved: int = 0  # choices in the queue
+    num_reserved: int = 0  # choices in `queue`
+    queue: Queue | None = None
     account: Account | None = None
     limits: Mapping[str, str] = field(default_factory=dict)  # headers of the answer: limits of the key
     # the error that is the answer, for the access log, because some clients hide it
@@ -58,6 +65,11 @@ class Caller:
         """The name of a conversation in the engine: a tenant is hexadecimal, so that names cannot collide."""
         return f"{self.tenant or ''}/{key}"
 
+    def reserve(self, queue: Queue, num_choices: int) -> None:
+        """Take room in a queue, which the end of the answer gives back."""
+        queue.num_reserved += num_choices
+        self.queue, self.num_reserved = queue, num_choices
+
     def detach(self) -> tuple[int, Account | None]:
         """Take over the reserved choices and the account, which the end of the answer then does not settle."""
         taken = self.num_reserved, self.account
@@ -65,7 +77,9 @@ class Caller:
         return taken
 
     def close(self, status: int | None) -> None:
-        """Settle the account, if there is one. `status` is the answer's; None if there was none."""
-        _, account = self.detach()
+        """Give back the room in the queue, and settle the account. `status` is the answer's; None if there was none."""
+        num_reserved, account = self.detach()
+        if self.queue is not None:
+            self.queue.num_reserved -= num_reserved
         if account is not None:
             account.close(status)

@@ -33,12 +33,15 @@ def default_name(model: str) -> str:
 
 def served_names(config: Config) -> list[str]:
     """The names that the API lists; answers have the first."""
-    return list(config.server.served_model_name) or [default_name(config.model.model)]
+    plain = [name for name in config.models.alias if "=" not in name]
+    names = [*config.server.served_model_name, *plain] or [default_name(config.model.model)]
+    targets = (alias.partition("=") for alias in config.models.alias if "=" in alias)
+    return list(dict.fromkeys([*names, *(alias for alias, _, name in targets if name in (*names, config.model.model))]))
 
 
 def accepted_names(config: Config) -> frozenset[str]:
     """Names that requests may use but no answer shows: the model as given, if it has no other names."""
-    return frozenset() if config.server.served_model_name else frozenset({config.model.model})
+    return frozenset() if config.server.served_model_name or config.models.alias else frozenset({config.model.model})
 
 
 def without_paths(text: str, config: Config, folder: str | None = None) -> str:

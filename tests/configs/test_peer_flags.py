@@ -35,11 +35,12 @@ def start(monkeypatch, capsys):
         monkeypatch.delenv(variable)
     calls = []
 
-    def serve(config, _, warnings) -> int:
+    def serve(config, _, warnings, *launcher) -> int:
         calls.append((config, warnings))
         return 0
 
     monkeypatch.setitem(sys.modules, "quire.server.launch", type("launch", (), {"serve": staticmethod(serve)}))
+    monkeypatch.setitem(sys.modules, "quire.server.models.launch", type("launch", (), {"ModelsLauncher": None}))
 
     def run(*arguments: str):
         try:
@@ -328,7 +329,7 @@ def test_unknown_variables_of_llamacpp_are_warned_of_and_misspelled_ones_of_ours
 
 def test_commands_refuse_what_others_flags_set_elsewhere(capsys):
     with pytest.raises(SystemExit):
-        cli.main(["bench", "throughput", "m", "--alias", "name"])
+        cli.main(["bench", "throughput", "m", "-a", "name"])
     assert "--served-model-name, which another server's flag sets, has no effect" in capsys.readouterr().err
 
 

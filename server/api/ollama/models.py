@@ -38,6 +38,10 @@ class _Running(_Listing, needs.Engine, needs.Model, Protocol):
     """To list the loaded model."""
 
 
+class _Loaded(needs.Engine, needs.Model, Protocol):
+    """A loaded model."""
+
+
 class _Showing(_Listing, needs.Tokenizing, Protocol):
     """To show the model."""
 
@@ -62,7 +66,7 @@ async def _read(state: _Reading) -> ModelDetails:
         raise EngineError("The files of the model cannot be read.") from error
 
 
-def _details(found: ModelDetails, state: needs.Settings) -> dict[str, Any]:
+def details(found: ModelDetails, state: needs.Settings) -> dict[str, Any]:
     return {
         "parent_model": "",
         "format": found.format,
@@ -77,35 +81,40 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _model(name: str, found: ModelDetails, state: needs.Settings) -> dict[str, Any]:
+def listed(name: str, found: ModelDetails, state: needs.Settings) -> dict[str, Any]:
     return {
         "name": name,
         "model": name,
         "modified_at": _time(found.modified_at),
         "size": found.size,
         "digest": found.digest,
-        "details": _details(found, state),
+        "details": details(found, state),
     }
 
 
 async def tags(request: Request, state: _Listing) -> Response:
     """List the models there are."""
     found = await _read(state)
-    return sse.JsonResponse({"models": [_model(name, found, state) for name in names_for(caller(request), state)]})
+    return sse.JsonResponse({"models": [listed(name, found, state) for name in names_for(caller(request), state)]})
 
 
-async def running(request: Request, state: _Running) -> Response:
-    """List the models that are loaded."""
-    found = await _read(state)
+def loaded_facts(state: _Loaded, found: ModelDetails) -> dict[str, Any]:
+    """Return what Ollama says of a loaded model, in addition to its files."""
     plan = state.ready.worker.plan if state.ready else None
-    more = {
+    return {
         "expires_at": FAR_AWAY,
         "size": plan.weights + plan.activations + plan.kv_cache if plan else found.size,
         "size_vram": plan.weights + plan.activations + plan.kv_cache if plan and not plan.shares_ram else 0,
         "context_length": state.model.max_model_len,
     }
+
+
+async def running(request: Request, state: _Running) -> Response:
+    """List the models that are loaded."""
+    found = await _read(state)
+    more = loaded_facts(state, found)
     names = names_for(caller(request), state)
-    return sse.JsonResponse({"models": [_model(name, found, state) | more for name in names]})
+    return sse.JsonResponse({"models": [listed(name, found, state) | more for name in names]})
 
 
 async def show(request: Request, state: _Showing) -> Response:
@@ -130,9 +139,9 @@ async def show(request: Request, state: _Showing) -> Response:
             "modelfile": modelfile.render(replace(entry, base=state.names[0])),
             "parameters": "\n".join(modelfile.parameter_lines(_ollama_names(model))),
             "template": next(iter(state.tokenizer.chat_templates.values()), ""),
-            "details": _details(found, state),
+            "details": details(found, state),
             "model_info": found.metadata | served,
-            "capabilities": _capabilities(state),
+            "capabilities": capabilities(state),
             "modified_at": _time(found.modified_at),
         }
     )
@@ -147,7 +156,7 @@ def _ollama_names(model: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _capabilities(state: needs.Prompting) -> list[str]:
+def capabilities(state: needs.Prompting) -> list[str]:
     pooling, formats = state.model.pooling, state.formats
     found = ["embedding"] if pooling is not None and pooling.tasks else []
     if pooling is not None and not pooling.generates:

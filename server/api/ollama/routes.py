@@ -85,15 +85,9 @@ async def _respond(
     request: Request, state: needs.Completion, body: ChatRequest | GenerateRequest, one: GenerationRequest | None
 ) -> Response:
     answer_to_chat = isinstance(body, ChatRequest)
-    if one is None:  # a request to load the model, which it is, or to unload it, which only the server's end does
-        empty: dict[str, Any] = {
-            "model": shown_name(body.model, state),
-            "created_at": now(),
-            "done": True,
-            "done_reason": "unload" if asks_to_unload(body.keep_alive) else "load",
-        }
-        text = {"message": {"role": "assistant", "content": ""}} if answer_to_chat else {"response": ""}
-        return sse.JsonResponse(empty | text)
+    if one is None:  # a request to load the model, which it is, or to unload it
+        reason = "unload" if asks_to_unload(body.keep_alive) else "load"
+        return sse.JsonResponse(empty_answer(shown_name(body.model, state), answer_to_chat, reason))
     tokenizer = state.tokenizer if body.logprobs else None
     answer = Answer(shown_name(body.model, state), one, answer_to_chat, tokenizer)
     progress = report_progress(body.return_progress, [one], answer.progress)
@@ -116,6 +110,12 @@ async def _respond(
 
     found = await sse.unless_disconnected(request, collect())
     return sse.JsonResponse(answer.whole(found))
+
+
+def empty_answer(model: str, to_chat: bool, reason: str) -> dict[str, Any]:
+    """Return the answer to a request that only loads or unloads a model."""
+    text = {"message": {"role": "assistant", "content": ""}} if to_chat else {"response": ""}
+    return {"model": model, "created_at": now(), "done": True, "done_reason": reason} | text
 
 
 def _error_line(error: ApiError) -> bytes:

@@ -21,6 +21,7 @@ import pytest
 
 from quire.configs.config import Config
 from quire.server.launch import Launcher, bind
+from quire.server.models.launch import ModelsLauncher
 from tests.helpers.engine.fake_executor import BACKEND
 from tests.helpers.models.checkpoints import CHAT_TEMPLATE, VOCAB_SIZE, _byte_level
 
@@ -72,7 +73,8 @@ class RunningServer:
     def _run(self) -> None:
         async def main() -> int:
             self.loop = asyncio.get_running_loop()
-            self.launcher = Launcher(self.config, self.listener, time.monotonic())
+            make = ModelsLauncher if self.config.models.are_several else Launcher
+            self.launcher = make(self.config, self.listener, time.monotonic())
             return await self.launcher.run()
 
         self.exit_code = asyncio.run(main())

@@ -62,7 +62,8 @@ def test_several_prompts_add_up(server):
     found = lines(server, "/v1/completions", {"prompt": prompts, "return_progress": True, "max_tokens": 1})
     total = json.loads(found[-2][6:])["usage"]["prompt_tokens"]
     done = [int(match[1]) for line in found if (match := re.fullmatch(rf": prefill (\d+)/{total}", line))]
-    assert done == sorted(set(done)) and done[0] == 64 and done[-1] == total
+    # comments merge while the client is slow
+    assert done == sorted(set(done)) and done[-1] == total and (done[0] % 64 == 0 or done[0] == total)
     assert len(done) == sum(line.startswith(":") for line in found)
 
 

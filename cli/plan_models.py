@@ -1,0 +1,65 @@
+"""Plans models for a server of several: `python -m quire.cli.plan_models` reads settings from stdin and writes one line
+of JSON for each. A process of its own, because the server imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import tempfile
+from typing import BinaryIO
+
+import msgspec
+
+from quire.cli.check import local_settings
+from quire.configs.config import Config
+from quire.server.models.need import Planned
+from quire.server.startup.entry_settings import with_entry
+from quire.worker.messages import WorkerReady
+
+
+def main() -> int:
+    """Answer until stdin closes."""
+    logging.disable(logging.WARNING)
+    while (config := _next(sys.stdin.buffer)) is not None:
+        sys.stdout.buffer.write(msgspec.json.encode(planned(config)) + b"\n")
+        sys.stdout.buffer.flush()
+    return 0
+
+
+def _next(stream: BinaryIO) -> Config | None:
+    size = stream.read(4)
+    if len(size) < 4:
+        return None
+    return msgspec.msgpack.decode(stream.read(int.from_bytes(size, "big")), type=Config)
+
+
+def planned(config: Config) -> Planned:
+    """Return the plan of a model, or the error that says why there is none."""
+    preview = importlib.import_module("quire.worker.startup.preview").preview
+    with tempfile.TemporaryDirectory(prefix="quire-plan-") as target:
+        try:
+            local, _, _ = local_settings(with_entry(config), target)
+            ready: WorkerReady = preview(local)
+        except (ValueError, OSError) as error:
+            return Planned(error=str(error).replace(target, config.model.model))
+    plan = ready.plan
+    fixed = plan.weights + plan.activations + plan.graphs + plan.states + plan.images + plan.adapters + plan.offload
+    return Planned(
+        weights=plan.weights,
+        others=fixed - plan.weights,
+        kv_cache=plan.kv_cache,
+        bytes_per_token=plan.bytes_per_block // ready.block_size if ready.block_size else 0,
+        max_model_len=ready.max_model_len,
+        total=plan.total,
+        available=plan.available,
+        shares_ram=plan.shares_ram,
+        pooling=list(ready.pooling.tasks) if ready.pooling is not None else [],
+        generates=ready.pooling is None or ready.pooling.generates,
+        images=ready.media is not None,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The memory that a model takes once it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.checkpoints.sizes import format_each
+from quire.engine.messages import MemoryPlan
+
+SHARE = 8  # a model's KV cache takes at most this part of the budget, unless its flags say more
+LEAST_TOKENS = 2048  # of context that a model must have room for
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of a model before it is loaded, in bytes; `error` says why there is none."""
+
+    weights: int = 0
+    others: int = 0  # activations, graphs, states, images, adapters, offloaded blocks
+    kv_cache: int = 0
+    bytes_per_token: int = 0
+    max_model_len: int = 0
+    total: int = 0  # of the device
+    available: int = 0  # of it, when the plan was made
+    shares_ram: bool = True
+    pooling: list[str] = []
+    generates: bool = True
+    images: bool = False
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The bytes that a model takes. `kv_cache` is a limit for the engine; None: as its settings say."""
+
+    weights: int
+    others: int
+    kv_cache: int
+    limits_cache: bool = False
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.others + self.kv_cache
+
+    def __str__(self) -> str:
+        weights, others, cache, total = format_each(self.weights, self.others, self.kv_cache, self.total)
+        return f"{total} (weights {weights}, activations and others {others}, KV cache {cache})"
+
+
+def need_of(planned: Planned, budget: int, asked: int | None) -> Need:
+    """Return what a model takes of a budget. Its KV cache is `asked` bytes if its settings say so; otherwise it gets at
+    most a share of the budget, and what the weights leave of it.
+    """
+    fixed = planned.weights + planned.others
+    if asked is not None:
+        return Need(planned.weights, planned.others, asked)
+    least = planned.bytes_per_token * min(planned.max_model_len, LEAST_TOKENS)
+    cache = max(min(planned.kv_cache, budget // SHARE, budget - fixed), min(least, planned.kv_cache))
+    return Need(planned.weights, planned.others, cache, cache < planned.kv_cache)
+
+
+def loaded_need(plan: MemoryPlan) -> Need:
+    """Return what a loaded model takes."""
+    others = plan.activations + plan.graphs + plan.states + plan.images + plan.adapters + plan.offload
+    return Need(plan.weights, others, plan.kv_cache)
+
+
+def guessed_need(file_bytes: int, budget: int) -> Need:
+    """Return the need of a model of which there is no plan, from the size of its files."""
+    return Need(file_bytes, file_bytes // 10 + (256 << 20), min(budget // SHARE, 1 << 30), True)
