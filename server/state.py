@@ -18,6 +18,7 @@ from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Ready
 from quire.server.errors import BadRequest, NotFound, Unavailable
 from quire.server.generate.structures import Structures
+from quire.server.http.resumable import Streams
 from quire.server.incidents import Incidents
 from quire.server.lora.adapters import Adapters
 from quire.server.lora.shared import SharedAdapters
@@ -81,6 +82,7 @@ class ServerState:
     traces: Traces | None = None  # with --otlp-traces-endpoint
     batches: Batches | None = None  # with --batch-dir
     responses: Responses | None = None  # set with the routes
+    streams: Streams = field(default_factory=Streams)
     images: Images = None  # made from the settings
     adapters: Adapters | SharedAdapters = None  # the same
 
