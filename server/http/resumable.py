@@ -144,6 +144,11 @@ class Streams:
             raise NotFound(f"No stream named '{name[:100]}' is kept.", param="stream_id")
         return kept
 
+    def stop(self, owner_: str, name: str) -> None:
+        """End a stream, if it is there."""
+        if (kept := self._kept.get((owner_, name))) is not None:
+            kept.stop()
+
     def _forget_one_ended(self, turn: str) -> None:
         """Make room for a stream of a client that has its share, at the cost of its own oldest one that has ended."""
         own = [key for key, one in self._kept.items() if one.turn == turn]

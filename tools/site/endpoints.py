@@ -176,7 +176,7 @@ ELSEWHERE = {
     "lora.md": ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     "ollama.md": ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"),
     "other-apis.md": ("/infill", "/tokenizer_info"),
-    "api.md": ("/classify",),
+    "api.md": ("/classify", "/v1/streams/"),
     "coming-from.md": ("/slots/",),
     "operations.md": ("/start_profile", "/stop_profile"),
 }

@@ -24,7 +24,7 @@ GENERATION = [
     Route("POST", "/v1/embeddings", embeddings, EmbeddingRequest, EmbeddingList),
 ]
 _STREAMS = [
-    Route("GET", "/v1/streams/{stream_id}", resume_stream, answer=EVENTS),
+    Route("GET", "/v1/streams/{stream_id}", resume_stream, stream=EVENTS),
     Route("DELETE", "/v1/streams/{stream_id}", stop_stream, answer=EMPTY, status=204),
 ]
 _FILES = [

@@ -57,6 +57,6 @@ async def resume_stream(request: Request, state: _Keeping) -> Response:
 
 
 async def stop_stream(request: Request, state: needs.Streams) -> Response:
-    """End a stream that the client named; its generation is aborted."""
-    state.streams.get(owner(request), request.path_params["stream_id"]).stop()
+    """End a stream that the client named, if it runs: its generation is aborted."""
+    state.streams.stop(owner(request), request.path_params["stream_id"])
     return Response(status_code=204)

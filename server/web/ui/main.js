@@ -2,7 +2,7 @@
 
 import { ApiError, getJson, getPrivileged, hasKey } from "./api.js";
 import { Chat } from "./chat.js";
-import { byId } from "./dom.js";
+import { byId, h } from "./dom.js";
 import { readBounds } from "./settings.js";
 import { Watch } from "./watch.js";
 
@@ -31,32 +31,54 @@ function nextTheme() {
   localStorage.setItem("quire theme", theme);
 }
 
-/** The buttons that open the panels beside the conversation. */
-function panel(buttonId, panelId) {
-  const toggle = byId(buttonId);
-  toggle.addEventListener("click", () => {
-    const open = byId(panelId).classList.toggle("shown");
-    toggle.ariaExpanded = String(open);
-  });
+/** The buttons that open the panels beside the conversation. On a narrow page they lie over it, and close when it is
+ *  touched, when a conversation is chosen, and with Escape. */
+function panels() {
+  const found = {"open-list": "list", "open-settings": "settings"};
+  const set = (toggle, shown) => {
+    byId(found[toggle]).classList.toggle("shown", shown);
+    byId(toggle).ariaExpanded = String(shown);
+  };
+  const close = () => Object.keys(found).forEach(toggle => set(toggle, false));
+  for (const [toggle, panel] of Object.entries(found)) {
+    byId(toggle).addEventListener("click", () => {
+      const shown = !byId(panel).classList.contains("shown");
+      close();
+      set(toggle, shown);
+    });
+  }
+  byId("conversation").addEventListener("pointerdown", close);
+  byId("list").addEventListener("click", event => { if (event.target.closest(".title, #new")) close(); });
+  document.addEventListener("keydown", event => { if (event.key === "Escape") close(); });
 }
 
 async function describeServer() {
   const [{data}, openapi] = await Promise.all([getJson("v1/models"), getJson("openapi.json")]);
   const info = hasKey() ? null : await getPrivileged("server_info");  // most keys may not read it
-  const models = data.map(card => card.id);
-  byId("model").textContent = models[0];
   const bounds = readBounds(openapi, info?.sampling_defaults ?? {}, data[0].max_model_len);
-  return {model: models[0], models, images: info?.images ?? {accepted: true}, bounds};
+  return {model: data[0].id, cards: Object.fromEntries(data.map(card => [card.id, card])), images: info?.images ?? {accepted: true}, bounds};
+}
+
+/** The chooser of what /v1/models lists; `chosen(name)` is told of another one. */
+function modelChooser(server, chosen) {
+  const label = ({id, parent}) => parent && parent !== id ? `${id} (adapter of ${parent})` : id;
+  const node = byId("model");
+  node.replaceChildren(...Object.values(server.cards).map(card => h("option", {value: card.id}, label(card))));
+  node.addEventListener("change", () => chosen(node.value));
+  node.classList.toggle("single", Object.keys(server.cards).length === 1);
+  server.choose = name => { node.value = name; };
+  node.hidden = false;
 }
 
 async function start() {
   setTheme(localStorage.getItem("quire theme") ?? "system");
   byId("theme").addEventListener("click", nextTheme);
-  panel("open-list", "list");
-  panel("open-settings", "settings");
+  panels();
   window.addEventListener("hashchange", showView);
   try {
-    const chat = new Chat(await describeServer());
+    const server = await describeServer();
+    const chat = new Chat(server);
+    modelChooser(server, name => chat.chooseModel(name));
     await chat.start();
     byId("input").focus();
   } catch (error) {

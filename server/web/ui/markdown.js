@@ -12,18 +12,24 @@ const MAX_DEPTH = 12;  // of lists and quotes; deeper ones are paragraphs
 
 /** The nodes of a text. */
 export function markdown(text) {
-  return blocks(text.replace(/\r\n?/g, "\n").split("\n"), 0);
+  return blocks(linesOf(text), 0);
 }
 
+export const linesOf = text => text.replace(/\r\n?/g, "\n").split("\n");
+
 function blocks(lines, depth) {
-  const nodes = [];
-  let i = 0;
+  return blocksFrom(lines, 0, depth).map(([node]) => node);
+}
+
+/** The blocks from line `i` on, each as [node, its first line]. */
+export function blocksFrom(lines, i, depth = 0) {
+  const found = [];
   while (i < lines.length) {
     const [node, next] = block(lines, i, depth);
-    if (node) nodes.push(node);
+    if (node) found.push([node, i]);
     i = next;
   }
-  return nodes;
+  return found;
 }
 
 /** The node that begins at line `i`, and the line after it. */
@@ -61,9 +67,10 @@ function fenced(lines, i, match) {
 }
 
 export function codeBlock(code, language = "") {
-  return h("figure", {class: "code"},
-    h("figcaption", {}, h("span", {}, language || "code"), copyButton(() => code)),
-    h("pre", {tabindex: "0"}, h("code", {}, code)));
+  const node = h("code", {}, code);
+  return h("figure", {class: "code", "data-language": language},
+    h("figcaption", {}, h("span", {}, language || "code"), copyButton(event => event.target.closest("figure").querySelector("code").textContent)),
+    h("pre", {tabindex: "0"}, node));
 }
 
 function quote(lines, i, depth) {

@@ -4,15 +4,15 @@
 import { h } from "./dom.js";
 
 const NUMBERS = {
-  temperature: {words: "0 always takes the likeliest token", step: 0.1},
-  top_p: {words: "the likeliest tokens that add up to this", step: 0.05},
-  top_k: {words: "the likeliest tokens; 0 is all", step: 1},
-  min_p: {words: "at least this part of the likeliest", step: 0.05},
-  max_tokens: {words: "of an answer", step: 1},
-  repetition_penalty: {words: "1 is none", step: 0.05},
-  presence_penalty: {words: "for tokens that occurred", step: 0.1},
-  frequency_penalty: {words: "by how often they occurred", step: 0.1},
-  seed: {words: "the same seed gives the same answer", step: 1},
+  temperature: {words: "0 always takes the likeliest token"},
+  top_p: {words: "the likeliest tokens that add up to this"},
+  top_k: {words: "the likeliest tokens; 0 is all"},
+  min_p: {words: "at least this part of the likeliest"},
+  max_tokens: {words: "of an answer"},
+  repetition_penalty: {words: "1 is none"},
+  presence_penalty: {words: "for tokens that occurred"},
+  frequency_penalty: {words: "by how often they occurred"},
+  seed: {words: "the same seed gives the same answer"},
 };
 const JSON_FIELDS = {
   tools: {words: "functions that the model may call: a JSON list", rows: 4},
@@ -59,68 +59,84 @@ function jsonProblem(name, text) {
   }
 }
 
-function field(name, words, control, settings, check, changed) {
+/** What is wrong with the settings of a conversation: [{name, text}]. */
+export function problemsOf(settings, bounds) {
+  return Object.entries(settings).map(([name, text]) => ({name, text: check(name, text, bounds[name])})).filter(one => one.text !== null);
+}
+
+function check(name, text, bound) {
+  if (name in NUMBERS) return problem(name, text, bound);
+  return name in JSON_FIELDS ? jsonProblem(name, text) : null;
+}
+
+/** A control with its label; what is wrong in it is marked and kept. */
+function field(name, words, control, bound, settings, changed) {
   const id = `setting-${name}`, problemId = `${id}-problem`;
   const error = h("p", {class: "problem", id: problemId, role: "alert"});
   control.id = id;
   control.setAttribute("aria-describedby", problemId);
-  control.addEventListener("input", () => {
-    const found = check(control.value);
+  const mark = () => {
+    const found = check(name, control.value.trim(), bound);
     error.textContent = found ?? "";
     control.setAttribute("aria-invalid", String(found !== null));
-    if (found !== null) return;
+  };
+  control.addEventListener("input", () => {
+    mark();
     if (control.value.trim() === "") delete settings[name];
     else settings[name] = control.value;
     changed();
   });
+  mark();
   return h("div", {class: "field"}, h("label", {for: id}, name, h("span", {class: "note"}, ` ${words}`)), control, error);
 }
 
 function numberField(name, bound, settings, changed) {
-  const {words, step} = NUMBERS[name];
+  const {words} = NUMBERS[name];
   const range = [bound.minimum ?? bound.exclusiveMinimum, bound.maximum].map(value => Math.abs(value) < 1e15 ? value : undefined);
-  const control = h("input", {type: "number", step, min: range[0], max: range[1],
-    placeholder: bound.default ?? "not set", value: settings[name] ?? ""});
+  const control = h("input", {inputmode: "decimal", autocomplete: "off", placeholder: bound.default ?? "not set", value: settings[name] ?? ""});
   const above = bound.minimum === undefined ? "above " : "";
   const limits = range.every(value => value !== undefined) ? `${above}${range[0]} to ${range[1]}; ${words}` : words;
-  return field(name, limits, control, settings, text => problem(name, text, bound), changed);
+  return field(name, limits, control, bound, settings, changed);
 }
 
 function choiceField(name, words, choices, settings, changed) {
   const control = h("select", {}, h("option", {value: ""}, "not set"), choices.map(choice => h("option", {value: choice}, choice)));
   control.value = settings[name] ?? "";
-  return field(name, words, control, settings, () => null, changed);
+  return field(name, words, control, {}, settings, changed);
 }
 
-function textField(name, words, rows, settings, check, changed) {
+function textField(name, words, rows, settings, changed) {
   const control = h("textarea", {rows, spellcheck: "false", value: settings[name] ?? ""});
-  return field(name, words, control, settings, check, changed);
+  return field(name, words, control, {}, settings, changed);
 }
 
-/** The form for a conversation; `changed()` is called after each valid change. */
-export function settingsForm(conversation, bounds, models, changed) {
-  const {settings} = conversation;
-  const system = h("textarea", {id: "system", rows: 4, value: conversation.system, oninput: () => {
-    conversation.system = system.value;
+/** The fields for `target`'s system prompt and settings; `changed()` is called after each change. */
+export function settingsFields(target, bounds, changed) {
+  const {settings} = target;
+  const system = h("textarea", {id: "system", rows: 4, value: target.system, oninput: () => {
+    target.system = system.value;
     changed();
   }});
   const efforts = bounds.reasoning_effort?.choices;
   return [
-    h("h2", {}, "Settings"),
     h("div", {class: "field"}, h("label", {for: "system"}, "System prompt"), system),
-    models.length > 1 && choiceField("model", "", models, settings, changed),
     Object.keys(NUMBERS).map(name => numberField(name, bounds[name], settings, changed)),
-    textField("stop", "ends the answer; one text per line", 2, settings, () => null, changed),
+    textField("stop", "ends the answer; one text per line", 2, settings, changed),
     efforts && choiceField("reasoning_effort", "for models that think", efforts, settings, changed),
-    Object.entries(JSON_FIELDS).map(([name, {words, rows}]) =>
-      textField(name, words, rows, settings, text => jsonProblem(name, text), changed)),
-  ].flat();
+    Object.entries(JSON_FIELDS).map(([name, {words, rows}]) => textField(name, words, rows, settings, changed)),
+  ].flat().filter(Boolean);
+}
+
+/** The form for the open conversation. */
+export function settingsForm(chat) {
+  return [h("h2", {}, "Settings"), ...settingsFields(chat.open, chat.server.bounds, () => chat.save())];
 }
 
 /** The fields of a request for `settings`. */
 export function requestFields(settings) {
   const fields = {};
   for (const [name, text] of Object.entries(settings)) {
+    if (name === "model") continue;
     if (name in NUMBERS) fields[name] = Number(text);
     else if (name in JSON_FIELDS) fields[name] = JSON.parse(text);
     else if (name === "stop") fields.stop = text.split("\n").filter(line => line !== "");
