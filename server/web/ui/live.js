@@ -15,16 +15,16 @@ export class LiveMarkdown {
   reset() {
     this.node.replaceChildren();
     this.text = "";
-    this.done = 0;  // lines whose blocks will not change
-    this.begin = 0;  // where they end in the text
+    this.ended = false;
+    this.begin = 0;  // where the blocks that will not change end in the text
     this.open = [];  // the nodes of later blocks
   }
 
   /** Show `text`, which begins with the text before or replaces it; `ended`: nothing will follow. */
   update(text, ended) {
-    if (text === this.text && !(ended && this.open.length)) return;
-    if (!text.startsWith(this.text)) this.reset();
-    this.text = text;
+    if (text === this.text && (this.ended || !ended)) return;
+    if (this.ended || !text.startsWith(this.text)) this.reset();
+    Object.assign(this, {text, ended});
     const rest = text.slice(this.begin), lines = linesOf(rest), found = blocksFrom(lines, 0);
     const nodes = found.map(([node]) => node);
     for (const node of this.open.splice(nodes.length)) node.remove();
