@@ -16,7 +16,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 
 _FOLDER = Path(__file__).parent / "ui"
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+    ".webmanifest": "application/manifest+json",
+}
 _DOCS = frozenset({"docs.css", "docs.js", "icon.svg"})  # files of /docs, which --no-ui keeps
 _FILES = frozenset(path.name for path in _FOLDER.iterdir() if path.suffix in _TYPES)
 PAGES = frozenset({"/", "/docs"} | {f"/ui/{name}" for name in _FILES})
@@ -28,7 +35,7 @@ LINKS = {
 }  # relative: a proxy may serve us under a prefix
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "manifest-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 _HEADERS = {

@@ -83,6 +83,14 @@ export class Composer {
     }
   }
 
+  /** Add text at the cursor. */
+  insert(text) {
+    const {input} = this, {selectionStart: at} = input, space = at > 0 && !/\s/.test(input.value[at - 1]) ? " " : "";
+    input.setRangeText(space + text, at, input.selectionEnd, "end");
+    this.changed();
+    input.focus();
+  }
+
   changed() {
     this.fit();
     clearTimeout(this.timer);

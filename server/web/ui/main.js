@@ -4,6 +4,7 @@ import { ApiError, getJson, getPrivileged, hasKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { byId, h } from "./dom.js";
 import { readBounds } from "./settings.js";
+import { offerSpeech } from "./speech.js";
 import { Watch } from "./watch.js";
 
 const THEMES = ["system", "light", "dark"];
@@ -56,7 +57,8 @@ async function describeServer() {
   const [{data}, openapi] = await Promise.all([getJson("v1/models"), getJson("openapi.json")]);
   const info = hasKey() ? null : await getPrivileged("server_info");  // most keys may not read it
   const bounds = readBounds(openapi, info?.sampling_defaults ?? {}, data[0].max_model_len);
-  return {model: data[0].id, cards: Object.fromEntries(data.map(card => [card.id, card])), images: info?.images ?? {accepted: true}, bounds};
+  return {model: data[0].id, cards: Object.fromEntries(data.map(card => [card.id, card])), images: info?.images ?? {accepted: true}, bounds,
+    transcribes: "/v1/audio/transcriptions" in openapi.paths};
 }
 
 /** The chooser of what /v1/models lists; `chosen(name)` is told of another one. */
@@ -80,6 +82,7 @@ async function start() {
     const chat = new Chat(server);
     modelChooser(server, name => chat.chooseModel(name));
     await chat.start();
+    if (server.transcribes) offerSpeech(() => chat.model, text => chat.composer.insert(text), text => chat.say(text));
     byId("input").focus();
   } catch (error) {
     const hint = error instanceof ApiError && error.status === 401 ? " Reload the page to enter a key." : "";

@@ -26,6 +26,8 @@ _FLAGS = [
     "--disable-component-update",
     "--disable-sync",
     "--disable-dev-shm-usage",
+    "--use-fake-device-for-media-stream",
+    "--use-fake-ui-for-media-stream",
     "--remote-debugging-port=0",
 ]
 WAIT = 20.0  # seconds

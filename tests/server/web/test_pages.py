@@ -18,7 +18,8 @@ from tests.helpers.server.running import running_server
 ROOT = Path(__file__).parent.parent.parent.parent
 FOLDER = ROOT / "server" / "web" / "ui"
 PAGE = (FOLDER / "docs.html").read_text(encoding="utf-8")
-MAX_BYTES = 200_000  # of the application, unpacked
+MAX_BYTES = 250_000  # of the application, unpacked, without libraries
+TEXTS = {".css", ".html", ".js", ".svg", ".webmanifest"}
 DOM = r"""
 // As much of a browser as the page uses. `render(node)` is the text of a tree.
 class Node {
@@ -94,7 +95,7 @@ def test_the_policy_allows_no_inline_script_and_no_other_host(server, path):
     assert directives["require-trusted-types-for"] == "'script'" and directives["trusted-types"] == "'none'"
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.iterdir()))
+@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.iterdir() if path.suffix in TEXTS))
 def test_the_files_are_complete_in_themselves(name):
     text = (FOLDER / name).read_text(encoding="utf-8")
     assert not re.search(r"\burl\(|@import|<style|\sstyle=|\son\w+=\"|<script(?![^>]* src=)", text)
