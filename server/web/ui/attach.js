@@ -1,6 +1,6 @@
-// Files that a message takes along: images as they are, texts as text.
+// Files that a message takes along: images as they are, texts and PDFs as text.
 
-const MAX_IMAGE = 20 * 2 ** 20, MAX_TEXT = 2 * 2 ** 20;  // bytes; the server has limits of its own
+const MAX_IMAGE = 20 * 2 ** 20, MAX_TEXT = 2 * 2 ** 20, MAX_PDF = 50 * 2 ** 20;  // bytes; the server has limits of its own
 
 /** {image: data URL} or {file: {name, text}}. Throws a sentence for what cannot be taken. */
 export async function readAttachment(file, images) {
@@ -8,6 +8,11 @@ export async function readAttachment(file, images) {
     if (!images.accepted) throw new Error(`This model takes no images: ${images.reason}.`);
     if (file.size > MAX_IMAGE) throw new Error(`${file.name} is larger than 20 MiB.`);
     return {image: await dataUrl(file)};
+  }
+  if (file.type === "application/pdf" || /\.pdf$/i.test(file.name)) {
+    if (file.size > MAX_PDF) throw new Error(`${file.name} is larger than 50 MiB.`);
+    const {pdfText} = await import("./pdf.js");
+    return {file: {name: file.name, text: await pdfText(file)}};
   }
   if (file.size > MAX_TEXT) throw new Error(`${file.name} is larger than 2 MiB.`);
   return {file: {name: file.name, text: await textOf(file)}};

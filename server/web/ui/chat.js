@@ -4,6 +4,7 @@ import { Arrival, emptyAnswer, isEmpty, requestBody } from "./answer.js";
 import { Composer } from "./composer.js";
 import { button, byId, h } from "./dom.js";
 import { showList } from "./list.js";
+import { McpServers } from "./mcp.js";
 import { problemsOf, settingsForm } from "./settings.js";
 import * as store from "./store.js";
 import { Thread, showContext } from "./thread.js";
@@ -17,6 +18,7 @@ export class Chat {
   constructor(server) {
     Object.assign(this, {server, open: store.fresh(), conversations: [], arrivals: new Map(), query: ""});
     this.composer = new Composer(this);
+    this.mcp = new McpServers(server.mcp);
     this.thread = new Thread({
       edit: index => this.edit(index),
       regenerate: index => this.regenerate(index),
@@ -25,6 +27,8 @@ export class Chat {
       showVersion: (index, at) => this.change(() => showVersion(this.open.messages, index, at)),
       answerCall: (index, id, text) => this.answerCall(index, id, text),
       answered: id => this.open.messages.some(message => message.callId === id),
+      canRun: call => this.mcp.has(call.function.name),
+      runCall: call => this.mcp.run(call),
       isLast: index => index === this.open.messages.length - 1,
       bodyOf: index => this.bodyOf(index),
     });
@@ -72,6 +76,18 @@ export class Chat {
     else this.open.settings.model = name;
     this.showAll(true);
     this.save();
+  }
+
+  /** Offer the tools of MCP servers to the model, in the place of those of before. Returns their number. */
+  async useMcp(urls) {
+    const given = JSON.parse(this.open.settings.tools || "[]"), own = given.filter(tool => !this.mcp.has(tool.function?.name));
+    const tools = [...own, ...await this.mcp.connect(urls)];
+    if (tools.length) this.open.settings.tools = JSON.stringify(tools, null, 1);
+    else delete this.open.settings.tools;
+    this.showSettings();
+    this.showAll(true);
+    await this.save();
+    return this.mcp.count;
   }
 
   fresh() {

@@ -1,6 +1,7 @@
 // The list of conversations beside the open one: search, open, pin, rename, delete, export and import.
 
 import { button, byId, chooseFiles, download, h, setChildren, showDialog } from "./dom.js";
+import { downloadMarkdown } from "./export.js";
 import * as store from "./store.js";
 import { everyMessage } from "./tree.js";
 
@@ -31,6 +32,8 @@ function row(chat, one) {
     h("details", {class: "menu"}, h("summary", {class: "icon", "aria-label": `More for: ${one.title}`, title: "More"}, "⋯"), h("div", {class: "menu-items"},
       button(pin, () => { one.pinned = !one.pinned; store.sorted(chat.conversations); chat.list(); chat.save(one, false); }),
       button("Rename", () => rename(chat, one)),
+      button("Markdown", () => downloadMarkdown(one)),
+      button("Print", () => { chat.select(one); print(); }),
       button("Delete", () => confirmRemoval(chat, [one]), {"aria-label": `Delete: ${one.title}`}))));
 }
 

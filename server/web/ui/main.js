@@ -8,16 +8,18 @@ import { offerSpeech } from "./speech.js";
 import { Watch } from "./watch.js";
 
 const THEMES = ["system", "light", "dark"];
-let watch = null;
+const VIEWS = ["chat", "compare", "watch"];
+let watch = null, chat = null, compare = null;
 
-function showView() {
-  const watching = location.hash === "#watch";
-  byId("chat").hidden = watching;
-  byId("watch").hidden = !watching;
-  document.body.classList.toggle("watching", watching);
-  byId("to-chat").ariaCurrent = watching ? null : "page";
-  byId("to-watch").ariaCurrent = watching ? "page" : null;
-  if (watching) (watch ??= new Watch()).show();
+async function showView() {
+  const view = VIEWS.find(name => location.hash === `#${name}`) ?? "chat";
+  for (const name of VIEWS) {
+    byId(name).hidden = name !== view;
+    byId(`to-${name}`).ariaCurrent = name === view ? "page" : null;
+  }
+  document.body.classList.toggle("watching", view !== "chat");
+  if (view === "watch") (watch ??= new Watch()).show();
+  if (view === "compare" && chat) compare ??= new (await import("./compare.js")).Compare(chat);
 }
 
 function setTheme(theme) {
@@ -54,10 +56,10 @@ function panels() {
 }
 
 async function describeServer() {
-  const [{data}, openapi] = await Promise.all([getJson("v1/models"), getJson("openapi.json")]);
+  const [{data}, openapi, page] = await Promise.all([getJson("v1/models"), getJson("openapi.json"), getJson("ui/page.json")]);
   const info = hasKey() ? null : await getPrivileged("server_info");  // most keys may not read it
   const bounds = readBounds(openapi, info?.sampling_defaults ?? {}, data[0].max_model_len);
-  return {model: data[0].id, cards: Object.fromEntries(data.map(card => [card.id, card])), images: info?.images ?? {accepted: true}, bounds,
+  return {model: data[0].id, cards: Object.fromEntries(data.map(card => [card.id, card])), images: info?.images ?? {accepted: true}, bounds, mcp: page.mcp_origins,
     transcribes: "/v1/audio/transcriptions" in openapi.paths};
 }
 
@@ -79,7 +81,7 @@ async function start() {
   window.addEventListener("hashchange", showView);
   try {
     const server = await describeServer();
-    const chat = new Chat(server);
+    chat = new Chat(server);
     modelChooser(server, name => chat.chooseModel(name));
     await chat.start();
     if (server.transcribes) offerSpeech(() => chat.model, text => chat.composer.insert(text), text => chat.say(text));

@@ -5,6 +5,8 @@ import { copyButton, h } from "./dom.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+|$)/;
+const FORMULA = /^ {0,3}(\$\$|\\\[)/;
+const CLOSING = {"$$": "$$", "\\[": "\\]"};
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const HEADING = /^ {0,3}(#{1,6})\s/;
 const DASHES = /^\s*:?-+:?$/;
@@ -36,8 +38,9 @@ export function blocksFrom(lines, i, depth = 0) {
 function block(lines, i, depth) {
   const line = lines[i];
   if (!line.trim()) return [null, i + 1];
-  let match;
+  let match, end;
   if ((match = FENCE.exec(line))) return fenced(lines, i, match);
+  if ((match = FORMULA.exec(line)) && (end = formulaEnd(lines, i, match[1])) >= 0) return [formula(lines, i, end, match[1]), end + 1];
   if ((match = HEADING.exec(line))) return [heading(line, match), i + 1];
   if (RULE.test(line)) return [h("hr"), i + 1];
   if (line.includes("|") && i + 1 < lines.length && isTableLine(lines[i + 1])) return table(lines, i);
@@ -64,6 +67,20 @@ function fenced(lines, i, match) {
   let next = i + 1;
   while (next < lines.length && !end.test(lines[next])) code.push(lines[next++]);
   return [codeBlock(code.join("\n"), match[2]), next + 1];
+}
+
+/** The line that ends a displayed formula, before the next empty line; -1 if there is none. */
+function formulaEnd(lines, i, opening) {
+  for (let at = i; at < lines.length && lines[at].trim(); at++) {
+    const text = at === i ? lines[at].trim().slice(opening.length) : lines[at].trim();
+    if (text.endsWith(CLOSING[opening])) return at;
+  }
+  return -1;
+}
+
+function formula(lines, i, end, opening) {
+  const text = lines.slice(i, end + 1).join("\n").trim();
+  return h("div", {class: "math", "data-display": true, "data-tex": text.slice(opening.length, -opening.length).trim(), tabindex: "0"}, text);
 }
 
 export function codeBlock(code, language = "") {
@@ -126,6 +143,9 @@ function paragraph(lines, i, depth) {
 // in the middle.
 const INLINE = new RegExp([
   "(?<code>`+)",
+  "\\$\\$(?<shown>[^$]{1,2000})\\$\\$",
+  "\\\\\\((?<round>(?:[^\\\\]|\\\\(?!\\))){1,2000})\\\\\\)",
+  "(?<![\\w$\\\\])\\$(?<math>(?![\\s$])[^$\\n]{0,500}[^\\s$\\\\])\\$(?![\\w$])",
   "(?<escape>\\\\[!-/:-@\\[-`{-~])",
   "!?\\[(?<label>[^\\[\\]]{0,500})\\]\\((?<target>[^()\\s]{1,2000})(?:\\s+\"[^\"]{0,200}\")?\\)",
   "(?<url>https?://[^\\s<>\"'`]{1,2000}[^\\s<>\"'`.,;:!?)\\]*_])",
@@ -152,9 +172,11 @@ export function inline(text, depth = 0) {
 }
 
 function formOf(text, match, depth) {
-  const {code, escape, label, target, url, strong, em, under, deleted, br} = match.groups;
+  const {code, shown, round, math, escape, label, target, url, strong, em, under, deleted, br} = match.groups;
   const end = match.index + match[0].length;
   if (code) return codeSpan(text, end, code);
+  const tex = shown ?? round ?? math;
+  if (tex) return [h("span", {class: "math", "data-display": shown !== undefined, "data-tex": tex}, match[0]), end];
   if (escape) return [escape[1], end];
   if (br) return [h("br"), end];
   if (url) return [link(url, [url]), end];

@@ -109,7 +109,7 @@ class CallView {
     this.node.firstChild.textContent = `Call of ${call.function.name}`;
     if (code.textContent !== text) code.textContent = text;
     const wanted = !busy && !actions.answered(call.id);
-    if (wanted) this.answer ??= answerRow(call, (text) => actions.answerCall(index, call.id, text), actions.runCall && (() => actions.runCall(call)));
+    if (wanted) this.answer ??= answerRow(call, (text) => actions.answerCall(index, call.id, text), actions.canRun?.(call) && (() => actions.runCall(call)));
     setChildren(this.node, [this.node.firstChild, this.code, wanted && this.answer]);
     return this.node;
   }

@@ -107,9 +107,13 @@ def test_the_files_are_complete_in_themselves(name):
 
 
 def test_the_application_is_small_and_installed():
-    assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= MAX_BYTES
+    own = [path for path in FOLDER.iterdir() if path.is_file()]
+    assert sum(path.stat().st_size for path in own) <= MAX_BYTES
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 600 for path in own if path.suffix in TEXTS)
+    libraries = [path for path in (FOLDER / "vendor").iterdir() if path.is_dir()]
+    assert all((path / "LICENSE").stat().st_size > 500 for path in libraries) and len(libraries) == 3
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "ui/*" in project["tool"]["setuptools"]["package-data"]["quire.server.web"]
+    assert {"ui/*", "ui/vendor/**/*"} <= set(project["tool"]["setuptools"]["package-data"]["quire.server.web"])
 
 
 def test_no_ui_leaves_the_answers_for_programs_and_docs(model_folder):
