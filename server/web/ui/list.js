@@ -7,6 +7,10 @@ import { everyMessage } from "./tree.js";
 
 let search = null;  // keeps its text and focus while the list changes
 
+document.addEventListener("click", event => {
+  for (const menu of document.querySelectorAll(".menu[open]")) if (!menu.contains(event.target)) menu.open = false;
+});
+
 export function showList(chat) {
   search ??= h("input", {id: "search", type: "search", placeholder: "Search", "aria-label": "Search conversations", oninput: () => showList(chat)});
   const found = chat.conversations.filter(one => contains(one, search.value)), some = chat.conversations.length > 0;

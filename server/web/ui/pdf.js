@@ -8,7 +8,7 @@ export async function pdfText(file) {
   const [pdf, worker] = await Promise.all([import("./vendor/pdfjs/pdf.min.mjs"), import("./vendor/pdfjs/pdf.worker.min.mjs")]);
   globalThis.pdfjsWorker = worker;
   const task = pdf.getDocument({data: new Uint8Array(await file.arrayBuffer()), isEvalSupported: false, useWorkerFetch: false,
-    disableFontFace: true, stopAtErrors: false});
+    disableFontFace: true, stopAtErrors: false, verbosity: 0});
   try {
     const found = await task.promise, pages = [];
     for (let number = 1; number <= Math.min(found.numPages, MAX_PAGES); number++) pages.push(await pageText(await found.getPage(number)));
