@@ -227,6 +227,9 @@ class EngineCalls(Protocol):
     def waiting(self, request_ids: list[str]) -> list[str]:
         """Those of the requests that were never scheduled."""
 
+    def log_lines(self) -> list[dict[str, object]]:
+        """The newest lines of the engine's log that are warnings or worse (`kept_lines`)."""
+
     def requests(self) -> list[dict[str, object]]:
         """Every request (`Request.describe`)."""
 

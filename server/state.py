@@ -23,6 +23,7 @@ from quire.server.incidents import Incidents
 from quire.server.lora.adapters import Adapters
 from quire.server.lora.shared import SharedAdapters
 from quire.server.media.service import Images
+from quire.server.metrics.history import History
 from quire.server.model_info import ModelInfo
 from quire.server.queue_wait import QueueWait, retry_after
 from quire.server.turns.threads import Threads
@@ -82,6 +83,7 @@ class ServerState:
     traces: Traces | None = None  # with --otlp-traces-endpoint
     batches: Batches | None = None  # with --batch-dir
     responses: Responses | None = None  # set with the routes
+    history: History = field(default_factory=History)  # of the metrics
     streams: Streams = field(default_factory=Streams)
     images: Images = None  # made from the settings
     adapters: Adapters | SharedAdapters = None  # the same

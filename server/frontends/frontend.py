@@ -31,6 +31,7 @@ from quire.server.frontends.descriptors import (
 from quire.server.http.middleware import RequestBoundary
 from quire.server.http.startup_gate import StartupGate
 from quire.server.model_info import context_length
+from quire.server.request.sink import ALL
 from quire.server.startup.engine_group import load_tokenizer, model_info
 from quire.server.startup.model_names import accepted_names, served_names, without_paths
 from quire.server.state import ServerState
@@ -98,6 +99,7 @@ class Frontend:
         loading = asyncio.create_task(self._load_routes())
         serving = asyncio.create_task(self._http.serve(sockets=[self.listener]))
         others = [loading, asyncio.create_task(self._watch())]
+        others.append(asyncio.create_task(self.state.history.run(self._metrics)))
         if self._tls is not None:
             others.append(asyncio.create_task(self._tls.watch()))
         try:
@@ -124,6 +126,13 @@ class Frontend:
                 await in_thread(self.state.traces.close)
             self.state.images.close()
             self.state.adapters.close()
+
+    async def _metrics(self) -> bytes | None:
+        """All metrics, of all frontends if there are several; None while there are none."""
+        state = self.state
+        if state.metrics is None:
+            return None
+        return await state.scrape(ALL) if state.scrape is not None else await in_thread(state.metrics.render)
 
     async def _load_routes(self) -> ASGIApp:
         app = await in_thread(lambda: importlib.import_module("quire.server.app"))

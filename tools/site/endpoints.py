@@ -165,6 +165,7 @@ SECTIONS: dict[str, list[Example]] = {
         _post("/abort_requests", "Ends requests.", {"request_ids": ["none-such"]}),
         _get("/server_info", "What was chosen at the start."),
         _get("/metrics", "For Prometheus."),
+        _get("/metrics/history", "The last hour of what the page draws."),
         _post("/reset_prefix_cache", "Forgets cached prefixes.", None),
         Example("DELETE", "/v1/cache/{key}", "Forgets the blocks of a `prompt_cache_key`.", status=404),
     ],

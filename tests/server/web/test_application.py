@@ -333,7 +333,7 @@ def test_plots_move_and_facts_are_shown(page, scripted, monkeypatch):
     page.wait(f"{points} >= 2")
     rate = page.js("document.querySelectorAll('.plot')[1].querySelector('output').innerText.replaceAll(',', '')")
     assert 100 < float(rate) < 1000  # 1000 tokens in about two seconds
-    assert page.js("document.querySelectorAll('.plot').length") == 6
+    assert page.js("document.querySelectorAll('.plot').length") == 7
     page.wait("document.querySelector('.bar') !== null")
     parts = page.js("[...document.querySelectorAll('.bar span')].map(n => n.title)")
     assert {"weights: 1.0 MiB", "KV cache: 256.0 MiB"} <= set(parts)
@@ -383,7 +383,7 @@ def test_a_narrow_page_has_no_sideways_scroll_and_its_panels_open(page, scripted
 
 @pytest.mark.skipif(AXE is None, reason="needs QUIRE_AXE, the path of axe.min.js of the npm package axe-core")
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("path", ["/", "/#watch", "/docs"])
+@pytest.mark.parametrize("path", ["/", "/#watch", "/#compare", "/docs"])
 def test_axe_finds_nothing(page, scripted, dark, path):
     server, script = scripted
     page.dark(dark)
@@ -394,7 +394,7 @@ def test_axe_finds_nothing(page, scripted, dark, path):
         say(page, "Hello")
         answered(page)
     else:
-        page.wait("document.querySelector('.card dl, details') !== null")
+        page.wait("document.querySelector('.card dl, details, .sides') !== null")
     page.js(Path(AXE).read_text() + ";1")
     found = page.js("axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.html + n.failureSummary)]))")
     assert found == []
