@@ -84,6 +84,7 @@ export async function getPrivileged(path) {
   }
 }
 
+const TURN = 8;  // milliseconds of events after which others have their turn: a fast stream must not hold a click up
 const PREFILL = /^: prefill (\d+)\/(\d+)$/;
 const JSON_TYPE = {"Content-Type": "application/json"};
 
@@ -106,8 +107,12 @@ export async function endStream(name) {
  *  Throws ApiError for an error midway, Unreachable if the connection is lost. */
 export async function* events(response, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "", id = 0;
+  let rest = "", id = 0, turn = performance.now();
   for (;;) {
+    if (performance.now() - turn > TURN) {
+      await new Promise(resolve => { setTimeout(resolve); });
+      turn = performance.now();
+    }
     const part = await reader.read().catch(error => { throw signal.aborted ? error : new Unreachable("The connection was lost."); });
     if (part.done) return;
     const lines = (rest + part.value).split("\n");

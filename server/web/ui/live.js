@@ -16,6 +16,7 @@ export class LiveMarkdown {
     this.node.replaceChildren();
     this.text = "";
     this.ended = false;
+    this.items = 0;  // of a list that is the first of them, those that will not change
     this.begin = 0;  // where the blocks that will not change end in the text
     this.open = [];  // the nodes of later blocks
   }
@@ -28,8 +29,20 @@ export class LiveMarkdown {
     const rest = text.slice(this.begin), lines = linesOf(rest), found = blocksFrom(lines, 0);
     const nodes = found.map(([node]) => node);
     for (const node of this.open.splice(nodes.length)) node.remove();
-    this.open = nodes.map((node, i) => this.open[i] ? morph(this.open[i], node) : this.node.appendChild(node));
+    this.open = nodes.map((node, i) => {
+      if (i === 0 && this.items) return morphItems(this.open[0], node, this.items);
+      return this.open[i] ? morph(this.open[i], node) : this.node.appendChild(node);
+    });
     this.finish(rest, lines, found, ended);
+    if (!ended) this.keepItems(lines, found, rest);
+  }
+
+  /** Let go of the items before the last one of a list that is the last block. */
+  keepItems(lines, found, rest) {
+    const list = found[0]?.[0];
+    if (this.open.length !== 1 || !list?.lastItem || list.lastItem >= lines.length - 1) return;
+    this.items = this.open[0].children.length - 1;
+    this.begin += offset(rest, list.lastItem);
   }
 
   /** Let go of the blocks before the last one that begins in a line that is whole. */
@@ -37,6 +50,7 @@ export class LiveMarkdown {
     const num = ended ? found.length : found.findLastIndex(([, line], i) => i > 0 && line < lines.length - 1);
     if (num <= 0) return;
     for (const node of this.open.splice(0, num)) this.finished(node);
+    this.items = 0;
     const line = ended ? lines.length : found[num][1];
     this.begin += ended ? rest.length : offset(rest, line);
   }
@@ -46,6 +60,14 @@ export class LiveMarkdown {
 function offset(text, line) {
   for (const found of text.matchAll(/\r\n?|\n/g)) if (--line === 0) return found.index + found[0].length;
   return text.length;
+}
+
+/** Make the items of `list` after the first `count` those of `fresh`. */
+function morphItems(list, fresh, count) {
+  const before = [...list.children].slice(count), next = [...fresh.children];
+  next.forEach((item, i) => { before[i] ? morph(before[i], item) : list.append(item); });
+  for (const item of before.slice(next.length)) item.remove();
+  return list;
 }
 
 /** Make `old` equal to `fresh`, with as few changes as that takes; returns the node that is shown. */

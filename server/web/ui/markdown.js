@@ -10,6 +10,7 @@ const CLOSING = {"$$": "$$", "\\[": "\\]"};
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const HEADING = /^ {0,3}(#{1,6})\s/;
 const DASHES = /^\s*:?-+:?$/;
+const CHUNK = 80;  // lines
 const MAX_DEPTH = 12;  // of lists and quotes; deeper ones are paragraphs
 
 /** The nodes of a text. */
@@ -83,8 +84,20 @@ function formula(lines, i, end, opening) {
   return h("div", {class: "math", "data-display": true, "data-tex": text.slice(opening.length, -opening.length).trim(), tabindex: "0"}, text);
 }
 
+/** Long code in parts, of which only the last is laid out anew while it grows. */
+function chunksOf(code) {
+  const lines = code.split("\n");
+  if (lines.length <= CHUNK) return code;
+  const chunks = [];
+  for (let i = 0; i < lines.length; i += CHUNK) {
+    const end = i + CHUNK < lines.length ? "\n" : "";
+    chunks.push(h("span", {class: "chunk"}, lines.slice(i, i + CHUNK).join("\n") + end));
+  }
+  return chunks;
+}
+
 export function codeBlock(code, language = "") {
-  const node = h("code", {}, code);
+  const node = h("code", {}, chunksOf(code));
   return h("figure", {class: "code", "data-language": language},
     h("figcaption", {}, h("span", {}, language || "code"), copyButton(event => event.target.closest("figure").querySelector("code").textContent)),
     h("pre", {tabindex: "0"}, node));
@@ -103,7 +116,7 @@ function list(lines, i, depth) {
   let match;
   while (i < lines.length && (match = ITEM.exec(lines[i])) && match[1].length === indent.length
       && /\d/.test(match[2]) === ordered && !RULE.test(lines[i])) {
-    const width = match[0].length;
+    const width = match[0].length, first = i;
     const inside = [lines[i].slice(width)];
     for (i++; i < lines.length; i++) {
       const spaces = /^\s*/.exec(lines[i])[0].length;
@@ -112,6 +125,7 @@ function list(lines, i, depth) {
       }
       inside.push(lines[i].slice(Math.min(spaces, width)));
     }
+    node.lastItem = first;  // the line in which it begins
     node.append(h("li", {}, loosen(blocks(inside, depth + 1))));
     while (i < lines.length && !lines[i].trim()) i++;
   }

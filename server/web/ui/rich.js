@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 
-const MAX_CODE = 50_000, MAX_FORMULA = 5_000;  // characters; longer ones stay plain
+const MAX_CODE = 20_000, MAX_FORMULA = 5_000;  // characters; longer ones stay plain
 const loaded = {};  // promises of the libraries, by name
 
 const LOADERS = {

@@ -121,7 +121,7 @@ function jsonField(name, settings, changed, prefix) {
     control.value = text;
     control.dispatchEvent(new Event("input"));
   };
-  node.append(button("Edit as a form", () => openEditor(name, control.value, write), {"aria-label": `Edit ${name} as a form`}));
+  node.append(button("Edit as a form", () => openEditor(name, control.value, write), {"aria-label": `Edit as a form: ${name}`}));
   return node;
 }
 

@@ -226,7 +226,7 @@ def test_tools_and_schemas_are_edited_as_forms(page, scripted):
     fresh(page, server.url + "/")
     fill = "(n, v) => { n.value = v; n.dispatchEvent(new Event('change')); }"
     page.js("(t => { t.value = ''; t.dispatchEvent(new Event('input')); })(document.querySelector('#setting-tools'))")
-    page.click("[aria-label='Edit tools as a form']")
+    page.click("[aria-label='Edit as a form: tools']")
     page.click(".editor button", "Add tool")
     page.click(".editor fieldset button", "Add field")
     page.js(
@@ -248,7 +248,7 @@ def test_tools_and_schemas_are_edited_as_forms(page, scripted):
     given = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
     page.js("document.querySelector('#setting-response_format').select()")
     page.type("#setting-response_format", json.dumps(given))
-    page.click("[aria-label='Edit response_format as a form']")
+    page.click("[aria-label='Edit as a form: response_format']")
     page.click(".editor button", "Use")
     assert json.loads(page.js("document.querySelector('#setting-response_format').value")) == given
     page.js(
