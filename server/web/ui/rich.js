@@ -27,8 +27,9 @@ export function decorate(block) {
 
 /** Whether selected text is in `node`, which would be lost if the node got others. */
 function isSelected(node) {
-  const selection = getSelection();
-  return !selection.isCollapsed && selection.containsNode(node, true);
+  const selection = getSelection();  // its ranges need no layout, unlike its own questions
+  const range = selection.rangeCount ? selection.getRangeAt(0) : null;
+  return range !== null && !range.collapsed && range.intersectsNode(node);
 }
 
 function colour(highlight, figure) {
