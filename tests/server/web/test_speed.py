@@ -14,7 +14,7 @@ from tests.server.web.using import answered, fresh, say, started
 pytestmark = [needs_chromium, pytest.mark.slow]
 PART = """## Part {i}
 
-A paragraph with **strong** words, `code` and a [link](https://example.com/{i}), long enough to fill a line or two of it.
+A paragraph with **strong** words, `code` and a [link](https://example.com/{i}), which fills a line or two.
 
 - one item of a list
 - another *item*

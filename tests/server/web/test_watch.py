@@ -35,7 +35,7 @@ def test_running_requests_are_shown_and_aborted(page, browser, steady):
         assert row[0] == "127.0.0.1" and row[1] == "decode" and 0 < float(row[6]) <= 21
         tab.click("#running button", "Abort")
         tab.wait(
-            "document.querySelector('#running .note').innerText === 'None.' && !document.querySelector('#running .note').hidden"
+            "document.querySelector('#running .note').innerText === 'None.' && !document.querySelector('#running .note').hidden"  # noqa: E501
         )
     finally:
         tab.close()

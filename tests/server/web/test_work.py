@@ -1,4 +1,4 @@
-"""What people use daily: colours, formulas, search, presets, editors, files, tokens, comparison, export, MCP servers."""
+"""Daily use: colours, formulas, search, presets, editors, files, tokens, comparison, export, MCP servers."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_the_model_is_chosen_among_those_listed(page, scripted):
     listed = [card["id"] for card in server.http.get("/v1/models").json()["data"]]
     assert page.js(options) == listed and len(listed) > 1
     page.js(
-        f"(s => {{ s.value = {json.dumps(listed[1])}; s.dispatchEvent(new Event('change')); }})(document.querySelector('#model'))"
+        f"(s => {{ s.value = {json.dumps(listed[1])}; s.dispatchEvent(new Event('change')); }})(document.querySelector('#model'))"  # noqa: E501
     )
     script.says("as another")
     say(page, "Who?")
@@ -230,7 +230,7 @@ def test_tools_and_schemas_are_edited_as_forms(page, scripted):
     page.click(".editor button", "Add tool")
     page.click(".editor fieldset button", "Add field")
     page.js(
-        f"(f => {{ const [name, about, field, text] = document.querySelectorAll('.editor fieldset > label > :last-child, .editor .fields input:not([type])'); "
+        f"(f => {{ const [name, about, field, text] = document.querySelectorAll('.editor fieldset > label > :last-child, .editor .fields input:not([type])'); "  # noqa: E501
         f"f(name, 'weather'); f(about, 'Tells the weather'); f(field, 'city'); f(text, 'A city'); }})({fill})"
     )
     page.click(".editor button", "Use")
@@ -252,7 +252,7 @@ def test_tools_and_schemas_are_edited_as_forms(page, scripted):
     page.click(".editor button", "Use")
     assert json.loads(page.js("document.querySelector('#setting-response_format').value")) == given
     page.js(
-        "(t => { t.value = ''; t.dispatchEvent(new Event('input')); })(document.querySelector('#setting-response_format'))"
+        "(t => { t.value = ''; t.dispatchEvent(new Event('input')); })(document.querySelector('#setting-response_format'))"  # noqa: E501
     )
     script.says("done")
     say(page, "Use it")
@@ -293,7 +293,7 @@ def test_two_answers_side_by_side(page, scripted):
     assert sorted(one.sampling.temperature for one in script.requests[before:]) == [0.1, 0.9]
     page.js("location.hash = '#chat'")
     found = page.wait(
-        "(l => l.length === 2 && l)([...document.querySelectorAll('#list .title')].filter(n => n.innerText.startsWith('Which is better?')).map(n => n.innerText))"
+        "(l => l.length === 2 && l)([...document.querySelectorAll('#list .title')].filter(n => n.innerText.startsWith('Which is better?')).map(n => n.innerText))"  # noqa: E501
     )
     assert len(found) == 2  # both are conversations now
 
@@ -303,7 +303,7 @@ def test_export_as_markdown_and_print(page, scripted):
     ask(page, server.url, script, "Export me", "<think>\nhm\n</think>\n\nSome `code`")
     page.wait("import('/ui/store.js').then(s => s.all()).then(all => all[0].messages[1].finish)")
     text = page.js(
-        "Promise.all([import('/ui/store.js'), import('/ui/export.js')]).then(async ([s, e]) => e.asMarkdown((await s.all())[0]))"
+        "Promise.all([import('/ui/store.js'), import('/ui/export.js')]).then(async ([s, e]) => e.asMarkdown((await s.all())[0]))"  # noqa: E501
     )
     assert (
         text == "# Export me\n\n" + text.partition("\n\n")[2]
@@ -384,7 +384,7 @@ def test_tools_of_an_mcp_server_that_the_setting_allows(page, mcp, tmp_path):
         page.type("#mcp", "http://127.0.0.1:1/mcp")
         page.click("#mcp-connect")
         page.wait(
-            f"document.querySelector('#settings [role=status]').innerText === 'http://127.0.0.1:1/mcp is at no origin that the server allows: {mcp}.'"
+            f"document.querySelector('#settings [role=status]').innerText === 'http://127.0.0.1:1/mcp is at no origin that the server allows: {mcp}.'"  # noqa: E501
         )
         page.js("document.querySelector('#mcp').select()")
         page.type("#mcp", f"{mcp}/mcp")
