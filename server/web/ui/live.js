@@ -40,7 +40,7 @@ export class LiveMarkdown {
   /** Let go of the items before the last one of a list that is the last block. */
   keepItems(lines, found, rest) {
     const list = found[0]?.[0];
-    if (this.open.length !== 1 || !list?.lastItem || list.lastItem >= lines.length - 1) return;
+    if (found.length !== 1 || !list?.lastItem || list.lastItem >= lines.length - 1) return;
     this.items = this.open[0].children.length - 1;
     this.begin += offset(rest, list.lastItem);
   }
