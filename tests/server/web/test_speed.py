@@ -35,7 +35,8 @@ TEXTS = {
 MOST_SLOW = {"mixed": 3, "code": 40, "list": 40, "paragraph": 200}
 WATCH = """
 window.tasks = [];
-new PerformanceObserver(list => window.tasks.push(...list.getEntries().map(e => e.duration))).observe({type: 'longtask'})  # noqa: E501
+new PerformanceObserver(list => window.tasks.push(...list.getEntries().map(e => e.duration)))
+  .observe({type: 'longtask'})
 """
 
 
