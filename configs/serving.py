@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from quire.configs.fields import opt
 from quire.configs.generation import read_generation
 from quire.configs.media_limits import read_media_limits
+from quire.configs.origins import read_origins
 from quire.configs.proxies import read_proxies
 
 
@@ -220,6 +221,12 @@ class ServerConfig:
     )
     allowed_origins: list[str] = opt(
         [], "origins of web pages that may call the API from a browser; * is any", everyday=True, repeat=True
+    )
+    ui_mcp_origins: list[str] = opt(
+        [],
+        "origins of MCP servers that people may use from the page at /, such as http://127.0.0.1:9000",
+        repeat=True,
+        check=read_origins,
     )
     ui: bool = opt(True, "answer browsers at / with a page to chat with the model and to watch the server")
     vllm_metrics: bool = opt(True, "serve every metric also under its vllm: name")

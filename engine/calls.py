@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from quire.configs.log_ring import kept_lines
 from quire.engine.kv.slots import Later, Slots
 from quire.engine.scheduler import Outputs, Scheduler
 from quire.worker.messages import WorkerCalls
@@ -56,6 +57,9 @@ class Calls:
 
     def waiting(self, request_ids: list[str]) -> list[str]:
         return self._scheduler.not_begun(request_ids)
+
+    def log_lines(self) -> list[dict[str, object]]:
+        return [dict(line) for line in kept_lines()]
 
     def requests(self) -> list[dict[str, object]]:
         return self._scheduler.describe()

@@ -227,6 +227,9 @@ class EngineCalls(Protocol):
     def waiting(self, request_ids: list[str]) -> list[str]:
         """Those of the requests that were never scheduled."""
 
+    def log_lines(self) -> list[dict[str, object]]:
+        """The newest lines of the engine's log that are warnings or worse (`kept_lines`)."""
+
     def requests(self) -> list[dict[str, object]]:
         """Every request (`Request.describe`)."""
 
@@ -281,7 +284,7 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
 
     cached: int = 0  # prompt tokens found in the prefix cache when the request was first scheduled
     prefilled: int = 0  # with `report_prefill`, before the first token: prompt tokens in the KV cache
-    # of a request with a prediction: drafts from it that were accepted and rejected
+    # drafts that were accepted and rejected
     accepted: int = 0
     rejected: int = 0
 

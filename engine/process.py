@@ -18,6 +18,7 @@ import msgspec
 
 from quire.configs.config import Config
 from quire.configs.log_format import formatter
+from quire.configs.log_ring import LogRing
 from quire.configs.serving import ServerConfig
 from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
@@ -138,7 +139,7 @@ def start_logging(config: ServerConfig, name: str) -> None:
     """Log to stderr, with the process's name on every line. The process shares the parent's stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(config.log_format, name))
-    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler, LogRing()])
 
 
 def read_config(fd: int) -> Config:

@@ -241,7 +241,7 @@ class Request:
         if self.status is Status.RUNNING:  # else it was preempted meanwhile, and nothing of it is computed
             self.num_computed_tokens -= num_draft - (num_tokens - 1)  # the last token is not computed yet
         num_accepted = max(num_tokens - 1, 0)
-        if self.predicts:
+        if num_draft:
             accepted, rejected = self.counts.accepted + num_accepted, self.counts.rejected + num_draft - num_accepted
             self.counts = msgspec.structs.replace(self.counts, accepted=accepted, rejected=rejected)
         return num_accepted

@@ -44,6 +44,7 @@ _PARAMETERS = {
     "response_id": "The id of the response, which begins with resp_.",
     "starting_after": "With `stream`: the number of the last event that was seen.",
     "stream": "Whether the answer is a stream of events.",
+    "stream_id": "The name that the client gave the stream (header X-Resumable-Stream).",
 }
 Json = dict[str, Any]
 

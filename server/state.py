@@ -18,11 +18,13 @@ from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Ready
 from quire.server.errors import BadRequest, NotFound, Unavailable
 from quire.server.generate.structures import Structures
+from quire.server.http.resumable import Streams
 from quire.server.incidents import Incidents
 from quire.server.library.pulls import Pulls
 from quire.server.lora.adapters import Adapters
 from quire.server.lora.shared import SharedAdapters
 from quire.server.media.service import Images
+from quire.server.metrics.history import History
 from quire.server.model_info import ModelInfo
 from quire.server.queue_wait import QueueWait, retry_after
 from quire.server.turns.threads import Threads
@@ -83,6 +85,8 @@ class ServerState:
     batches: Batches | None = None  # with --batch-dir
     responses: Responses | None = None  # set with the routes
     pulls: Pulls = field(default_factory=Pulls)  # downloads that clients asked for
+    history: History = field(default_factory=History)  # of the metrics
+    streams: Streams = field(default_factory=Streams)
     images: Images = None  # made from the settings
     adapters: Adapters | SharedAdapters = None  # the same
 

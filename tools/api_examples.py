@@ -56,6 +56,8 @@ def _delete(path: str, **other: Any) -> Example:
 
 # what the pages of docs/ do not ask, in this order
 MORE = [
+    _get("/v1/streams/none-such"),
+    _delete("/v1/streams/none-such"),
     _post("/v1/files", UPLOAD, keep={"file": "id"}),
     _get("/v1/files"),
     _get("/v1/files/{file}"),

@@ -10,6 +10,7 @@ import threading
 from typing import TextIO
 
 from quire.configs.log_format import formatter
+from quire.configs.log_ring import LogRing
 from quire.configs.serving import ServerConfig
 
 MAX_LINES = 10_000  # waiting to be written; further lines are dropped and counted
@@ -58,6 +59,6 @@ def configure_logging(config: ServerConfig, name: str = "server") -> None:
     """Log to stderr; every line has the process's name."""
     handler = BackgroundHandler(sys.stderr)
     handler.setFormatter(formatter(config.log_format, name))
-    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler, LogRing()])
     for noisy in ("uvicorn", "uvicorn.error", "httpx", "httpx2", "filelock"):
         logging.getLogger(noisy).setLevel("WARNING")

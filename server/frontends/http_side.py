@@ -22,6 +22,7 @@ from quire.server.frontends.descriptors import (
 )
 from quire.server.http.middleware import RequestBoundary
 from quire.server.http.startup_gate import StartupGate
+from quire.server.request.sink import ALL
 from quire.server.state import ServerState
 
 if TYPE_CHECKING:  # imported late, because these imports are slow
@@ -71,6 +72,7 @@ class HttpSide:
         loading = asyncio.create_task(self._load_routes())
         serving = asyncio.create_task(self._http.serve(sockets=[self.listener]))
         others = [loading, asyncio.create_task(watch)]
+        others.append(asyncio.create_task(self.state.history.run(self._metrics)))
         if self._tls is not None:
             others.append(asyncio.create_task(self._tls.watch()))
         try:
@@ -95,6 +97,13 @@ class HttpSide:
                     one.close()
             if self.state.traces is not None:
                 await in_thread(self.state.traces.close)
+
+    async def _metrics(self) -> bytes | None:
+        """All metrics, of all frontends if there are several; None while there are none."""
+        state = self.state
+        if state.metrics is None:
+            return None
+        return await state.scrape(ALL) if state.scrape is not None else await in_thread(state.metrics.render)
 
     async def _load_routes(self) -> ASGIApp:
         app = await in_thread(lambda: importlib.import_module("quire.server.app"))

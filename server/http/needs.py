@@ -21,6 +21,7 @@ from quire.server.request.needs import (
 )
 
 if TYPE_CHECKING:
+    from quire.server.http.resumable import Streams as ResumableStreams
     from quire.server.turns.threads import Threads as ThreadsOfServer
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Reservation",
     "Running",
     "Settings",
+    "Streams",
     "Threads",
     "Vectors",
 ]
@@ -53,6 +55,12 @@ __all__ = [
 
 class Threads(Protocol):
     threads: ThreadsOfServer
+
+
+class Streams(Protocol):
+    """Event streams that a client may resume."""
+
+    streams: ResumableStreams
 
 
 class Drain(Protocol):
@@ -90,7 +98,7 @@ class Vectors(Encoding, Body, Running, Admission, Protocol):
     """A route that answers with vectors."""
 
 
-class Completion(Vectors, Generation, Preparing, Protocol):
+class Completion(Vectors, Generation, Preparing, Streams, Protocol):
     """A route that answers with generated text."""
 
     system_fingerprint: str

@@ -35,11 +35,11 @@ _WIDE = frozenset({
     "/ping", "/openapi.json", "/docs", "/redoc", "/models", "/v1/models", "/v1/files", "/v1/batches",
     "/v1/messages/batches", "/api/tags", "/api/ps", "/api/version", "/api/pull", "/api/push", "/api/create",
     "/api/copy", "/api/delete", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/start_profile",
-    "/stop_profile",
+    "/stop_profile", "/metrics/history",
 })  # fmt: skip
 _WIDE_BELOW = (
     "/models/", "/v1/models/", "/v1/files/", "/v1/batches/", "/v1/messages/batches/", "/v1/responses/",
-    "/v1/conversations", "/ui/", "/docs/", "/api/blobs/", "/v1/cache/",
+    "/v1/conversations", "/ui/", "/docs/", "/api/blobs/", "/v1/cache/", "/v1/streams/",
 )  # fmt: skip
 _SLOW = 2.0  # seconds of loading after which a stream begins with comments
 _COMMENT_SECONDS = 1.0

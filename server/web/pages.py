@@ -7,6 +7,7 @@ All files are static, need neither the internet nor a key, and hold no inline sc
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
@@ -16,23 +17,32 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 
 _FOLDER = Path(__file__).parent / "ui"
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".mjs": "text/javascript",
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+    ".webmanifest": "application/manifest+json",
+    ".woff2": "font/woff2",
+}
 _DOCS = frozenset({"docs.css", "docs.js", "icon.svg"})  # files of /docs, which --no-ui keeps
-_FILES = frozenset(path.name for path in _FOLDER.iterdir() if path.suffix in _TYPES)
-PAGES = frozenset({"/", "/docs"} | {f"/ui/{name}" for name in _FILES})
+_FILES = frozenset(path.relative_to(_FOLDER).as_posix() for path in _FOLDER.rglob("*") if path.suffix in _TYPES)
+_FACTS = "/ui/page.json"
+PAGES = frozenset({"/", "/docs", _FACTS} | {f"/ui/{name}" for name in _FILES})
 LINKS = {
     "api": "v1/models",
     "documentation": "docs",
     "health": "health",
     "metrics": "metrics",
 }  # relative: a proxy may serve us under a prefix
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+_POLICY = (  # {mcp}: origins of MCP servers, each after a space
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'{mcp}; "
+    "manifest-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 _HEADERS = {
-    "Content-Security-Policy": _POLICY,
     "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",
     "Vary": "Accept",
@@ -49,7 +59,7 @@ async def _index(request: Request) -> Response:
         # /llm under --root-path: the page's links are relative to /llm/
         if not (path := request.scope.get("raw_path", b"/")).endswith(b"/"):
             return RedirectResponse(path.decode("latin-1").rpartition("/")[2] + "/")
-        return _file("index.html")
+        return _file("index.html", request)
     if "application/json" in accepted or "text/html" in accepted:
         return JSONResponse({"message": "quire is running"} | LINKS)
     return PlainTextResponse("Ollama is running")
@@ -57,19 +67,30 @@ async def _index(request: Request) -> Response:
 
 async def _docs(request: Request) -> Response:
     """The page that shows openapi.json; it asks for an API key if the server requires one."""
-    return _file("docs.html")
+    return _file("docs.html", request)
 
 
 def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        return _file(name)
+        return _file(name, request)
 
     return answer
 
 
-def _file(name: str) -> Response:
-    media_type = _TYPES[Path(name).suffix]
-    return Response(_bytes(name), media_type=media_type, headers=_HEADERS)
+def _file(name: str, request: Request) -> Response:
+    return _response(_bytes(name), _TYPES[Path(name).suffix], request)
+
+
+def _response(body: bytes, media_type: str, request: Request) -> Response:
+    mcp = "".join(f" {origin}" for origin in request.app.state.server.config.server.ui_mcp_origins)
+    headers = {"Content-Security-Policy": _POLICY.format(mcp=mcp)} | _HEADERS
+    return Response(body, media_type=media_type, headers=headers)
+
+
+async def _facts(request: Request) -> Response:
+    """Return what the page must know of its server before it has a key."""
+    facts = {"mcp_origins": request.app.state.server.config.server.ui_mcp_origins}
+    return _response(json.dumps(facts).encode(), "application/json", request)
 
 
 @cache
@@ -79,7 +100,7 @@ def _bytes(name: str) -> bytes:
 
 def add_pages(app: Starlette, with_page: bool = True) -> None:
     """Add the routes of the pages; those of the application's files only `with_page`."""
-    pages = {"/": _index, "/docs": _docs}
+    pages = {"/": _index, "/docs": _docs} | ({_FACTS: _facts} if with_page else {})
     pages |= {f"/ui/{name}": _static(name) for name in sorted(_FILES if with_page else _DOCS)}
     for path, page in pages.items():
         app.add_route(path, page, methods=["GET", "HEAD"], include_in_schema=False)

@@ -165,6 +165,7 @@ SECTIONS: dict[str, list[Example]] = {
         _post("/abort_requests", "Ends requests.", {"request_ids": ["none-such"]}),
         _get("/server_info", "What was chosen at the start."),
         _get("/metrics", "For Prometheus."),
+        _get("/metrics/history", "The last hour of what the page draws."),
         _post("/reset_prefix_cache", "Forgets cached prefixes.", None),
         Example("DELETE", "/v1/cache/{key}", "Forgets the blocks of a `prompt_cache_key`.", status=404),
     ],
@@ -176,7 +177,7 @@ ELSEWHERE = {
     "lora.md": ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     "ollama.md": ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"),
     "other-apis.md": ("/infill", "/tokenizer_info"),
-    "api.md": ("/classify",),
+    "api.md": ("/classify", "/v1/streams/"),
     "coming-from.md": ("/slots/",),
     "operations.md": ("/start_profile", "/stop_profile"),
 }

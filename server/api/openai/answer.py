@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.api import needs
-from quire.server.api.openai.objects import Usage
+from quire.server.api.openai import streams
+from quire.server.api.openai.objects import Timings, Usage
 from quire.server.api.openai.protocol import GenerationFields
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
@@ -42,6 +43,7 @@ def admit(request: Request, body: GenerationFields, state: needs.Admission, pref
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream to be true.", param="stream_options")
     check_progress(body.return_progress, body.stream)
+    streams.stream_name(request, body.stream)
     return identity
 
 
@@ -57,8 +59,8 @@ async def respond(
     predict = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
     stream = await admission.generate(request, state, requests, param, predict)
     if body.stream:
-        frames = answer.frames(stream, caller(request).turn)
-        return sse.EventStream(sse.to_the_end(frames, answer.id), state.config.server.sse_keep_alive_interval, progress)
+        frames = sse.to_the_end(answer.frames(stream, caller(request).turn), answer.id)
+        return streams.event_stream(request, state, frames, progress)
     choices = await sse.unless_disconnected(request, deltas.collect(stream, len(requests) * answer.n))
     return await state.threads.run(
         answer.size(choices), lambda: sse.JsonResponse(answer.whole(choices)), caller(request).turn
@@ -76,6 +78,7 @@ class Answer(ABC):
         requests: Sequence[GenerationRequest],
     ):
         self.body, self.state, self.id = body, state, answer_id
+        self.requests = requests
         self.prompts = [one.prompt_token_ids for one in requests]
         self.created = int(time.time())
         self.model = state.answering(body.model)
@@ -120,7 +123,7 @@ class Answer(ABC):
                     frame = self.frame(delta)
                 if frame:
                     yield frame
-            if self.include_usage:
+            if self.include_usage or self.body.return_timings:
                 yield self.event([], Usage.of(self.used))
         finally:
             await stream.aclose()
@@ -133,3 +136,9 @@ class Answer(ABC):
         if usage is None and self.running_usage and choices:
             usage = Usage.of(self.used)
         return usage if self.include_usage or self.running_usage else msgspec.UNSET
+
+    def timings(self, ended: bool) -> Timings | msgspec.UnsetType:
+        """The `timings` of the answer, or of its last chunk, if they were asked for."""
+        if not (ended and self.body.return_timings):
+            return msgspec.UNSET
+        return Timings.of(self.used, [one.timing for one in self.requests if one.timing is not None])

@@ -94,6 +94,7 @@ class ChatAnswer(Answer):
                 for i, choice in enumerate(choices)
             ],
             usage=Usage.of(self.used),
+            timings=self.timings(True),
             system_fingerprint=self.state.system_fingerprint,
             prompt_logprobs=UNSET
             if body.prompt_logprobs is None
@@ -164,4 +165,5 @@ class ChatAnswer(Answer):
             choices=choices,
             system_fingerprint=self.state.system_fingerprint,
             usage=self.chunk_usage(choices, usage),
+            timings=self.timings(usage is not None),
         )

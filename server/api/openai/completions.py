@@ -83,6 +83,7 @@ class CompletionAnswer(Answer):
             choices=out,
             system_fingerprint=self.state.system_fingerprint,
             usage=Usage.of(self.used),
+            timings=self.timings(True),
         )
 
     def size(self, choices: list[deltas.Choice]) -> int:
@@ -123,6 +124,7 @@ class CompletionAnswer(Answer):
             choices=choices,
             system_fingerprint=self.state.system_fingerprint,
             usage=self.chunk_usage(choices, usage),
+            timings=self.timings(usage is not None),
         )
 
     def _formatter(self, index: int) -> Formatter:

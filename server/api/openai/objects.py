@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.engine.messages import RequestTiming
 from quire.server.request.usage import TokenUsage
+
+_SHORTEST = 0.001  # seconds over which a rate is told
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -39,6 +44,49 @@ class Usage(msgspec.Struct):
                 usage.num_reasoning, *((counts.accepted, counts.rejected) if usage.has_prediction else ())
             ),
         )
+
+
+class Timings(msgspec.Struct):
+    """Where the time of a request went, by the engine's clock, under llama.cpp's names. A rate is absent where the time
+    is too short to tell, such as that of an output that came in one piece.
+    """
+
+    cache_n: int  # prompt tokens found in the prefix cache
+    prompt_n: int  # prompt tokens computed
+    prompt_ms: float
+    predicted_n: int
+    predicted_ms: float  # from the first token on
+    queued_ms: float
+    prompt_per_second: float | UnsetType = UNSET
+    predicted_per_second: float | UnsetType = UNSET
+    # with drafts
+    draft_n: int | UnsetType = UNSET
+    draft_n_accepted: int | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, usage: TokenUsage, timings: Sequence[RequestTiming]) -> Timings:
+        """Of all prompts and choices together, `timings` of each prompt."""
+        ran = [one for one in timings if one.scheduled and one.first_token]
+        queued = max((one.scheduled - one.queued for one in ran), default=0.0)
+        prompt = max((one.first_token for one in ran), default=0.0) - min((one.scheduled for one in ran), default=0.0)
+        decode = max((one.finished for one in ran), default=0.0) - min((one.first_token for one in ran), default=0.0)
+        counts, num_computed = usage.counts, sum(one.num_prefill_computed for one in ran)
+        num_drafts = counts.accepted + counts.rejected
+        found = cls(
+            counts.cached, num_computed, _ms(prompt), usage.num_output, _ms(decode), _ms(queued),
+            _rate(num_computed, prompt), _rate(usage.num_output - 1, decode),
+        )  # fmt: skip
+        if num_drafts:
+            found.draft_n, found.draft_n_accepted = num_drafts, counts.accepted
+        return found
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * max(seconds, 0.0), 3)
+
+
+def _rate(num_tokens: int, seconds: float) -> float | UnsetType:
+    return round(num_tokens / seconds, 2) if num_tokens > 0 and seconds >= _SHORTEST else UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -123,6 +171,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class ToolCallDelta(msgspec.Struct):
@@ -162,6 +211,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class CompletionChoice(msgspec.Struct):
@@ -185,6 +235,7 @@ class Completion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class TokenizeResponse(msgspec.Struct):

@@ -255,6 +255,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_progress: bool | None = None  # of the prompt, in comments of the stream
+    return_timings: bool | None = None  # llama.cpp's `timings`, in the answer or its last chunk
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     # the prompt

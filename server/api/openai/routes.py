@@ -8,7 +8,8 @@ from quire.server.api.openai.completions import completions
 from quire.server.api.openai.embeddings import EmbeddingList, EmbeddingRequest, embeddings
 from quire.server.api.openai.protocol import ChatCompletionRequest
 from quire.server.api.openai.responses.table import CONVERSATIONS, RESPONSES
-from quire.server.http.route import EVENTS, Route, page
+from quire.server.api.openai.streams import resume_stream, stop_stream
+from quire.server.http.route import EMPTY, EVENTS, Route, page
 
 GENERATION = [
     Route(
@@ -21,6 +22,10 @@ GENERATION = [
     ),
     Route("POST", "/v1/completions", completions, protocol.CompletionRequest, objects.Completion, stream=EVENTS),
     Route("POST", "/v1/embeddings", embeddings, EmbeddingRequest, EmbeddingList),
+]
+_STREAMS = [
+    Route("GET", "/v1/streams/{stream_id}", resume_stream, stream=EVENTS),
+    Route("DELETE", "/v1/streams/{stream_id}", stop_stream, answer=EMPTY, status=204),
 ]
 _FILES = [
     Route("POST", "/v1/files", files.create_file, files.UPLOAD, files.FileObject),
@@ -47,4 +52,4 @@ _PROMPTS = [
     Route("POST", "/tokenize", tokens.tokenize, protocol.TokenizeRequest, objects.TokenizeResponse),
     Route("POST", "/detokenize", tokens.detokenize, protocol.DetokenizeRequest, objects.DetokenizeResponse),
 ]
-ROUTES = [*GENERATION, *RESPONSES, *CONVERSATIONS, *_FILES, *_BATCHES, *_PROMPTS]
+ROUTES = [*GENERATION, *_STREAMS, *RESPONSES, *CONVERSATIONS, *_FILES, *_BATCHES, *_PROMPTS]

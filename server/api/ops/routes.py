@@ -13,6 +13,7 @@ ROUTES = [
     Route("GET", "/health", status.ready, answer=status.Health, others=_UNREADY),
     Route("GET", "/version", status.version, answer=status.Version),
     Route("GET", "/metrics", status.metrics, answer="text/plain"),
+    Route("GET", "/metrics/history", status.metrics_history, answer=status.MetricsHistory, admin=True),
     Route("GET", "/server_info", status.server_info, answer=status.ServerInfo, admin=True),
     Route("POST", "/reset_prefix_cache", status.reset_prefix_cache, answer=status.CacheReset, admin=True),
     Route("POST", "/v1/load_lora_adapter", lora.load, lora.LoadAdapter, "text/plain", admin=True),

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.configs.config import Config
+from quire.configs.log_ring import Line, kept_lines
 from quire.engine.messages import EngineCalls, Ready
 from quire.server.api import needs
 from quire.server.errors import EngineError, Unavailable
@@ -20,6 +21,7 @@ from quire.server.http.caller import caller
 from quire.server.http.read_body import require_deliberate
 from quire.server.http.sse import JsonResponse
 from quire.server.incidents import Failure, Incidents, Restarts
+from quire.server.metrics.history import PERIOD, History, Reading
 from quire.server.metrics.view import view_for
 from quire.server.startup.model_names import without_folders
 from quire.server.structured.schema.schema import structured_output
@@ -34,6 +36,7 @@ class _Server(needs.Prompting, needs.Version, needs.Load, needs.Health, needs.En
 
     system_fingerprint: str
     incidents: Incidents
+    history: History
 
 
 class Health(msgspec.Struct, kw_only=True):
@@ -67,6 +70,12 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     num_requests_in_flight: int
     restarts: Restarts
     recent_errors: list[Failure]  # of this process
+    log_lines: list[Line] = []  # warnings and worse, of this process and the engines
+
+
+class MetricsHistory(msgspec.Struct):
+    period: float  # seconds between readings
+    readings: list[Reading]
 
 
 class CacheReset(msgspec.Struct):
@@ -128,8 +137,23 @@ async def server_info(request: Request, state: _Server) -> Response:
             "num_requests_in_flight": state.num_in_flight + state.num_in_flight_elsewhere,
             "restarts": state.incidents.restarts(),
             "recent_errors": state.incidents.recent_errors(),
+            "log_lines": await _log_lines(state),
         }
     )
+
+
+async def metrics_history(request: Request, state: _Server) -> Response:
+    """Return readings of the last hour of the metrics that the page draws, the oldest first."""
+    return JsonResponse(MetricsHistory(PERIOD, state.history.readings()))
+
+
+async def _log_lines(state: needs.Engine) -> list[Line]:
+    """The newest lines of the log, the oldest first; without those of engines that do not answer."""
+    try:
+        of_engines = await state.client.call_each(EngineCalls.log_lines, timeout=2.0)
+    except (RuntimeError, TimeoutError):  # not ready, or in a long step
+        of_engines = []
+    return sorted([*kept_lines(), *(line for lines in of_engines for line in lines)], key=lambda line: line["time"])
 
 
 async def _asked(state: needs.Engine, method: Callable[[EngineCalls], object]) -> object:

@@ -1,25 +1,34 @@
-// One answer as it arrives: the request, the text, the thoughts, the calls, and how long it took.
+// One answer as it arrives: the request, the text, the thoughts, the calls, and what the server tells of its speed.
 
-import { stream } from "./api.js";
+import { ApiError, Unreachable, endStream, events, post, resume } from "./api.js";
 import { requestFields } from "./settings.js";
+import { newId } from "./store.js";
+
+const RETRIES = [250, 500, 1000, 2000, 4000, 8000];  // milliseconds before each try to read the rest
+let leaving = false;  // the page is being left or reloaded: requests fail, and the reload goes on with them
+addEventListener("pagehide", () => { leaving = true; });
+addEventListener("pageshow", () => { leaving = false; });
+
+const fileText = ({name, text}) => `File ${name}:\n\n${text}`;
 
 function wireMessage(message) {
-  const images = message.images ?? [];
-  const wire = {role: message.role, content: message.content || (message.calls ? null : "")};
-  if (images.length) {
-    wire.content = [...images.map(url => ({type: "image_url", image_url: {url}})), {type: "text", text: message.content}];
-  }
+  const images = message.images ?? [], texts = [...(message.files ?? []).map(fileText), message.content].filter(Boolean);
+  const text = texts.join("\n\n");
+  const wire = {role: message.role, content: text || (message.calls ? null : "")};
+  if (images.length) wire.content = [...images.map(url => ({type: "image_url", image_url: {url}})), {type: "text", text}];
   if (message.calls) wire.tool_calls = message.calls;
   if (message.callId) wire.tool_call_id = message.callId;
   return wire;
 }
 
-/** The body of the request that continues `conversation` after its first `count` messages. */
-export function requestBody(conversation, model, count = conversation.messages.length) {
-  const messages = conversation.messages.slice(0, count).filter(message => !message.failed).map(wireMessage);
+/** The body of the request that continues `conversation` after its first `count` messages; with `onward`, the last
+ *  of them is an answer that goes on. */
+export function requestBody(conversation, model, count = conversation.messages.length, onward = false) {
+  const shown = conversation.messages.slice(0, count).filter((message, i) => !message.failed || (onward && i === count - 1));
+  const messages = shown.map(wireMessage);
   if (conversation.system.trim()) messages.unshift({role: "system", content: conversation.system});
-  return {model, messages, ...requestFields(conversation.settings), stream: true, return_progress: true,
-    stream_options: {include_usage: true, continuous_usage_stats: true}};
+  return {model, messages, ...requestFields(conversation.settings), ...(onward && {continue_final_message: true, add_generation_prompt: false}),
+    stream: true, return_progress: true, return_timings: true, stream_options: {include_usage: true, continuous_usage_stats: true}};
 }
 
 function addCall(calls, delta) {
@@ -29,55 +38,89 @@ function addCall(calls, delta) {
   call.function.arguments += delta.function?.arguments ?? "";
 }
 
+function addLogprobs(answer, content) {
+  const known = answer.logprobs ??= [];
+  for (const {token, logprob, top_logprobs: top} of content) known.push({token, logprob, top: top.map(one => ({token: one.token, logprob: one.logprob}))});
+}
+
 function add(answer, event, started) {
-  if (event.prefill) {
-    answer.prefill = event.prefill;
-    return;
-  }
   if (event.usage) answer.usage = event.usage;
+  if (event.timings) answer.timings = event.timings;
   const choice = event.choices[0];
   if (!choice) return;
   const {delta} = choice;
   const thought = delta.reasoning_content ?? delta.reasoning ?? "";
-  if (delta.content || thought || delta.tool_calls) {
-    answer.lastMs = performance.now() - started;
-    answer.firstMs ??= answer.lastMs;
-  }
+  if (delta.content || thought || delta.tool_calls) answer.firstMs ??= performance.now() - started;
   answer.content += delta.content ?? "";
   answer.reasoning += thought;
   for (const call of delta.tool_calls ?? []) addCall(answer.calls ??= [], call);
+  if (choice.logprobs?.content) addLogprobs(answer, choice.logprobs.content);
   if (choice.finish_reason) answer.finish = choice.finish_reason;
 }
 
-/** Fill `answer` from the server, calling `changed()` after each event. Never throws: errors are in `answer.failed`. */
-export async function receive(answer, body, signal, changed) {
-  const started = performance.now();
-  try {
-    for await (const event of stream("v1/chat/completions", body, signal)) {
-      add(answer, event, started);
-      changed();
+export const emptyAnswer = () => ({role: "assistant", content: "", reasoning: "", stream: {name: newId(), at: 0}});
+export const isEmpty = answer => !answer.content && !answer.reasoning && !answer.calls;
+
+/** An answer on its way: `run()` fills `answer` and never throws, errors are in `answer.failed`. Without `body`, it goes
+ *  on where it stood when the page was left. */
+export class Arrival {
+  constructor(answer, body, changed) {
+    Object.assign(this, {answer, body, changed, started: performance.now(), stopper: new AbortController()});
+    this.posted = body === null;
+  }
+
+  stop() {
+    if (this.stopper.signal.aborted) return;
+    this.stopper.abort();
+    endStream(this.answer.stream.name).catch(() => {});  // unreachable, or ended: the server ends it by itself then
+  }
+
+  async run() {
+    const {answer} = this;
+    answer.failed = await this.tryAll();
+    if (leaving && answer.failed) return new Promise(() => {});  // the reload goes on
+    if (!answer.failed) delete answer.failed;
+    for (const name of ["stream", "prefill", "note"]) delete answer[name];
+  }
+
+  /** Read to the end, again after lost connections. Returns the sentence of a failure, or null. */
+  async tryAll() {
+    for (let tries = 0; ; tries++) {
+      try {
+        const before = this.answer.stream.at;
+        if (await this.read()) return null;
+        if (this.answer.stream.at > before) tries = 0;
+      } catch (error) {
+        if (this.stopper.signal.aborted) { this.answer.finish = "stopped"; return null; }
+        if (!(error instanceof Unreachable)) return this.sentence(error);
+        if (!this.posted || leaving) return error.message;
+      }
+      const lost = this.answer.stream.at === 0 && !isEmpty(this.answer);  // a server that keeps no stream for us
+      if (tries >= RETRIES.length || lost) return "The connection ended before the answer did.";
+      this.answer.note = "The connection was lost. Trying again …";
+      this.changed();
+      await new Promise(resolve => { setTimeout(resolve, RETRIES[tries]); this.stopper.signal.addEventListener("abort", resolve); });
     }
-    if (!answer.finish) answer.failed = "The connection ended before the answer did.";
-  } catch (error) {
-    if (signal.aborted) answer.finish = "stopped";
-    else answer.failed = error.message;
   }
-  delete answer.prefill;
-}
 
-export const emptyAnswer = () => ({role: "assistant", content: "", reasoning: ""});
-
-/** One line of figures, such as "120 tokens, 35.1 tokens/s, first token after 0.12 s, 64 of 80 prompt tokens cached". */
-export function figures(answer) {
-  const parts = [], {usage} = answer;
-  if (usage) {
-    const count = usage.completion_tokens, seconds = (answer.lastMs - answer.firstMs) / 1000;
-    parts.push(`${count} token${count === 1 ? "" : "s"}`);
-    if (count > 1 && seconds > 0) parts.push(`${((count - 1) / seconds).toFixed(1)} tokens/s`);
-    if (answer.firstMs) parts.push(`first token after ${(answer.firstMs / 1000).toFixed(2)} s`);
-    parts.push(`${usage.prompt_tokens_details?.cached_tokens ?? 0} of ${usage.prompt_tokens} prompt tokens cached`);
+  /** Whether the stream was read to its end. */
+  async read() {
+    const {answer, stopper: {signal}} = this, {stream} = answer;
+    const response = await (this.posted ? resume(stream.name, stream.at, signal) : post("v1/chat/completions", this.body, stream.name, signal));
+    this.posted = true;
+    delete answer.note;
+    for await (const {id, event, prefill, done} of events(response, signal)) {
+      if (done) return true;
+      if (prefill) answer.prefill = prefill;
+      else { add(answer, event, this.started); stream.at = id; }
+      this.changed();
+    }
+    return false;
   }
-  const ends = {length: "ended by the limit of tokens", stopped: "stopped", repetition: "ended by its repetitions"};
-  if (ends[answer.finish]) parts.push(ends[answer.finish]);
-  return parts.join(", ");
+
+  sentence(error) {
+    const gone = error instanceof ApiError && error.status === 404 && this.posted && error.body?.error?.param !== "model";
+    if (gone) return this.answer.finish ? null : "The page was left, and the server no longer has the rest of the answer.";
+    return error.message;
+  }
 }

@@ -14,6 +14,11 @@ export class ApiError extends Error {
   }
 }
 
+/** No answer at all: no server, no network, or a connection that was cut. */
+export class Unreachable extends Error {
+  constructor(message = "The server cannot be reached.") { super(message); }
+}
+
 export const hasKey = () => key !== "";
 
 const WHY = {
@@ -53,7 +58,9 @@ export async function request(path, options = {}, ask = true) {
   for (;;) {
     const used = key;
     const headers = {...options.headers, ...(used && {Authorization: `Bearer ${used}`})};
-    const response = await fetch(path, {...options, headers});
+    const response = await fetch(path, {...options, headers}).catch(error => {
+      throw options.signal?.aborted ? error : new Unreachable();
+    });
     if (response.ok) return response;
     const body = await response.json().catch(() => null);
     if (response.status !== 401) throw new ApiError(response.status, body);
@@ -77,25 +84,49 @@ export async function getPrivileged(path) {
   }
 }
 
+const TURN = 8;  // milliseconds of events after which others have their turn: a fast stream must not hold a click up
 const PREFILL = /^: prefill (\d+)\/(\d+)$/;
+const JSON_TYPE = {"Content-Type": "application/json"};
 
-/** The events of a POST as objects; a comment on the prompt becomes {prefill: [done, total]}. Ends with the stream.
- *  Throws ApiError, also for an error midway. */
-export async function* stream(path, body, signal) {
-  const options = {method: "POST", body: JSON.stringify(body), signal, headers: {"Content-Type": "application/json"}};
-  const response = await request(path, options);
+export const postJson = async (path, body) => (await request(path, {method: "POST", body: JSON.stringify(body), headers: JSON_TYPE})).json();
+
+/** The events of a POST; the server keeps them as stream `name`, whose rest can be read after a lost connection. */
+export async function post(path, body, name, signal) {
+  return request(path, {method: "POST", body: JSON.stringify(body), signal, headers: {...JSON_TYPE, "X-Resumable-Stream": name}});
+}
+
+/** The events of stream `name` after number `after`. */
+export const resume = (name, after, signal) => request(`v1/streams/${name}`, {signal, headers: {"Last-Event-ID": String(after)}});
+
+/** End stream `name`, whose connection this page gives up. */
+export async function endStream(name) {
+  await request(`v1/streams/${name}`, {method: "DELETE", keepalive: true}, false);
+}
+
+/** The events of a response, as {id, event}, {prefill: [done, total]} for a comment on the prompt, and {done: true}.
+ *  Throws ApiError for an error midway, Unreachable if the connection is lost. */
+export async function* events(response, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+  let rest = "", id = 0, turn = performance.now();
+  for (;;) {
+    if (performance.now() - turn > TURN) {
+      await new Promise(resolve => { setTimeout(resolve); });
+      turn = performance.now();
+    }
+    const part = await reader.read().catch(error => { throw signal.aborted ? error : new Unreachable("The connection was lost."); });
+    if (part.done) return;
     const lines = (rest + part.value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
       const match = PREFILL.exec(line);
       if (match) yield {prefill: [Number(match[1]), Number(match[2])]};
-      if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
-      const event = JSON.parse(line.slice(6));
-      if (event.error) throw new ApiError(500, event);
-      yield event;
+      else if (line.startsWith("id: ")) id = Number(line.slice(4));
+      else if (line === "data: [DONE]") yield {id, done: true};
+      else if (line.startsWith("data: ")) {
+        const event = JSON.parse(line.slice(6));
+        if (event.error) throw new ApiError(500, event);
+        yield {id, event};
+      }
     }
   }
 }

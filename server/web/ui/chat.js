@@ -1,224 +1,330 @@
-// The view of conversations: one is open, and at most one answer arrives.
+// The view of conversations: one is open; in each of them at most one answer arrives, whichever is open.
 
-import { emptyAnswer, receive, requestBody } from "./answer.js";
-import { button, byId, chooseFiles, h } from "./dom.js";
+import { Arrival, emptyAnswer, isEmpty, requestBody } from "./answer.js";
+import { Composer } from "./composer.js";
+import { button, byId, h } from "./dom.js";
 import { showList } from "./list.js";
-import { imageOf, messageNode } from "./messages.js";
-import { settingsForm } from "./settings.js";
+import { McpServers } from "./mcp.js";
+import { problemsOf, settingsForm } from "./settings.js";
 import * as store from "./store.js";
+import { Thread, showContext } from "./thread.js";
+import { branch, showVersion } from "./tree.js";
 
-const MAX_IMAGE = 20 * 2 ** 20;  // bytes; the server has limits of its own
+const SAVE_PAUSE = 1000;  // milliseconds between copies of an answer that arrives; longer if a copy takes long
+const OPEN = "quire open";  // of the session: the conversation that a reload shows
 
 export class Chat {
-  /** `server`: {model, models, bounds, images} of /server_info and openapi.json. */
+  /** `server`: {model, cards, images, bounds} of /v1/models, /server_info and openapi.json. */
   constructor(server) {
-    this.server = server;
-    this.open = store.fresh();
-    this.images = [];  // attached to the next message
-    this.stopper = null;  // of the answer that arrives
-    this.actions = {
+    Object.assign(this, {server, open: store.fresh(), conversations: [], arrivals: new Map(), query: ""});
+    this.composer = new Composer(this);
+    this.mcp = new McpServers(server.mcp);
+    this.thread = new Thread({
       edit: index => this.edit(index),
       regenerate: index => this.regenerate(index),
+      continue: index => this.continue(index),
+      retry: index => this.retry(index),
+      showVersion: (index, at) => this.change(() => showVersion(this.open.messages, index, at)),
       answerCall: (index, id, text) => this.answerCall(index, id, text),
       answered: id => this.open.messages.some(message => message.callId === id),
-      bodyOf: index => this.body(index),
-    };
-    this.listen();
+      canRun: call => this.mcp.has(call.function.name),
+      runCall: call => this.mcp.run(call),
+      isLast: index => index === this.open.messages.length - 1,
+      bodyOf: index => this.bodyOf(index),
+    });
+    document.addEventListener("keydown", event => { if (event.key === "Escape" && !byId("dialog").open) this.stop(); });
+    store.onChange(id => this.changedElsewhere(id));
   }
 
   async start() {
     this.conversations = await store.all();
-    this.select(this.conversations[0] ?? this.open);
+    const id = sessionStorage.getItem(OPEN);
+    for (const conversation of this.conversations) this.goOn(conversation);
+    this.select(this.conversations.find(one => one.id === id) ?? this.conversations[0] ?? this.open);
   }
 
-  listen() {
-    const input = byId("input");
-    byId("composer").addEventListener("submit", event => { event.preventDefault(); this.send(); });
-    byId("stop").addEventListener("click", () => this.stop());
-    byId("attach").addEventListener("click", async () => this.attach(await chooseFiles("image/*", true)));
-    input.addEventListener("input", () => fit(input));
-    input.addEventListener("keydown", event => this.key(event));
-    input.addEventListener("paste", event => {
-      const files = [...event.clipboardData.files];
-      if (files.length) event.preventDefault();
-      this.attach(files);
-    });
-    const target = byId("conversation");
-    target.addEventListener("dragover", event => { event.preventDefault(); target.classList.add("drop"); });
-    target.addEventListener("dragleave", () => target.classList.remove("drop"));
-    target.addEventListener("drop", event => {
-      event.preventDefault();
-      target.classList.remove("drop");
-      this.attach([...event.dataTransfer.files]);
-    });
-    document.addEventListener("keydown", event => { if (event.key === "Escape" && !byId("dialog").open) this.stop(); });
+  /** Say something above the box; with `again`, offer to try it again. */
+  say(text, again = null) {
+    const retry = again && button("Try again", () => { this.say(""); again(); });
+    byId("notice").replaceChildren(...[text, retry].filter(Boolean));
   }
 
-  key(event) {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      this.send();
-    } else if (event.key === "ArrowUp" && !byId("input").value && !this.stopper) {
-      const last = this.open.messages.findLastIndex(message => message.role === "user");
-      if (last >= 0) this.edit(last);
-    }
-  }
-
-  say(text) { byId("notice").textContent = text; }
+  get busy() { return this.arrivals.has(this.open.id); }
+  get model() { return this.server.cards[this.open.settings.model] ? this.open.settings.model : this.server.model; }
 
   // ---- conversations
 
   select(conversation) {
-    this.stop();
     this.open = conversation;
+    sessionStorage.setItem(OPEN, conversation.id);
     this.say("");
-    byId("settings").replaceChildren(...settingsForm(conversation, this.server.bounds, this.server.models, () => this.save()).filter(Boolean));
+    this.composer.open(conversation.messages.length ? conversation.id : "new");
+    this.showSettings();
     this.showAll();
     this.list();
   }
 
   list() { showList(this); }
 
+  showSettings() {
+    byId("settings").replaceChildren(...settingsForm(this));
+    this.server.choose?.(this.model);
+  }
+
+  chooseModel(name) {
+    if (name === this.server.model) delete this.open.settings.model;
+    else this.open.settings.model = name;
+    this.showAll(true);
+    this.save();
+  }
+
+  /** Offer the tools of MCP servers to the model, in the place of those of before. Returns their number. */
+  async useMcp(urls) {
+    const given = JSON.parse(this.open.settings.tools || "[]"), own = given.filter(tool => !this.mcp.has(tool.function?.name));
+    const tools = [...own, ...await this.mcp.connect(urls)];
+    if (tools.length) this.open.settings.tools = JSON.stringify(tools, null, 1);
+    else delete this.open.settings.tools;
+    this.showSettings();
+    this.showAll(true);
+    await this.save();
+    return this.mcp.count;
+  }
+
   fresh() {
     this.select(store.fresh(this.open.settings, this.open.system));
     byId("input").focus();
   }
 
-  /** Keep the open conversation in the browser, once it has a message. */
-  async save(conversation = this.open) {
-    if (!conversation.messages.length) return;
-    conversation.updated = Date.now();
-    const first = conversation.messages[0].content.trim();
-    conversation.title = first.slice(0, 60) || "Images";
+  /** Change the open conversation, show and keep it. */
+  change(act) {
+    act();
+    this.showAll();
+    return this.save();
+  }
+
+  /** Keep a conversation in the browser, once it has a message. `touch`: it moves to the top of the list. */
+  async save(conversation = this.open, touch = true) {
+    if (!conversation.messages.length || conversation.removed) return;
+    if (touch) conversation.updated = Date.now();
+    if (!conversation.named) conversation.title = titleOf(conversation.messages[0]);
     if (!this.conversations.includes(conversation)) this.conversations.unshift(conversation);
-    this.list();
+    if (touch) this.list();
     try {
       await store.put(conversation);
     } catch (error) {
-      this.say(`The browser does not keep this conversation: ${error.message}`);
+      if (error instanceof store.Conflict) await this.saveCopy(conversation);
+      else this.say(store.storeProblem(error));
     }
   }
 
-  // ---- images
-
-  async attach(files) {
-    const {accepted, reason} = this.server.images;
-    for (const file of files) {
-      if (!accepted) this.say(`This model takes no images: ${reason}.`);
-      else if (!file.type.startsWith("image/")) this.say(`${file.name} is no image.`);
-      else if (file.size > MAX_IMAGE) this.say(`${file.name} is larger than 20 MiB.`);
-      else this.images.push(await dataUrl(file));
+  /** Another tab has written another state: keep both. */
+  async saveCopy(conversation) {
+    const mine = conversation.id, theirs = await store.get(mine), arrival = this.arrivals.get(mine);
+    Object.assign(conversation, {id: store.newId(), revision: 0, named: true, title: `${conversation.title} (this tab)`});
+    if (arrival) this.arrivals.set(conversation.id, arrival).delete(mine);
+    if (theirs) this.conversations.push(theirs);
+    if (this.open === conversation) {
+      sessionStorage.setItem(OPEN, conversation.id);
+      this.say("Another tab changed this conversation. Both are kept: this one is a copy now.");
     }
-    this.showAttached();
+    await this.save(conversation);
+    this.list();
   }
 
-  showAttached() {
-    byId("attached").replaceChildren(...this.images.map((url, i) => h("span", {class: "attached"}, imageOf(url, i),
-      button("×", () => { this.images.splice(i, 1); this.showAttached(); }, {"aria-label": `Remove image ${i + 1}`}))));
+  /** Take over what another tab has written. */
+  async changedElsewhere(id) {
+    if (this.arrivals.has(id) || (this.open.id === id && this.thread.editing)) return;
+    const now = await store.get(id), at = this.conversations.findIndex(one => one.id === id), known = this.conversations[at];
+    if (known && (known.revision ?? 0) >= (now?.revision ?? Infinity)) return;
+    if (at >= 0) this.conversations.splice(at, 1, ...(now ? [now] : []));
+    else if (now) this.conversations.unshift(now);
+    store.sorted(this.conversations);
+    if (now && this.open.id === id) {
+      this.open = now;
+      this.showAll();
+    }
+    this.list();
   }
 
   // ---- messages
 
-  body(count) {
-    return requestBody(this.open, this.open.settings.model || this.server.model, count);
-  }
+  bodyOf(count, onward = false) { return requestBody(this.open, this.model, count, onward); }
 
   async send() {
-    const input = byId("input"), content = input.value;
-    if (this.stopper || (!content.trim() && !this.images.length)) return;
-    this.open.messages.push({role: "user", content, images: this.images});
-    input.value = "";
-    fit(input);
-    this.images = [];
-    this.showAttached();
-    await this.answer();
+    if (this.busy || this.composer.empty || !this.ready()) return;
+    const message = {role: "user", ...this.composer.take()};
+    await this.ask([message], answer => this.giveBack(message, answer));
   }
 
-  /** Put message `index` into the box again, and drop it and what follows once it is sent. */
+  /** Whether the settings can be sent; says what cannot. */
+  ready() {
+    const [problem] = problemsOf(this.open.settings, this.server.bounds);
+    if (problem) {
+      this.say(`Nothing was sent: ${problem.text}`);
+      byId("settings").classList.add("shown");
+      byId(`setting-${problem.name}`)?.focus();
+    }
+    return !problem;
+  }
+
+  editLast() {
+    const last = this.open.messages.findLastIndex(message => message.role === "user");
+    if (last >= 0 && !this.busy) this.edit(last);
+  }
+
+  /** Edit a message: the other text is another version. That of an answer is kept, that of the person answered. */
   edit(index) {
-    if (this.stopper) return;
-    const message = this.open.messages[index];
-    const text = h("textarea", {rows: Math.min(message.content.split("\n").length + 1, 12), "aria-label": "Edit your message", value: message.content});
-    const resend = async () => {
-      this.open.messages.splice(index, Infinity, {...message, content: text.value});
-      await this.answer();
+    if (this.busy) return;
+    const {messages} = this.open, message = messages[index];
+    const copy = content => { const {versions, ...rest} = message; return {...rest, content}; };
+    const keep = text => this.change(() => branch(messages, index, copy(text)));
+    const resend = async text => {
+      if (!this.ready()) return;
+      branch(messages, index, copy(text));
+      await this.ask([]);
     };
-    text.addEventListener("keydown", event => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); resend(); }
-      if (event.key === "Escape") this.showAll();
-    });
-    const node = byId("messages").querySelector(`[data-index="${index}"]`);
-    node.replaceChildren(h("h3", {}, "Edit"), text, h("div", {class: "row end"}, button("Cancel", () => this.showAll()), button("Send again", resend, {class: "main"})));
-    text.focus();
+    this.thread.edit(index, message.role === "assistant" ? [["Save", keep]] : [["Send again", resend]], keep);
   }
 
   async regenerate(index) {
-    if (this.stopper) return;
-    this.open.messages.splice(index);
-    await this.answer();
+    if (this.busy || !this.ready()) return;
+    const answer = emptyAnswer(), {messages} = this.open;
+    const body = this.bodyOf(index);
+    branch(messages, index, answer);
+    await this.receive(this.open, answer, body);
+  }
+
+  /** Let the last answer go on where it ended. */
+  async continue(index) {
+    if (this.busy || !this.ready()) return;
+    const answer = this.open.messages[index], body = this.bodyOf(index + 1, true);
+    for (const name of ["finish", "failed", "usage", "timings", "firstMs"]) delete answer[name];
+    await this.receive(this.open, Object.assign(answer, {stream: emptyAnswer().stream}), body);
+  }
+
+  /** Ask again for an answer that failed: it goes on, or begins anew if it had not begun. */
+  retry(index) {
+    const answer = this.open.messages[index];
+    if (!isEmpty(answer) && !answer.calls && index === this.open.messages.length - 1) return this.continue(index);
+    if (this.busy || !this.ready()) return null;
+    this.open.messages.splice(index, Infinity, Object.assign(emptyAnswer(), answer.versions && {versions: answer.versions}));
+    return this.receive(this.open, this.open.messages[index], this.bodyOf(index));
   }
 
   async answerCall(index, callId, content) {
-    if (this.stopper) return;
+    if (this.busy || !this.ready()) return;
     this.open.messages.push({role: "tool", callId, content});
-    const open = this.open.messages.flatMap(message => message.calls ?? []).filter(call => !this.actions.answered(call.id));
-    if (open.length) {
-      this.save();
-      this.showAll();
-    } else await this.answer();
+    const calls = this.open.messages.flatMap(message => message.calls ?? []);
+    if (calls.every(call => this.thread.actions.answered(call.id))) await this.ask([]);
+    else this.change(() => {});
   }
 
-  /** Ask for the answer to the messages, and show it as it arrives. */
-  async answer() {
+  /** Add messages and the answer to them. `failed(answer)`: called if none arrives. */
+  async ask(messages, failed = null) {
     const conversation = this.open, answer = emptyAnswer();
-    let body;
-    try {
-      body = this.body();
-    } catch (error) {
-      this.say(error.message);
-      return;
-    }
-    this.say("");
-    const stopper = this.stopper = new AbortController();
+    conversation.messages.push(...messages);
+    const body = this.bodyOf();
     conversation.messages.push(answer);
-    this.save();
-    this.showAll();
-    const painter = new Painter(() => { if (this.open === conversation) this.showLast(); });
-    await receive(answer, body, stopper.signal, () => painter.request());
-    painter.end();
-    if (this.stopper === stopper) this.stopper = null;
-    await this.save(conversation);
-    if (this.open === conversation) this.showAll();
+    await this.receive(conversation, answer, body, failed);
   }
 
-  stop() {
-    this.stopper?.abort();
-    this.stopper = null;
+  /** A message that was not answered goes back into the box, unless there is another one by now. */
+  giveBack(message, answer) {
+    const conversation = this.conversations.find(one => one.messages.includes(message)), {messages} = conversation;
+    if (this.open !== conversation || !this.composer.empty) return;
+    messages.splice(messages.indexOf(message));
+    this.composer.id = messages.length ? conversation.id : "new";
+    this.composer.fill(message);
+    this.composer.keep();
+    this.say(answer.failed, () => this.send());
+    if (!messages.length) this.forget(conversation);
   }
+
+  /** Take an empty conversation out of the list; it stays open. */
+  async forget(conversation) {
+    this.conversations = this.conversations.filter(one => one !== conversation);
+    conversation.revision = 0;
+    await store.remove(conversation.id);
+    this.list();
+  }
+
+  /** Fill `answer`, the last message of `conversation`. */
+  receive(conversation, answer, body, failed = null) {
+    const arrival = this.expect(conversation, answer, body);
+    return held(answer.stream.name, () => this.arrive(conversation, arrival, failed));
+  }
+
+  expect(conversation, answer, body) {
+    const painter = new Painter(() => { if (this.open === conversation) this.thread.showLast(); });
+    const arrival = Object.assign(new Arrival(answer, body, () => painter.request()), {painter});
+    this.arrivals.set(conversation.id, arrival);
+    if (this.open === conversation) {
+      this.say("");
+      this.composer.id = conversation.id;
+      this.showAll(true);
+    }
+    return arrival;
+  }
+
+  async arrive(conversation, arrival, failed) {
+    const {answer, body, painter} = arrival;
+    if (body) await this.save(conversation);
+    const stop = this.saveWhile(conversation);
+    await arrival.run();
+    stop();
+    painter.end();
+    this.arrivals.delete(conversation.id);
+    if (answer.failed && isEmpty(answer) && failed) failed(answer);
+    if (this.open === conversation) this.showAll(true);
+    await this.save(conversation);
+  }
+
+  /** Keep copies of a conversation until the function that is returned is called. */
+  saveWhile(conversation) {
+    let timer = null, running = true;
+    const again = async pause => {
+      const started = performance.now();
+      if (pause) await this.save(conversation, false);
+      if (running) timer = setTimeout(again, Math.max(SAVE_PAUSE, 20 * (performance.now() - started)), true);
+    };
+    again(false);
+    return () => { running = false; clearTimeout(timer); };
+  }
+
+  /** Go on with an answer that arrived when the page was left, once no other tab reads it. */
+  goOn({id, messages}) {
+    const name = messages.at(-1)?.stream?.name;
+    return name && held(name, async () => {
+      await this.changedElsewhere(id);
+      const conversation = this.conversations.find(one => one.id === id), answer = conversation?.messages.at(-1);
+      if (answer?.stream?.name !== name || this.arrivals.has(id)) return;
+      const message = conversation.messages.at(-2);
+      const failed = message?.role === "user" && !answer.versions ? () => this.giveBack(message, answer) : null;
+      await this.arrive(conversation, this.expect(conversation, answer, null), failed);
+    });
+  }
+
+  stop() { this.arrivals.get(this.open.id)?.stop(); }
 
   // ---- showing
 
-  node(index) {
+  showAll(keep = false) {
     const {messages} = this.open;
-    return messageNode(messages[index], index, this.actions, this.stopper !== null && index === messages.length - 1);
+    const welcome = [h("div", {class: "welcome"}, h("p", {}, `Ask ${this.model} something.`),
+      h("p", {class: "note"}, "Conversations stay in this browser."))];
+    this.thread.show(messages, this.busy, welcome, keep);
+    showContext(messages, this.server.cards[this.model]?.max_model_len);
+    this.composer.busy(this.busy);
   }
+}
 
-  showAll() {
-    const {messages} = this.open, box = byId("messages");
-    const welcome = h("div", {class: "welcome"}, h("p", {}, `Ask ${this.server.model} something.`),
-      h("p", {class: "note"}, "Conversations stay in this browser."));
-    box.replaceChildren(...(messages.length ? messages.map((_, index) => this.node(index)) : [welcome]));
-    box.scrollTop = box.scrollHeight;
-    byId("send").hidden = this.stopper !== null;
-    byId("stop").hidden = this.stopper === null;
-  }
+function titleOf(message) {
+  return message.content.trim().slice(0, 60) || message.files?.[0]?.name || "Images";
+}
 
-  showLast() {
-    const box = byId("messages");
-    const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 80;
-    box.lastElementChild.replaceWith(this.node(this.open.messages.length - 1));
-    if (atEnd) box.scrollTop = box.scrollHeight;
-  }
+/** Run `act` while other tabs see that this one reads stream `name`. */
+function held(name, act) {
+  return navigator.locks ? navigator.locks.request(name, act) : act();
 }
 
 /** Paints after changes, at most for a quarter of the time: long answers take longer to paint. */
@@ -235,18 +341,4 @@ class Painter {
   }
 
   end() { clearTimeout(this.timer); }
-}
-
-function fit(area) {
-  area.style.height = "auto";
-  area.style.height = `${Math.min(area.scrollHeight + 2, 220)}px`;
-}
-
-function dataUrl(file) {
-  return new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(reader.error);
-    reader.readAsDataURL(file);
-  });
 }

@@ -28,10 +28,10 @@ export function button(label, onclick, properties = {}) {
   return h("button", {type: "button", onclick, ...properties}, label);
 }
 
-/** A button that copies `text()` and says so for a moment. */
+/** A button that copies `text(event)` and says so for a moment. */
 export function copyButton(text, label = "Copy") {
-  const node = button(label, async () => {
-    node.textContent = (await copy(text())) ? "Copied" : "Not allowed";
+  const node = button(label, async event => {
+    node.textContent = (await copy(text(event))) ? "Copied" : "Not allowed";
     setTimeout(() => { node.textContent = label; }, 1500);
   });
   return node;
@@ -59,17 +59,25 @@ export function showDialog(title, ...content) {
   return new Promise(resolve => dialog.addEventListener("close", resolve, {once: true}));
 }
 
-/** The text of a file that the user chooses. */
-export function chooseFiles(accept, multiple = false) {
+/** The files that the user chooses; with `capture` a phone offers its camera. */
+export function chooseFiles(accept, multiple = false, capture = null) {
   return new Promise(resolve => {
-    const input = h("input", {type: "file", accept, multiple});
+    const input = h("input", {type: "file", accept, multiple, capture});
     input.addEventListener("change", () => resolve([...input.files]));
+    input.addEventListener("cancel", () => resolve([]));
     input.click();
   });
 }
 
-export function download(name, text) {
-  const url = URL.createObjectURL(new Blob([text], {type: "application/json"}));
+export function download(name, text, type = "application/json") {
+  const url = URL.createObjectURL(new Blob([text], {type}));
   h("a", {href: url, download: name}).click();
   setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+
+/** Make `nodes` the children of `parent`. Those that are there already keep their state: focus, selection, scrolling. */
+export function setChildren(parent, nodes) {
+  const wanted = nodes.filter(Boolean), kept = new Set(wanted);
+  for (const child of [...parent.childNodes]) if (!kept.has(child)) child.remove();
+  wanted.forEach((node, i) => { if (parent.childNodes[i] !== node) parent.insertBefore(node, parent.childNodes[i] ?? null); });
 }

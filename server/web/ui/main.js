@@ -2,21 +2,24 @@
 
 import { ApiError, getJson, getPrivileged, hasKey } from "./api.js";
 import { Chat } from "./chat.js";
-import { byId } from "./dom.js";
+import { byId, h } from "./dom.js";
 import { readBounds } from "./settings.js";
+import { offerSpeech } from "./speech.js";
 import { Watch } from "./watch.js";
 
 const THEMES = ["system", "light", "dark"];
-let watch = null;
+const VIEWS = ["chat", "compare", "watch"];
+let watch = null, chat = null, compare = null;
 
-function showView() {
-  const watching = location.hash === "#watch";
-  byId("chat").hidden = watching;
-  byId("watch").hidden = !watching;
-  document.body.classList.toggle("watching", watching);
-  byId("to-chat").ariaCurrent = watching ? null : "page";
-  byId("to-watch").ariaCurrent = watching ? "page" : null;
-  if (watching) (watch ??= new Watch()).show();
+async function showView() {
+  const view = VIEWS.find(name => location.hash === `#${name}`) ?? "chat";
+  for (const name of VIEWS) {
+    byId(name).hidden = name !== view;
+    byId(`to-${name}`).ariaCurrent = name === view ? "page" : null;
+  }
+  document.body.classList.toggle("watching", view !== "chat");
+  if (view === "watch") (watch ??= new Watch()).show();
+  if (view === "compare" && chat) compare ??= new (await import("./compare.js")).Compare(chat);
 }
 
 function setTheme(theme) {
@@ -31,33 +34,57 @@ function nextTheme() {
   localStorage.setItem("quire theme", theme);
 }
 
-/** The buttons that open the panels beside the conversation. */
-function panel(buttonId, panelId) {
-  const toggle = byId(buttonId);
-  toggle.addEventListener("click", () => {
-    const open = byId(panelId).classList.toggle("shown");
-    toggle.ariaExpanded = String(open);
-  });
+/** The buttons that open the panels beside the conversation. On a narrow page they lie over it, and close when it is
+ *  touched, when a conversation is chosen, and with Escape. */
+function panels() {
+  const found = {"open-list": "list", "open-settings": "settings"};
+  const set = (toggle, shown) => {
+    byId(found[toggle]).classList.toggle("shown", shown);
+    byId(toggle).ariaExpanded = String(shown);
+  };
+  const close = () => Object.keys(found).forEach(toggle => set(toggle, false));
+  for (const [toggle, panel] of Object.entries(found)) {
+    byId(toggle).addEventListener("click", () => {
+      const shown = !byId(panel).classList.contains("shown");
+      close();
+      set(toggle, shown);
+    });
+  }
+  byId("conversation").addEventListener("pointerdown", close);
+  byId("list").addEventListener("click", event => { if (event.target.closest(".title, #new")) close(); });
+  document.addEventListener("keydown", event => { if (event.key === "Escape") close(); });
 }
 
 async function describeServer() {
-  const [{data}, openapi] = await Promise.all([getJson("v1/models"), getJson("openapi.json")]);
+  const [{data}, openapi, page] = await Promise.all([getJson("v1/models"), getJson("openapi.json"), getJson("ui/page.json")]);
   const info = hasKey() ? null : await getPrivileged("server_info");  // most keys may not read it
-  const models = data.map(card => card.id);
-  byId("model").textContent = models[0];
   const bounds = readBounds(openapi, info?.sampling_defaults ?? {}, data[0].max_model_len);
-  return {model: models[0], models, images: info?.images ?? {accepted: true}, bounds};
+  return {model: data[0].id, cards: Object.fromEntries(data.map(card => [card.id, card])), images: info?.images ?? {accepted: true}, bounds, mcp: page.mcp_origins,
+    transcribes: "/v1/audio/transcriptions" in openapi.paths};
+}
+
+/** The chooser of what /v1/models lists; `chosen(name)` is told of another one. */
+function modelChooser(server, chosen) {
+  const label = ({id, parent}) => parent && parent !== id ? `${id} (adapter of ${parent})` : id;
+  const node = byId("model");
+  node.replaceChildren(...Object.values(server.cards).map(card => h("option", {value: card.id}, label(card))));
+  node.addEventListener("change", () => chosen(node.value));
+  node.classList.toggle("single", Object.keys(server.cards).length === 1);
+  server.choose = name => { node.value = name; };
+  node.hidden = false;
 }
 
 async function start() {
   setTheme(localStorage.getItem("quire theme") ?? "system");
   byId("theme").addEventListener("click", nextTheme);
-  panel("open-list", "list");
-  panel("open-settings", "settings");
+  panels();
   window.addEventListener("hashchange", showView);
   try {
-    const chat = new Chat(await describeServer());
+    const server = await describeServer();
+    chat = new Chat(server);
+    modelChooser(server, name => chat.chooseModel(name));
     await chat.start();
+    if (server.transcribes) offerSpeech(() => chat.model, text => chat.composer.insert(text), text => chat.say(text));
     byId("input").focus();
   } catch (error) {
     const hint = error instanceof ApiError && error.status === 401 ? " Reload the page to enter a key." : "";

@@ -5,33 +5,43 @@ import { copyButton, h } from "./dom.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+|$)/;
+const FORMULA = /^ {0,3}(\$\$|\\\[)/;
+const CLOSING = {"$$": "$$", "\\[": "\\]"};
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const HEADING = /^ {0,3}(#{1,6})\s/;
 const DASHES = /^\s*:?-+:?$/;
+const CHUNK = 80;  // lines
 const MAX_DEPTH = 12;  // of lists and quotes; deeper ones are paragraphs
 
 /** The nodes of a text. */
 export function markdown(text) {
-  return blocks(text.replace(/\r\n?/g, "\n").split("\n"), 0);
+  return blocks(linesOf(text), 0);
 }
 
+export const linesOf = text => text.replace(/\r\n?/g, "\n").split("\n");
+
 function blocks(lines, depth) {
-  const nodes = [];
-  let i = 0;
+  return blocksFrom(lines, 0, depth).map(([node]) => node);
+}
+
+/** The blocks from line `i` on, each as [node, its first line]. */
+export function blocksFrom(lines, i, depth = 0) {
+  const found = [];
   while (i < lines.length) {
     const [node, next] = block(lines, i, depth);
-    if (node) nodes.push(node);
+    if (node) found.push([node, i]);
     i = next;
   }
-  return nodes;
+  return found;
 }
 
 /** The node that begins at line `i`, and the line after it. */
 function block(lines, i, depth) {
   const line = lines[i];
   if (!line.trim()) return [null, i + 1];
-  let match;
+  let match, end;
   if ((match = FENCE.exec(line))) return fenced(lines, i, match);
+  if ((match = FORMULA.exec(line)) && (end = formulaEnd(lines, i, match[1])) >= 0) return [formula(lines, i, end, match[1]), end + 1];
   if ((match = HEADING.exec(line))) return [heading(line, match), i + 1];
   if (RULE.test(line)) return [h("hr"), i + 1];
   if (line.includes("|") && i + 1 < lines.length && isTableLine(lines[i + 1])) return table(lines, i);
@@ -60,10 +70,37 @@ function fenced(lines, i, match) {
   return [codeBlock(code.join("\n"), match[2]), next + 1];
 }
 
+/** The line that ends a displayed formula, before the next empty line; -1 if there is none. */
+function formulaEnd(lines, i, opening) {
+  for (let at = i; at < lines.length && lines[at].trim(); at++) {
+    const text = at === i ? lines[at].trim().slice(opening.length) : lines[at].trim();
+    if (text.endsWith(CLOSING[opening])) return at;
+  }
+  return -1;
+}
+
+function formula(lines, i, end, opening) {
+  const text = lines.slice(i, end + 1).join("\n").trim();
+  return h("div", {class: "math", "data-display": true, "data-tex": text.slice(opening.length, -opening.length).trim(), tabindex: "0"}, text);
+}
+
+/** Long code in parts, of which only the last is laid out anew while it grows. */
+function chunksOf(code) {
+  const lines = code.split("\n");
+  if (lines.length <= CHUNK) return code;
+  const chunks = [];
+  for (let i = 0; i < lines.length; i += CHUNK) {
+    const end = i + CHUNK < lines.length ? "\n" : "";
+    chunks.push(h("span", {class: "chunk"}, lines.slice(i, i + CHUNK).join("\n") + end));
+  }
+  return chunks;
+}
+
 export function codeBlock(code, language = "") {
-  return h("figure", {class: "code"},
-    h("figcaption", {}, h("span", {}, language || "code"), copyButton(() => code)),
-    h("pre", {tabindex: "0"}, h("code", {}, code)));
+  const node = h("code", {}, chunksOf(code));
+  return h("figure", {class: "code", "data-language": language},
+    h("figcaption", {}, h("span", {}, language || "code"), copyButton(event => event.target.closest("figure").querySelector("code").textContent)),
+    h("pre", {tabindex: "0"}, node));
 }
 
 function quote(lines, i, depth) {
@@ -79,7 +116,7 @@ function list(lines, i, depth) {
   let match;
   while (i < lines.length && (match = ITEM.exec(lines[i])) && match[1].length === indent.length
       && /\d/.test(match[2]) === ordered && !RULE.test(lines[i])) {
-    const width = match[0].length;
+    const width = match[0].length, first = i;
     const inside = [lines[i].slice(width)];
     for (i++; i < lines.length; i++) {
       const spaces = /^\s*/.exec(lines[i])[0].length;
@@ -88,6 +125,7 @@ function list(lines, i, depth) {
       }
       inside.push(lines[i].slice(Math.min(spaces, width)));
     }
+    node.lastItem = first;  // the line in which it begins
     node.append(h("li", {}, loosen(blocks(inside, depth + 1))));
     while (i < lines.length && !lines[i].trim()) i++;
   }
@@ -119,6 +157,9 @@ function paragraph(lines, i, depth) {
 // in the middle.
 const INLINE = new RegExp([
   "(?<code>`+)",
+  "\\$\\$(?<shown>[^$]{1,2000})\\$\\$",
+  "\\\\\\((?<round>(?:[^\\\\]|\\\\(?!\\))){1,2000})\\\\\\)",
+  "(?<![\\w$\\\\])\\$(?<math>(?![\\s$])[^$\\n]{0,500}[^\\s$\\\\])\\$(?![\\w$])",
   "(?<escape>\\\\[!-/:-@\\[-`{-~])",
   "!?\\[(?<label>[^\\[\\]]{0,500})\\]\\((?<target>[^()\\s]{1,2000})(?:\\s+\"[^\"]{0,200}\")?\\)",
   "(?<url>https?://[^\\s<>\"'`]{1,2000}[^\\s<>\"'`.,;:!?)\\]*_])",
@@ -145,9 +186,11 @@ export function inline(text, depth = 0) {
 }
 
 function formOf(text, match, depth) {
-  const {code, escape, label, target, url, strong, em, under, deleted, br} = match.groups;
+  const {code, shown, round, math, escape, label, target, url, strong, em, under, deleted, br} = match.groups;
   const end = match.index + match[0].length;
   if (code) return codeSpan(text, end, code);
+  const tex = shown ?? round ?? math;
+  if (tex) return [h("span", {class: "math", "data-display": shown !== undefined, "data-tex": tex}, match[0]), end];
   if (escape) return [escape[1], end];
   if (br) return [h("br"), end];
   if (url) return [link(url, [url]), end];

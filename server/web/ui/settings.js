@@ -1,19 +1,23 @@
 // The settings of a conversation: fields of a chat completion with the bounds of the server's OpenAPI document and the
 // defaults that /server_info names, to those who may read it.
 
-import { h } from "./dom.js";
+import { button, h } from "./dom.js";
+import { openEditor } from "./editors.js";
+import { presetRow } from "./presets.js";
 
 const NUMBERS = {
-  temperature: {words: "0 always takes the likeliest token", step: 0.1},
-  top_p: {words: "the likeliest tokens that add up to this", step: 0.05},
-  top_k: {words: "the likeliest tokens; 0 is all", step: 1},
-  min_p: {words: "at least this part of the likeliest", step: 0.05},
-  max_tokens: {words: "of an answer", step: 1},
-  repetition_penalty: {words: "1 is none", step: 0.05},
-  presence_penalty: {words: "for tokens that occurred", step: 0.1},
-  frequency_penalty: {words: "by how often they occurred", step: 0.1},
-  seed: {words: "the same seed gives the same answer", step: 1},
+  temperature: {words: "0 always takes the likeliest token"},
+  top_p: {words: "the likeliest tokens that add up to this"},
+  top_k: {words: "the likeliest tokens; 0 is all"},
+  min_p: {words: "at least this part of the likeliest"},
+  max_tokens: {words: "of an answer"},
+  repetition_penalty: {words: "1 is none"},
+  presence_penalty: {words: "for tokens that occurred"},
+  frequency_penalty: {words: "by how often they occurred"},
+  seed: {words: "the same seed gives the same answer"},
 };
+const LOGPROBS = "top_logprobs";
+NUMBERS[LOGPROBS] = {words: "alternatives of each token, which Tokens below the answer shows"};
 const JSON_FIELDS = {
   tools: {words: "functions that the model may call: a JSON list", rows: 4},
   response_format: {words: 'such as {"type": "json_object"} or a JSON Schema', rows: 3},
@@ -59,68 +63,116 @@ function jsonProblem(name, text) {
   }
 }
 
-function field(name, words, control, settings, check, changed) {
-  const id = `setting-${name}`, problemId = `${id}-problem`;
+/** What is wrong with the settings of a conversation: [{name, text}]. */
+export function problemsOf(settings, bounds) {
+  return Object.entries(settings).map(([name, text]) => ({name, text: check(name, text, bounds[name])})).filter(one => one.text !== null);
+}
+
+function check(name, text, bound) {
+  if (name in NUMBERS) return problem(name, text, bound);
+  return name in JSON_FIELDS ? jsonProblem(name, text) : null;
+}
+
+/** A control with its label; what is wrong in it is marked and kept. */
+function field(name, words, control, bound, settings, changed, prefix) {
+  const id = `${prefix}setting-${name}`, problemId = `${id}-problem`;
   const error = h("p", {class: "problem", id: problemId, role: "alert"});
   control.id = id;
   control.setAttribute("aria-describedby", problemId);
-  control.addEventListener("input", () => {
-    const found = check(control.value);
+  const mark = () => {
+    const found = check(name, control.value.trim(), bound);
     error.textContent = found ?? "";
     control.setAttribute("aria-invalid", String(found !== null));
-    if (found !== null) return;
+  };
+  control.addEventListener("input", () => {
+    mark();
     if (control.value.trim() === "") delete settings[name];
     else settings[name] = control.value;
     changed();
   });
+  mark();
   return h("div", {class: "field"}, h("label", {for: id}, name, h("span", {class: "note"}, ` ${words}`)), control, error);
 }
 
-function numberField(name, bound, settings, changed) {
-  const {words, step} = NUMBERS[name];
+function numberField(name, bound, settings, changed, prefix) {
+  const {words} = NUMBERS[name];
   const range = [bound.minimum ?? bound.exclusiveMinimum, bound.maximum].map(value => Math.abs(value) < 1e15 ? value : undefined);
-  const control = h("input", {type: "number", step, min: range[0], max: range[1],
-    placeholder: bound.default ?? "not set", value: settings[name] ?? ""});
+  const control = h("input", {inputmode: "decimal", autocomplete: "off", placeholder: bound.default ?? "not set", value: settings[name] ?? ""});
   const above = bound.minimum === undefined ? "above " : "";
   const limits = range.every(value => value !== undefined) ? `${above}${range[0]} to ${range[1]}; ${words}` : words;
-  return field(name, limits, control, settings, text => problem(name, text, bound), changed);
+  return field(name, limits, control, bound, settings, changed, prefix);
 }
 
-function choiceField(name, words, choices, settings, changed) {
+function choiceField(name, words, choices, settings, changed, prefix) {
   const control = h("select", {}, h("option", {value: ""}, "not set"), choices.map(choice => h("option", {value: choice}, choice)));
   control.value = settings[name] ?? "";
-  return field(name, words, control, settings, () => null, changed);
+  return field(name, words, control, {}, settings, changed, prefix);
 }
 
-function textField(name, words, rows, settings, check, changed) {
+function textField(name, words, rows, settings, changed, prefix) {
   const control = h("textarea", {rows, spellcheck: "false", value: settings[name] ?? ""});
-  return field(name, words, control, settings, check, changed);
+  return field(name, words, control, {}, settings, changed, prefix);
 }
 
-/** The form for a conversation; `changed()` is called after each valid change. */
-export function settingsForm(conversation, bounds, models, changed) {
-  const {settings} = conversation;
-  const system = h("textarea", {id: "system", rows: 4, value: conversation.system, oninput: () => {
-    conversation.system = system.value;
+/** A text of JSON, with an editor for those who do not write JSON. */
+function jsonField(name, settings, changed, prefix) {
+  const {words, rows} = JSON_FIELDS[name], node = textField(name, words, rows, settings, changed, prefix), control = node.querySelector("textarea");
+  const write = text => {
+    control.value = text;
+    control.dispatchEvent(new Event("input"));
+  };
+  node.append(button("Edit as a form", () => openEditor(name, control.value, write), {"aria-label": `Edit as a form: ${name}`}));
+  return node;
+}
+
+/** The fields for `target`'s system prompt and settings; `changed()` is called after each change. `side`: of several
+ *  forms on a page. */
+export function settingsFields(target, bounds, changed, side = "") {
+  const {settings} = target, prefix = side && `${side}-`;
+  const system = h("textarea", {id: `${prefix}system`, rows: 4, value: target.system, oninput: () => {
+    target.system = system.value;
     changed();
   }});
   const efforts = bounds.reasoning_effort?.choices;
   return [
-    h("h2", {}, "Settings"),
-    h("div", {class: "field"}, h("label", {for: "system"}, "System prompt"), system),
-    models.length > 1 && choiceField("model", "", models, settings, changed),
-    Object.keys(NUMBERS).map(name => numberField(name, bounds[name], settings, changed)),
-    textField("stop", "ends the answer; one text per line", 2, settings, () => null, changed),
-    efforts && choiceField("reasoning_effort", "for models that think", efforts, settings, changed),
-    Object.entries(JSON_FIELDS).map(([name, {words, rows}]) =>
-      textField(name, words, rows, settings, text => jsonProblem(name, text), changed)),
-  ].flat();
+    h("div", {class: "field"}, h("label", {for: `${prefix}system`}, "System prompt"), system),
+    Object.keys(NUMBERS).map(name => numberField(name, bounds[name], settings, changed, prefix)),
+    textField("stop", "ends the answer; one text per line", 2, settings, changed, prefix),
+    efforts && choiceField("reasoning_effort", "for models that think", efforts, settings, changed, prefix),
+    Object.keys(JSON_FIELDS).map(name => jsonField(name, settings, changed, prefix)),
+  ].flat().filter(Boolean);
+}
+
+/** Servers of the Model Context Protocol, if the server of this page allows any. */
+function mcpField(chat) {
+  const {mcp} = chat, {origins} = mcp;
+  if (!origins.length) return null;
+  const urls = h("textarea", {id: "mcp", rows: 2, value: mcp.urls.join("\n"), placeholder: `${origins[0]}/mcp`, spellcheck: "false"});
+  const told = h("p", {class: "note", role: "status"}, mcp.count ? `${mcp.count} tools.` : "");
+  const connect = async () => {
+    told.textContent = "Connecting …";
+    try {
+      told.textContent = `${await chat.useMcp(urls.value.split("\n").map(line => line.trim()).filter(Boolean))} tools.`;
+    } catch (error) {
+      told.textContent = error.message;
+    }
+  };
+  return h("div", {class: "field"}, h("label", {for: "mcp"}, "MCP servers", h("span", {class: "note"}, ` a URL per line, at ${origins.join(", ")}`)), urls,
+    h("div", {class: "row"}, button("Connect", connect, {id: "mcp-connect"})), told);
+}
+
+/** The form for the open conversation. */
+export function settingsForm(chat) {
+  const again = () => { chat.showSettings(); chat.save(); };
+  return [h("h2", {}, "Settings"), presetRow(chat.open, again), ...settingsFields(chat.open, chat.server.bounds, () => chat.save()), mcpField(chat)].filter(Boolean);
 }
 
 /** The fields of a request for `settings`. */
 export function requestFields(settings) {
   const fields = {};
   for (const [name, text] of Object.entries(settings)) {
+    if (name === "model") continue;
+    if (name === LOGPROBS) fields.logprobs = true;
     if (name in NUMBERS) fields[name] = Number(text);
     else if (name in JSON_FIELDS) fields[name] = JSON.parse(text);
     else if (name === "stop") fields.stop = text.split("\n").filter(line => line !== "");

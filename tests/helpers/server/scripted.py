@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ class Script:
         self.finish_reason = "stop"
         self.rng: random.Random | None = None  # cuts into pieces; None: one token at a time
         self.requests: list[AddRequest] = []
+        self.pause = 0.0  # seconds before each output
 
     def __getattr__(self, name: str):
         return getattr(self.client, name)
@@ -40,7 +42,7 @@ class Script:
         ids = {
             choice.request_id: self._ids(self.texts[i % len(self.texts)]) for i, choice in enumerate(request.choices)
         }
-        return Stream(list(self._outputs(ids, request)))
+        return Stream(list(self._outputs(ids, request)), self.pause)
 
     def _ids(self, text: str | list[int]) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else text
@@ -62,12 +64,14 @@ class Script:
 class Stream:
     engine = 0
 
-    def __init__(self, outputs: list[EngineOutput]):
-        self.outputs = outputs
+    def __init__(self, outputs: list[EngineOutput], pause: float = 0.0):
+        self.outputs, self.pause = outputs, pause
 
     async def __anext__(self) -> EngineOutput:
         if not self.outputs:
             raise StopAsyncIteration
+        if self.pause:
+            await asyncio.sleep(self.pause)
         return self.outputs.pop(0)
 
     def abort(self, request_id: str) -> None:

@@ -26,6 +26,8 @@ _FLAGS = [
     "--disable-component-update",
     "--disable-sync",
     "--disable-dev-shm-usage",
+    "--use-fake-device-for-media-stream",
+    "--use-fake-ui-for-media-stream",
     "--remote-debugging-port=0",
 ]
 WAIT = 20.0  # seconds
@@ -40,10 +42,14 @@ class Browser:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        self._connect(self._target(folder))
+
+    def _connect(self, address: str) -> None:
+        self.address = address
         self.problems: list[str] = []
         self.urls: list[str] = []
         self._id = 0
-        self._socket = connect(self._target(folder), max_size=2**26, ping_interval=None)
+        self._socket = connect(address, max_size=2**26, ping_interval=None)
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -55,6 +61,11 @@ class Browser:
             time.sleep(0.05)
         targets = httpx.get(f"http://127.0.0.1:{port.read_text().split()[0]}/json", trust_env=False).json()
         return next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
+
+    def tab(self) -> Tab:
+        """Another page of the same browser."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        return Tab(f"{self.address.rpartition('/')[0]}/{target}")
 
     def close(self) -> None:
         self._socket.close()
@@ -133,5 +144,21 @@ class Browser:
         value = "dark" if dark else "light"
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
 
+    def offline(self, offline: bool) -> None:
+        self.call(
+            "Network.emulateNetworkConditions", offline=offline, latency=0, downloadThroughput=-1, uploadThroughput=-1
+        )
+
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+
+
+class Tab(Browser):
+    """Another page of a browser that is running."""
+
+    def __init__(self, address: str):
+        self._connect(address)
+
+    def close(self) -> None:
+        self.call("Page.close")
+        self._socket.close()

@@ -6,9 +6,7 @@ import json
 import os
 import runpy
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -16,97 +14,13 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
 
 from tests.helpers.server.running import MODEL, poll, running_server
-from tests.helpers.server.scripted import scripted_server, write_folder
-from tests.helpers.server.templates import QWEN3_TOOLS
-from tests.server.media.conftest import FAKE, write_seeing_model
 from tests.server.web.browser import Browser, needs_chromium
+from tests.server.web.using import MARKDOWN, TRANSFER, WEATHER, answered, fresh, last, say, started
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 
 DIRECT = os.environ | {"no_proxy": "*"}
 AXE = os.environ.get("QUIRE_AXE")  # axe.min.js of the npm package axe-core
-MARKDOWN = """# Title
-
-A *soft* and **loud *mixed* word**, `code <b>`, a [link](https://example.com/a) and [no link](javascript:alert(1)).
-
-1. one
-   - inner
-2. two
-
-> quoted
-
-| name | value |
-|---|---|
-| a | `1` |
-
-```python
-print("<script>alert(1)</script>")
-```
-
-<img src=x onerror="document.title='broken'"> ![picture](https://example.com/p.png)
-"""
-PNG = "iVBORw0KGgoAAAANSUhEUgAAAAQAAAAECAIAAAAmkwkpAAAAEElEQVR4nGP4z8AARwzEcQCukw/x0F8jngAAAABJRU5ErkJggg=="
-FILE = f"new File([Uint8Array.from(atob('{PNG}'), c => c.charCodeAt(0))], 'dot.png', {{type: 'image/png'}})"
-TRANSFER = f"(() => {{ const data = new DataTransfer(); data.items.add({FILE}); return data; }})()"
-WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
-    browser.size(1280, 800)
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
-def page(browser) -> Iterator[Browser]:
-    """The browser, if the test leaves no message in its console and asks no other host."""
-    browser.open("about:blank")
-    browser.problems.clear()
-    browser.urls.clear()
-    yield browser
-    assert not browser.problems
-    assert {urlsplit(url).hostname for url in browser.urls if not url.startswith("data:")} == {"127.0.0.1"}
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory):
-    with scripted_server(write_folder(tmp_path_factory.mktemp("script"), QWEN3_TOOLS)) as pair:
-        yield pair
-
-
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory):
-    """Slow, with images, behind a path and a key."""
-    folder = write_seeing_model(tmp_path_factory.mktemp("seeing"))
-    settings = {"api_key": ["secret"], "admin_api_key": ["root"], "root_path": "/llm", "max_model_len": "2048"}
-    with running_server(folder, fake=f"{FAKE},step_delay=0.02", **settings) as server:
-        yield server.wait_ready()
-
-
-def started(page: Browser, url: str) -> None:
-    page.open(url)
-    page.wait("document.querySelector('#settings input') !== null")
-
-
-def fresh(page: Browser, url: str) -> None:
-    """The page with a new conversation."""
-    started(page, url)
-    page.click("#new")
-
-
-def say(page: Browser, text: str) -> None:
-    page.type("#input", text)
-    page.press("Enter")
-
-
-def answered(page: Browser, count: int = 1) -> None:
-    page.wait(f"document.querySelectorAll('.message.assistant .figures').length === {count}")
-
-
-def last(page: Browser, selector: str = ".text") -> str:
-    return page.js(f"[...document.querySelectorAll('.message.assistant {selector}')].at(-1).innerText")
 
 
 def test_an_answer_is_markdown_and_never_html(page, scripted):
@@ -419,7 +333,7 @@ def test_plots_move_and_facts_are_shown(page, scripted, monkeypatch):
     page.wait(f"{points} >= 2")
     rate = page.js("document.querySelectorAll('.plot')[1].querySelector('output').innerText.replaceAll(',', '')")
     assert 100 < float(rate) < 1000  # 1000 tokens in about two seconds
-    assert page.js("document.querySelectorAll('.plot').length") == 6
+    assert page.js("document.querySelectorAll('.plot').length") == 7
     page.wait("document.querySelector('.bar') !== null")
     parts = page.js("[...document.querySelectorAll('.bar span')].map(n => n.title)")
     assert {"weights: 1.0 MiB", "KV cache: 256.0 MiB"} <= set(parts)
@@ -469,7 +383,7 @@ def test_a_narrow_page_has_no_sideways_scroll_and_its_panels_open(page, scripted
 
 @pytest.mark.skipif(AXE is None, reason="needs QUIRE_AXE, the path of axe.min.js of the npm package axe-core")
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("path", ["/", "/#watch", "/docs"])
+@pytest.mark.parametrize("path", ["/", "/#watch", "/#compare", "/docs"])
 def test_axe_finds_nothing(page, scripted, dark, path):
     server, script = scripted
     page.dark(dark)
@@ -480,7 +394,7 @@ def test_axe_finds_nothing(page, scripted, dark, path):
         say(page, "Hello")
         answered(page)
     else:
-        page.wait("document.querySelector('.card dl, details') !== null")
+        page.wait("document.querySelector('.card dl, details, .sides') !== null")
     page.js(Path(AXE).read_text() + ";1")
     found = page.js("axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.html + n.failureSummary)]))")
     assert found == []

@@ -1,0 +1,64 @@
+// The messages of the open conversation, as they are on the page.
+
+import { button, byId, h } from "./dom.js";
+import { context } from "./figures.js";
+import { MessageView } from "./messages.js";
+
+const AT_END = 80;  // pixels from the end within which the page follows an answer
+
+export class Thread {
+  constructor(actions) {
+    this.actions = actions;
+    this.views = [];
+    this.box = byId("messages");
+  }
+
+  /** Show `messages` anew, or, with `keep`, those whose view is not there yet. `welcome`: nodes for an empty one. */
+  show(messages, busy, welcome, keep = false) {
+    const same = (view, i) => keep && view.message === messages[i] && !view.editing;
+    const first = this.views.findIndex((view, i) => !same(view, i));
+    for (const view of this.views.splice(first < 0 ? this.views.length : first)) view.node.remove();
+    if (!this.views.length) this.box.replaceChildren(...(messages.length ? [] : welcome));
+    for (let i = this.views.length; i < messages.length; i++) {
+      this.views.push(new MessageView(messages[i], i, this.actions));
+      this.box.append(this.views[i].node);
+    }
+    this.views.forEach((view, i) => { if (!view.editing) view.update(busy && i === messages.length - 1, !busy); });
+    this.toEnd();
+  }
+
+  get editing() { return this.views.some(view => view.editing); }
+
+  toEnd() { this.box.scrollTop = this.box.scrollHeight; }
+
+  /** Show news of the last message. */
+  showLast() {
+    const {box} = this, atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < AT_END;
+    this.views.at(-1)?.update(true, false);
+    if (atEnd) this.toEnd();
+  }
+
+  /** Put an editor in the place of message `index`; `save(text)` is called with another text. */
+  edit(index, labels, save) {
+    const view = this.views[index], {content} = view.message;
+    const text = h("textarea", {rows: Math.min(content.split("\n").length + 1, 16), "aria-label": "Edit the message", value: content});
+    const close = () => { view.editing = false; view.node.replaceChildren(); view.update(false, true); };
+    const buttons = labels.map(([label, act], i) => button(label, () => { view.editing = false; act(text.value); }, {class: i === labels.length - 1 ? "main" : ""}));
+    text.addEventListener("keydown", event => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing && view.message.role === "user") { event.preventDefault(); buttons.at(-1).click(); }
+      if (event.key === "Escape") { event.stopPropagation(); close(); }
+    });
+    view.editing = true;
+    view.node.replaceChildren(h("h3", {}, "Edit"), text, h("div", {class: "row end"}, button("Cancel", close), ...buttons));
+    text.focus();
+  }
+}
+
+/** Show how full the context is. */
+export function showContext(messages, limit) {
+  const found = context(messages, limit), node = byId("context");
+  node.hidden = found === null;
+  if (!found) return;
+  node.classList.toggle("near", found.near);
+  node.replaceChildren(h("meter", {min: 0, max: found.limit, high: 0.85 * found.limit, value: found.used, "aria-label": found.words}), h("span", {}, found.words));
+}

@@ -1,0 +1,97 @@
+"""The view of the running server: requests, the last hour, warnings."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
+
+from quire.configs.log_ring import LogRing
+from tests.helpers.server.running import poll, running_server
+from tests.server.web.browser import needs_chromium
+from tests.server.web.using import answered, fresh, last, say, started
+
+pytestmark = [needs_chromium, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def steady(model_folder):
+    with running_server(model_folder, fake="step_delay=0.05", max_model_len="2000") as server:
+        yield server.wait_ready()
+
+
+def test_running_requests_are_shown_and_aborted(page, browser, steady):
+    fresh(page, steady.url + "/")
+    say(page, "Go on and on")
+    page.wait("document.querySelector('.message.assistant .text')?.innerText.length > 5")
+    tab = browser.tab()
+    try:
+        tab.open(steady.url + "/#watch")
+        cells = "[...document.querySelectorAll('#running tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+        tab.wait(f"(rows => rows.length === 1 && Number(rows[0][5]) > 0 && Number(rows[0][6]) > 5)({cells})")
+        row = tab.js(cells)[0]
+        assert row[0] == "127.0.0.1" and row[1] == "decode" and 0 < float(row[6]) <= 21
+        tab.click("#running button", "Abort")
+        tab.wait(
+            "document.querySelector('#running .note').innerText === 'None.' && !document.querySelector('#running .note').hidden"  # noqa: E501
+        )
+    finally:
+        tab.close()
+    answered(page)
+    assert last(page, ".figures").endswith("ended by the server")
+    poll(lambda: not steady.state.client.load)
+
+
+def test_the_last_hour_is_the_servers_own(page, steady):
+    history = steady.state.history
+    history._readings.clear()
+    text = steady.http.get("/metrics").text
+    for i in range(4):
+        lines = [
+            f"{line.rsplit(' ', 1)[0]} {5000 * i}" if line.startswith("quire:generation_tokens_total{") else line
+            for line in text.splitlines()
+        ]
+        history.add("\n".join(lines).encode())
+    packed = history._readings.copy()
+    history._readings.clear()
+    history._readings.extend((1000.0 + 20 * i, one) for i, (_, one) in enumerate(packed))
+    started(page, steady.url + "/#watch")
+    page.wait("document.querySelector('.plot polyline')?.getAttribute('points')")
+    page.js("(s => { s.value = 'hour'; s.dispatchEvent(new Event('change')); })(document.querySelector('#range'))")
+    rate = "document.querySelectorAll('.plot')[1].querySelector('output').innerText"
+    page.wait(f"{rate} === '250'")  # 5000 tokens in 20 seconds
+    points = "document.querySelectorAll('.plot')[1].querySelector('polyline').getAttribute('points').split(' ').length"
+    assert page.js(points) == 3
+
+
+def test_the_history_keeps_what_the_plots_read_and_is_bounded(steady):
+    history = type(steady.state.history)()
+    text = steady.http.get("/metrics").content
+    for _ in range(400):
+        history.add(text)
+    found = history.readings()
+    assert len(found) == 180 and "quire:num_requests_running{" in found[0].metrics
+    assert "_bucket{" in found[0].metrics and "vllm:" not in found[0].metrics and len(found[0].metrics) < len(text) / 3
+
+
+def test_warnings_of_the_log_are_shown(page, scripted):
+    ring = LogRing()
+    logging.getLogger().addHandler(ring)
+    try:
+        logging.getLogger("quire.engine").warning("a step took %.1f s: 3 requests", 2.5)
+        logging.getLogger("quire.engine").info("nothing to see")
+        started(page, scripted[0].url + "/#watch")
+        page.wait("document.querySelector('#warnings td') !== null")
+        text = page.js("document.querySelector('#warnings').innerText")
+        assert "Warnings (1 slow steps)" in text and "a step took 2.5 s: 3 requests" in text and "nothing" not in text
+    finally:
+        logging.getLogger().removeHandler(ring)
+
+
+def test_a_key_of_no_administrator_reads_no_history(model_folder):
+    with running_server(model_folder, api_key=["one", "two"], admin_api_key=["root"]) as server:
+        server.wait_ready()
+        assert server.http.get("/metrics/history", headers={"x-api-key": "one"}).status_code == 403
+        assert server.http.get("/metrics/history", headers={"x-api-key": "root"}).status_code == 200

@@ -1,0 +1,54 @@
+"""What the tests of the page at `/` share: texts, images, and the steps of a person."""
+
+from __future__ import annotations
+
+from tests.server.web.browser import Browser
+
+MARKDOWN = """# Title
+
+A *soft* and **loud *mixed* word**, `code <b>`, a [link](https://example.com/a) and [no link](javascript:alert(1)).
+
+1. one
+   - inner
+2. two
+
+> quoted
+
+| name | value |
+|---|---|
+| a | `1` |
+
+```python
+print("<script>alert(1)</script>")
+```
+
+<img src=x onerror="document.title='broken'"> ![picture](https://example.com/p.png)
+"""
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAQAAAAECAIAAAAmkwkpAAAAEElEQVR4nGP4z8AARwzEcQCukw/x0F8jngAAAABJRU5ErkJggg=="
+FILE = f"new File([Uint8Array.from(atob('{PNG}'), c => c.charCodeAt(0))], 'dot.png', {{type: 'image/png'}})"
+TRANSFER = f"(() => {{ const data = new DataTransfer(); data.items.add({FILE}); return data; }})()"
+WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+def started(page: Browser, url: str) -> None:
+    page.open(url)
+    page.wait("document.querySelector('#settings input') !== null")
+
+
+def fresh(page: Browser, url: str) -> None:
+    """The page with a new conversation."""
+    started(page, url)
+    page.click("#new")
+
+
+def say(page: Browser, text: str) -> None:
+    page.type("#input", text)
+    page.press("Enter")
+
+
+def answered(page: Browser, count: int = 1) -> None:
+    page.wait(f"document.querySelectorAll('.message.assistant .figures').length === {count}")
+
+
+def last(page: Browser, selector: str = ".text") -> str:
+    return page.js(f"[...document.querySelectorAll('.message.assistant {selector}')].at(-1).innerText")
