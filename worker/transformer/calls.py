@@ -13,6 +13,7 @@ import torch
 
 from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.rotary import Rotation
+from quire.worker.transformer.encoded import Encoded
 
 if TYPE_CHECKING:
     from quire.worker.transformer.vision.image_embeds import ImageEmbeds
@@ -27,6 +28,7 @@ class StageCall:
     needed_rows: torch.Tensor | None = None  # on the last stage
     images: ImageEmbeds | None = None
     token_types: torch.Tensor | None = None  # [T]: 1 for tokens of a pair's second text, by default 0
+    encoded: Encoded | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class LayerCall:
     attn: GroupedMetadata
     needed_rows: torch.Tensor | None = None  # in the last layer
     inputs: torch.Tensor | None = None  # the layer's own inputs [T, size] (per_layer.py)
+    encoded: Encoded | None = None  # of requests that begin in this step, for layers that attend to it
 
     def needed(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of x `[T, _]` whose result is needed."""
