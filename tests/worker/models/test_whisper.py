@@ -54,11 +54,8 @@ def greedy(model, **fields) -> SamplingParams:
     settings = model.generation_config
     rules = SpeechRules(tuple(settings.suppress_tokens), tuple(settings.begin_suppress_tokens), end=settings.eos_token_id)
     eos = [settings.eos_token_id]
-    return SamplingParams(max_tokens=LENGTH, temperature=0.0, eos_token_ids=eos, speech=rules) if not fields else (
-        SamplingParams(
-            max_tokens=LENGTH, temperature=0.0, eos_token_ids=eos, speech=msgspec.structs.replace(rules, **fields)
-        )
-    )
+    rules = msgspec.structs.replace(rules, **fields)
+    return SamplingParams(max_tokens=LENGTH, temperature=0.0, eos_token_ids=eos, speech=rules)
 
 
 def expected(model, seeds: list[int], **options) -> list[list[int]]:
@@ -131,7 +128,7 @@ def test_preemption(built):
     params = msgspec.structs.replace(greedy(model), max_tokens=60, ignore_eos=True)
     media = [audio(folder, seed) for seed in (1, 2, 3)]
     texts, num_preemptions = [], []
-    for blocks in (200, 2 * (BLOCKS + 3) + 2):
+    for blocks in (200, 3 * BLOCKS + 6):  # of the three, one does not find room for its output
         engine = InProcessEngine(
             str(folder), dtype="float32", max_num_seqs=4, num_gpu_blocks_override=blocks, speculative_config=None
         )
@@ -142,7 +139,7 @@ def test_preemption(built):
         finally:
             engine.close()
     assert texts[0] == texts[1]
-    assert num_preemptions[0] == 0
+    assert num_preemptions[0] == 0 < num_preemptions[1]
 
 
 def test_resubmission_goes_on(built, engine):
