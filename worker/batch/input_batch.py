@@ -20,7 +20,7 @@ from quire.worker.batch.request_table import RequestTable
 from quire.worker.messages import StepInput
 from quire.worker.platforms.base import Platform
 from quire.worker.platforms.step_tensors import StepTensors
-from quire.worker.transformer.encoded import Encoded
+from quire.worker.transformer.calls import Encoded
 from quire.worker.transformer.vision.image_embeds import ImageEmbeds
 
 

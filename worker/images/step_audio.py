@@ -11,8 +11,8 @@ from quire.worker.images.step_images import StepImages
 from quire.worker.messages import CacheGroup, MediaItem, NewRequest, StepInput
 from quire.worker.pipeline import SingleStage
 from quire.worker.platforms.base import Platform
+from quire.worker.transformer.calls import Encoded
 from quire.worker.transformer.decoder import CausalLM
-from quire.worker.transformer.encoded import Encoded
 
 
 class AudioRows:

@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.kv_from = kv_from  # the layer whose cache this one reads
         self.chunk = chunk  # size of the chunks to which attention is confined (`attention/chunked.py`)
         self.output_window = output_window  # see `LayerSpec`; heeded by `attention/output_window.py`
-        self.cross_length = cross_length  # positions of an encoder's output (`transformer/cross.py`); 0: attends to tokens
+        self.cross_length = cross_length  # positions of an encoder's output; 0: it attends to tokens
         self.scale = head_dim**-0.5 if scale is None else scale
         self.sliding_window, self.soft_cap, self.layer_index = sliding_window, soft_cap, layer_index
         self.cache_group = 0  # index of its block table and metadata in the step's groups

@@ -13,10 +13,19 @@ import torch
 
 from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.rotary import Rotation
-from quire.worker.transformer.encoded import Encoded
 
 if TYPE_CHECKING:
     from quire.worker.transformer.vision.image_embeds import ImageEmbeds
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The encoder's output for the requests that begin in a step, one after another, and the slots of their keys and
+    values in the caches of the group "cross".
+    """
+
+    hidden: torch.Tensor  # [M, H]
+    slots: torch.Tensor  # [M] int64
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ class CrossAttention(nn.Module):
         q, kv, full = heads * dim, kv_heads * dim, kind.num_kv_heads * dim
         shard = Shard(f"{prefix}.q_proj", kind.num_heads * dim, group.rank * q, q)
         self.q_proj = ColumnParallelLinear(spec.hidden_size, [shard], bias, weights.linear(shard.prefix))
-        shards = [Shard(f"{prefix}.{name}", full, first * dim, kv, i * kv) for i, name in enumerate(("k_proj", "v_proj"))]
+        names = f"{prefix}.k_proj", f"{prefix}.v_proj"
+        shards = [Shard(name, full, first * dim, kv, i * kv) for i, name in enumerate(names)]
         self.kv_proj = ColumnParallelLinear(spec.hidden_size, shards, bias, weights.linear(shards[0].prefix))
         self.o_proj = out_projection(spec, kind, prefix, weights)
         self.attn = Attention(heads, kv_heads, dim, layer, scale=kind.scale, cross_length=kind.cross_length)

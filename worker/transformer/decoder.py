@@ -25,8 +25,7 @@ from quire.worker.parallel import Exchange, pp
 from quire.worker.platforms.ops import FusedLayers, Ops
 from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.transformer.blocks import BLOCKS, DecoderLayer
-from quire.worker.transformer.calls import LayerCall, StageCall
-from quire.worker.transformer.encoded import Encoded
+from quire.worker.transformer.calls import Encoded, LayerCall, StageCall
 from quire.worker.transformer.moe import MoE
 from quire.worker.transformer.mtp import PredictionHead
 from quire.worker.transformer.names import TensorNames, below

@@ -86,10 +86,9 @@ def read_sizes(config: dict[str, Any]) -> dict[str, int]:
     for key, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{key} must be a positive integer, not {value!r}")
-    if sizes["d_model"] % sizes["encoder_attention_heads"]:
-        raise ValueError(
-            f"d_model {sizes['d_model']} is not a multiple of encoder_attention_heads {sizes['encoder_attention_heads']}"
-        )
+    size, heads = sizes["d_model"], sizes["encoder_attention_heads"]
+    if size % heads:
+        raise ValueError(f"d_model {size} is not a multiple of encoder_attention_heads {heads}")
     return sizes
 
 
