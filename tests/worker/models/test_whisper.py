@@ -52,7 +52,9 @@ def prompt(model, task: str = "transcribe") -> list[int]:
 
 def greedy(model, **fields) -> SamplingParams:
     settings = model.generation_config
-    rules = SpeechRules(tuple(settings.suppress_tokens), tuple(settings.begin_suppress_tokens), end=settings.eos_token_id)
+    rules = SpeechRules(
+        tuple(settings.suppress_tokens), tuple(settings.begin_suppress_tokens), end=settings.eos_token_id
+    )
     eos = [settings.eos_token_id]
     rules = msgspec.structs.replace(rules, **fields)
     return SamplingParams(max_tokens=LENGTH, temperature=0.0, eos_token_ids=eos, speech=rules)
