@@ -24,6 +24,7 @@ class ModelInfo:
     pooling: PoolingInfo | None = None  # None: it makes no embeddings
     keeps_states: bool = False  # whether layers have recurrent states, whose checkpoints are sparse
     other_defaults: dict[str, Any] = field(default_factory=dict)  # of sampling, where the model's files have none
+    transcribes: bool = False  # it writes what it hears, and answers no prompt
 
 
 def context_length(worker: WorkerReady) -> int:

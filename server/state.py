@@ -21,6 +21,7 @@ from quire.server.generate.structures import Structures
 from quire.server.incidents import Incidents
 from quire.server.lora.adapters import Adapters
 from quire.server.lora.shared import SharedAdapters
+from quire.server.media.audio.service import Speech
 from quire.server.media.service import Images
 from quire.server.model_info import ModelInfo
 from quire.server.queue_wait import QueueWait, retry_after
@@ -82,10 +83,12 @@ class ServerState:
     batches: Batches | None = None  # with --batch-dir
     responses: Responses | None = None  # set with the routes
     images: Images = None  # made from the settings
+    speech: Speech = None  # the same
     adapters: Adapters | SharedAdapters = None  # the same
 
     def __post_init__(self) -> None:
         self.images = Images(self.config)
+        self.speech = Speech(self.config.parallel.distributed_executor_backend == "ray")
         several = self.config.server.api_server_count > 1
         self.adapters = SharedAdapters(self.config.lora.enabled) if several else Adapters(self.config)
         self.idle.set()

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from quire.server.http.needs import Admission, Body, BodyLimit, Completion, Drain, Health, Preparing, Threads, Vectors
+from quire.server.http.needs import (
+    Admission,
+    Body,
+    BodyLimit,
+    Completion,
+    Drain,
+    Health,
+    Preparing,
+    Threads,
+    Transcriptions,
+    Vectors,
+)
 from quire.server.keys.account import Accounts
 from quire.server.keys.needs import Choice, Names
 from quire.server.request.needs import (
@@ -59,6 +70,7 @@ __all__ = [
     "Text",
     "Threads",
     "Tokenizing",
+    "Transcriptions",
     "Vectors",
     "Version",
 ]

@@ -123,6 +123,7 @@ class Frontend:
             if self.state.traces is not None:
                 await in_thread(self.state.traces.close)
             self.state.images.close()
+            self.state.speech.close()
             self.state.adapters.close()
 
     async def _load_routes(self) -> ASGIApp:
@@ -177,6 +178,7 @@ class Frontend:
         self.state.details = LazyDetails(model_folder)
         self.sampling_defaults = read_sampling_defaults(self.config, model_folder)
         loaded = await load_tokenizer(self.config, tokenizer_folder, self.state.images, model_folder)
+        self.state.speech.open(model_folder, loaded[0])
         await self.state.adapters.open(self.state.client)
         self.state.tokenizer, self.state.formats = loaded
         self.open()
@@ -227,6 +229,7 @@ class Frontend:
                     "set one with --chat-template"
                 )
             state.images.check_worker(ready.worker.media)
+            state.speech.check_worker(ready.worker.media)
             state.metrics = make_metrics(self.config, state.names[0], ready.worker)
         else:  # a new engine may have chosen another context length
             state.model = dataclasses.replace(

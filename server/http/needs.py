@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.server.generate.needs import Generation, Running
+from quire.server.generate.needs import Generation, Running, Transcribing
 from quire.server.keys.account import Accounts
 from quire.server.keys.needs import Choice, Reservation
 from quire.server.request.needs import (
@@ -47,6 +47,8 @@ __all__ = [
     "Running",
     "Settings",
     "Threads",
+    "Transcribing",
+    "Transcriptions",
     "Vectors",
 ]
 
@@ -84,6 +86,10 @@ class Admission(Queue, Adapters, Choice, ConfiguredEngine, Protocol):
 
 class Preparing(Prompting, Admission, Protocol):
     """To accept a request, and to prepare its prompt."""
+
+
+class Transcriptions(Transcribing, Admission, Protocol):
+    """A route that answers with what was said."""
 
 
 class Vectors(Encoding, Body, Running, Admission, Protocol):

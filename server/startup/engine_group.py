@@ -214,4 +214,5 @@ def model_info(config: Config, worker: WorkerReady, tokenizer: Tokenizer, sampli
         worker.pooling,
         worker.num_states > 0,
         sampling.others,
+        worker.media is not None and worker.media.cross > 0,
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from quire.server.api.openai import batches, files, objects, protocol, render, tokens
+from quire.server.api.openai.audio import fields as audio
+from quire.server.api.openai.audio.objects import Transcription, VerboseTranscription
+from quire.server.api.openai.audio.transcriptions import transcriptions, translations
 from quire.server.api.openai.chat import chat_completions
 from quire.server.api.openai.completions import completions
 from quire.server.api.openai.embeddings import EmbeddingList, EmbeddingRequest, embeddings
@@ -22,6 +25,7 @@ GENERATION = [
     Route("POST", "/v1/completions", completions, protocol.CompletionRequest, objects.Completion, stream=EVENTS),
     Route("POST", "/v1/embeddings", embeddings, EmbeddingRequest, EmbeddingList),
 ]
+_TEXTS = (Transcription, VerboseTranscription)
 _FILES = [
     Route("POST", "/v1/files", files.create_file, files.UPLOAD, files.FileObject),
     Route(
@@ -35,6 +39,10 @@ _FILES = [
     Route("DELETE", "/v1/files/{file_id}", files.delete_file, answer=files.FileDeleted),
     Route("GET", "/v1/files/{file_id}/content", files.file_content, answer=files.BYTES),
 ]
+_AUDIO = [
+    Route("POST", "/v1/audio/transcriptions", transcriptions, audio.FORM, _TEXTS, stream=EVENTS),
+    Route("POST", "/v1/audio/translations", translations, audio.FORM, _TEXTS, stream=EVENTS),
+]
 _BATCHES = [
     Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest, batches.BatchObject),
     Route("GET", "/v1/batches", batches.list_batches, answer=batches.BatchList, query=page(100)),
@@ -47,4 +55,4 @@ _PROMPTS = [
     Route("POST", "/tokenize", tokens.tokenize, protocol.TokenizeRequest, objects.TokenizeResponse),
     Route("POST", "/detokenize", tokens.detokenize, protocol.DetokenizeRequest, objects.DetokenizeResponse),
 ]
-ROUTES = [*GENERATION, *RESPONSES, *CONVERSATIONS, *_FILES, *_BATCHES, *_PROMPTS]
+ROUTES = [*GENERATION, *RESPONSES, *CONVERSATIONS, *_AUDIO, *_FILES, *_BATCHES, *_PROMPTS]

@@ -24,10 +24,6 @@ _RATES = range(4000, 384_001)
 FORMATS = "wav, mp3, flac, ogg, m4a, mp4, mpeg, mpga and webm"
 
 
-class MissingPackage(ValueError):
-    """The file needs a package that is not installed."""
-
-
 @dataclass(frozen=True, slots=True)
 class Audio:
     """`seconds` is what the header says, None if it does not. `blocks` are float32 samples at 16 kHz; iterating raises
@@ -39,8 +35,8 @@ class Audio:
 
 
 def open_audio(file: BinaryIO, num_bytes: int) -> Audio:
-    """Read the header of a file. Raises ValueError, as the end of a sentence, for one that is no audio, MissingPackage
-    if a library is missing.
+    """Read the header of a file. Raises ValueError, as the end of a sentence, for one that is no audio,
+    ModuleNotFoundError if a library is missing.
     """
     if not num_bytes:
         raise ValueError("it is empty")
@@ -73,7 +69,9 @@ def container_of(head: bytes) -> str | None:
 
 def _require(package: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise MissingPackage(f"this server lacks the package {package} (pip install 'quire[audio]'); it reads WAV")
+        raise ModuleNotFoundError(
+            f"this server reads WAV only: it lacks the package {package} (pip install 'quire[audio]')"
+        )
 
 
 def _by_soundfile(file: BinaryIO) -> Audio:

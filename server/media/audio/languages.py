@@ -14,8 +14,9 @@ af afrikaans oc occitan ka georgian be belarusian tg tajik sd sindhi gu gujarati
 uz uzbek fo faroese ht haitian_creole ps pashto tk turkmen nn nynorsk mt maltese sa sanskrit lb luxembourgish
 my myanmar bo tibetan tl tagalog mg malagasy as assamese tt tatar haw hawaiian ln lingala ha hausa ba bashkir
 jw javanese su sundanese yue cantonese
-""".split()
-NAMES = {code: name.replace("_", " ") for code, name in zip(_TABLE[::2], _TABLE[1::2], strict=True)}
+"""
+_WORDS = _TABLE.split()
+NAMES = {code: name.replace("_", " ") for code, name in zip(_WORDS[::2], _WORDS[1::2], strict=True)}
 # written without spaces between words, so that pieces are joined without one
 UNSPACED = frozenset({"zh", "ja", "th", "lo", "my", "km", "bo", "yue"})
 

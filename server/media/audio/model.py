@@ -1,4 +1,4 @@
-"""What the files of a speech recognizer say: its special tokens, languages, and what it never writes. Loads no numpy."""
+"""What the files of a speech recognizer say: its tokens, languages, and what it never writes. Loads no numpy."""
 
 from __future__ import annotations
 
