@@ -65,6 +65,8 @@ def find_cut(samples: np.ndarray, cutting: Cutting) -> int:
     """Where a window ends: in the middle of the last silence, or where the energy is least."""
     energy = loudness(samples)
     threshold = max(cutting.threshold * _OF_LOUD * float(np.quantile(energy, _LOUD)), _INAUDIBLE)
+    if energy.max() < threshold:
+        return len(samples)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], energy < threshold, [0]]).astype(np.int8)))
     need = max(round(cutting.silence * RATE / FRAME), 1)
     for first, last in reversed(edges.reshape(-1, 2).tolist()):
