@@ -21,6 +21,7 @@ from quire.server.startup.checks import check_server_files, local_config
 from quire.server.startup.plan_table import plan_table
 
 if TYPE_CHECKING:
+    from quire.server.media.audio.service import Speech
     from quire.server.media.service import Images
 
 
@@ -42,6 +43,7 @@ def plan(config: Config, target: str) -> str:
     """The checkpoint, the memory plan and the choices, as `quire serve` shows them. `target` is an empty folder for
     headers of weights. Raises ValueError as `quire serve` would.
     """
+    from quire.server.media.audio.service import Speech
     from quire.server.media.service import Images
     from quire.server.request.sampling import read_sampling_defaults
     from quire.server.startup.engine_group import PLAIN, read_text
@@ -63,13 +65,16 @@ def plan(config: Config, target: str) -> str:
     images = Images(config)
     tokenizer, _ = read_text(config, tokenizer_folder, images, folder)
     images.check_worker(ready.media)
+    speech = Speech()
+    speech.open(folder, tokenizer)
+    speech.check_worker(ready.media)
     chat = "none: /v1/chat/completions needs --chat-template"
     if tokenizer.chat_templates == {"default": PLAIN}:
         chat = "none: a conversation is the contents of its messages, one after another"
     elif tokenizer.chat_templates:
         chat = "yes"
     warnings = [f"warning: {warning}" for warning in ready.warnings]
-    lines = [plan_table(ready), *warnings, f"chat template: {chat}", *_about(images, folder), *adapters]
+    lines = [plan_table(ready), *warnings, f"chat template: {chat}", *_about(images, folder), *_hears(speech), *adapters]
     lines.append(f"default sampling parameters: {defaults.describe()}")
     return "\n".join([_checkpoint(config, folder), *lines] if has_weights else lines)
 
@@ -101,6 +106,15 @@ def _about(images: Images, folder: str) -> list[str]:
         options = ", ".join(about["mm_processor_kwargs"]) or "none"
         return [f"images: at most {about['max_per_prompt']} per prompt; mm_processor_kwargs: {options}"]
     return [f"images: refused: {images.why_not}"] if "vision_config" in read_config(folder) else []
+
+
+def _hears(speech: Speech) -> list[str]:
+    """The server's handling of audio; nothing for a model that transcribes none."""
+    if speech.why_not is not None:
+        return []
+    model = speech.model
+    tasks = ", ".join(model.tasks) or "transcribe"
+    return [f"audio: {tasks}; languages: {', '.join(model.codes)}"]
 
 
 def _checkpoint(config: Config, folder: str) -> str:

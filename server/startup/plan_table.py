@@ -26,8 +26,9 @@ def plan_table(ready: WorkerReady) -> str:
     ]
     if plan.images:
         size, budget = ready.media.cache_size, ready.media.encoder_budget
-        note = f"{size:,} embeddings kept, and an image of as many while it is encoded; {budget:,} in a step"
-        rows.insert(2, ("images", plan.images, note))
+        largest = "a batch" if ready.media.cross else "an image of as many"
+        note = f"{size:,} embeddings kept, and {largest} while it is encoded; {budget:,} in a step"
+        rows.insert(2, ("audio" if ready.media.cross else "images", plan.images, note))
     if plan.offload:
         rows.insert(-1, ("RAM tier", plan.offload, "blocks that were used again and leave the KV cache"))
     if plan.adapters:
