@@ -74,8 +74,12 @@ def plan(config: Config, target: str) -> str:
     elif tokenizer.chat_templates:
         chat = "yes"
     warnings = [f"warning: {warning}" for warning in ready.warnings]
-    lines = [plan_table(ready), *warnings, f"chat template: {chat}", *_about(images, folder), *_hears(speech), *adapters]
-    lines.append(f"default sampling parameters: {defaults.describe()}")
+    lines = [plan_table(ready), *warnings]
+    if speech.why_not is None:
+        lines.append(_hears(speech))
+    else:
+        lines += [f"chat template: {chat}", *_about(images, folder), *adapters]
+        lines.append(f"default sampling parameters: {defaults.describe()}")
     return "\n".join([_checkpoint(config, folder), *lines] if has_weights else lines)
 
 
@@ -108,13 +112,10 @@ def _about(images: Images, folder: str) -> list[str]:
     return [f"images: refused: {images.why_not}"] if "vision_config" in read_config(folder) else []
 
 
-def _hears(speech: Speech) -> list[str]:
-    """The server's handling of audio; nothing for a model that transcribes none."""
-    if speech.why_not is not None:
-        return []
+def _hears(speech: Speech) -> str:
+    """The server's handling of audio."""
     model = speech.model
-    tasks = ", ".join(model.tasks) or "transcribe"
-    return [f"audio: {tasks}; languages: {', '.join(model.codes)}"]
+    return f"audio: {', '.join(model.tasks) or 'transcribe'}; languages: {', '.join(model.codes)}"
 
 
 def _checkpoint(config: Config, folder: str) -> str:

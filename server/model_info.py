@@ -26,6 +26,11 @@ class ModelInfo:
     other_defaults: dict[str, Any] = field(default_factory=dict)  # of sampling, where the model's files have none
     transcribes: bool = False  # it writes what it hears, and answers no prompt
 
+    @property
+    def writes(self) -> bool:
+        """Return whether it continues prompts."""
+        return not self.transcribes and (self.pooling is None or self.pooling.generates)
+
 
 def context_length(worker: WorkerReady) -> int:
     """Return the most tokens that a request may have: the context length, or less if the model generates no text and

@@ -221,9 +221,9 @@ class Frontend:
             from quire.server.metrics.pool import make_metrics
 
             state.model = model_info(self.config, ready.worker, state.tokenizer, self.sampling_defaults)
-            if state.model.pooling is None or state.model.pooling.generates:
+            if state.model.writes:
                 logger.info("default sampling parameters: %s", self.sampling_defaults.describe())
-            if not self.chats and (state.model.pooling is None or state.model.pooling.generates):
+            if not self.chats and state.model.writes:
                 logger.warning(
                     "the model has no chat template: /v1/chat/completions will return 400 and /v1/completions answers; "
                     "set one with --chat-template"
@@ -238,7 +238,7 @@ class Frontend:
         state.ready = ready
         if first:
             self.on_open(ready)
-            if state.model.pooling is None or state.model.pooling.generates:
+            if state.model.writes:
                 state.structures.warm(state)
 
     # ---- running

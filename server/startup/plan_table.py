@@ -44,6 +44,9 @@ def plan_table(ready: WorkerReady) -> str:
     lines.append(
         f"  fits {num_tokens:,} tokens: {num_tokens / ready.max_model_len:.1f} requests of the full length of "
         f"{ready.max_model_len:,}"
+        if ready.media is None or not ready.media.cross
+        else f"  fits {num_tokens / (ready.max_model_len + ready.media.cross):.1f} requests: {ready.media.cross:,} "
+        f"positions of audio and {ready.max_model_len:,} tokens each"
     )
     lines += [f"  {line}" for line in _below(ready)]
     if ready.choices:
