@@ -240,4 +240,3 @@ class Transcription:
                 if delta.finish_reason == "abort":
                     raise EngineError("The request was aborted.")
         return ids, logprobs, of_prompt
-

@@ -40,9 +40,7 @@ async def read_form(
             "This server cannot read uploads: it lacks the package python-multipart (pip install 'quire[files]')."
         ) from None
     body = _counted(request, most, too_large)
-    parser = MultiPartParser(
-        request.headers, body, max_files=1, max_fields=max_fields, max_part_size=MAX_FORM_BYTES
-    )
+    parser = MultiPartParser(request.headers, body, max_files=1, max_fields=max_fields, max_part_size=MAX_FORM_BYTES)
     try:
         return await parser.parse()
     except ClientDisconnect:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, NoReturn, TypeVar
 
-from quire.server.errors import BadRequest, NotInstalled, PayloadTooLarge
+from quire.server.errors import BadRequest, NotInstalled, PayloadTooLarge, Unavailable
 from quire.server.media.audio.model import SpeechModel, is_speech_model, read_speech_model
 from quire.server.media.inputs import Lease
 from quire.server.media.registry import read_config
@@ -31,6 +31,7 @@ T = TypeVar("T")
 MAX_FILE_BYTES = 200 << 20
 MAX_SECONDS = 4 * 3600.0
 MAX_STORED = 512 << 20  # bytes of features of running requests
+MAX_UPLOADS = 2 << 30  # bytes of files that are being received or transcribed, in temporary files
 NUM_THREADS = min(2, os.cpu_count() or 1)
 _BUSY_BYTES = 64 << 20  # of one window while it is cut and becomes features, at most
 
@@ -64,6 +65,7 @@ class Speech:
         self.max_bytes, self.max_seconds = MAX_FILE_BYTES, MAX_SECONDS
         self._store = ImageStore(MAX_STORED, keeps=False)
         self._threads: ThreadPoolExecutor | None = None
+        self._num_bytes = 0  # of uploads
         self._turns = Turns(NUM_THREADS, max_bytes=NUM_THREADS * _BUSY_BYTES)
 
     def open(self, folder: str, tokenizer: Tokenizer) -> None:
@@ -90,6 +92,12 @@ class Speech:
         if self.why_not is not None:
             raise BadRequest(f"The model transcribes no audio: {self.why_not}.", param="model")
         return self.model
+
+    def hold(self, num_bytes: int) -> Room:
+        """Hold room for an upload. Raises Unavailable if others leave none."""
+        if self._num_bytes + num_bytes > MAX_UPLOADS:
+            raise Unavailable("Too many audio files are being transcribed.", retry_after=2)
+        return Room(self, num_bytes)
 
     async def open_file(self, file: BinaryIO, num_bytes: int, cutting: Cutting, turn: str) -> Pieces:
         """Read the header of an upload. Raises BadRequest, NotInstalled, PayloadTooLarge; cancelling it drops it."""
@@ -133,6 +141,22 @@ class Speech:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._store.close()
+
+
+class Room:
+    """Room for an upload until `release`, or until nobody holds it."""
+
+    def __init__(self, speech: Speech, num_bytes: int):
+        self._speech, self._num_bytes = speech, num_bytes
+        speech._num_bytes += num_bytes
+
+    def release(self) -> None:
+        """Idempotent."""
+        self._speech._num_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class Pieces:

@@ -111,9 +111,7 @@ def _check_lists(fields: Fields, lists: dict[str, list[object]]) -> None:
                 param="timestamp_granularities",
             )
     if lists["timestamp_granularities"] and fields.response_format != "verbose_json":
-        raise BadRequest(
-            "timestamp_granularities needs response_format verbose_json.", param="timestamp_granularities"
-        )
+        raise BadRequest("timestamp_granularities needs response_format verbose_json.", param="timestamp_granularities")
     for value in lists["include"]:
         _choice("include", value, ("logprobs",))
         fields.logprobs = True

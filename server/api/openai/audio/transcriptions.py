@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import msgspec
 from msgspec import UNSET
+from starlette.datastructures import FormData
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -25,7 +26,7 @@ from quire.server.http.caller import caller
 from quire.server.http.form import MAX_FORM_BYTES, declared_size, read_form
 from quire.server.media.audio.languages import NAMES, UNSPACED
 from quire.server.media.audio.model import STEP
-from quire.server.media.audio.service import Pieces, too_large
+from quire.server.media.audio.service import Pieces, Room, too_large
 from quire.server.request.generation_request import GenerationRequest
 
 ID_PREFIX = "transcribe-"
@@ -50,10 +51,10 @@ async def _answer(request: Request, state: needs.Transcriptions, task: str) -> R
     def refusal():
         return too_large(state.speech.max_bytes)
 
-    declared_size(request, most, refusal)
-    form = await read_form(request, most, refusal, "Audio, in the field file,", max_fields=64)
-    keep = False  # whether a stream reads on
+    room = state.speech.hold(declared_size(request, most, refusal) or most)
+    form, keep = FormData(), False  # whether a stream reads on
     try:
+        form = await read_form(request, most, refusal, "Audio, in the field file,", max_fields=64)
         fields = read_fields(form, state.config.server.strict_params)
         if fields.ignored:
             caller(request).ignored = fields.ignored
@@ -86,13 +87,14 @@ async def _answer(request: Request, state: needs.Transcriptions, task: str) -> R
         answer = Answer(fields, state, Transcription(state, spec, pieces))
         if fields.stream:
             keep = True
-            frames = _closing(answer.frames(limits.total), form.close)
+            frames = _closing(answer.frames(limits.total), form, room)
             stream = sse.to_the_end(frames, base.request_id, done=b"")
             return sse.EventStream(stream, state.config.server.sse_keep_alive_interval)
         return await sse.unless_disconnected(request, within(answer.whole(), limits, _never))
     finally:
         if not keep:
             await form.close()
+            room.release()
 
 
 def _require_program(request: Request) -> None:
@@ -127,13 +129,15 @@ async def _never() -> bool:
     return False
 
 
-async def _closing(frames: AsyncGenerator[bytes, None], close) -> AsyncGenerator[bytes, None]:
+async def _closing(frames: AsyncGenerator[bytes, None], form: FormData, room: Room) -> AsyncGenerator[bytes, None]:
+    """`frames`, then close the file of the form and give its room back."""
     try:
         async with aclosing(frames):
             async for frame in frames:
                 yield frame
     finally:
-        await close()
+        await form.close()
+        room.release()
 
 
 class Answer:
