@@ -17,8 +17,12 @@ jw javanese su sundanese yue cantonese
 """
 _WORDS = _TABLE.split()
 NAMES = {code: name.replace("_", " ") for code, name in zip(_WORDS[::2], _WORDS[1::2], strict=True)}
-# written without spaces between words, so that pieces are joined without one
-UNSPACED = frozenset({"zh", "ja", "th", "lo", "my", "km", "bo", "yue"})
+_UNSPACED = frozenset({"zh", "ja", "th", "lo", "my", "km", "bo", "yue"})
+
+
+def gap(code: str | None) -> str:
+    """What stands between the texts of two pieces: nothing in languages that are written without spaces."""
+    return "" if code in _UNSPACED else " "
 
 
 def code_of(name: str) -> str:

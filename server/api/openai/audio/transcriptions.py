@@ -24,7 +24,7 @@ from quire.server.generate.transcription import MOST_BEFORE, Said, Segment, Tran
 from quire.server.http import admission, request_options, sse
 from quire.server.http.caller import caller
 from quire.server.http.form import MAX_FORM_BYTES, declared_size, read_form
-from quire.server.media.audio.languages import NAMES, UNSPACED
+from quire.server.media.audio.languages import NAMES, gap
 from quire.server.media.audio.model import STEP
 from quire.server.media.audio.service import Pieces, Room, too_large
 from quire.server.request.generation_request import GenerationRequest
@@ -193,7 +193,7 @@ class Answer:
         text = self.said[number].text.strip()
         if not text or not any(said.text.strip() for said in self.said[:number]):
             return text
-        return text if self.transcription.language in UNSPACED else f" {text}"
+        return gap(self.transcription.language) + text
 
     def _verbose(self, text: str) -> objects.VerboseTranscription:
         code, task = self.transcription.language or "", self.transcription.spec.task
