@@ -20,18 +20,24 @@ from quire.server.generate import deltas, needs
 from quire.server.generate.generation import Generation
 from quire.server.media.audio.model import STEP, SpeechModel
 from quire.server.media.audio.service import Piece, Pieces
+from quire.server.model_info import ModelInfo
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import Attached, GenerationRequest
 
 PARALLEL = 8  # pieces of one request at once
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the attempts
 MOST_COMPRESSION, LEAST_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6  # Whisper's thresholds
-MOST_BEFORE = 224  # tokens of text before the audio
+_MOST_BEFORE = 224  # tokens of text before the audio, if half of the context has so many
 _FORGETS = 0.5  # temperature above which a text is not what the next piece follows
 _TOP = 20  # log-probabilities among which that of silence is looked for
 _serial = itertools.count()
 
 Observed = Callable[[AsyncGenerator[Delta, None]], AsyncGenerator[Delta, None]]
+
+
+def most_before(model: ModelInfo) -> int:
+    """The most tokens of text before the audio."""
+    return min(_MOST_BEFORE, model.max_model_len // 2)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,7 +118,7 @@ class Transcription:
                         continue
                 said = await running.popleft()
                 if self.spec.follows and said.temperature <= _FORGETS:
-                    before = said.token_ids[-MOST_BEFORE:]
+                    before = said.token_ids[-most_before(self.state.model) :]
                 yield said
         finally:
             for task in running:

@@ -33,11 +33,11 @@ def build_whisper(folder: Path, positions: int = 1500, *, multilingual: bool = T
 
     tokenizer = _byte_level()
     tasks = ("translate", "transcribe", "startoflm", "startofprev", "nospeech", "notimestamps")
-    names = ["endoftext", "startoftranscript", *(LANGUAGES if multilingual else ()), *tasks]
+    names = ["endofspeech", "startoftranscript", *(LANGUAGES if multilingual else ()), *tasks]
     names += [f"{i * 0.02:.2f}" for i in range(1501)]
     tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in names])
     ids = {name: tokenizer.token_to_id(f"<|{name}|>") for name in names}
-    end = ids["endoftext"]
+    end = ids["endofspeech"]  # the tiny tokenizer has another <|endoftext|>, below the words
     config = WhisperConfig(
         vocab_size=tokenizer.get_vocab_size(),
         max_source_positions=positions,
@@ -56,6 +56,9 @@ def build_whisper(folder: Path, positions: int = 1500, *, multilingual: bool = T
             parameter.data += torch.randn_like(parameter) / (4 if "embed_tokens" in name else 6)
         if "encoder_attn" in name and "proj" in name:
             parameter.data *= 3  # so that the audio decides what is written
+    with torch.no_grad():  # as a trained model, it writes words
+        model.proj_out.weight[:end] *= 1.4
+        model.proj_out.weight[end:] *= 0.5
     model.generation_config = GenerationConfig(
         bos_token_id=end,
         eos_token_id=end,
@@ -66,7 +69,7 @@ def build_whisper(folder: Path, positions: int = 1500, *, multilingual: bool = T
         suppress_tokens=[5, 7, 11, *(ids[name] for name in ("startoftranscript", *tasks))],
         begin_suppress_tokens=[9, end],
         max_initial_timestamp_index=50,
-        max_length=448,
+        max_length=config.max_target_positions,
         is_multilingual=multilingual,
         return_timestamps=False,
         **(
@@ -80,7 +83,7 @@ def build_whisper(folder: Path, positions: int = 1500, *, multilingual: bool = T
     )
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endofspeech|>"}))
     (folder / "preprocessor_config.json").write_text(
         json.dumps({"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config.num_mel_bins})
     )
@@ -92,7 +95,7 @@ def token_id(model: Any, name: str) -> int:
     settings = model.generation_config
     known = {
         "startoftranscript": settings.decoder_start_token_id,
-        "endoftext": settings.eos_token_id,
+        "endofspeech": settings.eos_token_id,
         "notimestamps": settings.no_timestamps_token_id,
         "nospeech": settings.no_timestamps_token_id - 1,
         "startofprev": settings.prev_sot_token_id,

@@ -94,7 +94,7 @@ def test_several_requests_at_once(built, engine):
     references = expected(model, seeds)
     assert len({tuple(reference) for reference in references}) > 3, "the audio makes no difference"
     for result, reference in zip(results, references):
-        assert ends_with(result, reference, token_id(model, "endoftext"))
+        assert ends_with(result, reference, token_id(model, "endofspeech"))
 
 
 def test_equal_prompts_share_no_blocks(built, engine):
@@ -175,7 +175,7 @@ def test_timestamps(built, engine, max_first):
         )
         references.append(out[0].tolist())
     for result, reference in zip(results, references):
-        assert ends_with(result, reference, token_id(model, "endoftext")), (result.token_ids, reference)
+        assert ends_with(result, reference, token_id(model, "endofspeech")), (result.token_ids, reference)
 
 
 def test_audio_that_cannot_be_read_fails_alone(built, engine):

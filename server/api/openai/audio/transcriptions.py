@@ -20,7 +20,7 @@ from quire.server.api.openai.audio import objects, subtitles
 from quire.server.api.openai.audio.fields import TIMED, Fields, check_language, read_fields
 from quire.server.errors import BadRequest, GatewayTimeout, UnsupportedMediaType
 from quire.server.generate.deadlines import within
-from quire.server.generate.transcription import MOST_BEFORE, Said, Segment, Transcription, TranscriptionSpec
+from quire.server.generate.transcription import Said, Segment, Transcription, TranscriptionSpec, most_before
 from quire.server.http import admission, request_options, sse
 from quire.server.http.caller import caller
 from quire.server.http.form import MAX_FORM_BYTES, declared_size, read_form
@@ -109,7 +109,7 @@ def _tokens_before(prompt: str, state: needs.Transcriptions) -> list[int]:
     ids = state.tokenizer.encode(" " + prompt.strip(), add_special_tokens=False) if prompt.strip() else []
     if any(token >= state.speech.require().end for token in ids):
         raise BadRequest("prompt must not contain special tokens, such as <|endoftext|>.", param="prompt")
-    return ids[-MOST_BEFORE:]
+    return ids[-most_before(state.model) :]
 
 
 async def _open(fields: Fields, state: needs.Transcriptions, turn: str) -> Pieces:
