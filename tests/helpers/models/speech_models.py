@@ -58,7 +58,7 @@ def build_whisper(folder: Path, positions: int = 1500, *, multilingual: bool = T
             parameter.data *= 3  # so that the audio decides what is written
     with torch.no_grad():  # as a trained model, it writes words
         model.proj_out.weight[:end] *= 1.4
-        model.proj_out.weight[end:] *= 0.5
+        model.proj_out.weight[end:] *= 0.65
     model.generation_config = GenerationConfig(
         bos_token_id=end,
         eos_token_id=end,
