@@ -30,7 +30,7 @@ class Running(Reservation, Settings, Protocol):
 
 
 class Transcribing(Encoding, Running, Speech, Protocol):
-    """To run accepted requests for what was said."""
+    """To run accepted requests for the text of audio."""
 
 
 class Generation(Encoding, Running, Protocol):

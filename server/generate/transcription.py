@@ -1,4 +1,4 @@
-"""Pieces of audio -> what was said: each piece is a request of its own, several at once, with Whisper's rules for
+"""Pieces of audio -> their texts: each piece is a request of its own, several at once, with Whisper's rules for
 attempts at higher temperatures and for silence.
 """
 
@@ -27,8 +27,8 @@ from quire.server.request.generation_request import Attached, GenerationRequest
 PARALLEL = 8  # pieces of one request at once
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the attempts
 MOST_COMPRESSION, LEAST_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6  # Whisper's thresholds
-_MOST_BEFORE = 224  # tokens of text before the audio, if half of the context has so many
-_FORGETS = 0.5  # temperature above which a text is not what the next piece follows
+_MOST_BEFORE = 224  # tokens of text before the audio, at most half of the context
+_FORGETS = 0.5  # temperature above which the next piece does not follow a text
 _TOP = 20  # log-probabilities among which that of silence is looked for
 _serial = itertools.count()
 
@@ -42,7 +42,7 @@ def most_before(model: ModelInfo) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class TranscriptionSpec:
-    """What a request asks for. `base` has what the engine's requests share: id, tenant, priority."""
+    """The parameters of one file. `base` has the id, tenant and priority of the engine's requests."""
 
     base: GenerationRequest
     task: str = "transcribe"
@@ -100,7 +100,8 @@ class Transcription:
         self.num_pieces = 0
 
     async def said(self) -> AsyncGenerator[Said, None]:
-        """What was said in each piece, in order. Closing it aborts what runs. Raises BadRequest, EngineError."""
+        """Yield the text of each piece, in order. Closing the generator aborts running requests. Raises BadRequest,
+        EngineError."""
         running: deque[asyncio.Task[Said]] = deque()
         before, at_end = list(self.spec.before), False
         try:
@@ -154,7 +155,7 @@ class Transcription:
         return names[ids[0]]
 
     async def _no_speech(self, piece: Piece) -> float:
-        """The probability that nobody speaks, where no token of a prompt follows the first one."""
+        """Return the probability of silence, for prompts in which no token follows the first one."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=[self.model.no_speech], logprobs=0)
         _, logprobs, _ = await self._run(piece, [self.model.start], sampling)
         return math.exp(logprobs[0].logprobs[0])

@@ -89,7 +89,7 @@ class Preparing(Prompting, Admission, Protocol):
 
 
 class Transcriptions(Transcribing, Admission, Protocol):
-    """A route that answers with what was said."""
+    """A route that answers with the text of audio."""
 
 
 class Vectors(Encoding, Body, Running, Admission, Protocol):

@@ -202,7 +202,7 @@ class LLM:
         timestamps: bool = False,
         use_tqdm: bool = True,
     ) -> list[TranscriptionOutput]:
-        """What is said in every file, in order: a path or the bytes of a file, or a list of them. `task` may also be
+        """Transcribe every file, in order: a path or the bytes of a file, or a list of them. `task` may also be
         translate, to English. `language` is a code or an English name, by default detected; `temperature` 0 is
         Whisper's attempts at rising temperatures. With `timestamps`, `segments` says when what is said.
 

@@ -23,7 +23,7 @@ TURN = ""  # all of a process is one tenant
 
 @dataclass(slots=True)
 class TranscriptionOutput:
-    """What was said in a file of `duration` seconds. `language` is a code, None if nobody speaks."""
+    """The text of a file of `duration` seconds. `language` is a code, None without speech."""
 
     text: str
     language: str | None

@@ -26,7 +26,7 @@ FORMATS = "wav, mp3, flac, ogg, m4a, mp4, mpeg, mpga and webm"
 
 @dataclass(frozen=True, slots=True)
 class Audio:
-    """`seconds` is what the header says, None if it does not. `blocks` are float32 samples at 16 kHz; iterating raises
+    """`seconds` is the length in the header, None if it has none. `blocks` are float32 samples at 16 kHz; iterating raises
     ValueError at a damaged part.
     """
 
@@ -55,7 +55,7 @@ def open_audio(file: BinaryIO, num_bytes: int) -> Audio:
 
 
 def container_of(head: bytes) -> str | None:
-    """What reads a file that begins with `head`: wav, soundfile or av; None for no known container."""
+    """Return the reader of a file that begins with `head`: wav, soundfile or av; None for an unknown container."""
     if head[:4] in (b"RIFF", b"RIFX", b"RF64") and head[8:12] == b"WAVE":
         return "wav" if head[:4] == b"RIFF" else "soundfile"
     if head[:4] in (b"fLaC", b"OggS", b"FORM", b".snd", b"caff") or head[:3] == b"ID3":

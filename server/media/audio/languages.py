@@ -21,7 +21,7 @@ _UNSPACED = frozenset({"zh", "ja", "th", "lo", "my", "km", "bo", "yue"})
 
 
 def gap(code: str | None) -> str:
-    """What stands between the texts of two pieces: nothing in languages that are written without spaces."""
+    """Return the separator of the texts of two pieces: none in languages that are written without spaces."""
     return "" if code in _UNSPACED else " "
 
 

@@ -1,4 +1,4 @@
-"""What the files of a speech recognizer say: its tokens, languages, and what it never writes. Loads no numpy."""
+"""Read the files of a speech recognizer: its special tokens, languages and suppressed tokens. Loads no numpy."""
 
 from __future__ import annotations
 

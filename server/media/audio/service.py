@@ -38,7 +38,7 @@ _BUSY_BYTES = 64 << 20  # of one window while it is cut and becomes features, at
 
 @dataclass(frozen=True, slots=True)
 class _Features:
-    """What `ImageStore` keeps of a window."""
+    """The features of a window, as `ImageStore` takes them."""
 
     features: dict[str, np.ndarray]
     text: str
@@ -144,7 +144,7 @@ class Speech:
 
 
 class Room:
-    """Room for an upload until `release`, or until nobody holds it."""
+    """Room for an upload until `release`, or until it is collected."""
 
     def __init__(self, speech: Speech, num_bytes: int):
         self._speech, self._num_bytes = speech, num_bytes

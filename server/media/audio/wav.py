@@ -14,7 +14,7 @@ BLOCK = 1 << 16  # frames
 
 
 class WavFile:
-    """`num_frames` is what the header and the size of the file say. Raises ValueError for a damaged header."""
+    """`num_frames` follows from the header and the size of the file. Raises ValueError for a damaged header."""
 
     def __init__(self, file: BinaryIO, num_bytes: int):
         self._file = file

@@ -46,7 +46,7 @@ FORM = {
 
 @dataclass(slots=True)
 class Fields:
-    """A form, checked but for what depends on the model's prompt tokens."""
+    """The fields of a form, whose values are in their ranges."""
 
     upload: UploadFile
     model: str | None = None
@@ -62,7 +62,7 @@ class Fields:
 
 
 def read_fields(form: FormData, strict: bool) -> Fields:
-    """Raises BadRequest naming the field; with `strict` also for fields that nobody knows."""
+    """Raises BadRequest naming the field; with `strict` also for unknown fields."""
     upload = form.get("file")
     if not isinstance(upload, UploadFile):
         raise BadRequest("Missing required parameter: file.", param="file", code="missing_required_parameter")

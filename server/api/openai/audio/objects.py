@@ -1,4 +1,4 @@
-"""OpenAI's objects for what was said."""
+"""OpenAI's objects for transcriptions."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ async def _closing(frames: AsyncGenerator[bytes, None], form: FormData, room: Ro
 
 
 class Answer:
-    """Writes what was said, whole or as events."""
+    """Writes the texts of the pieces, whole or as events."""
 
     def __init__(self, fields: Fields, state: needs.Transcriptions, transcription: Transcription):
         self.fields, self.state, self.transcription = fields, state, transcription
