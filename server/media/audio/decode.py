@@ -26,7 +26,7 @@ FORMATS = "wav, mp3, flac, ogg, m4a, mp4, mpeg, mpga and webm"
 
 @dataclass(frozen=True, slots=True)
 class Audio:
-    """`seconds` is the length in the header, None if it has none. `blocks` are float32 samples at 16 kHz; iterating raises
+    """`seconds` is the length in the header, if any. `blocks` are float32 samples at 16 kHz; iterating raises
     ValueError at a damaged part.
     """
 
