@@ -203,3 +203,25 @@ def test_tensors_without_biases_of_keys(built):
     names = built[0].state_dict()
     assert "model.decoder.layers.0.encoder_attn.v_proj.bias" in names
     assert "model.decoder.layers.0.encoder_attn.k_proj.bias" not in names
+
+
+@pytest.mark.slow
+def test_two_ranks(built, engine):
+    """The encoder is whole on each rank, and cross-attention is divided by heads."""
+    model, folder = built
+    asked = [prompt(model)] * 2, greedy(model)
+    media = [audio(folder, seed) for seed in (1, 2)]
+    alone = engine.generate(*asked, media=media)
+    divided = InProcessEngine(
+        str(folder), dtype="float32", max_num_seqs=4, tensor_parallel_size=2, speculative_config=None
+    )
+    try:
+        found = divided.generate(*asked, media=media)
+    finally:
+        divided.close()
+    assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+
+
+def test_pipeline_stages_are_refused(built):
+    with pytest.raises(ValueError, match="--pipeline-parallel-size must be 1 for WhisperForCausalLM, whose layers all"):
+        InProcessEngine(str(built[1]), pipeline_parallel_size=2)
