@@ -27,6 +27,7 @@ from quire.server.request.generation_request import Attached, GenerationRequest
 PARALLEL = 8  # pieces of one request at once
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the attempts
 MOST_COMPRESSION, LEAST_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6  # Whisper's thresholds
+PERHAPS_NO_SPEECH = 0.3  # the same after attempts of which none is likely: steady noise has 0.4
 _MOST_BEFORE = 224  # tokens of text before the audio, at most half of the context
 _FORGETS = 0.5  # temperature above which the next piece does not follow a text
 _TOP = 20  # log-probabilities among which that of silence is looked for
@@ -85,9 +86,13 @@ class Said:
         """Return whether the text repeats itself, or is unlikely."""
         return self.compression_ratio > MOST_COMPRESSION or self.avg_logprob < LEAST_LOGPROB
 
-    @property
-    def is_silence(self) -> bool:
-        return self.no_speech > NO_SPEECH and self.avg_logprob < LEAST_LOGPROB
+    def is_silence(self, threshold: float) -> bool:
+        """Return whether the text is unlikely, and the probability of silence above a threshold."""
+        return self.no_speech > threshold and self.avg_logprob < LEAST_LOGPROB
+
+    def silenced(self) -> Said:
+        """Return the piece without text."""
+        return Said(self.piece, no_speech=self.no_speech, avg_logprob=self.avg_logprob, num_output=self.num_output)
 
 
 class Transcription:
@@ -141,11 +146,11 @@ class Transcription:
         spec = self.spec
         for temperature in (spec.temperature,) if spec.temperature else TEMPERATURES:
             said = await self._attempt(piece, before if temperature <= _FORGETS else [], temperature)
-            if said.is_silence:
-                return Said(piece, no_speech=said.no_speech, avg_logprob=said.avg_logprob, num_output=said.num_output)
+            if said.is_silence(NO_SPEECH):
+                return said.silenced()
             if not said.fails:
                 break
-        return said
+        return said.silenced() if said.is_silence(PERHAPS_NO_SPEECH) else said
 
     async def _detect(self, piece: Piece) -> str:
         """The code of the likeliest language."""
