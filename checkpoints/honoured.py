@@ -29,11 +29,12 @@ GENERATION: dict[str, Entry] = (
         "max_new_tokens": Entry(HONOURED, "as default of max_tokens"),
         "eos_token_id": Entry(HONOURED, "beside the tokenizer's"),
         "suppress_tokens": Entry(HONOURED),
+        "begin_suppress_tokens": Entry(HONOURED, "models that transcribe audio"),
         "do_sample": Entry(IDLE, "false does not make the default greedy, as in vLLM; temperature 0 does"),
     }
     | dict.fromkeys(
         ("stop_strings", "bad_words_ids", "no_repeat_ngram_size", "min_new_tokens", "top_h", "typical_p",
-         "epsilon_cutoff", "eta_cutoff", "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id",
+         "epsilon_cutoff", "eta_cutoff", "sequence_bias", "forced_bos_token_id",
          "forced_eos_token_id", "exponential_decay_length_penalty", "guidance_scale", "watermarking_config",
          "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "num_beams", "penalty_alpha", "constraints",
          "force_words_ids"),

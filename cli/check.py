@@ -22,6 +22,7 @@ from quire.server.startup.entry_settings import with_entry
 from quire.server.startup.plan_table import plan_table
 
 if TYPE_CHECKING:
+    from quire.server.media.audio.service import Speech
     from quire.server.media.service import Images
 
 
@@ -43,6 +44,7 @@ def plan(config: Config, target: str) -> str:
     """The checkpoint, the memory plan and the choices, as `quire serve` shows them. `target` is an empty folder for
     headers of weights. Raises ValueError as `quire serve` would.
     """
+    from quire.server.media.audio.service import Speech
     from quire.server.media.service import Images
     from quire.server.request.sampling import read_sampling_defaults
     from quire.server.startup.engine_group import PLAIN, read_text
@@ -65,14 +67,21 @@ def plan(config: Config, target: str) -> str:
     images = Images(config)
     tokenizer, _ = read_text(config, tokenizer_folder, images, folder)
     images.check_worker(ready.media)
+    speech = Speech()
+    speech.open(folder, tokenizer)
+    speech.check_worker(ready.media)
     chat = "none: /v1/chat/completions needs --chat-template"
     if tokenizer.chat_templates == {"default": PLAIN}:
         chat = "none: a conversation is the contents of its messages, one after another"
     elif tokenizer.chat_templates:
         chat = "yes"
     warnings = [f"warning: {warning}" for warning in ready.warnings]
-    lines = [plan_table(ready), *warnings, f"chat template: {chat}", *_about(images, folder), *adapters]
-    lines.append(f"default sampling parameters: {defaults.describe()}")
+    lines = [plan_table(ready), *warnings]
+    if speech.why_not is None:
+        lines.append(_hears(speech))
+    else:
+        lines += [f"chat template: {chat}", *_about(images, folder), *adapters]
+        lines.append(f"default sampling parameters: {defaults.describe()}")
     return "\n".join([_checkpoint(config, folder), *lines] if has_weights else lines)
 
 
@@ -103,6 +112,12 @@ def _about(images: Images, folder: str) -> list[str]:
         options = ", ".join(about["mm_processor_kwargs"]) or "none"
         return [f"images: at most {about['max_per_prompt']} per prompt; mm_processor_kwargs: {options}"]
     return [f"images: refused: {images.why_not}"] if "vision_config" in read_config(folder) else []
+
+
+def _hears(speech: Speech) -> str:
+    """The server's handling of audio."""
+    model = speech.model
+    return f"audio: {', '.join(model.tasks) or 'transcribe'}; languages: {', '.join(model.codes)}"
 
 
 def _checkpoint(config: Config, folder: str) -> str:

@@ -83,6 +83,9 @@ def check_media(message: AddRequest, media: MediaInfo | None, longest_span: int)
         return
     if media is None:
         raise ValueError("this model does not read images")
+    if media.cross:
+        _check_audio(message.media, media)
+        return
     end = 0
     for i, item in enumerate(message.media, 1):
         span = message.prompt_token_ids[item.offset : item.offset + item.length]
@@ -90,6 +93,14 @@ def check_media(message: AddRequest, media: MediaInfo | None, longest_span: int)
             raise ValueError(f"image {i}: its tokens {item.offset} to {item.offset + item.length} are misplaced")
         end = item.offset + item.length
         _check_image(i, item, span, media, longest_span)
+
+
+def _check_audio(items: list[MediaItem], media: MediaInfo) -> None:
+    (item, *others) = items
+    if others:
+        raise ValueError(f"a request of this model has one piece of audio, not {len(items)}")
+    if (item.offset, item.length, item.num_embeds) != (0, 1, media.cross):
+        raise ValueError(f"the audio has {item.num_embeds} embeddings, but {media.cross} at token 0 are expected")
 
 
 def _check_image(i: int, item: MediaItem, span: list[int], media: MediaInfo, longest_span: int) -> None:

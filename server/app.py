@@ -90,7 +90,7 @@ async def _api_error(request: Request, error: ApiError) -> Response:
     return JsonResponse(body_of(error, request.scope["path"]), status_code=error.status, headers=error.headers)
 
 
-_ELSEWHERE = ("/v1/audio", "/v1/images", "/v1/moderations", "/v1/videos", "/v1/realtime", "/v1/fine_tuning")
+_ELSEWHERE = ("/v1/audio/speech", "/v1/images", "/v1/moderations", "/v1/videos", "/v1/realtime", "/v1/fine_tuning")
 
 
 async def _http_exception(request: Request, error: HTTPException) -> Response:

@@ -275,7 +275,8 @@ class Launcher:
     def _announce(self, ready: Ready) -> None:
         curl, base = self._say_ready(", ".join(served_names(self.config)))
         with_key = bool(self.config.server.api_key or self.config.server.api_key_file)
-        logger.info("try: %s", curl_line(curl, base, ready.worker.pooling, self.frontend.chats, with_key))
+        hears = ready.worker.media is not None and ready.worker.media.cross > 0
+        logger.info("try: %s", curl_line(curl, base, ready.worker.pooling, self.frontend.chats, with_key, hears))
         if self.engines.folder == embedded_model():
             logger.info(
                 "this is the small model included with quire, for trials; to serve another model: quire "

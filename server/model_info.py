@@ -37,6 +37,12 @@ class ModelInfo:
     keeps_states: bool = False  # whether layers have recurrent states, whose checkpoints are sparse
     other_defaults: dict[str, Any] = field(default_factory=dict)  # of sampling, where the model's files have none
     preset: Preset = field(default_factory=Preset)
+    transcribes: bool = False  # it writes what it hears, and answers no prompt
+
+    @property
+    def writes(self) -> bool:
+        """Return whether it continues prompts."""
+        return not self.transcribes and (self.pooling is None or self.pooling.generates)
 
 
 def context_length(worker: WorkerReady) -> int:

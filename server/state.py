@@ -23,6 +23,7 @@ from quire.server.incidents import Incidents
 from quire.server.library.pulls import Pulls
 from quire.server.lora.adapters import Adapters
 from quire.server.lora.shared import SharedAdapters
+from quire.server.media.audio.service import Speech
 from quire.server.media.service import Images
 from quire.server.metrics.history import History
 from quire.server.model_info import ModelInfo
@@ -88,10 +89,12 @@ class ServerState:
     history: History = field(default_factory=History)  # of the metrics
     streams: Streams = field(default_factory=Streams)
     images: Images = None  # made from the settings
+    speech: Speech = None  # the same
     adapters: Adapters | SharedAdapters = None  # the same
 
     def __post_init__(self) -> None:
         self.images = Images(self.config)
+        self.speech = Speech(self.config.parallel.distributed_executor_backend == "ray")
         several = self.config.server.api_server_count > 1
         self.adapters = SharedAdapters(self.config.lora.enabled) if several else Adapters(self.config)
         self.idle.set()

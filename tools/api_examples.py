@@ -1,6 +1,7 @@
 """`python -m tools.api_examples`: records, for every route, a request and what a running server answers, as the
 examples of the OpenAPI document (server/examples.json). Servers of the embedded model answer; classes and infilling
-come from its layers with random weights.
+come from its layers with random weights. The Whisper model in WHISPER_MODEL hears the WAV file SPEECH; without these
+variables its examples stay as they are.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ MORE = [
     _delete("/api/delete"),
 ]
 CLASSES = [_post("/classify", {"input": "Hello!"})]
+AUDIO = "/v1/audio/transcriptions", "/v1/audio/translations"
 INFILL = [_post("/infill", {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "n_predict": 4})]
 
 
@@ -109,8 +111,22 @@ def main() -> None:
         add_tokens(Path(coder), "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
         with running(coder, place, "--load-format", "dummy", "--served-model-name", "coder") as url:
             record(url, INFILL, {}, found)
+        found |= heard(place)
     EXAMPLES.write_text(json.dumps(dict(sorted(found.items())), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"{EXAMPLES}: {len(found)} routes")
+
+
+def heard(place: Path) -> dict[str, dict[str, Any]]:
+    """The examples of routes that hear, recorded if the variables name a model and a file."""
+    model, speech, found = os.environ.get("WHISPER_MODEL"), os.environ.get("SPEECH"), {}
+    if model is None or speech is None:
+        before = json.loads(EXAMPLES.read_text(encoding="utf-8"))
+        return {f"POST {path}": before[f"POST {path}"] for path in AUDIO}
+    head = f'--{FRAME}\r\nContent-Disposition: form-data; name="file"; filename="talk.wav"\r\n\r\n'.encode()
+    form = head + Path(speech).read_bytes() + f"\r\n--{FRAME}--\r\n".encode()
+    with running(model, place, "--served-model-name", "whisper") as url:
+        record(url, [_post(path, form) for path in AUDIO], {}, found)
+    return found
 
 
 # ---- models

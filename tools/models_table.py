@@ -44,6 +44,7 @@ pipeline stages for all but encoders (layers that read the caches of others, in 
 `--enable-expert-parallel` for those with experts.
 
 """
+SEEING = {name: wrapper for name, wrapper in WRAPPERS.items() if wrapper.folder != "audio"}
 # settings that show more kinds of layers than the default configuration
 _SERVED = {
     "BambaForCausalLM": {"attn_layer_indices": [1]},
@@ -134,14 +135,16 @@ def exceptions(architectures: Iterable[str]) -> str:
 def page() -> str:
     """Return the text of docs/models.md."""
     seeing, text_only = (
-        names(name for name, wrapper in WRAPPERS.items() if bool(wrapper.tower) is images) for images in (True, False)
+        names(name for name, wrapper in SEEING.items() if bool(wrapper.tower) is images) for images in (True, False)
     )
+    hearing = names(WRAPPERS.keys() - SEEING.keys())
     groups: dict[tuple[str, str], list[str]] = {}
     for name in sorted(DECODERS | ENCODERS):
         groups.setdefault(parts(name), []).append(name)
     rows = "".join(f"- `{file}.py` ({traits}): {names(group)}\n" for (file, traits), group in sorted(groups.items()))
     text = (
         f"Models that read images ([vision.md](vision.md)): {seeing}.\n\n"
+        f"Models that transcribe audio ([audio.md](audio.md)), without pipeline stages: {hearing}.\n\n"
         f"Models with images or sound of which the text part is served: {text_only}.\n\n"
         f"GGUF files are served of these architectures, by llama.cpp's names: {names(ARCHITECTURES)}.\n\n"
         "Other causal models run in transformers' implementation; compared with it are "

@@ -23,6 +23,7 @@ from quire.worker.spec.model import ModelSpec, cache_specs
 from quire.worker.spec.moe import MoESpec
 
 _LARGEST_IMAGE = 16384  # embeddings: Qwen2-VL's largest, 12.8 million pixels
+_KEPT_AUDIO = 16  # pieces of audio whose encoder output is kept, for requests that hear a piece again
 
 
 def estimate_weights(
@@ -46,6 +47,9 @@ def media_info(spec: ModelSpec, limits: Limits, platform: Platform) -> MediaInfo
     """The images that requests may have, and how many embeddings are computed and kept."""
     if spec.vision is None:
         return None
+    if cross := spec.vision.cross:
+        batch = cross * max(1, (platform.encoder_budget or limits.max_num_batched_tokens) // cross)
+        return MediaInfo(-1, max(cross * min(limits.max_num_seqs, _KEPT_AUDIO), batch), batch, cross=cross)
     size = max(limits.max_num_batched_tokens, min(limits.max_model_len, _LARGEST_IMAGE))
     budget, vision = min(limits.max_num_batched_tokens, platform.encoder_budget or size), spec.vision
     return MediaInfo(vision.image_token_id, size, budget, vision.bidirectional, vision.mrope)
@@ -57,7 +61,8 @@ def estimate_images(spec: ModelSpec, limits: Limits, platform: Platform) -> int:
     if media is None:
         return 0
     kept = spec.vision.width(spec.hidden_size) * limits.dtype.itemsize
-    return media.cache_size * (kept + encoder_bytes_per_embed(spec, limits.dtype))
+    largest = media.encoder_budget if media.cross else media.cache_size
+    return media.cache_size * kept + largest * encoder_bytes_per_embed(spec, limits.dtype)
 
 
 def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:

@@ -119,8 +119,9 @@ def check_settings(config: Config, spec: ModelSpec) -> None:
         _whole_prompts(config, model_len, 0, auto)
     if config.model.quantization:
         _quantized_dtype(config)
-    if config.lora.enabled and spec.is_encoder:
-        raise ValueError("LoRA adapters are for models that generate text, and this model is an encoder")
+    if config.lora.enabled and (spec.is_encoder or spec.crosses):
+        what = "is an encoder" if spec.is_encoder else "transcribes audio"
+        raise ValueError(f"LoRA adapters are for models that generate text, and this model {what}")
 
 
 def attention_specs(
@@ -175,7 +176,7 @@ def _check_divisible(spec: ModelSpec, tp: int, stages: int, expert_parallel: boo
     for layer in spec.layers:
         split_size("num_attention_heads", layer.num_heads, group)
         split_kv_heads(layer.num_kv_heads, group)
-        if layer.mlp != "moe":
+        if layer.mlp not in ("moe", "none"):
             split_size("intermediate_size", layer.intermediate_size, group)
         if layer.moe and expert_parallel:
             split_size("the number of experts", layer.moe.routing.num_experts, group)
@@ -185,8 +186,9 @@ def _check_divisible(spec: ModelSpec, tp: int, stages: int, expert_parallel: boo
             split_size("intermediate_size of the shared expert", layer.moe.shared_size, group)
         if layer.state:
             layer.state.check(tp)
-    if stages > 1 and spec.is_encoder:
-        raise ValueError(f"--pipeline-parallel-size must be 1 for {spec.architecture}, an encoder")
+    if stages > 1 and (spec.is_encoder or spec.crosses):
+        what = "an encoder" if spec.is_encoder else "whose layers all attend to the output of its encoder"
+        raise ValueError(f"--pipeline-parallel-size must be 1 for {spec.architecture}, {what}")
     stage_layers(spec.layers, 0, stages)
 
 

@@ -103,6 +103,20 @@ class SamplerChain(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 
 
+class SpeechRules(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Constraints on the output of a speech recognizer (`sampling/speech.py`).
+
+    With `timestamp_begin` the output has timestamps: the tokens from that id on, 20 ms apart. They come in pairs, the
+    end of a segment and the start of the next one, and never decrease.
+    """
+
+    suppress: tuple[int, ...] = ()  # tokens that are never sampled
+    suppress_first: tuple[int, ...] = ()  # that are not sampled as the first token of the output
+    timestamp_begin: int = 0  # 0: no rules for timestamps
+    end: int = 0  # the token that ends the output; those below it are text
+    max_first: int = -1  # largest first timestamp, in steps after `timestamp_begin`; -1: any
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """How one sequence is sampled. The server fills in every default, so that a request can be replayed after a
     restart: `seed` is always a number.
@@ -141,11 +155,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     repeat_last_n: int | None = None
     chain: SamplerChain | None = None
     prediction: list[int] | None = None  # tokens that the client expects, a source of drafts; None: none was sent
+    speech: SpeechRules | None = None
 
     @property
     def excludes_tokens(self) -> bool:
         """Return whether the request itself can exclude every token."""
-        return any((self.allowed_token_ids, self.bad_words_ids, self.min_tokens, self.logit_bias, self.grammar))
+        some = self.allowed_token_ids, self.bad_words_ids, self.min_tokens, self.logit_bias, self.grammar, self.speech
+        return any(some)
 
 
 class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -202,7 +218,8 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     `window` tokens of the output. window: a token at position p attends to p - window + 1 .. p. chunk: it
     attends to the positions from the last multiple of `window` up to p. state: one page per request, which a step reads
     and writes; its block table has two entries, the page that the next step reads (0: start from the initial state) and
-    the page that it writes. States have pages of their own, whose ids follow those of the blocks.
+    the page that it writes. States have pages of their own, whose ids follow those of the blocks. cross: every token
+    attends to the `window` positions of an encoder's output, whose keys and values the request's first step writes.
     """
 
     kind: str = "full"
@@ -235,6 +252,8 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         """
         if self.kind == "state":
             return 0
+        if self.kind == "cross":
+            return -(-self.window // block_size)
         total = -(-num_tokens // block_size)
         if self.kind == "full":
             return total
@@ -264,6 +283,9 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
 
     The embeddings of the image replace those of the span's placeholders: its tokens with the model's image token id, in
     order. A span may hold other tokens between them, such as the ends of rows.
+
+    For a model with cross-attention (`MediaInfo.cross`) it is the audio to which all tokens attend: its span is the
+    prompt's first token, which keeps its own embedding.
     """
 
     key: str  # hash of the content and the settings of preprocessing: equal keys have equal features and embeddings
@@ -282,6 +304,7 @@ class MediaInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     encoder_budget: int  # embeddings that one step computes; a single image may have more
     whole: bool = False  # tokens of an image attend to each other in both directions: one step computes its span
     has_grids: bool = False  # positions have three axes, so that items need a `grid`
+    cross: int = 0  # embeddings of each item, to which the decoder attends; 0: embeddings replace placeholders
 
 
 class LoraUse(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

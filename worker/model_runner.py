@@ -27,6 +27,7 @@ from quire.worker.batch.split_step import STATE_LOST, Failed, Output, Part, Spli
 from quire.worker.batch.state_pages import SavedState, StatePages
 from quire.worker.cache.allocation import state_layers
 from quire.worker.host.huge_pages import Workspace
+from quire.worker.images.step_audio import StepAudio
 from quire.worker.images.step_images import StepImages
 from quire.worker.lora.adapters import Adapters
 from quire.worker.messages import NO_TOKEN_ERROR, StepInput, StepOutput, TokenLogprobs
@@ -201,7 +202,8 @@ class ModelRunner:
         self.pooling = Pooling(table, platform, model)
         table.register(self.pooling)
         self.shares_outputs = all(group.shares_outputs for group in table.groups)
-        self.images = StepImages(model, table, platform, self.stage) if model.spec.vision is not None else None
+        steps = StepAudio if model.spec.crosses else StepImages
+        self.images = steps(model, table, platform, self.stage) if model.spec.vision is not None else None
         self.adapters = adapters
         if adapters is not None:
             table.register(adapters)
@@ -477,4 +479,5 @@ class ModelRunner:
             self.stage.receive_hidden(len(batch.input_ids)),
             batch.needed_rows,
             **({} if batch.images is None else {"images": batch.images}),
+            **({} if batch.encoded is None else {"encoded": batch.encoded}),
         )

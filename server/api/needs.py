@@ -14,6 +14,7 @@ from quire.server.http.needs import (
     Preparing,
     Streams,
     Threads,
+    Transcriptions,
     Vectors,
 )
 from quire.server.keys.account import Accounts
@@ -71,6 +72,7 @@ __all__ = [
     "Text",
     "Threads",
     "Tokenizing",
+    "Transcriptions",
     "Vectors",
     "Version",
 ]

@@ -59,6 +59,7 @@ class Frontend:
             await self.http.serve(self.model.watch())
         finally:
             self.state.images.close()
+            self.state.speech.close()
             self.state.adapters.close()
 
     def _make_routes(self) -> tuple[ASGIApp, Sequence[Route]]:

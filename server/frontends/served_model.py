@@ -51,6 +51,7 @@ class ServedModel:
         self.state.details = LazyDetails(model_folder)
         self.sampling_defaults = read_sampling_defaults(self.config, model_folder)
         loaded = await load_tokenizer(self.config, tokenizer_folder, self.state.images, model_folder)
+        self.state.speech.open(model_folder, loaded[0])
         await self.state.adapters.open(self.state.client)
         self.state.tokenizer, self.state.formats = loaded
         self.open()
@@ -93,15 +94,16 @@ class ServedModel:
             from quire.server.metrics.pool import make_metrics
 
             state.model = model_info(self.config, ready.worker, state.tokenizer, self.sampling_defaults)
-            if state.model.pooling is None or state.model.pooling.generates:
+            if state.model.writes:
                 logger.info("default sampling parameters: %s", self.sampling_defaults.describe())
-            if not self.chats and (state.model.pooling is None or state.model.pooling.generates):
+            if not self.chats and state.model.writes:
                 logger.warning(
                     "the model has no chat template%s: /v1/chat/completions will return 400 and /v1/completions "
                     "answers; set one with --chat-template",
                     " in Jinja, and its TEMPLATE is in Ollama's language" if state.model.preset.entry.template else "",
                 )
             state.images.check_worker(ready.worker.media)
+            state.speech.check_worker(ready.worker.media)
             state.metrics = make_metrics(self.config, state.names[0], ready.worker)
         else:  # a new engine may have chosen another context length
             state.model = dataclasses.replace(
@@ -110,7 +112,7 @@ class ServedModel:
         state.ready = ready
         if first:
             self.on_open(ready)
-            if state.model.pooling is None or state.model.pooling.generates:
+            if state.model.writes:
                 state.structures.warm(state)
 
     # ---- running

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from quire.server.keys.needs import Reservation
-from quire.server.request.needs import Encoding, Metrics, Prompting, Settings
+from quire.server.request.needs import Encoding, Metrics, Prompting, Settings, Speech
 
 if TYPE_CHECKING:
     from quire.server.engines.handle import EngineHandle
@@ -19,6 +19,7 @@ __all__ = [
     "Reservation",
     "Running",
     "Settings",
+    "Transcribing",
 ]
 
 
@@ -26,6 +27,10 @@ class Running(Reservation, Settings, Protocol):
     """To run accepted requests for vectors."""
 
     client: EngineHandle
+
+
+class Transcribing(Encoding, Running, Speech, Protocol):
+    """To run accepted requests for the text of audio."""
 
 
 class Generation(Encoding, Running, Protocol):

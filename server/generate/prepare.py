@@ -50,6 +50,8 @@ def check_generates(model: ModelInfo) -> None:
     """Raises BadRequest for a model that makes vectors only."""
     if (pooling := model.pooling) is not None and not pooling.generates:
         raise BadRequest(f"The model generates no text; it serves: {', '.join(pooling.tasks)}.", param="model")
+    if model.transcribes:
+        raise BadRequest("The model transcribes audio; it serves: /v1/audio/transcriptions.", param="model")
 
 
 def check_options(options: GenerationOptions) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.server.generate.needs import Generation, Running
+from quire.server.generate.needs import Generation, Running, Transcribing
 from quire.server.keys.account import Accounts
 from quire.server.keys.needs import Choice, Reservation
 from quire.server.request.needs import (
@@ -49,6 +49,8 @@ __all__ = [
     "Settings",
     "Streams",
     "Threads",
+    "Transcribing",
+    "Transcriptions",
     "Vectors",
 ]
 
@@ -92,6 +94,10 @@ class Admission(Queue, Adapters, Choice, ConfiguredEngine, Protocol):
 
 class Preparing(Prompting, Admission, Protocol):
     """To accept a request, and to prepare its prompt."""
+
+
+class Transcriptions(Transcribing, Admission, Protocol):
+    """A route that answers with the text of audio."""
 
 
 class Vectors(Encoding, Body, Running, Admission, Protocol):

@@ -76,6 +76,7 @@ class ModelsFrontend:
             await self.http.serve(_nothing())
         finally:
             self.state.images.close()
+            self.state.speech.close()
             self.state.adapters.close()
 
     def _make_routes(self) -> tuple[ASGIApp, Sequence[Route]]:

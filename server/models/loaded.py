@@ -195,6 +195,7 @@ class Model:
         if self._engines is not None:
             await self._engines.terminate()
         self.state.images.close()
+        self.state.speech.close()
         self.state.adapters.close()
         self._served = self._engines = self._running = self.app = None
         self.need = None

@@ -27,6 +27,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     pooling: list[str] = []
     generates: bool = True
     images: bool = False
+    transcribes: bool = False
     error: str | None = None
 
 

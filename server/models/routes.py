@@ -226,6 +226,8 @@ def capabilities(model: Model, models: Models) -> list[str]:
     planned = models.planner.known(model.name)
     if planned is None or planned.error is not None:
         return []
+    if planned.transcribes:
+        return ["transcription"]
     found = ["embedding"] if planned.pooling else []
     return found + ["completion"] * planned.generates + ["vision"] * planned.images
 

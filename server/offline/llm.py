@@ -43,10 +43,12 @@ from quire.server.offline.prompts import (
     template_messages,
 )
 from quire.server.offline.runtime import Runtime
+from quire.server.offline.transcribe import MAX_FILES, AudioFile, TranscriptionOutput, transcribe_file
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.request.tools import ToolChoice
 from quire.server.request.usage import TokenUsage
+from quire.server.startup.bar import Bar
 from quire.server.structured.structure import Structure
 from quire.server.text.tokenizer import Tokenizer
 
@@ -190,6 +192,26 @@ class LLM:
         """The probabilities of a classifier's labels for every prompt, as `outputs.probs`. Raises as `embed` does."""
         return self._run(self._classify(plain(prompts), truncate_prompt_tokens, lora_request))
 
+    def transcribe(
+        self,
+        audio: AudioFile | Sequence[AudioFile],
+        *,
+        task: str = "transcribe",
+        language: str | None = None,
+        temperature: float = 0.0,
+        timestamps: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[TranscriptionOutput]:
+        """Transcribe every file, in order: a path or the bytes of a file, or a list of them. `task` may also be
+        translate, to English. `language` is a code or an English name, by default detected; `temperature` 0 is
+        Whisper's attempts at rising temperatures. With `timestamps`, `segments` says when what is said.
+
+        Raises ValueError for a file or a parameter that cannot be used, or a model that transcribes nothing.
+        """
+        files = [audio] if isinstance(audio, str | bytes | os.PathLike) else list(audio)
+        options = {"task": task, "language": language, "temperature": temperature, "timestamps": timestamps}
+        return self._run(self._transcribe(files, options, use_tqdm))
+
     def score(
         self,
         data_1: str | Sequence[str],
@@ -304,6 +326,27 @@ class LLM:
             requests = prepare(spec, self._runtime.state)
             await constrain(requests, self._runtime.state)
             return await self._one(spec, requests[0], progress)
+
+    async def _transcribe(
+        self, files: Sequence[AudioFile], options: dict[str, Any], use_tqdm: bool
+    ) -> list[TranscriptionOutput]:
+        """Transcribe a few files at once, each of which has several pieces in the engine."""
+        self._runtime.require_alive()
+        limit = asyncio.Semaphore(MAX_FILES)
+
+        async def one(file: AudioFile, bar: Bar) -> TranscriptionOutput:
+            async with limit:
+                found = await transcribe_file(self._runtime.state, self._next_id(), file, **options)
+            bar.update()
+            return found
+
+        with Bar(total=len(files), desc="Transcribed files", disable=not use_tqdm) as bar:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(file, bar)) for file in files]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
 
     async def _embed(
         self,

@@ -98,6 +98,7 @@ class Runtime:
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
         self._sampling_defaults = read_sampling_defaults(self.config, model_folder)
         loaded = await load_tokenizer(self.config, tokenizer_folder, self.state.images, model_folder)
+        self.state.speech.open(model_folder, loaded[0])
         await self.state.adapters.open(self.state.client)
         self.state.tokenizer, self.state.formats = loaded
         self._open()
@@ -114,6 +115,7 @@ class Runtime:
             worker = state.client.ready.worker
             state.model = model_info(self.config, worker, state.tokenizer, self._sampling_defaults)
             state.images.check_worker(worker.media)
+            state.speech.check_worker(worker.media)
         self._ready.set()
 
     def _observe_stats(self, stats: EngineStats) -> None:
@@ -130,6 +132,7 @@ class Runtime:
             await self.state.client.close()
         self.state.structures.close()
         self.state.images.close()
+        self.state.speech.close()
         self.state.adapters.close()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quire.engine.messages import EngineStats, Ready
     from quire.server.engines.handle import EngineHandle
     from quire.server.lora.served import ChangeableAdapters
+    from quire.server.media.audio.service import Speech as SpeechOfModel
     from quire.server.media.service import Images as ImagesOfModel
     from quire.server.model_info import ModelInfo
     from quire.server.queue_wait import QueueWait
@@ -46,6 +47,10 @@ class Formats(Protocol):
 
 class Media(Protocol):
     images: ImagesOfModel
+
+
+class Speech(Protocol):
+    speech: SpeechOfModel
 
 
 class Adapters(Protocol):

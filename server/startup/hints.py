@@ -23,8 +23,14 @@ def example(pooling: PoolingInfo | None, chats: bool) -> tuple[str, dict[str, An
     return _CHAT if chats else _COMPLETION
 
 
-def curl_line(command: str, base: str, pooling: PoolingInfo | None, chats: bool, with_key: bool) -> str:
-    """The request of `example` for a shell. `command` is curl with its options for the address."""
-    path, body = example(pooling, chats)
+def curl_line(
+    command: str, base: str, pooling: PoolingInfo | None, chats: bool, with_key: bool, hears: bool = False
+) -> str:
+    """The request of `example` for a shell, or with `hears` one with a file. `command` is curl with its options for the
+    address.
+    """
     key = " -H 'Authorization: Bearer KEY'" if with_key else ""
+    if hears:
+        return f"{command} {base}/v1/audio/transcriptions{key} -F file=@talk.wav"
+    path, body = example(pooling, chats)
     return f"{command} {base}{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"

@@ -26,8 +26,9 @@ def plan_table(ready: WorkerReady) -> str:
     ]
     if plan.images:
         size, budget = ready.media.cache_size, ready.media.encoder_budget
-        note = f"{size:,} embeddings kept, and an image of as many while it is encoded; {budget:,} in a step"
-        rows.insert(2, ("images", plan.images, note))
+        largest = "a batch" if ready.media.cross else "an image of as many"
+        note = f"{size:,} embeddings kept, and {largest} while it is encoded; {budget:,} in a step"
+        rows.insert(2, ("audio" if ready.media.cross else "images", plan.images, note))
     if plan.offload:
         rows.insert(-1, ("RAM tier", plan.offload, "blocks that were used again and leave the KV cache"))
     if plan.adapters:
@@ -43,6 +44,9 @@ def plan_table(ready: WorkerReady) -> str:
     lines.append(
         f"  fits {num_tokens:,} tokens: {num_tokens / ready.max_model_len:.1f} requests of the full length of "
         f"{ready.max_model_len:,}"
+        if ready.media is None or not ready.media.cross
+        else f"  fits {num_tokens / (ready.max_model_len + ready.media.cross):.1f} requests: {ready.media.cross:,} "
+        f"positions of audio and {ready.max_model_len:,} tokens each"
     )
     lines += [f"  {line}" for line in _below(ready)]
     if ready.choices:

@@ -172,6 +172,7 @@ SECTIONS: dict[str, list[Example]] = {
 }
 # routes without an example here, with the page that has one
 ELSEWHERE = {
+    "audio.md": ("/v1/audio/transcriptions", "/v1/audio/translations"),
     "batches.md": ("/v1/files", "/v1/batches"),
     "messages.md": ("/v1/messages/batches/{batch_id}",),
     "lora.md": ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),

@@ -98,7 +98,7 @@ class CudaGraphs:
         """Run the forward pass as `eager` does. The result is valid until the next call."""
         self._num_steps += 1
         num_reqs = len(batch.step.rows)
-        special = batch.needed_rows is not None or batch.images is not None
+        special = batch.needed_rows is not None or not batch.is_recordable
         special = special or (adapted and not self.adapters.fit_slots)
         if batch.max_query_len > 1 and self.mixed is not None and not adapted:
             hidden = self.mixed(batch)

@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from quire.worker.attention.base import GroupedMetadata
+from quire.worker.attention.base import AttentionMetadata, GroupedMetadata
 from quire.worker.attention.chunked import split_at_chunks
+from quire.worker.attention.crossed import attend_to_all
 from quire.worker.layers.state import StateSteps
 from quire.worker.messages import CacheGroup
 
@@ -20,10 +21,17 @@ def adapt(
     block_size: int,
     to_device: Callable[[np.ndarray], torch.Tensor],
 ) -> GroupedMetadata:
-    """The metadata of a step in which groups of kind "chunk" attend in chunks and groups of kind "state" do not attend,
-    but advance states.
+    """The metadata of a step in which groups of kind "chunk" attend in chunks, groups of kind "cross" to all positions
+    of an encoder's output, and groups of kind "state" do not attend, but advance states.
     """
     attn = split_at_chunks(attn, groups, block_size, to_device)
-    return tuple(
-        replace(meta, backend=StateSteps()) if group.kind == "state" else meta for meta, group in zip(attn, groups)
-    )
+    return tuple(_adapted(meta, group) for meta, group in zip(attn, groups))
+
+
+def _adapted(meta: AttentionMetadata, group: CacheGroup) -> AttentionMetadata:
+    match group.kind:
+        case "state":
+            return replace(meta, backend=StateSteps())
+        case "cross":
+            return attend_to_all(meta, group.window)
+    return meta

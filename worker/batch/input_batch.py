@@ -20,6 +20,7 @@ from quire.worker.batch.request_table import RequestTable
 from quire.worker.messages import StepInput
 from quire.worker.platforms.base import Platform
 from quire.worker.platforms.step_tensors import StepTensors
+from quire.worker.transformer.calls import Encoded
 from quire.worker.transformer.vision.image_embeds import ImageEmbeds
 
 
@@ -87,6 +88,12 @@ class InputBatch:
     needed_rows: torch.Tensor | None = None
     drafts: dict[int, list[int]] = field(default_factory=dict)  # batch position -> drafts that the step verifies
     images: ImageEmbeds | None = None  # on the first stage, if the step computes placeholders of images
+    encoded: Encoded | None = None  # of requests that begin, of a model with cross-attention
+
+    @property
+    def is_recordable(self) -> bool:
+        """Return whether the forward pass needs nothing but tokens, positions and attention."""
+        return self.images is None and self.encoded is None
 
 
 def prepare_inputs(
@@ -125,7 +132,7 @@ def prepare_inputs(
     if drafts:
         _write_drafts(step, table, lengths, drafts)
     max_query_len = max(scheduled)
-    width = max(-(-max(lengths) // table.block_size), 2 if table.has_states else 1)
+    width = max(-(-max(lengths) // table.block_size), table.cross_blocks, 2 if table.has_states else 1)
     extra = max(padded - num_reqs, 0)
     tensors = buffers.of_step(num_reqs + extra, num_tokens + extra, width)
     tables = table.token_table, table.block_tables, table.block_size

@@ -101,7 +101,7 @@ class MixedGraphs:
         """Hidden states of the step's tokens, or of `needed_rows`, valid until the next call; None if no recording
         applies.
         """
-        if batch.images is not None or not self.padded_size(batch.step):
+        if not batch.is_recordable or not self.padded_size(batch.step):
             return None
         num_tokens = len(batch.input_ids)
         recorded = self._recorded[self._size(num_tokens)]

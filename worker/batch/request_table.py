@@ -65,7 +65,9 @@ class RequestTable:
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.max_blocks = max(-(-max_model_len // block_size), 2)
+        # entries that groups of kind "cross" read for every token
+        self.cross_blocks = max((-(-g.window // block_size) for g in groups if g.kind == "cross"), default=0)
+        self.max_blocks = max(-(-max_model_len // block_size), self.cross_blocks, 2)
         self.groups, self.first_state = groups, num_blocks - 1
         self.has_states = any(group.kind == "state" for group in groups)
         self.token_table = torch.zeros(max_num_reqs, max_model_len, dtype=torch.int32, device=device)
@@ -85,7 +87,8 @@ class RequestTable:
 
     def num_slots(self, row: int) -> int:
         """How many tokens of a row fit into its KV blocks and into the table."""
-        numbers = (one[row] for group, one in zip(self.groups, self._num_blocks) if group.kind != "state")
+        others = "state", "cross"
+        numbers = (one[row] for group, one in zip(self.groups, self._num_blocks) if group.kind not in others)
         return min(min(numbers) * self.block_size, self.max_model_len)
 
     def apply(self, step: StepInput) -> TableUpdates:

@@ -26,11 +26,15 @@ class StepImages:
     def __init__(self, model: CausalLM, table: RequestTable, platform: Platform, stage: SingleStage) -> None:
         self.table, self.platform, self.stage = table, platform, stage
         self.vision, self.group = model.spec.vision, tp()
-        self.rows = ImageRows(self.vision)
+        self.rows = self.make_rows()
         table.register(self.rows)
         self.encoder = ImageEncoder(model.vision, platform) if model.vision is not None else None
         self.encoded = (0.0, 0.0)  # (begin, end) of the last time, by time.time()
         self.failed: dict[str, str] = {}  # key of an image that could not be encoded -> error
+
+    def make_rows(self) -> ImageRows:
+        """Create the row state that knows the images."""
+        return ImageRows(self.vision)
 
     def encode(self, step: StepInput) -> None:
         """Drop and encode images as the step says, before `prepare`."""

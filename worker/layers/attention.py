@@ -7,7 +7,7 @@ from torch import nn
 
 from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.scaled import KVCache
-from quire.worker.spec.cache import CacheSpec, Chunk, Full, Window
+from quire.worker.spec.cache import CacheSpec, Chunk, Cross, Full, Window
 
 
 class Attention(nn.Module):
@@ -30,6 +30,7 @@ class Attention(nn.Module):
         kv_from: int | None = None,
         chunk: int | None = None,
         output_window: int = 0,
+        cross_length: int = 0,
     ):
         super().__init__()
         # numbers of heads of this rank
@@ -39,6 +40,7 @@ class Attention(nn.Module):
         self.kv_from = kv_from  # the layer whose cache this one reads
         self.chunk = chunk  # size of the chunks to which attention is confined (`attention/chunked.py`)
         self.output_window = output_window  # see `LayerSpec`; heeded by `attention/output_window.py`
+        self.cross_length = cross_length  # positions of an encoder's output; 0: it attends to tokens
         self.scale = head_dim**-0.5 if scale is None else scale
         self.sliding_window, self.soft_cap, self.layer_index = sliding_window, soft_cap, layer_index
         self.cache_group = 0  # index of its block table and metadata in the step's groups
@@ -48,6 +50,8 @@ class Attention(nn.Module):
     def cache_spec(self, itemsize: int, scale_bytes: int = 0) -> CacheSpec:
         """The layer's cache per token, see `Full`."""
         sizes = self.num_kv_heads, self.head_dim, self.v_head_dim, itemsize
+        if self.cross_length:
+            return Cross(*sizes, self.cross_length, scale_bytes=scale_bytes)
         if self.chunk is not None:
             return Chunk(*sizes, self.chunk, scale_bytes=scale_bytes)
         if self.sliding_window is None:

@@ -24,6 +24,8 @@ def cache_kind(layer: LayerSpec) -> str:
         return "state" if layer.state else "none"
     if layer.mixer == "bidirectional":
         return "none"
+    if layer.cross_length:
+        return f"the encoder's {layer.cross_length} positions"
     if layer.chunk is not None:
         return f"chunk of {layer.chunk} tokens"
     if layer.output_window:
@@ -40,7 +42,7 @@ def cache_kinds(spec: ModelSpec) -> str:
 
 def has_stages(spec: ModelSpec) -> bool:
     """Return whether the layers can be divided into pipeline stages."""
-    return not spec.is_encoder
+    return not (spec.is_encoder or spec.crosses)
 
 
 def choice(spec: ModelSpec) -> tuple[str, str, str]:

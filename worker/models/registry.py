@@ -132,6 +132,7 @@ WRAPPED = {
     "Qwen3VLMoeForCausalLM": "qwen_vl:Qwen3VLMoe",
     "Qwen3_5VLForCausalLM": "qwen_vl:Qwen35VL",
     "Qwen3_5MoeVLForCausalLM": "qwen_vl:Qwen35MoeVL",
+    "WhisperForCausalLM": "whisper:Whisper",
 }
 # names of decoders without an output head that do not follow from the others
 BARE = {"Gemma3TextModel": "gemma:Gemma3"}
@@ -212,9 +213,11 @@ def parse_model_spec(raw: dict[str, Any], *, images: bool = True) -> ModelSpec:
     """
     architecture, wrapper = family_of(raw), wrapper_of(raw)
     spec = model_class(architecture).read_config(architecture, raw)
-    tower = tower_class(wrapper) if wrapper and raw.get("vision_config") else None
+    tower = tower_class(wrapper) if wrapper and WRAPPERS[wrapper].describes_tower(raw) else None
     if tower is None:
         return spec
+    if spec.crosses and not images:
+        raise ValueError(f"--language-model-only: {wrapper} has no text without its encoder; omit it")
     vision = tower.read_spec(wrapper, raw) if images else None
     return replace(spec, vision=vision, tower_prefixes=tower.prefixes)
 

@@ -17,13 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """`tower` is module and class below `worker/models/vision`; without one, text alone is served. `text` is the
-    architecture of the language model, a key of `MODELS`; by default it follows from the `model_type` of the text
-    part of config.json.
+    """`tower` is module and class below `worker/models/vision`, or `folder`; without one, text alone is served. `text`
+    is the architecture of the language model, a key of `MODELS`; by default it follows from the `model_type` of the
+    text part of config.json.
     """
 
     tower: str = ""
     text: str = ""
+    folder: str = "vision"
+
+    def describes_tower(self, raw: dict[str, Any]) -> bool:
+        """Return whether a parsed config.json has the settings of the encoder."""
+        return bool(self.tower) and (self.folder == "audio" or bool(raw.get("vision_config")))
 
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -68,6 +73,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "Step3p7ForConditionalGeneration": Wrapper("", "Step3p5ForCausalLM"),
     "UnlimitedOCRForCausalLM": Wrapper("deepseek_ocr:DeepseekOCRTower", "DeepseekForCausalLM"),
     "UnlimitedOcrForConditionalGeneration": Wrapper("deepseek_ocr:DeepseekOCRTower", "DeepseekForCausalLM"),
+    "WhisperForConditionalGeneration": Wrapper("whisper:WhisperEncoder", "WhisperForCausalLM", "audio"),
 }
 # `model_type` of the text part -> its architecture
 _TEXT = {
@@ -129,8 +135,8 @@ def text_architecture(wrapper: str, raw: dict[str, Any]) -> str:
 
 
 def tower_class(wrapper: str) -> type[VisionTower] | None:
-    """The class of a wrapper's vision encoder, or None if text alone is served."""
+    """The class of a wrapper's encoder, or None if text alone is served."""
     if not WRAPPERS[wrapper].tower:
         return None
     module, name = WRAPPERS[wrapper].tower.split(":")
-    return getattr(importlib.import_module(f"quire.worker.models.vision.{module}"), name)
+    return getattr(importlib.import_module(f"quire.worker.models.{WRAPPERS[wrapper].folder}.{module}"), name)

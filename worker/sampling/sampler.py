@@ -22,6 +22,7 @@ from quire.worker.sampling.grammar import GrammarRows
 from quire.worker.sampling.logprobs import Entries, entries, is_normalized
 from quire.worker.sampling.ngrams import RepeatedNgrams
 from quire.worker.sampling.processors import logits_processors
+from quire.worker.sampling.speech import SpeechTokens
 from quire.worker.sampling.thinking import EndOfThinking
 
 _MIN_TEMPERATURE = 1e-5  # below this the softmax has a single token: sample greedily
@@ -142,6 +143,7 @@ class Sampler:
             *logits_processors(table, platform),
             RepeatedNgrams(table, platform),
             EndOfThinking(table, platform),
+            SpeechTokens(table, platform),
             self.chains,
         ]
         self.logprobs = LogprobRows(table.vocab_size)

@@ -71,6 +71,17 @@ class Chunk(Full):
 
 
 @dataclass(frozen=True, slots=True)
+class Cross(Full):
+    """Keys and values of the `length` positions of an encoder's output, the same for all tokens of a request."""
+
+    length: int
+
+    @property
+    def group(self) -> CacheGroup:
+        return CacheGroup("cross", self.length)
+
+
+@dataclass(frozen=True, slots=True)
 class Latent:
     """One vector of `width` per token, shared by all heads (MLA, arXiv:2405.04434); its first `width - rope_width`
     entries are also the values. `scale_bytes` are those of the scale of each of the two parts.
@@ -130,7 +141,7 @@ class State:
         return 4 * sum(math.prod(shape) for shape in self.shapes)
 
 
-CacheSpec = Full | Window | Chunk | Latent
+CacheSpec = Full | Window | Chunk | Cross | Latent
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 from quire.checkpoints.config_schema import check_config
 from quire.checkpoints.reading import KeptReads, read_json, read_object
 from quire.checkpoints.safetensors import StoredTensor, read_header, stored_files
-from quire.worker.spec.cache import CacheSpec, Chunk, Full, Latent, LatentSizes, State, Window
+from quire.worker.spec.cache import CacheSpec, Chunk, Cross, Full, Latent, LatentSizes, State, Window
 from quire.worker.spec.moe import MoESpec
 from quire.worker.spec.rope import RopeSpec
 from quire.worker.spec.state import StateSpec
@@ -58,6 +58,7 @@ class LayerSpec:
     # a sigmoid multiplies the attended values: one per head or, of mixer "attention" only, one per entry
     head_gate: bool = False
     entry_gate: bool = False
+    cross_length: int = 0  # of mixer "cross": positions of the encoder's output, to which all tokens attend
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,11 @@ class ModelSpec:
     def is_encoder(self) -> bool:
         """Return whether tokens attend to later ones, so that a prompt must be computed in one step."""
         return any(layer.mixer == "bidirectional" for layer in self.layers)
+
+    @property
+    def crosses(self) -> bool:
+        """Return whether layers attend to the output of an encoder, so that every request needs audio."""
+        return any(layer.cross_length for layer in self.layers)
 
     @property
     def has_states(self) -> bool:
@@ -199,6 +205,8 @@ def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1, scale_bytes: int = 
     if layer.latent is not None:
         return Latent(layer.latent.width, layer.latent.rope_dim, itemsize, scale_bytes)
     sizes = max(1, layer.num_kv_heads // tp), layer.head_dim, layer.v_head_dim, itemsize
+    if layer.cross_length:
+        return Cross(*sizes, layer.cross_length, scale_bytes=scale_bytes)
     if layer.chunk is not None:
         return Chunk(*sizes, layer.chunk, scale_bytes=scale_bytes)
     if layer.window is None:

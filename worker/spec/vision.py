@@ -1,4 +1,4 @@
-"""Facts about a model's vision encoder for the worker and the scheduler. Torch-free."""
+"""Facts about a model's encoder of images or audio for the worker and the scheduler. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class VisionSpec:
     # decoder layers, from the first, that add a part of their own to the hidden states of image tokens (deepstack)
     num_deep: int = 0
     mrope: bool = False  # whether positions have three axes; `RopeSpec.axes` says how they are used
+    # of a model whose decoder attends to the encoder's output: embeddings of each audio; 0: they replace placeholders
+    cross: int = 0
 
     def width(self, hidden_size: int) -> int:
         """Entries of one embedding that the encoder returns."""

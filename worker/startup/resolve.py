@@ -70,7 +70,8 @@ def resolve(config: Config, ranks: Ranks, *, preview: bool = False) -> Resolved:
         logger.warning("%s", warning)
     memory = platform.memory(num_local)
     ranks.join(platform)
-    tiers = [] if spec.is_encoder else plan_tiers(config, platform, ranks.least)  # before any rank promises memory
+    shares = not (spec.is_encoder or spec.crosses)  # whether requests begin with others' prefixes
+    tiers = plan_tiers(config, platform, ranks.least) if shares else []  # before any rank promises memory
     limits = resolve_limits(config, spec, platform)
     spec = limits.with_drafts(spec)
     check_cache(config, spec, limits)

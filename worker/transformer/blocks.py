@@ -23,6 +23,7 @@ from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.attention import self_attention
 from quire.worker.transformer.bidirectional import BidirectionalAttention
 from quire.worker.transformer.calls import LayerCall
+from quire.worker.transformer.cross import CrossAttention
 from quire.worker.transformer.mixers.delta import GatedDeltaNet
 from quire.worker.transformer.mixers.lightning import Lightning, RotaryLightning
 from quire.worker.transformer.mixers.mamba1 import Mamba1
@@ -41,6 +42,7 @@ MIXERS: dict[str, MakePart] = {  # by `LayerSpec.mixer`
     "attention": self_attention,
     "mla": MLAttention,
     "bidirectional": BidirectionalAttention,
+    "cross": CrossAttention,
     "short_conv": ShortConv,
     "delta": GatedDeltaNet,
     "separate_delta": SeparateDelta,
@@ -60,6 +62,7 @@ PLACES = {
     "mamba1": ".mamba",
     "mamba2": ".mamba",
     "attention_mamba2": "",
+    "cross": ".encoder_attn",
 }
 
 # by `LayerSpec.mlp`
@@ -247,6 +250,32 @@ class SingleLayer(DecoderLayer):
         return self.mlp.exchanges(num_needed)
 
 
+class OptionalMLPLayer(DecoderLayer):
+    """A norm before the mixer, and one before the MLP if the layer has any. Two such layers are a decoder layer of
+    Whisper: attention to tokens, then attention to the encoder's output and an MLP.
+    """
+
+    feeds: ClassVar = ()
+    norm_names: ClassVar = ("input_layernorm",)
+    mlps: ClassVar = MLPS | {"none": lambda *_: None}
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, layer, prefix, weights)
+        if self.mlp is not None:
+            self.post_attention_layernorm = NORMS[spec.norm](spec.hidden_size, spec.norm_eps)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> Streams:
+        if self.mlp is not None:
+            return super().forward(x, residual, call)
+        x, residual = add(self.input_layernorm, x, residual)
+        return self.self_attn(x, call), call.needed(residual)
+
+    def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
+        if self.mlp is not None:
+            return super().exchanges(num_tokens, num_needed)
+        return self.self_attn.exchanges(num_tokens, num_needed)
+
+
 # by `ModelSpec.form`
 BLOCKS: dict[str, type[DecoderLayer]] = {
     "pre": DecoderLayer,
@@ -258,6 +287,7 @@ BLOCKS: dict[str, type[DecoderLayer]] = {
     "sum": SumNormLayer,
     "parallel": ParallelLayer,
     "single": SingleLayer,
+    "optional_mlp": OptionalMLPLayer,
 }
 
 

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoded:
+    """The encoder's output for the requests that begin in a step, one after another, and the slots of their keys and
+    values in the caches of the group "cross".
+    """
+
+    hidden: torch.Tensor  # [M, H]
+    slots: torch.Tensor  # [M] int64
+
+
+@dataclass(frozen=True, slots=True)
 class StageCall:
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T] or [3, T]
@@ -27,6 +37,7 @@ class StageCall:
     needed_rows: torch.Tensor | None = None  # on the last stage
     images: ImageEmbeds | None = None
     token_types: torch.Tensor | None = None  # [T]: 1 for tokens of a pair's second text, by default 0
+    encoded: Encoded | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,7 @@ class LayerCall:
     attn: GroupedMetadata
     needed_rows: torch.Tensor | None = None  # in the last layer
     inputs: torch.Tensor | None = None  # the layer's own inputs [T, size] (per_layer.py)
+    encoded: Encoded | None = None  # of requests that begin in this step, for layers that attend to it
 
     def needed(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of x `[T, _]` whose result is needed."""

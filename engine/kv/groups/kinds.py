@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.kv.groups.base import GroupBlocks
+from quire.engine.kv.groups.cross import CrossBlocks
 from quire.engine.kv.groups.full import FullBlocks
 from quire.engine.kv.groups.state import StateBlocks
 from quire.engine.kv.groups.window import WindowBlocks
@@ -12,4 +13,5 @@ KINDS: dict[str, type[GroupBlocks]] = {
     "window": WindowBlocks,
     "chunk": WindowBlocks,
     "state": StateBlocks,
+    "cross": CrossBlocks,
 }

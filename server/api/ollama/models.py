@@ -158,6 +158,8 @@ def _ollama_names(model: ModelInfo) -> dict[str, Any]:
 
 def capabilities(state: needs.Prompting) -> list[str]:
     pooling, formats = state.model.pooling, state.formats
+    if state.model.transcribes:
+        return ["transcription"]
     found = ["embedding"] if pooling is not None and pooling.tasks else []
     if pooling is not None and not pooling.generates:
         return found

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import BinaryIO, Literal
 
 import msgspec
 from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from quire.server.api import needs
 from quire.server.batches.disk import or_full
 from quire.server.batches.runner import Batches
 from quire.server.batches.store import File
-from quire.server.errors import BadRequest, NotInstalled, PayloadTooLarge, UnsupportedMediaType
-from quire.server.http.caller import caller, connection_of
+from quire.server.errors import ApiError, BadRequest, PayloadTooLarge
+from quire.server.http.caller import caller
+from quire.server.http.form import MAX_FORM_BYTES, declared_size, read_form
 from quire.server.http.numbers import bounded_int
 from quire.server.http.paging import ends, owner, page_size
 from quire.server.http.read_body import require_deliberate
-from quire.server.http.sse import ClientGone, JsonResponse
+from quire.server.http.sse import JsonResponse
 
 MAX_FILE_BYTES = 200 << 20
-MAX_FORM_BYTES = 1 << 16  # in addition to the file
 MAX_BODY_BYTES = MAX_FILE_BYTES + MAX_FORM_BYTES
 MAX_NAME = 256
 BYTES, PART_BYTES = "application/octet-stream", 1 << 18  # of content
@@ -77,28 +76,31 @@ async def create_file(request: Request, state: needs.Batches) -> Response:
     """
     batches, who = state.require_batches(), owner(request)
     require_deliberate(request)
-    if (size := _declared(request)) is None:
+    if (size := declared_size(request, MAX_BODY_BYTES, _too_large)) is None:
         size = min(await batches.run(batches.store.free_bytes, who), MAX_BODY_BYTES)
     await batches.run(batches.store.hold, size, who)
     try:
         with or_full():  # of the temporary file of the form
-            form = await _form(request, size)
+            form = await read_form(request, size, lambda: _no_room(size), "A file, with the fields file and purpose,")
         return await _store(request, form, batches, size)
     finally:
         batches.store.release(size, who)
 
 
-def _declared(request: Request) -> int | None:
-    """The size of the body; None if it comes in chunks. Raises PayloadTooLarge."""
-    if (given := request.headers.get("content-length")) is None:
-        return None
-    if (size := bounded_int(given, 0, 2**63 - 1, "Content-Length")) > MAX_BODY_BYTES:
-        raise _too_large()
-    return size
-
-
 def _too_large() -> PayloadTooLarge:
     return PayloadTooLarge(f"A file may have at most {MAX_FILE_BYTES} bytes.")
+
+
+def _no_room(size: int) -> ApiError:
+    """The error for more than the `size` bytes that are held for a body."""
+    if size == MAX_BODY_BYTES:
+        return _too_large()
+    return BadRequest(
+        f"The file has more than the {size} bytes of --batch-disk that are free for you: delete files that are no "
+        "longer needed.",
+        param="file",
+        code="storage_full",
+    )
 
 
 async def _store(request: Request, form: FormData, batches: Batches, size: int) -> Response:
@@ -113,47 +115,6 @@ async def _store(request: Request, form: FormData, batches: Batches, size: int) 
     finally:
         await form.close()
     return JsonResponse(_file_object(file))
-
-
-async def _form(request: Request, max_bytes: int) -> FormData:
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise UnsupportedMediaType("A file must be sent as multipart/form-data, with the fields file and purpose.")
-    try:
-        from python_multipart.exceptions import MultipartParseError
-    except ModuleNotFoundError:
-        raise NotInstalled(
-            "This server cannot read uploads: it lacks the package python-multipart (pip install 'quire[files]')."
-        ) from None
-    parser = MultiPartParser(
-        request.headers, _counted(request, max_bytes), max_files=1, max_fields=16, max_part_size=MAX_FORM_BYTES
-    )
-    try:
-        return await parser.parse()
-    except ClientDisconnect:
-        raise ClientGone from None
-    except (MultiPartException, MultipartParseError, KeyError) as error:
-        raise BadRequest(f"The form is not valid: {getattr(error, 'message', error)}") from None
-
-
-async def _counted(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
-    """The body, up to the bytes held for it. Bytes that were read are on their way to a temporary file, so they count
-    no more as memory.
-    """
-    connection, size = connection_of(request.scope), 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
-            if max_bytes == MAX_BODY_BYTES:
-                raise _too_large()
-            raise BadRequest(
-                f"The file has more than the {max_bytes} bytes of --batch-disk that are free for you: delete files "
-                "that are no longer needed.",
-                param="file",
-                code="storage_full",
-            )
-        yield part
-        if connection is not None:
-            connection.forget_body()
 
 
 def _life(form: FormData) -> int | None:

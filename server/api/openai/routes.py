@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from quire.server.api.openai import batches, files, objects, protocol, render, tokens
+from quire.server.api.openai.audio import fields as audio
+from quire.server.api.openai.audio.objects import Transcription, VerboseTranscription
+from quire.server.api.openai.audio.transcriptions import transcriptions, translations
 from quire.server.api.openai.chat import chat_completions
 from quire.server.api.openai.completions import completions
 from quire.server.api.openai.embeddings import EmbeddingList, EmbeddingRequest, embeddings
@@ -27,6 +30,7 @@ _STREAMS = [
     Route("GET", "/v1/streams/{stream_id}", resume_stream, stream=EVENTS),
     Route("DELETE", "/v1/streams/{stream_id}", stop_stream, answer=EMPTY, status=204),
 ]
+_TEXTS = (Transcription, VerboseTranscription)
 _FILES = [
     Route("POST", "/v1/files", files.create_file, files.UPLOAD, files.FileObject),
     Route(
@@ -40,6 +44,10 @@ _FILES = [
     Route("DELETE", "/v1/files/{file_id}", files.delete_file, answer=files.FileDeleted),
     Route("GET", "/v1/files/{file_id}/content", files.file_content, answer=files.BYTES),
 ]
+_AUDIO = [
+    Route("POST", "/v1/audio/transcriptions", transcriptions, audio.FORM, _TEXTS, stream=EVENTS),
+    Route("POST", "/v1/audio/translations", translations, audio.FORM, _TEXTS, stream=EVENTS),
+]
 _BATCHES = [
     Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest, batches.BatchObject),
     Route("GET", "/v1/batches", batches.list_batches, answer=batches.BatchList, query=page(100)),
@@ -52,4 +60,4 @@ _PROMPTS = [
     Route("POST", "/tokenize", tokens.tokenize, protocol.TokenizeRequest, objects.TokenizeResponse),
     Route("POST", "/detokenize", tokens.detokenize, protocol.DetokenizeRequest, objects.DetokenizeResponse),
 ]
-ROUTES = [*GENERATION, *_STREAMS, *RESPONSES, *CONVERSATIONS, *_FILES, *_BATCHES, *_PROMPTS]
+ROUTES = [*GENERATION, *_STREAMS, *RESPONSES, *CONVERSATIONS, *_AUDIO, *_FILES, *_BATCHES, *_PROMPTS]

@@ -115,6 +115,8 @@ def _obstacle(config: Config, spec: ModelSpec) -> str | None:
     parallel = config.parallel
     if spec.is_encoder or not spec.has_lm_head:
         return "the model generates no text"
+    if spec.crosses:
+        return "the rules for what a speech recognizer writes are not followed by drafts"
     if parallel.pipeline_parallel_size > 1 and spec.has_states:
         return "not supported yet for models with recurrent states and several pipeline stages"
     return None

@@ -1,0 +1,254 @@
+"""Pieces of audio -> their texts: each piece is a request of its own, several at once, with Whisper's rules for
+attempts at higher temperatures and for silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+import zlib
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from quire.engine.messages import MediaItem, SamplingParams, TokenLogprobs
+from quire.server.errors import EngineError
+from quire.server.generate import deltas, needs
+from quire.server.generate.generation import Generation
+from quire.server.media.audio.model import STEP, SpeechModel
+from quire.server.media.audio.service import Piece, Pieces
+from quire.server.model_info import ModelInfo
+from quire.server.request.delta import Delta
+from quire.server.request.generation_request import Attached, GenerationRequest
+
+PARALLEL = 8  # pieces of one request at once
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the attempts
+MOST_COMPRESSION, LEAST_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6  # Whisper's thresholds
+PERHAPS_NO_SPEECH = 0.3  # the same after attempts of which none is likely: steady noise has 0.4
+_MOST_BEFORE = 224  # tokens of text before the audio, at most half of the context
+_FORGETS = 0.5  # temperature above which the next piece does not follow a text
+_TOP = 20  # log-probabilities among which that of silence is looked for
+_serial = itertools.count()
+
+Observed = Callable[[AsyncGenerator[Delta, None]], AsyncGenerator[Delta, None]]
+
+
+def most_before(model: ModelInfo) -> int:
+    """The most tokens of text before the audio."""
+    return min(_MOST_BEFORE, model.max_model_len // 2)
+
+
+@dataclass(slots=True, kw_only=True)
+class TranscriptionSpec:
+    """The parameters of one file. `base` has the id, tenant and priority of the engine's requests."""
+
+    base: GenerationRequest
+    task: str = "transcribe"
+    language: str | None = None  # a code; None: it is detected in the first piece with sound
+    before: list[int] = field(default_factory=list)  # tokens of the text that the first piece follows
+    temperature: float = 0.0  # 0: Whisper's attempts
+    timestamps: bool = False
+    follows: bool = False  # whether each piece follows the text of the one before it, so that they run one by one
+    observed: Observed = lambda found: found
+
+
+@dataclass(slots=True)
+class Segment:
+    """A part of a piece, with seconds from the beginning of the file."""
+
+    start: float
+    end: float
+    token_ids: list[int]
+    text: str
+
+
+@dataclass(slots=True)
+class Said:
+    """The text of one piece. `token_ids` and `logprobs` are those of the text, without special tokens."""
+
+    piece: Piece
+    text: str = ""
+    segments: list[Segment] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    temperature: float = 0.0
+    avg_logprob: float = 0.0
+    compression_ratio: float = 0.0
+    no_speech: float = 0.0
+    num_prompt: int = 0  # tokens of text before the output
+    num_output: int = 0
+
+    @property
+    def fails(self) -> bool:
+        """Return whether the text repeats itself, or is unlikely."""
+        return self.compression_ratio > MOST_COMPRESSION or self.avg_logprob < LEAST_LOGPROB
+
+    def is_silence(self, threshold: float) -> bool:
+        """Return whether the text is unlikely, and the probability of silence above a threshold."""
+        return self.no_speech > threshold and self.avg_logprob < LEAST_LOGPROB
+
+    def silenced(self) -> Said:
+        """Return the piece without text."""
+        return Said(self.piece, no_speech=self.no_speech, avg_logprob=self.avg_logprob, num_output=self.num_output)
+
+
+class Transcription:
+    """One file. `language` is known once the first piece is."""
+
+    def __init__(self, state: needs.Transcribing, spec: TranscriptionSpec, pieces: Pieces):
+        self.state, self.spec, self.pieces = state, spec, pieces
+        self.model: SpeechModel = state.speech.require()
+        self.language = spec.language if self.model.languages else "en"
+        self.num_pieces = 0
+
+    async def said(self) -> AsyncGenerator[Said, None]:
+        """Yield the text of each piece, in order. Closing the generator aborts running requests. Raises BadRequest,
+        EngineError."""
+        running: deque[asyncio.Task[Said]] = deque()
+        before, at_end = list(self.spec.before), False
+        try:
+            while running or not at_end:
+                most = 1 if self.spec.follows or self.language is None else PARALLEL
+                if not at_end and len(running) < most:
+                    piece = await self.pieces.next()
+                    if piece is None:
+                        at_end = True
+                        continue
+                    self.num_pieces += 1
+                    running.append(asyncio.ensure_future(self._piece(piece, before)))
+                    before = []
+                    if len(running) < most:
+                        continue
+                said = await running.popleft()
+                if self.spec.follows and said.temperature <= _FORGETS:
+                    before = said.token_ids[-most_before(self.state.model) :]
+                yield said
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _piece(self, piece: Piece, before: list[int]) -> Said:
+        if piece.lease is None:
+            return Said(piece)
+        try:
+            if self.language is None:
+                self.language = await self._detect(piece)
+            return await self._attempts(piece, before)
+        finally:
+            piece.lease.release()
+
+    async def _attempts(self, piece: Piece, before: list[int]) -> Said:
+        """The first attempt that does not fail, or the last one."""
+        spec = self.spec
+        for temperature in (spec.temperature,) if spec.temperature else TEMPERATURES:
+            said = await self._attempt(piece, before if temperature <= _FORGETS else [], temperature)
+            if said.is_silence(NO_SPEECH):
+                return said.silenced()
+            if not said.fails:
+                break
+        return said.silenced() if said.is_silence(PERHAPS_NO_SPEECH) else said
+
+    async def _detect(self, piece: Piece) -> str:
+        """The code of the likeliest language."""
+        names = {number: code for code, number in self.model.languages.items()}
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=list(names))
+        ids, _, _ = await self._run(piece, [self.model.start], sampling)
+        return names[ids[0]]
+
+    async def _no_speech(self, piece: Piece) -> float:
+        """Return the probability of silence, for prompts in which no token follows the first one."""
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=[self.model.no_speech], logprobs=0)
+        _, logprobs, _ = await self._run(piece, [self.model.start], sampling)
+        return math.exp(logprobs[0].logprobs[0])
+
+    async def _attempt(self, piece: Piece, before: list[int], temperature: float) -> Said:
+        model, timed = self.model, self.spec.timestamps
+        prompt = model.prompt(self.language, self.spec.task, timed, before)
+        start = prompt.index(model.start)
+        has_next = start + 1 < len(prompt)
+        sampling = SamplingParams(
+            max_tokens=self.state.model.max_model_len - len(prompt),
+            temperature=temperature,
+            seed=next(_serial) if temperature else 0,
+            eos_token_ids=[model.end],
+            speech=model.rules(timed),
+            logprobs=0,
+            logprobs_mode="raw_logprobs" if temperature else "processed_logprobs",
+            prompt_logprobs=_TOP if has_next else None,
+        )
+        ids, logprobs, of_prompt = await self._run(piece, prompt, sampling)
+        if has_next:
+            entry = of_prompt[start]
+            found = dict(zip(entry.token_ids, entry.logprobs))
+            no_speech = math.exp(found[model.no_speech]) if model.no_speech in found else 0.0
+        else:
+            no_speech = await self._no_speech(piece)
+        said = self._read(piece, ids, logprobs)
+        said.temperature, said.no_speech, said.num_prompt = temperature, no_speech, len(prompt)
+        return said
+
+    def _read(self, piece: Piece, ids: list[int], logprobs: list[TokenLogprobs]) -> Said:
+        """The text of an attempt, and its measures."""
+        total = sum(entry.logprobs[0] for entry in logprobs)
+        said = Said(piece, avg_logprob=total / max(len(ids), 1), num_output=len(ids))
+        kept = [i for i, token in enumerate(ids) if token < self.model.end]
+        said.token_ids, said.logprobs = [ids[i] for i in kept], [logprobs[i] for i in kept]
+        said.text = self._text(said.token_ids)
+        raw = said.text.encode()
+        said.compression_ratio = len(raw) / len(zlib.compress(raw)) if raw else 0.0
+        if self.spec.timestamps:
+            said.segments = self._segments(piece, ids)
+        return said
+
+    def _segments(self, piece: Piece, ids: list[int]) -> list[Segment]:
+        """The parts between timestamps. One that has no end lasts to the end of the piece."""
+        begin, segments = self.model.timestamp_begin, []
+        start, tokens = 0.0, []
+        for token in [*ids, None]:
+            if token is not None and token < self.model.end:
+                tokens.append(token)
+            elif token is None or token >= begin:
+                at = piece.seconds if token is None else min((token - begin) * STEP, piece.seconds)
+                if tokens:
+                    first, last = (round(piece.start + one, 2) for one in (min(start, at), at))
+                    segments.append(Segment(first, last, tokens, self._text(tokens)))
+                start, tokens = at, []
+        return segments
+
+    def _text(self, token_ids: list[int]) -> str:
+        return self.state.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    async def _run(
+        self, piece: Piece, prompt: list[int], sampling: SamplingParams
+    ) -> tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]:
+        """(tokens, their log-probabilities, those of the prompt) that the engine answers."""
+        lease, model = self.state.speech.lease(piece), self.model
+        item = MediaItem(lease.image.key, 0, 1, model.positions, lease.image.path)
+        base = self.spec.base
+        request = GenerationRequest(
+            request_id=f"{base.request_id}-{next(_serial)}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            priority=base.priority,
+            background=base.background,
+            tenant=base.tenant,
+            weight=base.weight,
+            arrival_time=time.time(),
+            media=[Attached(item, lease)],
+        )
+        generation = Generation(self.state.client, self.state.tokenizer, request, self.state.metrics)
+        ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        of_prompt: list[TokenLogprobs] = []
+        async with aclosing(self.spec.observed(deltas.run([generation]))) as found:
+            async for delta in found:
+                ids += delta.token_ids
+                logprobs += delta.logprobs or []
+                of_prompt += delta.prompt_logprobs or []
+                if delta.finish_reason == "abort":
+                    raise EngineError("The request was aborted.")
+        return ids, logprobs, of_prompt

@@ -1,0 +1,102 @@
+"""Read the files of a speech recognizer: its special tokens, languages and suppressed tokens. Loads no numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.checkpoints.reading import read_object
+from quire.engine.messages import SpeechRules
+
+if TYPE_CHECKING:
+    from quire.server.text.tokenizer import Tokenizer
+
+ARCHITECTURES = ("WhisperForConditionalGeneration",)
+STEP = 0.02  # seconds between two timestamps, and between two positions of the encoder
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechModel:
+    """Token ids, and sizes of the encoder."""
+
+    num_mels: int
+    positions: int  # of the encoder's output
+    start: int
+    end: int
+    no_timestamps: int
+    no_speech: int
+    previous: int  # before the text that precedes the audio
+    tasks: dict[str, int]  # transcribe, translate; empty for a model of English
+    languages: dict[str, int]  # by code; empty for a model of English
+    suppress: tuple[int, ...]
+    suppress_first: tuple[int, ...]
+    max_first: int
+
+    @property
+    def timestamp_begin(self) -> int:
+        return self.no_timestamps + 1
+
+    @property
+    def codes(self) -> list[str]:
+        """The languages that it knows."""
+        return list(self.languages) or ["en"]
+
+    def prompt(self, language: str, task: str, timestamps: bool, before: Sequence[int] = ()) -> list[int]:
+        """The tokens before the output; `before` are those of the text that precedes the audio."""
+        start = [self.start]
+        if self.languages:
+            start += [self.languages[language], self.tasks[task]]
+        if not timestamps:
+            start.append(self.no_timestamps)
+        return [*([self.previous, *before] if before else []), *start]
+
+    def rules(self, timestamps: bool) -> SpeechRules:
+        """The constraints on the output."""
+        if not timestamps:
+            return SpeechRules(self.suppress, self.suppress_first, end=self.end)
+        suppress = (*self.suppress, self.no_timestamps)
+        return SpeechRules(suppress, self.suppress_first, self.timestamp_begin, self.end, self.max_first)
+
+
+def is_speech_model(config: dict[str, Any]) -> bool:
+    """Return whether a parsed config.json is that of a speech recognizer."""
+    return any(name in ARCHITECTURES for name in config.get("architectures") or [])
+
+
+def read_speech_model(folder: str, tokenizer: Tokenizer) -> SpeechModel:
+    """Raises ValueError for files without the tokens that transcribing needs."""
+    config = read_object(Path(folder, "config.json"))
+    settings = config | read_object(Path(folder, "generation_config.json"))
+
+    def token(*names: str, default: object = None) -> int:
+        found = (tokenizer.token_to_id(f"<|{name}|>") for name in names)
+        value = default if isinstance(default, int) else next((one for one in found if one is not None), None)
+        if value is None:
+            raise ValueError(f"its tokenizer has no token <|{names[0]}|>")
+        return value
+
+    no_timestamps = token("notimestamps", default=settings.get("no_timestamps_token_id"))
+    named, tasks = settings.get("lang_to_id") or {}, settings.get("task_to_id") or {}
+    languages = {name.strip("<|>"): number for name, number in named.items()}
+    if settings.get("is_multilingual", bool(languages)) and not languages:
+        raise ValueError("its generation_config.json has no lang_to_id")
+    return SpeechModel(
+        num_mels=config.get("num_mel_bins", 80),
+        positions=config.get("max_source_positions", 1500),
+        start=token("startoftranscript", default=settings.get("decoder_start_token_id")),
+        end=token("endoftext", default=settings.get("eos_token_id")),
+        no_timestamps=no_timestamps,
+        no_speech=token("nospeech", "nocaptions", default=no_timestamps - 1),
+        previous=token("startofprev", default=settings.get("prev_sot_token_id")),
+        tasks={name: number for name, number in tasks.items() if name in ("transcribe", "translate")},
+        languages=languages,
+        suppress=_ids(settings.get("suppress_tokens")),
+        suppress_first=_ids(settings.get("begin_suppress_tokens")),
+        max_first=settings.get("max_initial_timestamp_index") or -1,
+    )
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    return tuple(one for one in value if isinstance(one, int) and one >= 0) if isinstance(value, list) else ()
