@@ -14,9 +14,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from quire.server.errors import ApiError, PayloadTooLarge, UnsupportedMediaType
 from quire.server.http import needs, sse
+from quire.server.http.bodies.gzip_body import decompress, largest_result
 from quire.server.http.cache_hint import read_hint
 from quire.server.http.caller import caller, connection_of
-from quire.server.http.gzip_body import decompress, largest_result
 from quire.server.http.numbers import bounded_int
 from quire.server.http.parse_body import parse
 from quire.server.http.time_limit import read_timeout

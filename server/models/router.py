@@ -16,6 +16,7 @@ from quire.server.api.ollama.routes import empty_answer
 from quire.server.error_shapes import body_of
 from quire.server.errors import ApiError, BadRequest
 from quire.server.http import sse
+from quire.server.http.bodies.form import MAX_FORM_BYTES
 from quire.server.http.caller import caller, caller_in
 from quire.server.http.middleware import send_json
 from quire.server.http.read_body import read_body
@@ -94,7 +95,7 @@ class Router:
         try:
             raw = None
             if scope["method"] in ("POST", "PUT", "PATCH"):
-                raw = await read_body(request, self.state, self.models.most_body_bytes())
+                raw = await read_body(request, self.state, self._most_bytes(scope["path"]))
             chosen = await self._choose(request, raw)
             await self._answer(request, chosen, raw, send)
         except sse.ClientGone:
@@ -102,6 +103,12 @@ class Router:
         except ApiError as error:
             caller(request).refusal = error
             await send_json(send, error.status, body_of(error, scope["path"]), error.headers)
+
+    def _most_bytes(self, path: str) -> int:
+        """The largest body that any model takes; the model itself then checks its own limit."""
+        if path.startswith("/v1/audio/"):
+            return self.state.speech.max_bytes + MAX_FORM_BYTES
+        return self.models.most_body_bytes()
 
     def _is_of_model(self, scope: Scope) -> bool:
         """Return whether a model answers; what has no route is the host's to refuse."""

@@ -15,8 +15,8 @@ from quire.server.batches.disk import or_full
 from quire.server.batches.runner import Batches
 from quire.server.batches.store import File
 from quire.server.errors import ApiError, BadRequest, PayloadTooLarge
+from quire.server.http.bodies.form import MAX_FORM_BYTES, declared_size, read_form
 from quire.server.http.caller import caller
-from quire.server.http.form import MAX_FORM_BYTES, declared_size, read_form
 from quire.server.http.numbers import bounded_int
 from quire.server.http.paging import ends, owner, page_size
 from quire.server.http.read_body import require_deliberate

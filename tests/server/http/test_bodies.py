@@ -9,7 +9,7 @@ import pytest
 
 from quire.configs.proxies import read_proxies
 from quire.server.errors import BadRequest
-from quire.server.http.gzip_body import decompress
+from quire.server.http.bodies.gzip_body import decompress
 from quire.server.routes import ROUTES
 from tests.helpers.server.running import poll, running_server
 

@@ -22,8 +22,8 @@ from quire.server.errors import BadRequest, GatewayTimeout, UnsupportedMediaType
 from quire.server.generate.deadlines import within
 from quire.server.generate.transcription import Said, Segment, Transcription, TranscriptionSpec, most_before
 from quire.server.http import admission, request_options, sse
+from quire.server.http.bodies.form import MAX_FORM_BYTES, declared_size, read_form
 from quire.server.http.caller import caller
-from quire.server.http.form import MAX_FORM_BYTES, declared_size, read_form
 from quire.server.media.audio.languages import NAMES, gap
 from quire.server.media.audio.model import STEP
 from quire.server.media.audio.service import Pieces, Room, too_large
