@@ -82,8 +82,11 @@ MORE = [
     _delete("/v1/cache/talk"),
     _post("/start_profile", None),
     _post("/stop_profile", None),
-    *(_post(f"/api/{action}", {"model": "other"}) for action in ("pull", "push", "create", "copy")),
-    _delete("/api/delete"),
+    _post("/api/push", {"model": "other"}),
+    _post("/api/pull", {"model": "minilm", "stream": False}),
+    _post("/api/create", {"model": "pirate", "from": "quire-tiny", "system": "Talk like a pirate.", "stream": False}),
+    _post("/api/copy", {"source": "pirate", "destination": "captain"}),
+    *(Example("DELETE", "/api/delete", "", {"model": name}) for name in ("captain", "pirate")),
 ]
 CLASSES = [_post("/classify", {"input": "Hello!"})]
 AUDIO = "/v1/audio/transcriptions", "/v1/audio/translations"
@@ -96,7 +99,7 @@ def main() -> None:
         place = Path(folder)
         (place / "adapters").mkdir()
         write_adapter(place / "adapters" / "style")
-        flags = ["--pooling", "mean", "--lora-dir", str(place / "adapters")]
+        flags = ["--pooling", "mean", "--lora-dir", str(place / "adapters"), "--allow-downloads"]
         for flag in ("--batch-dir", "--slot-save-path", "--torch-profiler-dir"):
             flags += [flag, str(place / flag.strip("-"))]
         asked = [example for examples in SECTIONS.values() for example in examples]
