@@ -63,6 +63,7 @@ class Model:
         self._served: ServedModel | None = None
         self._engines: EngineGroup | None = None
         self._running: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None  # after a failure
         self._open = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -87,6 +88,11 @@ class Model:
     def is_busy(self) -> bool:
         """Return whether a request uses the model, responses in the background included."""
         return self.num_leases > 0 or not self.state.idle.is_set()
+
+    @property
+    def has_engines(self) -> bool:
+        """Return whether there are processes to end."""
+        return self._engines is not None
 
     @property
     def size(self) -> int:

@@ -23,7 +23,7 @@ from quire.server.errors import ApiError, BadRequest, Unavailable
 from quire.server.http.read_body import BYTES_PER_TOKEN, MIN_BYTES_WITH_IMAGES
 from quire.server.models.entry import ModelEntry
 from quire.server.models.host import HostState
-from quire.server.models.loaded import LOADED, LOADING, UNLOADING, LoadFailed, Model
+from quire.server.models.loaded import FAILED, LOADED, LOADING, UNLOADED, UNLOADING, LoadFailed, Model
 from quire.server.models.need import Need, Planned, guessed_need, loaded_need, need_of
 from quire.server.models.planner import Planner
 
@@ -70,7 +70,7 @@ class Models:
         for task in (*self._loads.values(), *self._tasks):
             task.cancel()
         await asyncio.gather(*self._loads.values(), *self._tasks, return_exceptions=True)
-        await asyncio.gather(*(model.unload() for model in self.models.values() if model.status == LOADED))
+        await asyncio.gather(*(model.unload() for model in self.models.values() if model.has_engines))
         await self.planner.close()
 
     def kill(self) -> None:
@@ -81,8 +81,14 @@ class Models:
         """Refuse new requests from now on."""
         for model in self.models.values():
             model.state.draining = True
+        self._tell_watchers()
 
     def _on_change(self, model: Model) -> None:
+        if model.status in (UNLOADED, FAILED):
+            self._notify()
+        self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
         for event in self.changed:
             event.set()
 

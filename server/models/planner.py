@@ -19,6 +19,7 @@ logger = logging.getLogger("quire")
 
 _decode = msgspec.json.Decoder(Planned).decode
 _MAX_LINE = 1 << 20
+_ENDED = "the process that plans models ended"
 
 
 class Planner:
@@ -50,6 +51,9 @@ class Planner:
             while self._order:
                 await self._plan_all()
         finally:
+            for plan in self.plans.values():  # or requests would wait for them
+                if not plan.done():
+                    plan.set_result(Planned(error=_ENDED))
             await self.close()
 
     async def _plan_all(self) -> None:
@@ -73,7 +77,7 @@ class Planner:
                 process.stdin.write(len(config).to_bytes(4, "big") + config)
                 await process.stdin.drain()
                 line = await process.stdout.readline()
-            found = _decode(line) if line else Planned(error="the process that plans models ended")
+            found = _read(line)
             if found.error is not None:
                 logger.warning("there is no memory plan of the model %s: %s", name, found.error)
             self.plans[name].set_result(found)
@@ -88,3 +92,12 @@ class Planner:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, 9)
         await process.wait()
+
+
+def _read(line: bytes) -> Planned:
+    if not line:
+        return Planned(error=_ENDED)
+    try:
+        return _decode(line)
+    except msgspec.DecodeError as error:
+        return Planned(error=f"the process that plans models wrote no plan: {error}")
