@@ -195,6 +195,11 @@ class ServerState:
         """The names that the API lists: the model's, then those of LoRA adapters."""
         return [*self.names, *self.adapters.loaded] if self.adapters.loaded else self.names
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The folder, file or id of the model of each name."""
+        return dict.fromkeys(self.names, self.config.model.model)
+
     def answering(self, name: str | None) -> str:
         """The name of the model in an answer of OpenAI's form: that of the adapter asked for, else the first."""
         return name if name in self.adapters.loaded else self.names[0]

@@ -88,6 +88,10 @@ class HostState(ServerState):
         return max(sum(model.state.num_rows for model in self.loaded()), _ROWS)
 
     @property
+    def sources(self) -> dict[str, str]:
+        return {name: model.entry.source for name, model in self.models.items()}
+
+    @property
     def all_names(self) -> list[str]:
         adapters = [name for model in self.models.values() for name in model.state.adapters.loaded]
         return [*self.names, *adapters]

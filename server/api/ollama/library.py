@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -38,6 +38,9 @@ class _Changing(needs.Body, needs.Settings, needs.Names, Protocol):
     """To change the library."""
 
     pulls: Pulls
+
+    @property
+    def sources(self) -> Mapping[str, str]: ...
 
 
 class _Named(msgspec.Struct, kw_only=True):
@@ -162,8 +165,7 @@ def _entry(body: CreateRequest, state: _Changing) -> Entry:
 
 def _placed(entry: Entry, state: _Changing) -> Entry:
     """Return the entry on its base, which may be the served model by its served name. Raises ValueError."""
-    is_served = served_name(entry.base, state) in state.names
-    return creation.placed(entry, None, state.config.model.model if is_served else None)
+    return creation.placed(entry, None, state.sources.get(served_name(entry.base, state)))
 
 
 async def _created(name: str, entry: Entry, lacks_base: bool, adapters: list[str], state: _Changing) -> Lines:
@@ -206,7 +208,7 @@ async def delete(request: Request, state: _Changing) -> Response:
     model = body.wanted
     if aliases.find(model) is None:
         _no_path(model)
-    if served_name(model, state) in state.names or _is_served(model, state):
+    if served_name(model, state) in state.names or any(_is_served(model, one) for one in set(state.sources.values())):
         raise Conflict(f"The model '{model}' is served now: end the server before it is removed.", param="model")
     await _changed(lambda: removal.remove(model))
     return Response()
@@ -224,9 +226,8 @@ async def _changed(work: Callable[[], object]) -> None:
         raise EngineError(f"The library cannot be changed: {error.strerror}.") from None
 
 
-def _is_served(model: str, state: _Changing) -> bool:
-    """Return whether `model` is the served one by name, or has the files that it is served from."""
-    served = state.config.model.model
+def _is_served(model: str, served: str) -> bool:
+    """Return whether `model` is the `served` one by name, or has the files that it is served from."""
     if aliases.canonical(model) == aliases.canonical(served):
         return True
     if aliases.find(model) is not None:
