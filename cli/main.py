@@ -302,6 +302,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "stop": _imported("quire.cli.library.servers", "stop", "stop a server when its requests are finished"),
     "chat": _imported("quire.cli.chat", "chat", "talk to a running server"),
     "complete": _imported("quire.cli.chat", "complete", "complete a text with a running server"),
+    "transcribe": _imported("quire.cli.transcribe", "main", "write what audio files say"),
     "run-batch": _imported(
         "quire.cli.run_batch", "main", "answer the requests of a file, in the format of OpenAI's batches"
     ),
