@@ -31,6 +31,21 @@ def check(config: Config) -> int:
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
     for warning in removed_settings(config):
         logging.warning("%s", warning)
+    if not config.models.are_several:
+        return _check_one(config)
+    try:
+        entries = importlib.import_module("quire.server.models.catalog").read_catalog(config)
+    except ValueError as error:
+        print(f"quire check: error: {error}", file=sys.stderr)
+        return 1
+    failed = 0
+    for entry in entries:
+        print(f"{entry.name}:", flush=True)
+        failed |= _check_one(entry.config)
+    return failed
+
+
+def _check_one(config: Config) -> int:
     with tempfile.TemporaryDirectory(prefix="quire-check-") as target:
         try:
             print(plan(config, target))

@@ -266,11 +266,11 @@ def check(arguments: list[str]) -> int:
     """print the memory plan of `quire serve` with the same flags, and exit"""
     parser = Parser(
         prog="quire check",
-        usage="quire check [MODEL] [flags]",
+        usage="quire check [MODEL...] [flags]",
         epilog=EPILOG,
         description=("Print the memory plan and the automatic choices, without loading weights or serving."),
     )
-    add_config_flags(parser)
+    add_config_flags(parser, several=True)
     settings = read_settings(parser, parser.parse_args(arguments))
     return importlib.import_module("quire.cli.check").check(settings.config())
 
