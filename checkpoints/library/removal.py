@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -58,7 +59,9 @@ def _remove_repository(repository: CachedRepoInfo) -> int:
     from huggingface_hub import scan_cache_dir
 
     hashes = [revision.commit_hash for revision in repository.revisions]
-    strategy = scan_cache_dir(names.hub_cache()).delete_revisions(*hashes)
+    # of this repository alone: a copy of it may have the same commits
+    found = dataclasses.replace(scan_cache_dir(names.hub_cache()), repos=frozenset({repository}))
+    strategy = found.delete_revisions(*hashes)
     strategy.execute()
     return strategy.expected_freed_size
 
