@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.configs.several import read_duration
 from quire.server.api.ollama.routes import empty_answer
 from quire.server.error_shapes import body_of
-from quire.server.errors import ApiError, BadRequest
+from quire.server.errors import ApiError, BadRequest, Unavailable
 from quire.server.http import sse
 from quire.server.http.bodies.form import MAX_FORM_BYTES
 from quire.server.http.caller import caller, caller_in
@@ -101,8 +101,11 @@ class Router:
         except sse.ClientGone:
             return
         except ApiError as error:
-            caller(request).refusal = error
-            await send_json(send, error.status, body_of(error, scope["path"]), error.headers)
+            await self._refuse(request, error, send)
+
+    async def _refuse(self, request: Request, error: ApiError, send: Send) -> None:
+        caller(request).refusal = error
+        await send_json(send, error.status, body_of(error, request.scope["path"]), error.headers)
 
     def _most_bytes(self, path: str) -> int:
         """The largest body that any model takes; the model itself then checks its own limit."""
@@ -144,18 +147,8 @@ class Router:
             return
         if request.url.path == "/api/show" and model.status != LOADED and await self._show(request, model, send):
             return
-        entering = self.models.enter(model, chosen.keep_alive)
-        if model.status != LOADED and chosen.streams:
-            telling = asyncio.create_task(self._tell(model, sender))
-        else:
-            telling = None
         try:
-            try:
-                await sse.unless_disconnected(request, entering)
-            finally:
-                if telling is not None:
-                    telling.cancel()
-                    await asyncio.gather(telling, return_exceptions=True)
+            await self._enter(request, chosen, sender)
         except ApiError as error:
             if not sender.has_begun:
                 raise
@@ -163,9 +156,25 @@ class Router:
             return
         try:
             receive = request.receive if raw is None else _again(raw, request.receive)
-            await model.app(request.scope, receive, sender)
+            if (app := model.app) is None:  # its engine failed for good in this moment
+                message = f"The model '{model.name}' failed: {model.error}"
+                error = Unavailable(message, code="model_failed", retry_after=2)
+                await sender.fail(error) if sender.has_begun else await self._refuse(request, error, send)
+                return
+            await app(request.scope, receive, sender)
         finally:
             self.models.leave(model)
+
+    async def _enter(self, request: Request, chosen: Chosen, sender: _Sender) -> None:
+        """Have the model loaded, while the client is told how far it is. Raises as `Models.enter`, and ClientGone."""
+        waits = chosen.model.status != LOADED and chosen.streams
+        telling = asyncio.create_task(self._tell(chosen.model, sender)) if waits else None
+        try:
+            await sse.unless_disconnected(request, self.models.enter(chosen.model, chosen.keep_alive))
+        finally:
+            if telling is not None:
+                telling.cancel()
+                await asyncio.gather(telling, return_exceptions=True)
 
     async def _show(self, request: Request, model: Model, send: Send) -> bool:
         """Answer /api/show from the files of a model that is not loaded. Returns False if they are not here."""
