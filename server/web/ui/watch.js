@@ -4,6 +4,7 @@
 import { askKey, getJson, getPrivileged, hasKey, request } from "./api.js";
 import { button, byId, h } from "./dom.js";
 import { factsOf, locked } from "./facts.js";
+import { Models } from "./models.js";
 import { Plot } from "./plot.js";
 import { mean, parse, quantile, sum } from "./prometheus.js";
 import { Running } from "./running.js";
@@ -59,9 +60,10 @@ export class Watch {
     this.facts = h("div", {class: "facts"});
     this.message = h("p", {class: "problem", role: "status"});
     this.running = new Running();
+    this.models = new Models();
     this.range = h("select", {id: "range", "aria-label": "Time shown"}, h("option", {value: "now"}, "Last five minutes"), h("option", {value: "hour"}, "Last hour"));
     this.range.addEventListener("change", () => this.draw());
-    byId("watch").append(this.message, h("div", {class: "row"}, this.range), this.figures, this.running.node, this.facts);
+    byId("watch").append(this.message, h("div", {class: "row"}, this.range), this.figures, this.models.node, this.running.node, this.facts);
   }
 
   show() {
@@ -77,6 +79,7 @@ export class Watch {
       this.figures.hidden = this.range.hidden = !(SHARED in values);  // a client's key, of several, sees its own counts only
       if (!this.figures.hidden) this.add(values);
       if (!byId("watch").hidden) this.showFacts(this.unlocked ? await getPrivileged("server_info") : null);
+      if (!byId("watch").hidden) await this.models.read(this.unlocked);
       if (this.unlocked && !byId("watch").hidden) await this.running.read();
       this.message.textContent = "";
     } catch (error) {

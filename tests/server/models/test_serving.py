@@ -209,6 +209,8 @@ def test_metrics_and_the_state_of_the_whole_server(server):
     assert page.count("# HELP quire:generation_tokens_total") == 1 and "http_requests_total{" in page
     assert server.http.get("/load").json()["server_load"] >= 1
     assert server.http.get("/requests").json() == {"requests": []}
+    paths = server.http.get("/openapi.json").raise_for_status().json()["paths"]
+    assert {"/models/load", "/models/sse", "/sleep", "/v1/chat/completions"} <= paths.keys()
     info = server.http.get("/server_info")
     assert info.status_code == 200 and info.json()["models"] == NAMES
 

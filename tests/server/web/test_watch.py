@@ -9,10 +9,11 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
 
 from quire.configs.log_ring import LogRing
-from tests.helpers.server.running import poll, running_server
+from tests.helpers.server.running import poll, running_server, write_model_folder
 from tests.server.web.browser import needs_chromium
 from tests.server.web.using import answered, fresh, last, say, started
 
+UNLOADED = [["one", "unloaded", "Load"], ["two", "unloaded", "Load"]]
 pytestmark = [needs_chromium, pytest.mark.slow]
 
 
@@ -95,3 +96,19 @@ def test_a_key_of_no_administrator_reads_no_history(model_folder):
         server.wait_ready()
         assert server.http.get("/metrics/history", headers={"x-api-key": "one"}).status_code == 403
         assert server.http.get("/metrics/history", headers={"x-api-key": "root"}).status_code == 200
+
+
+def test_several_models_are_shown_loaded_and_unloaded(page, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_model_folder(tmp_path / name)
+    first, second = str(tmp_path / "one"), str(tmp_path / "two")
+    with running_server(first, models=[second], served_model_name=[]) as server:
+        started(page, server.wait_ready().url + "/#watch")
+        cells = "[...document.querySelectorAll('#models tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+        page.wait(f"JSON.stringify({cells}.map(r => [r[0], r[1], r[4]])) === JSON.stringify({UNLOADED})")
+        page.click("#models tbody tr:nth-child(2) button", "Load")
+        page.wait(f"{cells}[1][1] === 'loaded'", 60)
+        page.click("#models tbody tr:nth-child(2) button", "Unload")
+        page.wait(f"{cells}[1][1] === 'unloaded'", 60)
+        assert page.js(f"{cells}[0][1]") == "unloaded"
