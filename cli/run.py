@@ -24,7 +24,7 @@ from quire.cli.api_client import Server, ServerError
 from quire.cli.chat import add_chat_flags, add_sampling_flags, add_tls_flag, converse, default_key, guarded
 from quire.cli.conversation import HELP
 from quire.cli.loading import Loading
-from quire.cli.main import Parser, add_config_flags, read_settings
+from quire.cli.main import SECTIONS, Parser, add_config_flags, read_settings
 from quire.cli.prompting import PromptParser, add_flags_without_effect, one_prompt, warn_without_effect
 from quire.configs.config import Config
 from quire.configs.sources import Settings
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     add_tls_flag(group)
     add_sampling_flags(group)
     add_flags_without_effect(group)
-    add_config_flags(parser, everyday=False)
+    add_config_flags(parser, sections=[name for name in SECTIONS if name != "models"], everyday=False)
     arguments = parser.parse_args(argv)
     _end_on_signals()
     settings = read_settings(parser, arguments)

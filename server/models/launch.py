@@ -16,6 +16,7 @@ from quire.server.models.catalog import read_catalog
 from quire.server.models.entry import ModelEntry
 from quire.server.models.host import HostState
 from quire.server.models.manager import Models
+from quire.server.startup import running_servers
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -42,6 +43,7 @@ class ModelsLauncher(Launcher):
     def _on_routes(self) -> None:
         self.frontend.state.is_open = True
         names = [entry.name for entry in self.entries]
+        running_servers.rename(names)
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         self._say_ready(f"{len(names)} models, which load when requests name them: {shown}")
 

@@ -77,6 +77,8 @@ class Planner:
                 process.stdin.write(len(config).to_bytes(4, "big") + config)
                 await process.stdin.drain()
                 line = await process.stdout.readline()
+            if self._process is not process:  # closed
+                return
             found = _read(line)
             if found.error is not None:
                 logger.warning("there is no memory plan of the model %s: %s", name, found.error)
@@ -85,7 +87,8 @@ class Planner:
                 return
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process; what is not planned has no plan."""
+        self._order.clear()
         process, self._process = self._process, None
         if process is None or process.returncode is not None:
             return

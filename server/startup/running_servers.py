@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from quire.checkpoints import packaged
@@ -43,6 +43,16 @@ def record(config: Config, listener: socket.socket) -> None:
     if not address.startswith("unix:"):
         address = f"http{'s' if config.server.ssl_certfile else ''}://{address}"
     mine = Running(os.getpid(), address, served_names(config), _started(os.getpid()))
+    _write(mine)
+
+
+def rename(names: list[str]) -> None:
+    """Write the names of several models to the file of this process, if it has one."""
+    with contextlib.suppress(OSError):
+        _write(replace(Running(**json.loads(_file(os.getpid()).read_text(encoding="utf-8"))), models=names))
+
+
+def _write(mine: Running) -> None:
     try:
         private_folder(folder())
         part = folder() / f".{mine.pid}"
