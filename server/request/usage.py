@@ -32,7 +32,7 @@ class TokenUsage:
     num_prompt: int  # of all prompts
     n: int = 1  # choices of each
     num_images: int = 0  # tokens of the prompts that stand for images
-    has_prediction: bool = False
+    num_predicted: int | None = None  # tokens of the longest prediction of the client's
     num_output: int = 0
     num_reasoning: int = 0  # among `num_output`
     _counts: dict[int, TokenCounts] = field(default_factory=dict)  # by choice
@@ -44,13 +44,20 @@ class TokenUsage:
             sum(len(one.prompt_token_ids) for one in requests),
             max((one.n for one in requests), default=1),
             sum(one.num_image_tokens for one in requests),
-            any(one.sampling.prediction is not None for one in requests),
+            max((len(found) for one in requests if (found := one.sampling.prediction) is not None), default=None),
         )
 
     def add(self, news: News) -> None:
         self.num_output += len(news.token_ids)
         self.num_reasoning += news.num_reasoning_tokens
         self._counts[news.index] = self._counts.get(news.index, NO_COUNTS).then(news.counts)
+
+    @property
+    def predicted(self) -> tuple[int, int] | None:
+        """The drafts of a request with a prediction that were accepted and rejected; none of an empty prediction."""
+        if self.num_predicted is None:
+            return None
+        return (self.counts.accepted, self.counts.rejected) if self.num_predicted else (0, 0)
 
     @property
     def counts(self) -> TokenCounts:

@@ -123,10 +123,10 @@ def test_a_request_without_speculation_has_no_drafts():
     assert engine.scheduler.stats().num_drafts == 0
 
 
-def test_drafts_of_a_prediction_are_counted():
+def test_drafts_are_counted():
     plain = run_one("validate=1", max_tokens=60)[0].tokens("a")
     wrong = [(token + 1) % VOCAB for token in plain]
-    for prediction, counts in ((plain, (44, 0)), ([], (0, 0)), (wrong, (0, 56 * 3 + 2 + 1))):
+    for prediction, counts in ((plain, (44, 0)), ([], (39, 0)), (wrong, (0, 56 * 3 + 2 + 1))):
         engine, _ = run_one("drafts=3", max_tokens=60, prediction=prediction)
         assert (engine.last("a").counts.accepted, engine.last("a").counts.rejected) == counts
 

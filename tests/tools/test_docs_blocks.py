@@ -63,7 +63,7 @@ PROGRAMS = [block for block in BLOCKS if block.language == "python"]
 WHOLE = [block for block in PROGRAMS if "import OpenAI" in block.text or "import Anthropic" in block.text]
 CURLS = [block for block in BLOCKS if block.language in SHELLS and block.text.lstrip().startswith("curl")]
 # need a model that reads images, or an adapter
-NOT_HERE = ("vision.md", "lora.md")
+NOT_HERE = ("vision.md", "lora.md", "audio.md")
 
 
 def test_there_are_blocks_of_each_kind():

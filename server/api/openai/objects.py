@@ -41,7 +41,7 @@ class Usage(msgspec.Struct):
             usage.num_prompt + usage.num_output,
             PromptTokensDetails(counts.cached, usage.num_images or UNSET),
             CompletionTokensDetails(
-                usage.num_reasoning, *((counts.accepted, counts.rejected) if usage.has_prediction else ())
+                usage.num_reasoning, *(usage.predicted or ())
             ),
         )
 

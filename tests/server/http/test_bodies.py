@@ -30,7 +30,10 @@ def test_gzip(server):
     assert "gzip" not in send(server, "/classify", classify).text  # a route that reads the body twice
 
 
-@pytest.mark.parametrize("path", sorted({route.path for route in ROUTES if isinstance(route.body, type)}))
+POSTS = {route.path for route in ROUTES if isinstance(route.body, type) and route.method == "POST"}
+
+
+@pytest.mark.parametrize("path", sorted(POSTS))
 def test_a_bomb_is_too_large(server, path):
     """Two megabytes of zeros are two kilobytes."""
     path = path.replace("{conversation_id}", "conv_1")

@@ -37,7 +37,7 @@ def test_a_count_of_the_engine_reaches_the_usage(name):
 def test_choices_share_their_prompt_and_add_up_their_outputs():
     requests = [GenerationRequest(str(i), [1] * 10, SamplingParams(prediction=[1]), n=2) for i in range(2)]
     used = TokenUsage.for_requests(requests)
-    assert (used.num_prompt, used.n, used.has_prediction, used.num_output) == (20, 2, True, 0)
+    assert (used.num_prompt, used.n, used.num_predicted, used.num_output) == (20, 2, 1, 0)
     for index, cached in enumerate((0, 8, 6, 4)):
         used.add(delta(index, [1, 2, 3], cached=cached, accepted=1, rejected=index))
         used.add(delta(index, [4], cached=cached, accepted=2, rejected=index))

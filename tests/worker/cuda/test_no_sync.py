@@ -109,7 +109,7 @@ class NoAttention(AttentionBackend):
 class Model(torch.nn.Module):
     """An embedding and a head."""
 
-    spec = SimpleNamespace(is_encoder=False, vision=None)
+    spec = SimpleNamespace(is_encoder=False, vision=None, crosses=False)
 
     def __init__(self, device):
         super().__init__()

@@ -79,14 +79,15 @@ class Output:
 
     def usage(self) -> ResponseUsage:
         used, counts = self.used, self.used.counts
+        accepted, rejected = used.predicted or (UNSET, UNSET)
         return ResponseUsage(
             input_tokens=used.num_prompt,
             input_tokens_details=InputTokensDetails(cached_tokens=counts.cached, image_tokens=used.num_images or UNSET),
             output_tokens=used.num_output,
             output_tokens_details=OutputTokensDetails(
                 reasoning_tokens=used.num_reasoning,
-                accepted_prediction_tokens=counts.accepted if used.has_prediction else UNSET,
-                rejected_prediction_tokens=counts.rejected if used.has_prediction else UNSET,
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=rejected,
             ),
             total_tokens=used.num_prompt + used.num_output,
         )

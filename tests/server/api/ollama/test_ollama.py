@@ -230,7 +230,7 @@ def test_what_there_is(pair):
         ("embed", {"model": MODEL, "input": "x"}, 400, "no embeddings"),
         ("embeddings", {"model": MODEL, "prompt": "x"}, 400, "no embeddings"),
         ("show", {}, 400, "model"),
-        ("pull", {"model": "x"}, 404, "was started with"),
+        ("pull", {"model": "x"}, 403, "--allow-downloads"),
         ("nothing", {}, 404, "There is no POST"),
     ],
 )

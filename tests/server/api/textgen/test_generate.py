@@ -231,6 +231,6 @@ def test_tokenizer_info_and_what_is_not_here(pair):
     server, _ = pair
     info = server.http.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|im_end|>" and "im_start" in info["chat_template"]
-    for path in ("/v1/audio/transcriptions", "/v1/images/generations", "/v1/moderations"):
+    for path in ("/v1/audio/speech", "/v1/images/generations", "/v1/moderations"):
         answer = server.http.post(path, json={})
         assert answer.status_code == 404 and "/v1/chat/completions" in answer.json()["error"]["message"]
