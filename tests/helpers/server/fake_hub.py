@@ -48,7 +48,7 @@ class FakeHub:
         """Variables under which huggingface_hub talks to this server."""
         return {
             "HF_ENDPOINT": self.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DOWNLOAD_TIMEOUT": "120", "no_proxy": "127.0.0.1",
+            "HF_HUB_DISABLE_TELEMETRY": "1", "no_proxy": "127.0.0.1",
         }  # fmt: skip
 
     def lfs(self, name: str, path: Path) -> dict[str, dict]:

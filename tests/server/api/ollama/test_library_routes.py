@@ -130,8 +130,9 @@ def test_a_client_that_leaves_ends_the_download_and_the_next_continues(server, h
     poll(lambda: server.state.pulls.num_running == 0)
     poll(lambda: server.state.num_in_flight == 0)
     released.set()
+    before = hub.sent[name]  # a slow machine makes the first download try again
     assert lines(server, "/api/pull", body)[-1] == {"status": "success"}
-    assert hub.sent[name] < 1.8 * Path(hub.repositories["org/large"], name).stat().st_size
+    assert hub.sent[name] - before < 0.8 * Path(hub.repositories["org/large"], name).stat().st_size
     monkeypatch.setattr(server.state.pulls, "num_running", 4)
     status, message = refused(server, "/api/pull", {"model": "org/large"})
     assert status == 503 and "4 downloads run already" in message
