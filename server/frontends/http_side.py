@@ -62,8 +62,8 @@ class HttpSide:
         self._http: uvicorn.Server | None = None
         self._tls = _tls(config.server)
 
-    async def serve(self, watch: Coroutine[None, None, None]) -> None:
-        """Accept connections until `end`, and run `watch` meanwhile."""
+    async def serve(self, *watches: Coroutine[None, None, None]) -> None:
+        """Accept connections until `end`, and run `watches` meanwhile."""
         from quire.server.http.transport.connections import Connections, Limits
 
         self.connections = Connections(Limits(max_connections()))
@@ -71,7 +71,7 @@ class HttpSide:
         self._http = _http_server(app, self.connections, self.config.server, self._tls)
         loading = asyncio.create_task(self._load_routes())
         serving = asyncio.create_task(self._http.serve(sockets=[self.listener]))
-        others = [loading, asyncio.create_task(watch)]
+        others = [loading, *map(asyncio.create_task, watches)]
         others.append(asyncio.create_task(self.state.history.run(self._metrics)))
         if self._tls is not None:
             others.append(asyncio.create_task(self._tls.watch()))

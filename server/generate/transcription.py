@@ -105,8 +105,10 @@ class Transcription:
         self.num_pieces = 0
 
     async def said(self) -> AsyncGenerator[Said, None]:
-        """Yield the text of each piece, in order. Closing the generator aborts running requests. Raises BadRequest,
-        EngineError."""
+        """Yield the text of each piece, in order. Closing the generator aborts running requests.
+
+        Raises BadRequest, EngineError.
+        """
         running: deque[asyncio.Task[Said]] = deque()
         before, at_end = list(self.spec.before), False
         try:

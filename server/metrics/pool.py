@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -56,11 +56,15 @@ class MetricsPool(Collector):
         return render(self.registry, view)
 
     def collect(self) -> Iterator[Any]:
-        families: dict[str, Any] = {}
-        for engine in self.engines:
-            for family in engine.collect():
-                if family.name in families:
-                    families[family.name].samples += family.samples
-                else:
-                    families[family.name] = family
-        yield from families.values()
+        return merged(family for engine in self.engines for family in engine.collect())
+
+
+def merged(families: Iterable[Any]) -> Iterator[Any]:
+    """Yield each family of metrics once, with the samples of all families of its name."""
+    found: dict[str, Any] = {}
+    for family in families:
+        if family.name in found:
+            found[family.name].samples += family.samples
+        else:
+            found[family.name] = family
+    yield from found.values()

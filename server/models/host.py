@@ -9,10 +9,11 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.registry import Collector
 
 from quire.configs.config import Config
-from quire.engine.messages import EngineCalls, EngineStats, Ready
+from quire.engine.messages import EngineCalls, EngineStats
 from quire.server.engines.client import EngineUnavailable
 from quire.server.errors import NotFound, Unavailable
 from quire.server.metrics.metrics import Metrics
+from quire.server.metrics.pool import merged
 from quire.server.metrics.view import render
 from quire.server.request.sink import ALL, View
 from quire.server.state import ServerState
@@ -63,8 +64,8 @@ class HostState(ServerState):
         return None
 
     def observe_stats(self) -> None:
-        """Sum the gauges of all engines."""
-        every = [model.stats() for model in self.loaded()]
+        """Sum the latest gauges of all engines."""
+        every = [model.state.stats for model in self.loaded()]
         self.stats = EngineStats(
             sum(one.num_running for one in every),
             sum(one.num_waiting for one in every),
@@ -114,7 +115,7 @@ class HostState(ServerState):
 
 
 class LoadedEngines:
-    """The engines of all loaded models, as one `EngineHandle` for what administrators ask."""
+    """The engines of all loaded models, with the methods of an `EngineHandle` that administrators' routes call."""
 
     def __init__(self, host: HostState):
         self._host = host
@@ -123,20 +124,8 @@ class LoadedEngines:
         return (model.state.client for model in self._host.loaded())
 
     @property
-    def ready(self) -> Ready | None:
-        return None
-
-    @property
-    def num_open(self) -> int:
-        return sum(client.num_open for client in self._clients())
-
-    @property
     def load(self) -> int:
         return sum(client.load for client in self._clients())
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        return sum(client.num_waiting_tokens for client in self._clients())
 
     async def call(
         self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
@@ -173,13 +162,7 @@ class ModelsMetrics(Collector):
         return render(self.registry, view)
 
     def collect(self) -> Iterator[Any]:
-        families: dict[str, Any] = {}
-        for family in self._families():
-            if family.name in families:
-                families[family.name].samples += family.samples
-            else:
-                families[family.name] = family
-        yield from families.values()
+        return merged(self._families())
 
     def _families(self) -> Iterable[Any]:
         for family in self._own.collect():

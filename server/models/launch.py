@@ -75,7 +75,7 @@ class ModelsFrontend:
     async def serve(self) -> None:
         """Accept connections until `end`."""
         try:
-            await self.http.serve(_nothing())
+            await self.http.serve()
         finally:
             self.state.images.close()
             self.state.speech.close()
@@ -116,7 +116,3 @@ class ModelsFrontend:
 
     def kill(self) -> None:
         self.models.kill()
-
-
-async def _nothing() -> None:
-    """No engine to watch: each model watches its own."""

@@ -43,11 +43,17 @@ class Model:
     """Its `status`, the server state that its routes read, and its engines while it is loaded.
 
     `shared` copies what all models have in common into a new state. `on_change` is called after each change of the
-    status, progress included.
+    status, progress included, and `on_stats` after each report of an engine.
     """
 
-    def __init__(self, entry: ModelEntry, shared: Callable[[ServerState], None], on_change: Callable[[Model], None]):
-        self.entry, self._shared, self._on_change = entry, shared, on_change
+    def __init__(
+        self,
+        entry: ModelEntry,
+        shared: Callable[[ServerState], None],
+        on_change: Callable[[Model], None],
+        on_stats: Callable[[], None],
+    ):
+        self.entry, self._shared, self._on_change, self._on_stats = entry, shared, on_change, on_stats
         self.status, self.error = UNLOADED, ""
         self.state = self._new_state()
         self.app: ASGIApp | None = None  # its routes, while it is loaded
@@ -55,7 +61,6 @@ class Model:
         self.num_leases = 0  # requests that use it
         self.waiters: list[asyncio.Future[None]] = []  # requests that wait for it to load; each gets a lease
         self.last_used = 0.0  # time.monotonic()
-        self.loaded_at = 0.0  # time.time()
         self.keep_alive = entry.keep_alive
         self.leaves_at: float | None = None  # time.time(), once it is idle and will be unloaded
         self.details: LazyDetails | None = None  # of its files, once they are on this machine
@@ -140,7 +145,6 @@ class Model:
         except BaseException:
             await self._end(UNLOADED)
             raise
-        self.loaded_at = time.time()
         logger.info("the model %s is loaded in %.1f s", self.name, time.monotonic() - started)
         self._set(LOADED)
         self._running.add_done_callback(self._on_end)
@@ -156,9 +160,13 @@ class Model:
     async def _run(self, engines: EngineGroup, served: ServedModel) -> None:
         watch = asyncio.create_task(served.watch())
         try:
-            await engines.run(served, lambda again: served.open(), served.observe_stats, self._progress)
+            await engines.run(served, lambda again: served.open(), self._observe_stats, self._progress)
         finally:
             watch.cancel()
+
+    def _observe_stats(self, engine: int, stats: EngineStats) -> None:
+        self._served.observe_stats(engine, stats)
+        self._on_stats()
 
     def _progress(self, phase: str, fraction: float) -> None:
         self.state.progress(phase, fraction)
@@ -214,7 +222,3 @@ class Model:
         """End the engines at once."""
         if self._engines is not None:
             self._engines.kill()
-
-    def stats(self) -> EngineStats:
-        """Return the latest gauges of its engines."""
-        return self.state.stats

@@ -17,7 +17,6 @@ from pathlib import Path
 from quire.checkpoints import hub
 from quire.checkpoints.sizes import format_each
 from quire.configs.config import Config
-from quire.engine.messages import EngineStats
 from quire.server.engines.supervisor import in_thread
 from quire.server.errors import ApiError, BadRequest, Unavailable
 from quire.server.http.read_body import BYTES_PER_TOKEN, MIN_BYTES_WITH_IMAGES
@@ -39,7 +38,7 @@ class Models:
 
     def __init__(self, config: Config, entries: Sequence[ModelEntry], host: HostState):
         self.config, self.host = config, host
-        self.models = {entry.name: Model(entry, host.share, self._on_change) for entry in entries}
+        self.models = {entry.name: Model(entry, host.share, self._on_change, host.observe_stats) for entry in entries}
         host.models = self.models
         self.planner = Planner(entries)
         self.changed: set[asyncio.Event] = set()  # set at each change of a status
@@ -161,7 +160,7 @@ class Models:
                 retry_after=max(round(failed[1] - time.monotonic()), 1),
             )
         if self.host.draining:
-            raise Unavailable("The server is shutting down.", code="shutting_down", retry_after=5)
+            raise _shutting_down()
 
     def _rest(self, model: Model) -> None:
         """Called when no request uses a model: tell those that wait for room, and unload it after its time."""
@@ -197,9 +196,9 @@ class Models:
     def _on_loaded(self, model: Model, task: asyncio.Task[None]) -> None:
         """Give everyone who waited a lease, or the error."""
         del self._loads[model.name]
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        error = _shutting_down() if task.cancelled() else task.exception()
         self._wake(model, error)
-        if error is not None and not isinstance(error, LoadFailed | ApiError | asyncio.CancelledError):
+        if error is not None and not isinstance(error, LoadFailed | ApiError):
             logger.error("the model %s cannot be loaded", model.name, exc_info=error)
         if not model.num_leases and model.status == LOADED:
             self._rest(model)
@@ -212,8 +211,6 @@ class Models:
             if error is None:
                 model.num_leases += 1
                 waiter.set_result(None)
-            elif isinstance(error, asyncio.CancelledError):
-                waiter.cancel()
             else:
                 waiter.set_exception(error)
 
@@ -372,10 +369,9 @@ class Models:
         tokens = max((plan.max_model_len for plan in plans), default=0)
         return self.config.server.max_body_size or max(MIN_BYTES_WITH_IMAGES, BYTES_PER_TOKEN * tokens)
 
-    # ---- gauges
 
-    def observe_stats(self, engine: int, stats: EngineStats) -> None:
-        self.host.observe_stats()
+def _shutting_down() -> Unavailable:
+    return Unavailable("The server is shutting down.", code="shutting_down", retry_after=5)
 
 
 def _file_bytes(source: str) -> int:

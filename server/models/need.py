@@ -33,7 +33,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The bytes that a model takes. `kv_cache` is a limit for the engine; None: as its settings say."""
+    """The bytes that a model takes. With `limits_cache`, `kv_cache` is less than the engine would take by itself."""
 
     weights: int
     others: int

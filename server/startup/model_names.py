@@ -66,6 +66,9 @@ def without_folders(value: Json) -> Any:
         return [without_folders(item) for item in value]
     if not isinstance(value, str) or "/" not in value:
         return value
+    name, equals, path = value.partition("=/")
+    if equals and not name.startswith(("/", "~")):  # --alias NAME=/PATH
+        return f"{name}={without_folders('/' + path)}"
     path = os.path.expanduser(value)
     if os.path.exists(path):
         return default_name(value)

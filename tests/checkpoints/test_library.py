@@ -15,16 +15,12 @@ from quire.checkpoints import hub
 from quire.checkpoints.library import aliases, names, ollama_names, stores
 from quire.checkpoints.library.applied import entry_of
 from quire.checkpoints.library.entries import Entry
-from tests.helpers.library_stores import ollama_model
+from tests.helpers.library_stores import isolated_home, ollama_model
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch) -> Path:
-    for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "quire"))
-    return tmp_path
+    return isolated_home(tmp_path, monkeypatch)
 
 
 def gguf(path: Path) -> Path:

@@ -9,6 +9,7 @@ import pytest
 
 from quire.checkpoints.library import aliases, creation, modelfile
 from quire.checkpoints.library.entries import Entry, from_json, to_json
+from tests.helpers.library_stores import isolated_home
 
 WHOLE = """
 # a comment
@@ -43,11 +44,7 @@ ENTRY = Entry(
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch) -> Path:
-    for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "quire"))
-    return tmp_path
+    return isolated_home(tmp_path, monkeypatch)
 
 
 def test_every_command():

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.main import main
-from tests.helpers.library_stores import ollama_model
+from tests.helpers.library_stores import isolated_home, ollama_model
 from tests.helpers.models.checkpoints import build_checkpoint
 from tests.helpers.models.gguf_files import write_gguf
 from tests.helpers.server.fake_hub import FakeHub
@@ -24,11 +24,7 @@ from tests.helpers.server.running import poll
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
     """A home without models, for commands in this process and in others."""
-    for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "quire"))
+    monkeypatch.setenv("HF_HOME", str(isolated_home(tmp_path, monkeypatch) / "hf"))
     return tmp_path
 
 

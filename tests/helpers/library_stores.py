@@ -6,6 +6,19 @@ import hashlib
 import json
 from pathlib import Path
 
+import pytest
+
+_VARIABLES = ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME")
+
+
+def isolated_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let the user's home, and quire's cache in it, be an empty folder; returns it."""
+    for name in _VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("QUIRE_CACHE", str(folder / "quire"))
+    return folder
+
 
 def ollama_model(root: Path, name: str, weights: bytes, layers: dict[str, bytes] | None = None) -> Path:
     """Write a model HOST/ORG/NAME/TAG to Ollama's store in `root`; returns the file of its weights."""

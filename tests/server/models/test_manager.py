@@ -24,7 +24,7 @@ MIB = 1 << 20
 class Slept:
     """A model whose loading takes a few turns of the loop. `fails` counts the loads that fail."""
 
-    def __init__(self, entry, share, on_change):
+    def __init__(self, entry, share, on_change, on_stats):
         self.entry, self.on_change = entry, on_change
         self.status, self.error, self.need, self.waiters = UNLOADED, "", None, []
         self.num_leases, self.last_used, self.keep_alive, self.leaves_at = 0, 0.0, entry.keep_alive, None
@@ -82,7 +82,7 @@ def models_of(monkeypatch, sizes: dict[str, int], budget: int, pinned: str = "",
     config = Config.from_flat(models_memory_bytes=budget * MIB, **settings)
     entries = [ModelEntry(name, name, config, (), name in pinned, keep_alive) for name in sizes]
     monkeypatch.setattr(manager, "Model", Slept)
-    host = SimpleNamespace(share=lambda state: None, draining=False, models={})
+    host = SimpleNamespace(share=None, observe_stats=None, draining=False, models={})
     found = manager.Models(config, entries, host)
 
     async def plan(name):

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import contextmanager
 
 import anthropic
 import openai
@@ -58,9 +59,14 @@ def folders(tmp_path_factory) -> list[str]:
     return [str(root / name) for name in NAMES]
 
 
+@contextmanager
 def several(folders, fake: str = "", **settings):
+    """A server of these models; `fake` are the options of engines that start later, too."""
     first, *others = folders
-    return running_server(first, fake=fake, models=others, **{"served_model_name": []} | settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAKE_EXECUTOR", fake)
+        with running_server(first, fake=fake, models=others, **{"served_model_name": []} | settings) as server:
+            yield server
 
 
 @pytest.fixture(scope="module")
@@ -222,9 +228,10 @@ def test_a_dead_engine_touches_no_other_models_stream(folders):
         frontend = server.launcher.frontend
         server.openai.chat.completions.create(model="one", **CHAT)
         stream = server.openai.chat.completions.create(
-            model="two", stream=True, **CHAT | {"max_tokens": 100}, extra_body={"ignore_eos": True}
+            model="two", stream=True, **CHAT | {"max_tokens": 200}, extra_body={"ignore_eos": True}
         )
         texts = [next(stream) for _ in range(3)]
+        poll(lambda: server.http.get("/load").json()["num_requests_running"] == 1)
         victim = frontend.models.models["one"]._engines.processes[0]
         os.kill(victim.pid, signal.SIGKILL)
         texts += list(stream)

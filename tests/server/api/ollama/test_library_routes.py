@@ -16,7 +16,7 @@ from quire.checkpoints.library import aliases
 from quire.checkpoints.library.entries import Entry
 from quire.checkpoints.library.installed import installed
 from quire.cli.main import main
-from tests.helpers.library_stores import ollama_model
+from tests.helpers.library_stores import isolated_home, ollama_model
 from tests.helpers.models.checkpoints import build_checkpoint
 from tests.helpers.models.gguf_files import write_gguf
 from tests.helpers.server.fake_hub import FakeHub
@@ -43,10 +43,8 @@ def hub(tmp_path_factory):
 @pytest.fixture
 def home(tmp_path, monkeypatch, hub) -> Path:
     """An empty home, for the server and the processes that it starts."""
-    for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in ({"HOME": str(tmp_path), "QUIRE_CACHE": str(tmp_path / "quire")} | hub.environment(
-        tmp_path / "hf")).items():  # fmt: skip
+    isolated_home(tmp_path, monkeypatch)
+    for name, value in hub.environment(tmp_path / "hf").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # this process asks no Hub
     return tmp_path
