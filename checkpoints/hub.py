@@ -159,7 +159,7 @@ def resolve(
 
 
 def _nothing(num_bytes: int) -> None:
-    """No one wants to know how many bytes arrived."""
+    """Take no note of the bytes that arrived."""
 
 
 def _tell_bytes(on_bytes: OnBytes, digest: str, total: int, done: int) -> None:

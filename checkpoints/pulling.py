@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         )
         checksums.check(folder, teller.on_progress)
     except (ValueError, OSError) as error:
-        # without the places of this machine, which are no business of a client
+        # a client must not see paths of this machine
         teller.tell(error=str(error).removesuffix(names.not_found(arguments.model)))
         return 1
     return 0

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from quire.server.engines.process import python_environment
 from quire.server.errors import BadRequest, EngineError, Unavailable
 
 MAX_PULLS = 4  # at once
@@ -34,7 +35,8 @@ class Pulls:
         """
         self.require_room()
         self.num_running += 1
-        command = ["-m", _MODULE, *(["--adapter"] if adapter else [])]
+        # -P: modules in the current folder must not shadow ours
+        command = ["-P", "-m", _MODULE, *(["--adapter"] if adapter else [])]
         command += ["--download-dir", download_dir] if download_dir else []
         process = None
         try:
@@ -45,6 +47,7 @@ class Pulls:
                 model,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
+                env=python_environment(),
                 start_new_session=True,  # Ctrl-C ends the server, which ends the download
             )
             async for line in process.stdout:

@@ -55,7 +55,7 @@ class Model:
     ):
         self.entry, self._shared, self._on_change, self._on_stats = entry, shared, on_change, on_stats
         self.status, self.error = UNLOADED, ""
-        self.state = self._new_state()
+        self.state = self._new_state(entry.config)
         self.app: ASGIApp | None = None  # its routes, while it is loaded
         self.need: Need | None = None  # of memory, while it takes some
         self.num_leases = 0  # requests that use it
@@ -104,8 +104,8 @@ class Model:
         """The bytes that it takes now."""
         return self.need.total if self.need is not None and self.status not in (UNLOADED, FAILED) else 0
 
-    def _new_state(self) -> ServerState:
-        state = make_state(self.entry.config)
+    def _new_state(self, config: Config) -> ServerState:
+        state = make_state(config)
         # the name on the command line or in the file, as with one model
         state.aliases = frozenset({*self.entry.aliases, self.entry.source}) - {self.entry.name}
         self._shared(state)
@@ -120,13 +120,14 @@ class Model:
     async def load(self, need: Need | None) -> None:
         """Start the engines and wait until requests are served. Raises LoadFailed."""
         self.need = need
-        self.state = self._new_state()
+        self.state = self._new_state(self.entry.config)
         self._open.clear()
         self._set(LOADING)
         started = time.monotonic()
         config = self._config(need)
         try:
-            config = with_entry(config)
+            config = with_entry(config)  # what the name adds now: `quire create` may have changed it
+            self.state = self._new_state(config)
             self._served = ServedModel(config, self.state, self._on_open)
             self._served.has_routes = True
             self._engines = EngineGroup(config)
@@ -215,7 +216,7 @@ class Model:
         self.need = None
         self.stay()
         if not self.is_busy:
-            self.state = self._new_state()
+            self.state = self._new_state(self.entry.config)
         self._set(status, error)
 
     def kill(self) -> None:

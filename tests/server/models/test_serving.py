@@ -14,10 +14,13 @@ import anthropic
 import openai
 import pytest
 
+from quire.checkpoints.library import aliases
+from quire.checkpoints.library.entries import Entry
 from quire.configs.config import Config
 from quire.server.models import manager
 from quire.server.models.launch import ModelsLauncher
 from quire.server.models.need import Planned
+from tests.helpers.library_stores import isolated_home
 from tests.helpers.server.running import poll, running_server, write_model_folder
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -354,6 +357,20 @@ def test_a_pinned_model_loads_at_start(folders, tmp_path):
         poll(lambda: statuses(server) == {"a": "loaded", "b": "unloaded"})
         server.openai.chat.completions.create(model="b", **CHAT)
         poll(lambda: statuses(server) == {"a": "loaded", "b": "unloaded"})
+
+
+@pytest.mark.slow
+def test_what_a_name_of_the_user_adds_is_applied(folders, tmp_path, monkeypatch):
+    isolated_home(tmp_path, monkeypatch)
+    aliases.add("pirate", Entry(folders[0], system="Talk like a pirate.", parameters={"num_ctx": 256}))
+    with several(["pirate", folders[1]], max_model_len="auto") as server:
+        server.wait_ready()
+        used = {
+            name: server.openai.chat.completions.create(model=name, **CHAT).usage.prompt_tokens
+            for name in ("pirate", "two")
+        }
+        assert used["pirate"] > used["two"]
+        assert server.launcher.frontend.models.models["pirate"].state.config.model.max_model_len == "256"
 
 
 def test_wrong_settings_are_refused(folders):
