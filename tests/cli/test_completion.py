@@ -65,6 +65,9 @@ def test_completions(shell, tmp_path, capsys):
 def test_every_setting_of_every_command_is_there():
     found = all_flags()
     assert set(found) == {*cli.COMMANDS, "bench serve", "bench throughput", "bench latency", "bench startup"}
-    for command in ("serve", "check", "run"):
-        assert {flag for option in all_options().values() for flag in option.flags} <= set(found[command])
+    of_one_model = {flag for option in all_options().values() if option.section != "models" for flag in option.flags}
+    of_several = {flag for option in all_options().values() if option.section == "models" for flag in option.flags}
+    for command in ("serve", "check"):
+        assert of_one_model | of_several <= set(found[command])
+    assert of_one_model <= set(found["run"]) and of_several & set(found["run"]) <= {"--keep-alive"}
     assert found["serve"]["--kv-cache-dtype"] and "--url" in found["chat"] and "--level" in found["build-kernels"]
