@@ -4,10 +4,13 @@ of JSON for each. A process of its own, because the server imports no torch.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
+import os
 import sys
 import tempfile
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -38,6 +41,7 @@ def _next(stream: BinaryIO) -> Config | None:
 def planned(config: Config) -> Planned:
     """Return the plan of a model, or the error that says why there is none."""
     preview = importlib.import_module("quire.worker.startup.preview").preview
+    process = _private_bytes()
     with tempfile.TemporaryDirectory(prefix="quire-plan-") as target:
         try:
             local, _, _ = local_settings(with_entry(config), target)
@@ -45,10 +49,12 @@ def planned(config: Config) -> Planned:
         except (ValueError, OSError) as error:
             return Planned(error=str(error).replace(target, config.model.model))
     plan = ready.plan
+    ranks = config.parallel.world_size
     fixed = plan.weights + plan.activations + plan.graphs + plan.states + plan.images + plan.adapters + plan.offload
     return Planned(
         weights=plan.weights,
         others=fixed - plan.weights,
+        process=process * ranks if plan.shares_ram else 0,
         kv_cache=plan.kv_cache,
         bytes_per_token=plan.bytes_per_block // ready.block_size if ready.block_size else 0,
         max_model_len=ready.max_model_len,
@@ -60,6 +66,19 @@ def planned(config: Config) -> Planned:
         images=ready.media is not None and not ready.media.cross,
         transcribes=ready.media is not None and ready.media.cross > 0,
     )
+
+
+@functools.cache
+def _private_bytes() -> int:
+    """Return the RAM that this process shares with no other, once it has imported what an engine imports. 0 where the
+    system does not tell it (Linux only).
+    """
+    importlib.import_module("quire.worker.worker")
+    try:
+        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    except OSError:
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

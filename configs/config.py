@@ -227,6 +227,16 @@ class ParallelConfig:
         False, "compare the sampled tokens of all tensor-parallel ranks after every step, and fail if they differ"
     )
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def executor(self) -> str:
+        """The value of `distributed_executor_backend`, or its default: uniproc for one rank, else mp."""
+        return self.distributed_executor_backend or ("uniproc" if self.world_size == 1 else "mp")
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:

@@ -28,7 +28,7 @@ from quire.engine.chores.base import Chore, run_due, seconds_until_due
 from quire.engine.chores.jobs import Jobs
 from quire.engine.chores.open import open_chores
 from quire.engine.chores.stats import SendStats
-from quire.engine.executor.base import Executor, Pending, get_executor, steps_in_flight
+from quire.engine.executor.base import Executor, Pending, get_executor, import_executor, steps_in_flight
 from quire.engine.executor.stubs import answer
 from quire.engine.ipc import ServerSocket
 from quire.engine.messages import (
@@ -288,7 +288,13 @@ def main() -> None:
     set_name("quire-engine")
     socket = ServerSocket(sys.argv[1])
     socket.watch(wake_on_signals())
-    config = read_config(sys.stdin.fileno())
+    if len(sys.argv) > 3:  # started before its configuration is known
+        with no_collection(), contextlib.suppress(ValueError):  # `start` raises it again
+            import_executor(sys.argv[3])
+    try:
+        config = read_config(sys.stdin.fileno())
+    except EOFError:  # the server has ended, or needs no engine
+        kill_engine(socket.unlink)
     start_logging(config.server, "engine")
     core = EngineCore(config, socket, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     watch_parent(sys.stdin.fileno(), _request_exit, functools.partial(kill_engine, socket.unlink))

@@ -92,17 +92,17 @@ def executor_class(config: Config) -> Callable[[Config], Executor]:
 
     Raises ValueError if there is no such executor, or if it cannot run the ranks.
     """
-    world_size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-    name = config.parallel.distributed_executor_backend or ("uniproc" if world_size == 1 else "mp")
-    if name == "uniproc" and world_size > 1:
+    name = config.parallel.executor
+    if name == "uniproc" and config.parallel.world_size > 1:
         raise ValueError(
-            f"distributed_executor_backend 'uniproc' runs one rank, but the configuration asks for {world_size}; "
-            "use 'mp'"
+            "distributed_executor_backend 'uniproc' runs one rank, but the configuration asks for "
+            f"{config.parallel.world_size}; use 'mp'"
         )
-    return _class_named(name)
+    return import_executor(name)
 
 
-def _class_named(name: str) -> Callable[[Config], Executor]:
+def import_executor(name: str) -> Callable[[Config], Executor]:
+    """Return the class that a value of `distributed_executor_backend` names. Raises ValueError if there is none."""
     module, colon, attribute = _EXECUTORS.get(name, name).partition(":")
     if not colon:
         raise ValueError(

@@ -53,7 +53,7 @@ class MultiprocExecutor(Executor):
 
     def __init__(self, config: Config):
         self._config = config
-        self._world_size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+        self._world_size = config.parallel.world_size
         self._answering = self._world_size - config.parallel.tensor_parallel_size
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []

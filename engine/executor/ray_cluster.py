@@ -121,7 +121,7 @@ class RayExecutor(Executor):
 
     def __init__(self, config: Config):
         self._config = config
-        self._world_size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+        self._world_size = config.parallel.world_size
         self._answering = self._world_size - config.parallel.tensor_parallel_size
         self._group: PlacementGroup | None = None
         self._ranks: list[Any] = []

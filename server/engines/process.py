@@ -1,5 +1,6 @@
 """The engine as a child process: `python -m quire.engine.core ADDRESS`, with its configuration on stdin. Writing to
-stdin later asks it to exit; it also exits when stdin closes, because the server has ended.
+stdin later asks it to exit; it also exits when stdin closes, because the server has ended. A process may be started
+before its configuration is known, so that it imports its packages meanwhile.
 """
 
 from __future__ import annotations
@@ -27,15 +28,22 @@ _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
 class EngineProcess:
     """One run of the engine.
 
-    `config.model.model` must be a local folder; `index` is its number among `data_parallel_size` engines.
+    `config.model.model` must be a local folder; `index` is its number among `data_parallel_size` engines. The
+    configuration may be set after `preload`, before `start`.
     """
 
-    def __init__(self, config: Config, index: int = 0):
+    def __init__(self, config: Config | None, index: int = 0):
         self.config, self.index = config, index
         self._process: subprocess.Popen | None = None
         self._killed = False
         self._folder = _socket_folder()
         self.address = f"ipc://{self._folder}/engine"
+
+    def preload(self, executor: str) -> None:
+        """Start a process that imports `executor`, a value of `distributed_executor_backend`, and waits for `start`.
+        Only for a configuration with one engine. The same holds for the thread and the errors as for `start`.
+        """
+        self._spawn({}, executor)
 
     def start(self) -> None:
         """Returns immediately; the engine binds `address` before it loads anything. It runs in its own process group,
@@ -44,22 +52,23 @@ class EngineProcess:
         The calling thread must outlive the engine: on Linux the kernel kills the engine when that thread ends.
         Raises OSError if the system has no descriptors, memory or processes left.
         """
-        environment = python_environment() | {STACKS_FOLDER: self._folder}
-        if self.config.parallel.data_parallel_size > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = _devices(
-                self.config, self.index, environment.get("CUDA_VISIBLE_DEVICES")
-            )
-        # -P: modules in the current folder must not shadow ours
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "quire.engine.core", self.address, str(self.index)],
-            stdin=subprocess.PIPE,
-            env=environment,
-            process_group=0,
-        )
+        if self._process is None:
+            several = self.config.parallel.data_parallel_size > 1
+            devices = _devices(self.config, self.index, os.environ.get("CUDA_VISIBLE_DEVICES")) if several else ""
+            self._spawn({"CUDA_VISIBLE_DEVICES": devices} if several else {})
         config = msgspec.msgpack.encode(self.config)
         with contextlib.suppress(BrokenPipeError):  # the engine died already: `wait` reports that
             self._process.stdin.write(len(config).to_bytes(4, "big") + config)
             self._process.stdin.flush()
+
+    def _spawn(self, environment: dict[str, str], *arguments: str) -> None:
+        # -P: modules in the current folder must not shadow ours
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "quire.engine.core", self.address, str(self.index), *arguments],
+            stdin=subprocess.PIPE,
+            env=python_environment() | {STACKS_FOLDER: self._folder} | environment,
+            process_group=0,
+        )
 
     @property
     def pid(self) -> int:
@@ -131,7 +140,7 @@ def _devices(config: Config, index: int, visible: str | None) -> str:
 
     Has no effect without GPUs.
     """
-    count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+    count = config.parallel.world_size
     mine = range(index * count, (index + 1) * count)
     if visible is None:
         return ",".join(map(str, mine))

@@ -42,6 +42,7 @@ class ModelsLauncher(Launcher):
 
     def _on_routes(self) -> None:
         self.frontend.state.is_open = True
+        self.frontend.models.prepare_spare()  # not before: the import of the routes needs the processor
         names = [entry.name for entry in self.entries]
         running_servers.rename(names)
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

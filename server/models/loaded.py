@@ -25,6 +25,7 @@ from quire.server.state import ServerState
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from quire.server.engines.process import EngineProcess
     from quire.server.metrics.metrics import Metrics
     from quire.server.metrics.pool import MetricsPool
     from quire.server.startup.model_details import LazyDetails
@@ -43,7 +44,8 @@ class Model:
     """Its `status`, the server state that its routes read, and its engines while it is loaded.
 
     `shared` copies what all models have in common into a new state. `on_change` is called after each change of the
-    status, progress included, and `on_stats` after each report of an engine.
+    status, progress included, and `on_stats` after each report of an engine. `take_spare` gives an engine process that
+    was started before.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class Model:
         shared: Callable[[ServerState], None],
         on_change: Callable[[Model], None],
         on_stats: Callable[[], None],
+        take_spare: Callable[[Config], EngineProcess | None],
     ):
         self.entry, self._shared, self._on_change, self._on_stats = entry, shared, on_change, on_stats
+        self._take_spare = take_spare
         self.status, self.error = UNLOADED, ""
         self.state = self._new_state(entry.config)
         self.app: ASGIApp | None = None  # its routes, while it is loaded
@@ -130,7 +134,7 @@ class Model:
             self.state = self._new_state(config)
             self._served = ServedModel(config, self.state, self._on_open)
             self._served.has_routes = True
-            self._engines = EngineGroup(config)
+            self._engines = EngineGroup(config, self._take_spare)
             self._engines.start_if_local()
             self._running = asyncio.create_task(self._run(self._engines, self._served))
             opened = asyncio.create_task(self._open.wait())

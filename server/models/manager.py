@@ -25,6 +25,7 @@ from quire.server.models.host import HostState
 from quire.server.models.loaded import FAILED, LOADED, LOADING, UNLOADED, UNLOADING, LoadFailed, Model
 from quire.server.models.need import Need, Planned, guessed_need, loaded_need, need_of
 from quire.server.models.planner import Planner
+from quire.server.models.spare import SpareEngine
 
 logger = logging.getLogger("quire")
 
@@ -38,7 +39,11 @@ class Models:
 
     def __init__(self, config: Config, entries: Sequence[ModelEntry], host: HostState):
         self.config, self.host = config, host
-        self.models = {entry.name: Model(entry, host.share, self._on_change, host.observe_stats) for entry in entries}
+        self.spare = SpareEngine()
+        self.models = {
+            entry.name: Model(entry, host.share, self._on_change, host.observe_stats, self.spare.take)
+            for entry in entries
+        }
         host.models = self.models
         self.planner = Planner(entries)
         self.changed: set[asyncio.Event] = set()  # set at each change of a status
@@ -61,6 +66,7 @@ class Models:
                     self._start(model)
             await asyncio.Future()
         finally:
+            self.spare.close()
             planning.cancel()
             await asyncio.gather(planning, return_exceptions=True)
 
@@ -71,8 +77,10 @@ class Models:
         await asyncio.gather(*self._loads.values(), *self._tasks, return_exceptions=True)
         await asyncio.gather(*(model.unload() for model in self.models.values() if model.has_engines))
         await self.planner.close()
+        self.spare.close()
 
     def kill(self) -> None:
+        self.spare.close()
         for model in self.models.values():
             model.kill()
 
@@ -86,6 +94,15 @@ class Models:
         if model.status in (UNLOADED, FAILED):
             self._notify()
         self._tell_watchers()
+
+    def prepare_spare(self) -> None:
+        """Start the engine process of the next model, if there is one to load and none is loading."""
+        if self._num_loading() or self.host.draining:
+            return
+        for model in self.models.values():
+            if model.status in (UNLOADED, FAILED):
+                self.spare.prepare(model.entry.config)
+                return
 
     def _tell_watchers(self) -> None:
         for event in self.changed:
@@ -202,6 +219,7 @@ class Models:
             logger.error("the model %s cannot be loaded", model.name, exc_info=error)
         if not model.num_leases and model.status == LOADED:
             self._rest(model)
+        self.prepare_spare()
 
     def _wake(self, model: Model, error: BaseException | None) -> None:
         waiters, model.waiters = model.waiters, []
@@ -237,7 +255,8 @@ class Models:
             raise
         finally:
             if model.state.ready is not None:
-                model.need = loaded_need(model.state.ready.worker.plan)
+                planned = self.planner.known(model.name)
+                model.need = loaded_need(model.state.ready.worker.plan, planned.process if planned is not None else 0)
             self._notify()
         self._failures.pop(model.name, None)
 
@@ -330,6 +349,7 @@ class Models:
             await model.unload()
         while model.status == UNLOADING:
             await self._changed()
+        self.prepare_spare()
         self._notify()
 
     # ---- by administrators

@@ -18,6 +18,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 
     weights: int = 0
     others: int = 0  # activations, graphs, states, images, adapters, offloaded blocks
+    process: int = 0  # of RAM that an engine takes before it has a model, if the model shares it
     kv_cache: int = 0
     bytes_per_token: int = 0
     max_model_len: int = 0
@@ -53,18 +54,19 @@ def need_of(planned: Planned, budget: int, asked: int | None) -> Need:
     """Return what a model takes of a budget. Its KV cache is `asked` bytes if its settings say so; otherwise it gets at
     most a share of the budget, and what the weights leave of it.
     """
-    fixed = planned.weights + planned.others
+    others = planned.others + planned.process
+    fixed = planned.weights + others
     if asked is not None:
-        return Need(planned.weights, planned.others, asked)
+        return Need(planned.weights, others, asked)
     least = planned.bytes_per_token * min(planned.max_model_len, LEAST_TOKENS)
     cache = max(min(planned.kv_cache, budget // SHARE, budget - fixed), min(least, planned.kv_cache))
-    return Need(planned.weights, planned.others, cache, cache < planned.kv_cache)
+    return Need(planned.weights, others, cache, cache < planned.kv_cache)
 
 
-def loaded_need(plan: MemoryPlan) -> Need:
-    """Return what a loaded model takes."""
+def loaded_need(plan: MemoryPlan, process: int) -> Need:
+    """Return what a loaded model takes, with the RAM that its engine takes without one."""
     others = plan.activations + plan.graphs + plan.states + plan.images + plan.adapters + plan.offload
-    return Need(plan.weights, others, plan.kv_cache)
+    return Need(plan.weights, others + process, plan.kv_cache)
 
 
 def guessed_need(file_bytes: int, budget: int) -> Need:

@@ -49,11 +49,17 @@ class EngineUser(Protocol):
     def on_death(self, engine: int) -> None: ...
 
 
-class EngineGroup:
-    """The engines of one model, each with a supervisor once `run` is called."""
+def _no_engine(config: Config) -> EngineProcess | None:
+    return None
 
-    def __init__(self, config: Config):
-        self.config = config
+
+class EngineGroup:
+    """The engines of one model, each with a supervisor once `run` is called. `take_spare` gives a process that was
+    started before its configuration was known.
+    """
+
+    def __init__(self, config: Config, take_spare: Callable[[Config], EngineProcess | None] = _no_engine):
+        self.config, self._take_spare = config, take_spare
         self.draft = draft_model_of(config.scheduler.speculative_config)
         self.folder: str | None = None  # the model folder, once it is on this machine
         self.processes: list[EngineProcess] = []
@@ -80,7 +86,7 @@ class EngineGroup:
         config = local_config(self.config, folder, draft, needs_weights=self.config.model.load_format != "dummy")
         self.folder = folder
         for index in range(config.parallel.data_parallel_size):
-            engine = EngineProcess(config, index)
+            engine = self._take_spare(config) or EngineProcess(config, index)
             try:
                 engine.start()
             except OSError as error:

@@ -62,7 +62,7 @@ def _cost(quantized: bool) -> tuple[bool, str]:
 def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, str] | None:
     """(why batch invariance is unavailable, as a predicate of `--deterministic`; the remedy), or None if available."""
     backend = config.device.attention_backend
-    if config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size > 1:
+    if config.parallel.world_size > 1:
         return "works with one rank", ": leave --tensor-parallel-size and --pipeline-parallel-size at 1"
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")

@@ -20,7 +20,7 @@ class Ranks:
 
     def __init__(self, config: Config):
         parallel = config.parallel
-        self.number, self.size = 0, parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self.number, self.size = 0, parallel.world_size
         self.local_size = self.size  # ranks on this machine
         # GPUs that must exist; Ray gives each rank one of its own
         self.devices: Sequence[int] = (0,) if parallel.distributed_executor_backend == "ray" else range(self.size)

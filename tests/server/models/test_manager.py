@@ -24,7 +24,7 @@ MIB = 1 << 20
 class Slept:
     """A model whose loading takes a few turns of the loop. `fails` counts the loads that fail."""
 
-    def __init__(self, entry, share, on_change, on_stats):
+    def __init__(self, entry, share, on_change, on_stats, take_spare):
         self.entry, self.on_change = entry, on_change
         self.status, self.error, self.need, self.waiters = UNLOADED, "", None, []
         self.num_leases, self.last_used, self.keep_alive, self.leaves_at = 0, 0.0, entry.keep_alive, None
@@ -89,6 +89,7 @@ def models_of(monkeypatch, sizes: dict[str, int], budget: int, pinned: str = "",
         return Planned(weights=sizes[name] * MIB, max_model_len=1)
 
     waits = asyncio.Event()
+    found.spare = SimpleNamespace(prepare=lambda config: None, close=lambda: None)
     found.planner = SimpleNamespace(get=plan, run=waits.wait, close=waits.set, known=lambda name: None)
     return found
 

@@ -1,0 +1,42 @@
+"""An engine process that waits for the next model, so that its packages need not be imported then."""
+
+from __future__ import annotations
+
+from quire.configs.config import Config
+from quire.server.engines.process import EngineProcess
+
+
+class SpareEngine:
+    """At most one process that has imported an executor and waits for its configuration."""
+
+    def __init__(self) -> None:
+        self._engine: EngineProcess | None = None
+        self._executor = ""
+
+    def prepare(self, config: Config) -> None:
+        """Start a process for a model with settings like these, unless there is one. Call it in the main thread."""
+        if self._engine is not None or config.parallel.data_parallel_size > 1:
+            return
+        self._engine, self._executor = EngineProcess(None), config.parallel.executor
+        try:
+            self._engine.preload(self._executor)
+        except OSError:  # the system is full: the model's own engine reports it
+            self.close()
+
+    def take(self, config: Config) -> EngineProcess | None:
+        """Return the process with its configuration set, or None if there is none for such settings."""
+        parallel = config.parallel
+        if self._engine is None or parallel.data_parallel_size > 1 or parallel.executor != self._executor:
+            return None
+        engine, self._engine = self._engine, None
+        if engine.poll() is not None:
+            engine.kill()
+            return None
+        engine.config = config
+        return engine
+
+    def close(self) -> None:
+        """End the process."""
+        if self._engine is not None:
+            self._engine.kill()
+            self._engine = None
