@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from quire.configs.fields import opt
 
 FOREVER = -1.0
+LOAD_NICENESS = 5
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
 
@@ -67,7 +68,13 @@ class ModelsConfig:
         metavar="DURATION",
         check=read_duration,
     )
-
+    load_niceness: int | None = opt(
+        None,
+        "niceness of the threads that load a model while others are loaded, so that those go on: 0 to 19 (Linux, CPU; "
+        f"default: {LOAD_NICENESS})",
+        minimum=0,
+        maximum=19,
+    )
     enable_sleep_mode: bool = opt(
         False, "let /sleep unload the model; /wake_up or the next request loads it again"
     )

@@ -23,6 +23,7 @@ from collections.abc import Generator
 from typing import Any
 
 from quire.configs.config import Config
+from quire.configs.priority import run_nice
 from quire.engine.calls import Calls
 from quire.engine.chores.base import Chore, run_due, seconds_until_due
 from quire.engine.chores.jobs import Jobs
@@ -290,7 +291,7 @@ def main() -> None:
     socket.watch(wake_on_signals())
     if len(sys.argv) > 3:  # started before its configuration is known
         with no_collection(), contextlib.suppress(ValueError):  # `start` raises it again
-            import_executor(sys.argv[3])
+            run_nice(int(sys.argv[4]), lambda report: import_executor(sys.argv[3]), lambda phase, fraction: None)
     try:
         config = read_config(sys.stdin.fileno())
     except EOFError:  # the server has ended, or needs no engine

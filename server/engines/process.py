@@ -39,11 +39,11 @@ class EngineProcess:
         self._folder = _socket_folder()
         self.address = f"ipc://{self._folder}/engine"
 
-    def preload(self, executor: str) -> None:
+    def preload(self, executor: str, niceness: int = 0) -> None:
         """Start a process that imports `executor`, a value of `distributed_executor_backend`, and waits for `start`.
         Only for a configuration with one engine. The same holds for the thread and the errors as for `start`.
         """
-        self._spawn({}, executor)
+        self._spawn({}, executor, str(niceness))
 
     def start(self) -> None:
         """Returns immediately; the engine binds `address` before it loads anything. It runs in its own process group,

@@ -121,14 +121,14 @@ class Model:
 
     # ---- loading
 
-    async def load(self, need: Need | None) -> None:
-        """Start the engines and wait until requests are served. Raises LoadFailed."""
+    async def load(self, need: Need | None, niceness: int | None = None) -> None:
+        """Start the engines, which load at this priority, and wait until requests are served. Raises LoadFailed."""
         self.need = need
         self.state = self._new_state(self.entry.config)
         self._open.clear()
         self._set(LOADING)
         started = time.monotonic()
-        config = self._config(need)
+        config = self._config(need, niceness)
         try:
             config = with_entry(config)  # what the name adds now: `quire create` may have changed it
             self.state = self._new_state(config)
@@ -154,8 +154,9 @@ class Model:
         self._set(LOADED)
         self._running.add_done_callback(self._on_end)
 
-    def _config(self, need: Need | None) -> Config:
-        config = self.entry.config
+    def _config(self, need: Need | None, niceness: int | None) -> Config:
+        models = dataclasses.replace(self.entry.config.models, load_niceness=niceness)
+        config = dataclasses.replace(self.entry.config, models=models)
         if need is None or not need.limits_cache:
             return config
         return dataclasses.replace(

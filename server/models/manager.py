@@ -17,6 +17,7 @@ from pathlib import Path
 from quire.checkpoints import hub
 from quire.checkpoints.sizes import format_each
 from quire.configs.config import Config
+from quire.configs.several import LOAD_NICENESS
 from quire.server.engines.supervisor import in_thread
 from quire.server.errors import ApiError, BadRequest, Unavailable
 from quire.server.http.read_body import BYTES_PER_TOKEN, MIN_BYTES_WITH_IMAGES
@@ -39,7 +40,9 @@ class Models:
 
     def __init__(self, config: Config, entries: Sequence[ModelEntry], host: HostState):
         self.config, self.host = config, host
-        self.spare = SpareEngine()
+        asked = config.models.load_niceness
+        self._niceness = LOAD_NICENESS if asked is None else asked
+        self.spare = SpareEngine(self._niceness)
         self.models = {
             entry.name: Model(entry, host.share, self._on_change, host.observe_stats, self.spare.take)
             for entry in entries
@@ -246,7 +249,8 @@ class Models:
             self._give_way(set())
             self._notify()
         try:
-            await model.load(need)
+            serves = any(one.status == LOADED for one in self.models.values())
+            await model.load(need, self._niceness if serves else None)
             self._wake(model, None)  # at once, or it would be idle, and make room for another
         except LoadFailed:
             count = self._failures.get(model.name, (0, 0.0))[0] + 1

@@ -7,9 +7,10 @@ from quire.server.engines.process import EngineProcess
 
 
 class SpareEngine:
-    """At most one process that has imported an executor and waits for its configuration."""
+    """At most one process that has imported an executor, with this niceness, and waits for its configuration."""
 
-    def __init__(self) -> None:
+    def __init__(self, niceness: int = 0) -> None:
+        self._niceness = niceness
         self._engine: EngineProcess | None = None
         self._executor = ""
 
@@ -19,7 +20,7 @@ class SpareEngine:
             return
         self._engine, self._executor = EngineProcess(None), config.parallel.executor
         try:
-            self._engine.preload(self._executor)
+            self._engine.preload(self._executor, self._niceness)
         except OSError:  # the system is full: the model's own engine reports it
             self.close()
 

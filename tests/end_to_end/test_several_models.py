@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 SETTINGS = {
     "distributed_executor_backend": None, "served_model_name": [], "max_model_len": "256", "max_num_seqs": 4,
     "num_threads": 1, "deterministic": True, "dtype": "bfloat16",
+    "load_niceness": 1,
 }  # fmt: skip
 NUM_REQUESTS = 40
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -75,7 +77,7 @@ class CpuPlatform(Platform):
         preview: bool = False,
     ) -> list[tuple[str, str, str]]:
         threads, reason = _num_threads(num_threads, world_size, num_frontends)
-        torch.set_num_threads(threads)
+        native.set_threads(threads)
         native.load(not wait_for_kernels, cpu_level, cpu_activation_bits, preview)
         return [
             ("num_threads", str(threads), reason),
@@ -83,6 +85,15 @@ class CpuPlatform(Platform):
             ("cpu_activation_bits", *native.activation_bits()),
             ("kernels", self.ops.name, native.status()),
         ]
+
+    @contextmanager
+    def one_thread(self) -> Iterator[None]:
+        threads = torch.get_num_threads()
+        native.set_threads(1)
+        try:
+            yield
+        finally:
+            native.set_threads(threads)
 
     @property
     def ops(self) -> Ops:

@@ -180,6 +180,13 @@ def native_ops() -> NativeOps | None:
     return None if KERNELS.lib is None else _NATIVE
 
 
+def set_threads(count: int) -> None:
+    """Set the number of threads of torch in the calling thread, and of the library if it is loaded."""
+    torch.set_num_threads(count)
+    if KERNELS.lib is not None:
+        KERNELS.lib.quire_set_threads(count)
+
+
 def building() -> bool:
     """Return whether a background build is running or its end has not been polled yet."""
     return KERNELS.building

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 import numpy as np
@@ -87,6 +88,10 @@ class Platform(ABC):
         the precision of activations in their products with quantized weights. A `preview` compiles nothing. Raises
         ValueError if the compilation fails, or if the CPU lacks the instruction set.
         """
+
+    def one_thread(self) -> AbstractContextManager[None]:
+        """Return a context in which operations on the host use the calling thread alone."""
+        return nullcontext()
 
     def batch_invariance(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:
         """Return (whether a request's bits are independent of the other requests of a step, reason and cost).

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from quire.configs.priority import run_nice
 from quire.worker.layers.moe import pack_experts
 from quire.worker.lora.adapters import Adapters
 from quire.worker.models.registry import build_model
@@ -45,10 +46,19 @@ class Loaded:
 
 
 def load(resolved: Resolved, progress: ReportProgress) -> Loaded:
-    """Build this rank's share of the model and of the draft model, and load their weights.
+    """Build this rank's share of the model and of the draft model, and load their weights, with `load_niceness` on a
+    CPU.
 
     Raises ValueError for files that do not fit config.json.
     """
+    niceness = resolved.config.models.load_niceness or 0
+    if not niceness or not resolved.platform.shares_ram:
+        return _load(resolved, progress)
+    with resolved.platform.one_thread():  # the others have their full priority
+        return run_nice(niceness, lambda report: _load(resolved, report), progress)
+
+
+def _load(resolved: Resolved, progress: ReportProgress) -> Loaded:
     platform, spec, limits = resolved.platform, resolved.spec, resolved.limits
     model = _load_model(resolved, progress)
     one_call = pack_experts(model)

@@ -44,7 +44,7 @@ class Slept:
         self.status = status
         self.on_change(self)
 
-    async def load(self, need):
+    async def load(self, need, niceness=None):
         self.need = need
         self._set(LOADING)
         self.num_loads += 1

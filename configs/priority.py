@@ -1,0 +1,44 @@
+"""Work at a lower priority than the rest of the process."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+Report = Callable[[str, float], None]  # (phase, fraction of it)
+
+
+def run_nice(niceness: int, function: Callable[[Report], T], report: Report) -> T:
+    """Return `function(report)`, run in a thread with this niceness (0 to 19). `report` is called in this thread.
+
+    Threads that the function starts have the same niceness; a thread cannot be given its priority back, so they should
+    end with it. Without Linux, where a thread has no priority of its own, or at 0, the function runs here.
+    """
+    if not niceness or sys.platform != "linux":
+        return function(report)
+    reports: queue.SimpleQueue[tuple[str, float] | None] = queue.SimpleQueue()
+    found: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+            found.append(function(lambda phase, fraction: reports.put((phase, fraction))))
+        except BaseException as error:  # raised below
+            errors.append(error)
+        finally:
+            reports.put(None)
+
+    thread = threading.Thread(target=run, name="nice", daemon=True)
+    thread.start()
+    while (next_one := reports.get()) is not None:
+        report(*next_one)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return found[0]
