@@ -23,7 +23,8 @@ from pathlib import Path
 import httpx
 
 from benchmarks import soak_memory
-from benchmarks.soak_memory import Server, slope
+from benchmarks.server import Server
+from benchmarks.soak_memory import slope
 from benchmarks.soak_traffic import KINDS, Kind, Outcome, send
 
 FLAGS = ["--kv-cache-memory-bytes", "32M", "--max-model-len", "2048", "--max-num-seqs", "16"]
@@ -131,13 +132,13 @@ def main(argv: list[str] | None = None) -> int:
     kinds = [kind for kind in KINDS if args.kinds is None or kind.name in args.kinds.split(",")]
     with tempfile.TemporaryDirectory() as name:
         model = args.model or write_model(Path(name))
-        server = Server([model, *FLAGS, *flags], Path(name))
+        server = Server([model, *FLAGS, *flags])
         try:
             server.wait_ready()
             outcomes, samples = asyncio.run(traffic(server, kinds, args.minutes, args.clients))
             is_bad = report(outcomes, samples, is_idle(server), args.limit)
         finally:
-            server.end()
+            server.stop()
         for kind in args.distinct:
             is_bad |= bool(soak_memory.main(["--kind", kind, model, *FLAGS[2:], *flags]))
     return int(is_bad)
