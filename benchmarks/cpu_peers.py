@@ -83,7 +83,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def measure(engines: dict[str, Engine], load: Load, rounds: int) -> dict[str, Speed | None]:
-    """The best of the rounds, by engine; None for one that cannot run the model."""
+    """Return the best of the rounds, by engine; None for one that cannot run the model."""
     best: dict[str, Speed | None] = {}
     for _ in range(rounds):
         for name, engine in engines.items():

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def means(load: dict[str, Any]) -> list[float | None]:
-    """The mean of each server's rounds; None if it was not measured."""
+    """Return the mean of each server's rounds; None if it was not measured."""
     return [None if rounds is None else statistics.fmean(rounds) for rounds in load["rounds"]]
 
 

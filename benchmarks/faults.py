@@ -39,7 +39,7 @@ time.time = lambda: real() + (float(open(os.environ["JUMP"]).read()) if os.path.
 
 
 def namespace(mounts: dict[str, str]) -> list[str]:
-    """A command that runs another with file systems of its own, by folder: their sizes."""
+    """Return a command that runs another with file systems of its own, by folder: their sizes."""
     script = "".join(f"mount -t tmpfs -o size={size} none {folder} && " for folder, size in mounts.items())
     return ["unshare", "-rm", "sh", "-c", f'{script}exec "$@"', "sh"]
 

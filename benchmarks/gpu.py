@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def ceilings(device: str) -> dict[str, Any]:
-    """Names and versions, bytes per second of a copy (read and written) and FLOP/s of a bf16 product of random
+    """Return names and versions, bytes per second of a copy (read and written) and FLOP/s of a bf16 product of random
     matrices.
     """
     import torch
@@ -260,7 +260,7 @@ class Measurement:
         gpu_report.update(self.results, models={self.name: found})
 
     def rates(self) -> tuple[float, float]:
-        """Bytes and FLOPs per second, measured here if the part that measures them did not end."""
+        """Return bytes and FLOPs per second, measured here if the part that measures them did not end."""
         report = json.loads(self.results.read_text(encoding="utf-8"))
         if "device" not in report:
             report["device"] = ceilings(self.device)
@@ -362,7 +362,7 @@ class Measurement:
     def decode(
         self, engine: Engine, batch: int, context: int, profiles: dict[str, Any] | None = None, **sampling: Any
     ) -> dict[str, Any]:
-        """Seconds of a step in which all of `batch` requests get a token, the median of three runs of steps."""
+        """Return seconds of a step in which all of `batch` requests get a token, the median of three runs of steps."""
         rng = random.Random(batch)
         for _ in range(batch):
             engine.add(self.prompt(rng, context), 500, **sampling)
@@ -430,7 +430,7 @@ class Measurement:
         }
 
     def prefill(self, engine: Engine, length: int) -> dict[str, Any]:
-        """Seconds from a prompt to its first token, alone; the median of three after one."""
+        """Return seconds from a prompt to its first token, alone; the median of three after one."""
         rng, times = random.Random(length), []
         for _ in range(4):
             engine.add(self.prompt(rng, length), max_tokens=1)

@@ -62,7 +62,7 @@ class Checks:
             self.failed.append(name)
 
     def attempt(self, name: str, function: Callable[[], Any]) -> Any:
-        """The result of `function`; an exception is a failed check."""
+        """Return the result of `function`; an exception is a failed check."""
         try:
             return function()
         except Exception as error:

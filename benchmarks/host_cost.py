@@ -71,7 +71,7 @@ class Engine:
 
 
 def measure(streams: int, steps: int, block_size: int) -> dict[str, list[float]]:
-    """Seconds of each step, by part and in all."""
+    """Return seconds of each step, by part and in all."""
     engine = Engine(streams, steps, block_size)
     gc.collect()
     gc.freeze()  # as the engine does when it is ready

@@ -67,8 +67,9 @@ def serving(tree: Path, *flags: str, **settings: Any) -> Iterator[Server]:
 def streams(
     server: Server, count: int, num_tokens: int, disturb: Callable[[], object] = lambda: None
 ) -> tuple[list[str], float]:
-    """The texts of `count` concurrent streams, "" for one that did not end with [DONE], and the seconds until the last
-    ended. `disturb` runs one second after the start."""
+    """Return the texts of `count` concurrent streams, "" for one that did not end with [DONE], and the seconds until
+    the last ended. `disturb` runs one second after the start.
+    """
 
     async def one(http: httpx.AsyncClient, number: int) -> str:
         body = {

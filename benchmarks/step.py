@@ -78,7 +78,7 @@ class InTurn(AttentionBackend):
 
 
 def label(name: str, args: tuple) -> str:
-    """The shape of a product, the name of any other function."""
+    """Return the shape of a product, the name of any other function."""
     return (
         f"{args[8]} x {args[7]}".replace(" x ", " -> ")
         if name.startswith("quire_gemm_run")

@@ -79,7 +79,7 @@ class Shapes:
         return self.layers * (EXPERTS_LAYER if self.experts else DENSE_LAYER) + AROUND_LAYERS
 
     def products(self, tokens: int) -> float:
-        """Weights times tokens of all layers, each two operations."""
+        """Return weights times tokens of all layers, each two operations."""
         return tokens * self.layers * (self.attention + self.router + self.expert * (self.top_k or 1))
 
 

@@ -30,7 +30,7 @@ def denied(path: str | os.PathLike) -> str:
 
 
 def unreadable(path: str | os.PathLike, error: OSError) -> str:
-    """The operating system's reason why `path` cannot be read."""
+    """Return the operating system's reason why `path` cannot be read."""
     return denied(path) if isinstance(error, PermissionError) else f"cannot read {path}: {error.strerror or error}"
 
 

@@ -54,7 +54,7 @@ class LoraFiles:
 
 
 def content_hash(folder: Path) -> str:
-    """A hash of the adapter's files: equal hashes mean equal results."""
+    """Return a hash of the adapter's files: equal hashes mean equal results."""
     digest = hashlib.sha256()
     for path in (folder / name for name in FILES):
         if path.is_file():

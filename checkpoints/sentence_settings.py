@@ -68,7 +68,7 @@ def is_shortened(folder: Path, raw: Mapping[str, Any]) -> tuple[bool, list[int]]
 
 
 def transformer_settings(transformer: Path) -> tuple[dict[str, Any], Path]:
-    """The settings of the module Transformer, and their file; none if there is no such file."""
+    """Return the settings of the module Transformer, and their file; none if there is no such file."""
     for name in TRANSFORMER_FILES:
         if (transformer / name).is_file():
             return read_object(transformer / name), transformer / name

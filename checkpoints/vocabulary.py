@@ -23,7 +23,7 @@ def check_same_vocabulary(model: str, other: str, setting: str) -> None:
 
 
 def _tokens(path: Path) -> dict[int, str] | None:
-    """The tokens by id; None if there is no such file."""
+    """Return the tokens by id; None if there is no such file."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

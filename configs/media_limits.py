@@ -31,7 +31,7 @@ def unused_sizes(text: str | None) -> list[str]:
 
 
 def _count(name: str, value: Any) -> int:
-    """The number of items of a modality: a number, or vLLM's object with `count` and sizes."""
+    """Return the number of items of a modality: a number, or vLLM's object with `count` and sizes."""
     if isinstance(value, dict):
         if unknown := sorted(value.keys() - {"count", *_SIZES}):
             raise ValueError(f"{name}: unknown key {', '.join(unknown)}; the keys are count, {', '.join(_SIZES)}")

@@ -68,9 +68,7 @@ class ModelsConfig:
         check=read_duration,
     )
 
-    enable_sleep_mode: bool = opt(
-        False, "let /sleep unload the model; /wake_up or the next request loads it again"
-    )
+    enable_sleep_mode: bool = opt(False, "let /sleep unload the model; /wake_up or the next request loads it again")
 
     @property
     def are_several(self) -> bool:

@@ -30,7 +30,9 @@ class StepBudget:
         self.tokens, self._parts = min(limit + num_running, self.most), {}
 
     def divide(self, prefills: list[Request], admitted: Request | None, budget: int) -> dict[str, int]:
-        """Tokens of `budget` for the prompts of each tenant (`parts_of_prompts`), from which the caller subtracts."""
+        """Return tokens of `budget` for the prompts of each tenant (`parts_of_prompts`), from which the caller
+        subtracts.
+        """
         is_short = self.tokens < self.most
         parts = parts_of_prompts(prefills, admitted, budget, LEAD * self.most, self._shares, is_short)
         if is_short:
@@ -38,7 +40,7 @@ class StepBudget:
         return parts
 
     def of_waiting(self, request: Request, num_scheduled: int) -> int:
-        """The most tokens of a waiting request in the step, which has `num_scheduled` so far. 0: it must wait."""
+        """Return the most tokens of a waiting request in the step, which has `num_scheduled` so far. 0: it must wait."""
         budget = self.tokens - num_scheduled
         budget = min(budget, self._parts.get(request.tenant, budget))
         if request.background:
@@ -87,7 +89,7 @@ class Pace:
             self._seconds = new if not self._seconds else (1 - _NEW) * self._seconds + _NEW * new
 
     def limit(self, token_budget: int) -> int:
-        """The most tokens of prompts in the next step."""
+        """Return the most tokens of prompts in the next step."""
         if not self._seconds or time.monotonic() - self._mixed_at > MIXED_SECONDS:
             return token_budget
         return min(max(int(STEP_SECONDS / self._seconds), LEAST_TOKENS), token_budget)

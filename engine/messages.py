@@ -227,25 +227,25 @@ class EngineCalls(Protocol):
         """Forget the contents of llama.cpp's slot. Returns as `save_slot`."""
 
     def waiting(self, request_ids: list[str]) -> list[str]:
-        """Those of the requests that were never scheduled."""
+        """Return those of the requests that were never scheduled."""
 
     def log_lines(self) -> list[dict[str, object]]:
-        """The newest lines of the engine's log that are warnings or worse (`kept_lines`)."""
+        """Return the newest lines of the engine's log that are warnings or worse (`kept_lines`)."""
 
     def requests(self) -> list[dict[str, object]]:
-        """Every request (`Request.describe`)."""
+        """Return every request (`Request.describe`)."""
 
     def abort(self, request_ids: list[str]) -> list[str]:
         """End requests of any server with finish reason abort. Returns the ids of those that there were."""
 
     def stats(self) -> dict[str, object]:
-        """The fields of `EngineStats`."""
+        """Return the fields of `EngineStats`."""
 
     def describe_tiers(self) -> dict[str, object] | None:
-        """Totals of the tiers below the pool since the start; None without any."""
+        """Return totals of the tiers below the pool since the start; None without any."""
 
     def describe_ops(self) -> dict[str, object]:
-        """The operations in use, the state of faster ones, and since when those are in use (time.time())."""
+        """Return the operations in use, the state of faster ones, and since when those are in use (time.time())."""
 
 
 # ---- engine -> server

@@ -178,7 +178,7 @@ class Request:
         return f"{self.cache_key}\0{self.cache_salt or ''}" if named else ""
 
     def images(self, start: int, end: int) -> list[MediaItem]:
-        """The images whose spans overlap tokens [start, end)."""
+        """Return the images whose spans overlap tokens [start, end)."""
         return [item for item in self.media if item.offset < end and item.offset + item.length > start]
 
     def finish_reason(self) -> str | None:
@@ -197,7 +197,7 @@ class Request:
         return "length" if num_tokens >= self.max_total_tokens else None
 
     def as_new(self) -> NewRequest:
-        """All that a worker needs to compute it."""
+        """Return all that a worker needs to compute it."""
         return NewRequest(
             self.row,
             list(self.token_ids),
@@ -247,7 +247,7 @@ class Request:
         return num_accepted
 
     def output(self, token_ids: list[int], finish_reason: str | None = None, **fields: Any) -> EngineOutput:
-        """New tokens for its client."""
+        """Return new tokens for its client."""
         return EngineOutput(
             self.request_id,
             token_ids,

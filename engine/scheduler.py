@@ -153,7 +153,7 @@ class Scheduler:
                 self._remove(request)
 
     def not_begun(self, request_ids: list[str]) -> list[str]:
-        """Those of the requests that were never scheduled."""
+        """Return those of the requests that were never scheduled."""
         asked = set(request_ids)
         return [one.request_id for one in self.waiting if not one.scheduled_time and one.request_id in asked]
 
@@ -165,7 +165,7 @@ class Scheduler:
         return outputs
 
     def describe(self) -> list[dict[str, object]]:
-        """Every request as plain data."""
+        """Return every request as plain data."""
         return [request.describe(time.time()) for request in self.requests.values()]
 
     def abort_client(self, client: bytes) -> None:
@@ -553,7 +553,7 @@ class Scheduler:
     # ---- statistics
 
     def stats(self) -> EngineStats:
-        """Current gauges, and counts since the last `flush_stats`."""
+        """Return current gauges, and counts since the last `flush_stats`."""
         num_running = len(self.running)
         stats = self.counts.snapshot(num_running, len(self.requests) - num_running, self.kv.usage, self.images.usage)
         return with_adapters(stats, self.running, self.waiting) if self.max_loras else stats

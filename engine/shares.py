@@ -87,7 +87,7 @@ class FairQueue:
         return min(tenants, key=lambda one: (self._shares.used(one.tenant), one.key))
 
     def first_of_tenants(self) -> list[Request]:
-        """The first request of each tenant, of the lowest rank."""
+        """Return the first request of each tenant, of the lowest rank."""
         return [queue[0] for queue in self._ranks[min(self._ranks)].values()]
 
     def add(self, request: Request) -> None:
@@ -124,8 +124,8 @@ def fair_parts(needs: dict[str, int], weights: dict[str, float], total: int) -> 
 def parts_of_prompts(
     prefills: list[Request], admitted: Request | None, budget: int, lead: int, shares: Shares, is_short: bool = False
 ) -> dict[str, int]:
-    """Tokens of a step's `budget` for the prompts of each tenant, so that the long prompt of one does not delay the
-    first token of another, whose prompt is running or `admitted` next. Empty if there is one tenant.
+    """Return tokens of a step's `budget` for the prompts of each tenant, so that the long prompt of one does not delay
+    the first token of another, whose prompt is running or `admitted` next. Empty if there is one tenant.
 
     The tenant that needs least has `_PREFERENCE` times its weight, and the whole step if its prompts end with it: so of
     two tenants with long prompts the shorter one takes 1.17 times as long as alone, not twice. A tenant that had `lead`

@@ -31,7 +31,7 @@ class Step:
     scheduled: float = field(default_factory=time.monotonic)
 
     def contents(self) -> str:
-        """The contents of the step, for the log."""
+        """Return the contents of the step, for the log."""
         counts = self.input.num_scheduled
         num_decodes = sum(count == 1 for count in counts)
         text = f"{len(counts)} requests with {self.num_tokens} tokens, of which {num_decodes} had one each"
@@ -117,8 +117,8 @@ class Step:
         return entries_of
 
     def unfinished_prompts(self) -> Iterator[tuple[Request, int]]:
-        """Requests that want reports of their prompts, and how many tokens of each are computed: not all, because the
-        last chunk comes with a token.
+        """Yield requests that want reports of their prompts, and how many tokens of each are computed: not all, because
+        the last chunk comes with a token.
         """
         for i, request in enumerate(self.requests):
             if not request.report_prefill or request.first_token_time or request.status is Status.FINISHED:

@@ -56,5 +56,5 @@ class Incidents:
         return Restarts(since=self.since, engine=self.num_deaths, last=self.last_death)
 
     def recent_errors(self) -> list[Failure]:
-        """The newest first."""
+        """Return the newest first."""
         return list(reversed(self.errors))

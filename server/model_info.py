@@ -56,7 +56,7 @@ def context_length(worker: WorkerReady) -> int:
 
 
 def known_token_ids(token_ids: list[int], vocab_size: int) -> list[int]:
-    """The end-of-sequence ids that the model can sample; others are logged and dropped.
+    """Return the end-of-sequence ids that the model can sample; others are logged and dropped.
 
     Some models list ids beyond their vocabulary.
     """

@@ -15,7 +15,7 @@ _LOCK = "lock"
 
 
 def make_folder(base: Path, prefix: str) -> tuple[Path, int]:
-    """A new folder, and the descriptor that holds its lock. It gets its name when it is locked."""
+    """Return a new folder, and the descriptor that holds its lock. It gets its name when it is locked."""
     folder = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=base))  # mode 0700
     mark = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)

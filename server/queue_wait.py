@@ -40,5 +40,5 @@ class QueueWait:
 
 
 def retry_after(seconds: float) -> int:
-    """The Retry-After header of a wait."""
+    """Return the Retry-After header of a wait."""
     return min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER)

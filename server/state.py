@@ -123,7 +123,7 @@ class ServerState:
         return "ready" if self.stalled is None else "stalled"
 
     def health(self) -> dict[str, Any]:
-        """The JSON body of /health and /ready; 200 exactly when `status` is "ready"."""
+        """Return the JSON body of /health and /ready; 200 exactly when `status` is "ready"."""
         body: dict[str, Any] = {"status": self.status}
         if self.status == "loading":
             body |= {"phase": self.phase, "percent": round(100 * self.fraction)}
@@ -177,7 +177,7 @@ class ServerState:
         return self.ready.worker.max_num_seqs if self.ready is not None else 0
 
     def would_wait(self, num_choices: int = 0) -> int:
-        """The number of choices that wait, or would with so many more."""
+        """Return the number of choices that wait, or would with so many more."""
         num_open = max(self.client.load, self.num_reserved) + num_choices
         num_waiting = max(num_open - self.num_rows, 0)
         if stuck := min(self.stats.num_waiting, self.client.load):  # the KV cache is full but rows are free
@@ -201,11 +201,11 @@ class ServerState:
         return dict.fromkeys(self.names, self.config.model.model)
 
     def answering(self, name: str | None) -> str:
-        """The name of the model in an answer of OpenAI's form: that of the adapter asked for, else the first."""
+        """Return the name of the model in an answer of OpenAI's form: that of the adapter asked for, else the first."""
         return name if name in self.adapters.loaded else self.names[0]
 
     def shown_name(self, name: str | None) -> str:
-        """The name for the answer to a request for `name`: the same if it is listed, else the first."""
+        """Return the name for the answer to a request for `name`: the same if it is listed, else the first."""
         return name if name in self.all_names else self.names[0]
 
     def require_model(self, name: str | None, known: Sequence[str]) -> None:

@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def heard(place: Path) -> dict[str, dict[str, Any]]:
-    """The examples of routes that hear, recorded if the variables name a model and a file."""
+    """Return the examples of routes that hear, recorded if the variables name a model and a file."""
     model, speech, found = os.environ.get("WHISPER_MODEL"), os.environ.get("SPEECH"), {}
     if model is None or speech is None:
         before = json.loads(EXAMPLES.read_text(encoding="utf-8"))
@@ -136,7 +136,7 @@ def heard(place: Path) -> dict[str, dict[str, Any]]:
 
 
 def variant(folder: Path, **config: Any) -> str:
-    """A copy of the embedded model with other keys of config.json."""
+    """Return a copy of the embedded model with other keys of config.json."""
     shutil.copytree(EMBEDDED_MODEL, folder)
     (folder / "model.safetensors").unlink()
     path = folder / "config.json"
@@ -170,7 +170,7 @@ def write_adapter(folder: Path) -> None:
 
 @contextlib.contextmanager
 def running(model: str, place: Path, *flags: str) -> Iterator[str]:
-    """The URL of a server, which ends with the block."""
+    """Yield the URL of a server, which ends with the block."""
     address, log = place / "address", place / "log"
     command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", "--address-file", str(address)]
     with log.open("wb") as output:
@@ -219,7 +219,7 @@ def asked_patiently(url: str, method: str, path: str, body: Any) -> tuple[int, s
 
 
 def route_of(path: str, routes: dict[str, Any]) -> str:
-    """The route in the document that a path is of: the one with the most literal parts."""
+    """Return the route in the document that a path is of: the one with the most literal parts."""
     parts = path.partition("?")[0].split("/")
     fitting = [
         route
@@ -248,7 +248,7 @@ def ask(url: str, method: str, path: str, body: Any = None) -> tuple[int, str, s
 
 
 def shortened(value: Any) -> Any:
-    """An answer with fewer numbers, entries and lines."""
+    """Return an answer with fewer numbers, entries and lines."""
     match value:
         case str():
             lines = value.splitlines(keepends=True)

@@ -179,7 +179,7 @@ def experts() -> None:
 
 
 def stack_of(kind: str, shape: tuple[int, int, int]) -> triton_experts.Stack:
-    """A stack of weights without memory of its own."""
+    """Return a stack of weights without memory of its own."""
 
     def empty(dtype: torch.dtype, columns: int) -> torch.Tensor:
         return torch.empty(1, dtype=dtype).expand(*shape[:2], columns)
@@ -293,7 +293,7 @@ def states() -> None:
 
 
 def state_step(counts: list[int]) -> StateStep:
-    """The step of requests that compute these numbers of tokens."""
+    """Return the step of requests that compute these numbers of tokens."""
     starts, pages = torch.tensor([0, *counts]).cumsum(0).int(), torch.arange(len(counts))
     spans = [Span(i, int(starts[i]), int(starts[i + 1]), False) for i, count in enumerate(counts) if count > 1]
     ones = pages[starts.diff() == 1], starts[:-1][starts.diff() == 1].long()

@@ -30,7 +30,7 @@ _CPU_TOKENS, _CPU_REQUESTS = 2048, 4
 
 
 def cache_plan(config: Config, spec: ModelSpec, limits: Limits) -> CachePlan:
-    """The groups of layers that share block tables, the same on every rank."""
+    """Return the groups of layers that share block tables, the same on every rank."""
     tp, kv = config.parallel.tensor_parallel_size, limits.kv
     plan = plan_cache(cache_specs(spec, kv.dtype.itemsize, tp, kv.scale_bytes), state_specs(spec, tp))
     if limits.speculation.head:
@@ -41,14 +41,14 @@ def cache_plan(config: Config, spec: ModelSpec, limits: Limits) -> CachePlan:
 
 
 def bytes_per_block(config: Config, spec: ModelSpec, limits: Limits) -> int:
-    """Bytes of one KV block on the pipeline stage that needs the most."""
+    """Return bytes of one KV block on the pipeline stage that needs the most."""
     plan, num_stages = cache_plan(config, spec, limits), config.parallel.pipeline_parallel_size
     stages = (stage_layers(spec.layers, rank, num_stages) for rank in range(num_stages))
     return max(plan.page_bytes(limits.attention.block_size, layers) for layers in stages)
 
 
 def bytes_per_state(config: Config, spec: ModelSpec, limits: Limits) -> int:
-    """Bytes of the recurrent states of one request on the pipeline stage that needs the most."""
+    """Return bytes of the recurrent states of one request on the pipeline stage that needs the most."""
     plan, num_stages = cache_plan(config, spec, limits), config.parallel.pipeline_parallel_size
     stages = (stage_layers(spec.layers, rank, num_stages) for rank in range(num_stages))
     return max(plan.state_bytes(layers) for layers in stages)
@@ -172,12 +172,12 @@ def _num_states(config: Config, limits: Limits, state: int, kv_bytes: int, block
 
 
 def _most_states(limits: Limits) -> int:
-    """The number of pages for states that a model has if there is room."""
+    """Return the number of pages for states that a model has if there is room."""
     return _MOST_PER_REQUEST * limits.max_num_seqs + _step_drafts(limits)
 
 
 def _step_drafts(limits: Limits) -> int:
-    """The most drafts that a step verifies."""
+    """Return the most drafts that a step verifies."""
     if not limits.speculation.is_on:
         return 0
     asked = limits.speculation.num_draft

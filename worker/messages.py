@@ -238,7 +238,7 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         return self.kind != "full" or not self.window
 
     def first_block(self, position: int, block_size: int) -> int:
-        """Index of the first block that a token at `position` or later attends to."""
+        """Return index of the first block that a token at `position` or later attends to."""
         match self.kind:
             case "window":
                 return max(position - self.window + 1, 0) // block_size
@@ -247,8 +247,8 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         return 0
 
     def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
-        """Maximum number of blocks that a request of `num_tokens` tokens holds at once while it is computed in chunks
-        of at most `chunk` tokens.
+        """Return maximum number of blocks that a request of `num_tokens` tokens holds at once while it is computed in
+        chunks of at most `chunk` tokens.
         """
         if self.kind == "state":
             return 0
@@ -261,14 +261,16 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
 
 def most_blocks(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, chunk: int) -> int:
-    """Maximum number of blocks of all groups that a request of `num_tokens` tokens holds at once, pages with states
-    aside, see `CacheGroup.most_blocks`.
+    """Return maximum number of blocks of all groups that a request of `num_tokens` tokens holds at once, pages with
+    states aside, see `CacheGroup.most_blocks`.
     """
     return sum(group.most_blocks(num_tokens, block_size, chunk) for group in groups)
 
 
 def longest_request(groups: Sequence[CacheGroup], num_blocks: int, block_size: int, chunk: int, limit: int) -> int:
-    """Maximum number of tokens, at most `limit`, of a request that fits into `num_blocks` blocks; 0 if none fits."""
+    """Return maximum number of tokens, at most `limit`, of a request that fits into `num_blocks` blocks; 0 if none
+    fits.
+    """
     low, high = 0, limit  # a request of `low` tokens fits
     while low < high:
         middle = (low + high + 1) // 2
@@ -465,7 +467,7 @@ class WorkerCalls(Protocol):
         """Switch to faster operations that became available. Returns whether more may follow."""
 
     def describe_ops(self) -> dict[str, object]:
-        """The operations in use, the state of faster ones, and since when those are in use (time.time())."""
+        """Return the operations in use, the state of faster ones, and since when those are in use (time.time())."""
 
     def wants_memory_back(self, idle: float) -> bool:
         """Return whether the KV cache's memory should be given back, after `idle` seconds without a request."""
@@ -477,7 +479,7 @@ class WorkerCalls(Protocol):
         """Return the memory of these blocks to the system, and of those made resident ahead."""
 
     def memory_short(self) -> int:
-        """Bytes by which the machine is short of memory."""
+        """Return bytes by which the machine is short of memory."""
 
     def encoded(self) -> tuple[float, float]:
         """When the images of the last step that had some were encoded, (begin, end) by time.time()."""
@@ -531,7 +533,7 @@ class TierCalls(Protocol):
         """From now on `stats` has the `changes`."""
 
     def stats(self, take: bool = True) -> TierReport:
-        """The contents and the traffic; without `take` the next report has the sizes and changes, too."""
+        """Return the contents and the traffic; without `take` the next report has the sizes and changes, too."""
 
 
 class SlotReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

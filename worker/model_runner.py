@@ -101,7 +101,7 @@ class AsyncOutput:
         )
 
     def _verified(self, speculator: Speculator, token_ids: list[int]) -> StepOutput:
-        """The output of a step that may have verified drafts. With d drafts a request has d + 1 sampling rows."""
+        """Return the output of a step that may have verified drafts. With d drafts a request has d + 1 sampling rows."""
         errors, sampled, firsts, first = dict(self.errors), [], [], 0
         for i in self.step.samples:
             draft = self.drafts.get(i, [])
@@ -395,7 +395,7 @@ class ModelRunner:
         )
 
     def _sampling_errors(self, batch: InputBatch, sampled: Sampled) -> dict[int, str]:
-        """The sampler's errors by batch position; it names the first sampling row of a request."""
+        """Return the sampler's errors by batch position; it names the first sampling row of a request."""
         position, j = {}, 0
         for i in batch.step.samples:
             position[j] = i
@@ -413,8 +413,8 @@ class ModelRunner:
         return self.sampler.sample(logits, sampling)
 
     def _sampled_rows(self, batch: InputBatch) -> torch.Tensor | None:
-        """Indices of the tokens whose successor is sampled, or None for all tokens. Never empty, because kernels take
-        no empty batch.
+        """Return indices of the tokens whose successor is sampled, or None for all tokens. Never empty, because kernels
+        take no empty batch.
         """
         if len(batch.sampling.rows) == len(batch.input_ids):  # every token is a request that samples
             return None
@@ -462,8 +462,8 @@ class ModelRunner:
         self.execute(step).result()
 
     def run_eagerly(self, batch: InputBatch, adapted: bool = False) -> torch.Tensor:
-        """Hidden states `[T, H]` of the step's tokens, or of `needed_rows`, after this stage's layers; `adapted`: some
-        rows have LoRA adapters.
+        """Return hidden states `[T, H]` of the step's tokens, or of `needed_rows`, after this stage's layers;
+        `adapted`: some rows have LoRA adapters.
         """
         if adapted:
             self.adapters.place_rows(batch)

@@ -216,7 +216,7 @@ class Worker:
         return self.runner.images.encoded
 
     def memory_short(self) -> int:
-        """Bytes by which the machine is short of memory. With enough of it, memory is made resident ahead again."""
+        """Return bytes by which the machine is short of memory. With enough of it, memory is made resident ahead again."""
         short = self.runner.platform.memory_short()
         if self.warmer is not None and -short > self.warmer.most_ahead:
             self.warmer.resume()
@@ -228,7 +228,7 @@ class Worker:
             self.warmer.give_back_blocks(block_ids)
 
     def describe_ops(self) -> dict[str, object]:
-        """The operations in use, the state of faster ones, and since when those are in use (time.time())."""
+        """Return the operations in use, the state of faster ones, and since when those are in use (time.time())."""
         platform = self.runner.platform
         return {"name": platform.ops.name, "status": platform.ops_status(), "since": platform.ops_since()}
 

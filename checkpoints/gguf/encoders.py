@@ -65,7 +65,7 @@ def _encoder(m: Metadata) -> Settings:
 
 
 def _classifier(m: Metadata, prefix: str, **settings: Any) -> Settings:
-    """The settings of a classifier; none if the file has no logits."""
+    """Return the settings of a classifier; none if the file has no logits."""
     count = m.rows("cls.output.weight")
     if not count:
         return {}

@@ -52,9 +52,7 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
         config["rope_scaling"] = _rope_scaling(m, config, factors) or {"rope_type": "default"}
     names = found.tensor_names(file.tensors, config["num_hidden_layers"])
     types = {
-        part: tensor.type
-        for name, tensor in file.tensors.items()
-        for part in row_names(names[name], found.fused_qkv)
+        part: tensor.type for name, tensor in file.tensors.items() for part in row_names(names[name], found.fused_qkv)
     }
     refuse_unread(file.metadata, file.metadata.asked, config, file.path)
     config["quantization_config"] = {
@@ -136,7 +134,7 @@ def _yarn(m: Metadata, factor: float) -> dict[str, Any]:
 
 
 def _llama3_scaling(config: dict[str, Any], factors: list[float]) -> dict[str, Any]:
-    """The settings of Llama 3 from which the divisors of the frequencies were computed."""
+    """Return the settings of Llama 3 from which the divisors of the frequencies were computed."""
     dim, theta = 2 * len(factors), config["rope_theta"]
     largest = max(factors)
     for original in (8192, 256, 4096, 16384, 32768):

@@ -103,9 +103,9 @@ _OF_STACK = re.compile(rf"({'|'.join(map(re.escape, _STACKS))})(\d+)\.")
 
 
 def tensor_name(name: str, own: Mapping[str, str], num_layers: int | None = None) -> str:
-    """The decoder's name of a GGUF tensor; `own` are names of a layer's modules, or of whole tensors, that depend on
-    the architecture. Layers from `num_layers` on draft tokens. Tensors that it does not know keep the last parts of
-    their name.
+    """Return the decoder's name of a GGUF tensor; `own` are names of a layer's modules, or of whole tensors, that
+    depend on the architecture. Layers from `num_layers` on draft tokens. Tensors that it does not know keep the last
+    parts of their name.
     """
     if name.endswith(".exp_probs_b"):  # of Hunyuan 3, written without an end
         name += ".bias"
@@ -131,19 +131,19 @@ def is_stack(name: str) -> bool:
 
 
 def of_stack(name: str) -> str:
-    """The tensor that has the tensor `name` of one module: ".experts.up_proj" for ".experts.3.up_proj"."""
+    """Return the tensor that has the tensor `name` of one module: ".experts.up_proj" for ".experts.3.up_proj"."""
     return _OF_STACK.sub(r"\1", name)
 
 
 def stack_names(name: str, count: int) -> Iterator[str]:
-    """The names of the modules' parts of such a tensor."""
+    """Return the names of the modules' parts of such a tensor."""
     stack = next(stack for stack in _STACKS if stack in name)
     return (name.replace(stack, f"{stack}{i}.") for i in range(count))
 
 
 def row_names(name: str, fused_qkv: bool) -> tuple[str, ...]:
-    """The names of the weights whose rows a tensor has one after another; else the name itself. With `fused_qkv` the
-    decoder, too, has one weight for q, k and v.
+    """Return the names of the weights whose rows a tensor has one after another; else the name itself. With `fused_qkv`
+    the decoder, too, has one weight for q, k and v.
     """
     if ".experts." in name and ".gate_up_proj." in name:
         return tuple(name.replace(".gate_up_proj.", f".{half}_proj.") for half in ("gate", "up"))

@@ -75,8 +75,8 @@ class Checkpoints:
                 self._seen.popitem(last=False)
 
     def num_shared(self, hashes: list[bytes], found: int) -> int:
-        """Number of blocks at the front of a request that an earlier one had; `found`: that are cached in the other
-        groups.
+        """Return number of blocks at the front of a request that an earlier one had; `found`: that are cached in the
+        other groups.
         """
         if self.finds_shared:
             return found

@@ -84,11 +84,11 @@ class EvictionOrder:
         return self._next()
 
     def __iter__(self) -> Iterator[int]:
-        """The free pages, roughly the next to be reused first."""
+        """Return the free pages, roughly the next to be reused first."""
         return (page for queue in self._queues for page in queue)
 
     def _next(self) -> int:
-        """Index of the queue whose first page is reused next."""
+        """Return index of the queue whose first page is reused next."""
         queues, place = self._queues, 0
         while not queues[place]:
             place += 1
@@ -98,7 +98,7 @@ class EvictionOrder:
         return place
 
     def _worth(self, page: int) -> int:
-        """Index of the queue for a page that is not empty."""
+        """Return index of the queue for a page that is not empty."""
         if level := self.levels.get(page):
             return KEPT + level
         if page in self.sparse:

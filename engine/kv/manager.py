@@ -92,7 +92,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Maximum number of blocks that a request of `num_tokens` tokens holds at once, states aside."""
+        """Return maximum number of blocks that a request of `num_tokens` tokens holds at once, states aside."""
         return most_blocks(self.groups, num_tokens, self.block_size, self.chunk)
 
     def start_step(self) -> None:
@@ -148,7 +148,7 @@ class KVCacheManager:
         return max(n for n in range(longest + 1) if fits[n])
 
     def _cut_images(self, request: Request, longest: int) -> set[int]:
-        """Numbers of blocks, at most `longest`, that end inside an image."""
+        """Return numbers of blocks, at most `longest`, that end inside an image."""
         cut: set[int] = set()
         for item in request.media:
             end = min(self.num_blocks(item.offset + item.length), longest + 1)
@@ -199,8 +199,8 @@ class KVCacheManager:
             self.pool.publish(block_id, key, request, places.get(key[1:]))
 
     def cached_blocks(self, request: Request, num_blocks: int) -> list[tuple[int, bytes]]:
-        """The (block, key)s of all groups in the first `num_blocks` blocks of a request that was matched: also those
-        from which only a shorter prefix could continue.
+        """Return the (block, key)s of all groups in the first `num_blocks` blocks of a request that was matched: also
+        those from which only a shorter prefix could continue.
         """
         keys = [group.tag + one for group in self.by_group for one in request.block_hashes[:num_blocks]]
         return [(block_id, key) for key in keys if (block_id := self.pool.find(key)) is not None]
@@ -224,8 +224,8 @@ class KVCacheManager:
         return self.checkpoints.awaits(request.block_hashes[match.num_blocks : last])
 
     def num_missing(self, request: Request, match: Match) -> int:
-        """Number of free blocks that a request without blocks would use until all its known tokens are computed, states
-        aside.
+        """Return number of free blocks that a request without blocks would use until all its known tokens are computed,
+        states aside.
         """
         held = [block_id for block_id in match.held if not self.pool.is_state(block_id)]
         return max(self.most_blocks(request.num_tokens) - len(held), 0) + self.pool.num_free_among(held)
@@ -283,11 +283,11 @@ class KVCacheManager:
         return added if any(added) else []
 
     def num_held(self, request: Request) -> int:
-        """Number of blocks that a request holds, over all groups, states aside."""
+        """Return number of blocks that a request holds, over all groups, states aside."""
         return sum(group.num_held(request) for group in self.by_group)
 
     def num_expected(self, request: Request) -> int:
-        """Number of blocks that a running request still needs for the rest of its prompt, plus one per group for
+        """Return number of blocks that a running request still needs for the rest of its prompt, plus one per group for
         outputs.
         """
         return sum([group.num_expected(request) for group in self.by_group])
@@ -313,7 +313,7 @@ class KVCacheManager:
         return published
 
     def _num_shareable(self, request: Request) -> int:
-        """Number of known tokens at the front of a request whose blocks others may read."""
+        """Return number of known tokens at the front of a request whose blocks others may read."""
         return request.num_tokens if self._shares_outputs else request.num_prompt_tokens
 
     def publish_late(self, request: Request) -> list[int]:

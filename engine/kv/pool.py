@@ -139,7 +139,7 @@ class BlockPool:
         return self.pages.num_refs[page] > 0
 
     def num_free_among(self, pages: list[int]) -> int:
-        """Number of these pages that are free now and would not be once shared."""
+        """Return number of these pages that are free now and would not be once shared."""
         return self.pages.num_free_among(pages)
 
     # ---- finding pages
@@ -148,7 +148,7 @@ class BlockPool:
         return self.pages.by_key.get(key)
 
     def hash_of(self, page: int) -> bytes | None:
-        """The key under which a page is published."""
+        """Return the key under which a page is published."""
         return self.pages.keys[page]
 
     def is_published(self, page: int) -> bool:

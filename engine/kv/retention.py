@@ -71,7 +71,7 @@ class Retention:
 
     @staticmethod
     def _name(request: Request) -> str | None:
-        """The conversation's name. A client that gave none is known by how its prompt begins."""
+        """Return the conversation's name. A client that gave none is known by how its prompt begins."""
         key = request.cache_key
         if key is None or not key.endswith("/") or key.count("/") > 1:
             return key

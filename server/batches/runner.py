@@ -80,7 +80,7 @@ class Batches:
         self._failures: dict[str, int] = {}  # in a row, by batch id
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """The result of a function that uses the store, in the store's thread."""
+        """Return the result of a function that uses the store, in the store's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def add_file(
@@ -241,7 +241,7 @@ class _Run:
             await self.batches.run_steps(self.store.begin(self.batch.id, lines))
 
     async def _read(self, size: int, function: Callable[[], T]) -> T:
-        """The result of a function that reads the input, in a turn of the batch's owner."""
+        """Return the result of a function that reads the input, in a turn of the batch's owner."""
         return await self.batches.state.threads.run(size, function, self._caller().turn)
 
     def _caller(self) -> Caller:

@@ -136,7 +136,7 @@ class Store(database.Store):
     # ---- space
 
     def used_bytes(self, owner: str | None = None) -> int:
-        """Bytes that an owner takes, or all (None), those reserved included."""
+        """Return bytes that an owner takes, or all (None), those reserved included."""
         condition = "TRUE" if owner is None else "owner = ?"
         given = () if owner is None else (owner,)
         sums = (("bytes", "files"), ("result_bytes", "batches"))
@@ -150,7 +150,7 @@ class Store(database.Store):
         return used[0][0] + FILE_BYTES * used[0][1] + used[1][0] + held
 
     def free_bytes(self, owner: str) -> int:
-        """Bytes that an owner may take in addition."""
+        """Return bytes that an owner may take in addition."""
         used, own = self.used_bytes(), self.used_bytes(owner)
         left = self.max_bytes - (used - own)
         return max((left // 2 if self.several else left) - own, 0)
@@ -185,7 +185,7 @@ class Store(database.Store):
         return self.folder / "files" / file_id
 
     def open(self, file_id: str) -> BinaryIO:
-        """A file's content, which stays readable when the file is deleted. Raises NotFound."""
+        """Return a file's content, which stays readable when the file is deleted. Raises NotFound."""
         try:
             return open(self.path(file_id), "rb")
         except FileNotFoundError:
@@ -299,8 +299,8 @@ class Store(database.Store):
         seconds: int,
         metadata: dict[str, str] | None,
     ) -> Batch:
-        """A new batch, to be validated by the runner. Raises NotFound for the file, BadRequest for its purpose or if
-        the owner has no space, TooManyRequests, InsufficientStorage.
+        """Return a new batch, to be validated by the runner. Raises NotFound for the file, BadRequest for its purpose
+        or if the owner has no space, TooManyRequests, InsufficientStorage.
         """
         file = self.file(input_file_id, owner)
         if file.purpose != "batch":
@@ -348,7 +348,7 @@ class Store(database.Store):
         self._db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
 
     def open_batches(self) -> list[Batch]:
-        """The unfinished ones of all owners, oldest first."""
+        """Return the unfinished ones of all owners, oldest first."""
         rows = self._db.execute(f"SELECT * FROM batches WHERE status IN {_OPEN} ORDER BY created_at, id")
         return [Batch(*row) for row in rows.fetchall()]
 
@@ -511,7 +511,7 @@ class Store(database.Store):
 
 
 def _own_bytes(batch: Batch) -> int:
-    """Bytes of the row of a batch."""
+    """Return bytes of the row of a batch."""
     return BATCH_BYTES + len(batch.metadata or b"")
 
 

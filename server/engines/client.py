@@ -484,7 +484,7 @@ class EngineClient:
     async def call_each(
         self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
     ) -> list[T]:
-        """The answer of each engine, of which there is one. Raises as `call`."""
+        """Return the answer of each engine, of which there is one. Raises as `call`."""
         return [await self.call(method, *args, timeout=timeout)]
 
     # ---- the socket

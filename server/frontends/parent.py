@@ -403,7 +403,7 @@ class FrontendGroup:
         frontend.send(Page(message.number, await self.render_metrics(message.view)))
 
     async def render_metrics(self, view: View = ALL) -> bytes:
-        """The engines' statistics, and the sum of the counts of all frontends, past and present."""
+        """Return the engines' statistics, and the sum of the counts of all frontends, past and present."""
         await self._collect()
         if self.metrics is None:
             return b""

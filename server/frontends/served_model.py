@@ -59,7 +59,7 @@ class ServedModel:
     def connect(
         self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
     ) -> list[EngineClient]:
-        """A client per engine, not yet connected. The callbacks get the engine's index first."""
+        """Return a client per engine, not yet connected. The callbacks get the engine's index first."""
         from quire.server.engines.client import EngineClient
         from quire.server.engines.pool import EnginePool
 

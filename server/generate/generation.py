@@ -168,15 +168,13 @@ class Generation:
             return
         num_tokens = choice.detokenizer.num_tokens + choice.num_silent
         self._num_output_tokens = max(self._num_output_tokens, num_tokens)
-        self._metrics.observe_request(
-            self.request, delta.finish_reason, num_tokens, choice.first_token_time, timing
-        )
+        self._metrics.observe_request(self.request, delta.finish_reason, num_tokens, choice.first_token_time, timing)
         if not self._choices:
             self._metrics.observe_group(self.request, self._num_output_tokens)
 
 
 def _split(output: EngineOutput) -> tuple[EngineOutput, EngineOutput]:
-    """The first `SLICE` tokens, and the rest with all that ends the request."""
+    """Return the first `SLICE` tokens, and the rest with all that ends the request."""
     logprobs = output.logprobs
     first = EngineOutput(
         output.request_id,

@@ -105,7 +105,7 @@ class Structures:
             logger.warning("structured output is not ready yet: %s", error.message)
 
     async def grammar(self, structure: Structure, state: Served, tenant: str = "") -> str:
-        """The grammar of `structure`. Raises BadRequest, Unavailable."""
+        """Return the grammar of `structure`. Raises BadRequest, Unavailable."""
         key = _key(structure)
         if (known := self._grammars.get(key)) is None:
             known = await self._wait(key, state, tenant)
@@ -185,7 +185,7 @@ class Structures:
         raise Unavailable("The grammar takes too much time or memory to compile now.", retry_after=RETRY_AFTER)
 
     def _idle_process(self) -> CompileProcess | None:
-        """An idle process that lives."""
+        """Return an idle process that lives."""
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
@@ -232,7 +232,7 @@ def _size(key: bytes, result: str | _Refusal) -> int:
 
 
 def _read(tokenizer: Tokenizer, model: ModelInfo) -> tuple[bytes, bytes]:
-    """The vocabulary for the compile processes, and all of it for the engines, as msgpack."""
+    """Return the vocabulary for the compile processes, and all of it for the engines, as msgpack."""
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(model.vocab_size)]
     special = sorted(token_id for token_id in tokenizer.special_ids if token_id < model.vocab_size)
     specials = {tokens[token_id].decode(): token_id for token_id in special if tokens[token_id]}

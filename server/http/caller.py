@@ -34,7 +34,7 @@ def set_caller(scope: Scope, of: Caller) -> None:
 
 
 def connection_of(scope: Scope) -> Connection | None:
-    """The connection that the request came by; None for a line of a batch."""
+    """Return the connection that the request came by; None for a line of a batch."""
     return scope.get("state", {}).get("connection")
 
 
@@ -44,5 +44,5 @@ def arrival(scope: Scope) -> float | None:
 
 
 def route_path(scope: Scope, default: str | None = None) -> str:
-    """The path of the route that takes the request; `default`, or its own path, if there is none."""
+    """Return the path of the route that takes the request; `default`, or its own path, if there is none."""
     return getattr(scope.get("route"), "path", scope["path"][:200] if default is None else default)

@@ -16,7 +16,7 @@ def owner(request: Request) -> str:
 
 
 def page_size(request: Request, largest: int) -> int:
-    """The `limit` of a list. Raises BadRequest."""
+    """Return the `limit` of a list. Raises BadRequest."""
     given = request.query_params.get("limit", str(min(largest, 20) if largest < 10_000 else largest))
     return bounded_int(given, 1, largest, "limit")
 

@@ -39,7 +39,7 @@ _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, Ignored]:
-    """The request, and what of it has no effect.
+    """Return the request, and what of it has no effect.
 
     Raises BadRequest; for unknown fields only when `strict`.
     """
@@ -72,7 +72,7 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, Ignore
 
 
 def _untyped(body: bytes) -> Any:
-    """The body's data, or None if it has a number that Python cannot hold as JSON means it (1e999)."""
+    """Return the body's data, or None if it has a number that Python cannot hold as JSON means it (1e999)."""
     try:
         return msgspec.json.decode(body)
     except (ValueError, RecursionError):  # or bytes that are no UTF-8, which typed decoding skips
@@ -109,7 +109,7 @@ def deeper_than(value: Json, levels: int) -> bool:
 
 
 def bad_request(error: msgspec.ValidationError, data: Json) -> BadRequest:
-    """The error for a value of the wrong type; it names the field and shows its value from `data`."""
+    """Return the error for a value of the wrong type; it names the field and shows its value from `data`."""
     match = _PATH.match(str(error))
     what, path = match["what"], match["path"] or ""
     keys = [
@@ -132,7 +132,7 @@ def _readable(what: str) -> str:
 
 
 def _value_at(data: Json, keys: list) -> str:
-    """The invalid value, if it is short."""
+    """Return the invalid value, if it is short."""
     for key in keys:
         try:
             data = data[key]

@@ -78,7 +78,7 @@ class Kept:
         changed.set()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """The events with numbers above `after`, until the last."""
+        """Yield the events with numbers above `after`, until the last."""
         self._num_readers += 1
         try:
             while True:
@@ -185,5 +185,5 @@ class ResumableStream(EventStream):
 
 
 def gone(first: int) -> NotFound:
-    """The error for events before number `first`."""
+    """Return the error for events before number `first`."""
     return NotFound(f"Events before number {first} are no longer kept.", param="Last-Event-ID", code="events_gone")

@@ -62,7 +62,7 @@ class Caller:
         return f"{name}/batch" if self.background else name
 
     def engine_key(self, key: str) -> str:
-        """The name of a conversation in the engine: a tenant is hexadecimal, so that names cannot collide."""
+        """Return the name of a conversation in the engine: a tenant is hexadecimal, so that names cannot collide."""
         return f"{self.tenant or ''}/{key}"
 
     def reserve(self, queue: Queue, num_choices: int) -> None:

@@ -61,7 +61,7 @@ def digest(key: bytes) -> bytes:
 
 
 def hashed(key: str) -> str:
-    """The stored form of `key` in a file."""
+    """Return the stored form of `key` in a file."""
     return _HASH + digest(key.encode()).hex()
 
 
@@ -69,7 +69,9 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if
 
 
 def read_keys(path: str) -> list[Key]:
-    """The keys of a file. Raises ValueError naming the file, and the key and field at fault; no message has a key."""
+    """Return the keys of a file. Raises ValueError naming the file, and the key and field at fault; no message has a
+    key.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             data: Json = yaml.load(file, _Loader)

@@ -221,7 +221,7 @@ def _no_count(error: sqlite3.Error) -> Unavailable:
 
 
 def _default_path(key_file: str) -> Path:
-    """One per file of keys, below $XDG_STATE_HOME or ~/.local/state."""
+    """Return one per file of keys, below $XDG_STATE_HOME or ~/.local/state."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     name = hashlib.sha256(os.path.abspath(key_file).encode()).hexdigest()[:16]
     return Path(state) / "quire" / f"usage-{name}.sqlite"

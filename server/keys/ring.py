@@ -71,7 +71,7 @@ class KeyRing:
         return self._by_digest.get(digest(presented))
 
     def of_owner(self, owner: str) -> Key | None:
-        """The key whose holder began a batch; None if it was removed, or there are no keys."""
+        """Return the key whose holder began a batch; None if it was removed, or there are no keys."""
         return self._by_owner.get(owner)
 
     def _keep(self, holders: list[Holder]) -> None:

@@ -130,7 +130,7 @@ class Adapters(Served):
             self._loading.discard(name)
 
     async def offline(self, client: EngineHandle, name: str, path: Path) -> Adapter:
-        """The adapter in the folder `path`, loaded if it is not known under this name. Raises BadRequest."""
+        """Return the adapter in the folder `path`, loaded if it is not known under this name. Raises BadRequest."""
         self.require_dynamic()
         known = self.loaded.get(name)
         if known is not None and known.source == path:
@@ -149,7 +149,7 @@ class Adapters(Served):
         return inside and _stays_inside(folder, self._allowed)
 
     def _allowed_folder(self, path: str) -> Path:
-        """The folder of a path, without links. Raises Forbidden unless it is one of the command line, or below
+        """Return the folder of a path, without links. Raises Forbidden unless it is one of the command line, or below
         --lora-dir; whether it exists is not told then.
         """
         try:

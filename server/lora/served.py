@@ -64,7 +64,7 @@ class Served:
             )
 
     def choose(self, name: str | None, scales: Sequence[LoraScale] | None = None) -> list[Chosen]:
-        """The adapters of a request for the model `name`: that of the name, else those of `scales` by id, of a
+        """Return the adapters of a request for the model `name`: that of the name, else those of `scales` by id, of a
         request's `lora`. Raises BadRequest for an unknown id.
         """
         if name is not None and (adapter := self.loaded.get(name)) is not None:
@@ -111,7 +111,7 @@ class ChangeableAdapters(Protocol):
 
 
 def _summed(chosen: list[Chosen]) -> list[Chosen]:
-    """Adapters with equal contents as one."""
+    """Return adapters with equal contents as one."""
     by_key: dict[str, Chosen] = {}
     for one in chosen:
         known = by_key.get(one.adapter.snapshot.key)

@@ -35,7 +35,7 @@ def _is_public(address: Address) -> bool:
 
 
 def _embedded(address: Address) -> list[ipaddress.IPv4Address]:
-    """The IPv4 addresses to which packets for an IPv6 address may go: mapped, 6to4, Teredo."""
+    """Return the IPv4 addresses to which packets for an IPv6 address may go: mapped, 6to4, Teredo."""
     if isinstance(address, ipaddress.IPv4Address):
         return []
     found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]

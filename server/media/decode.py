@@ -26,7 +26,7 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 
 def decode(data: bytes, max_pixels: int) -> Image.Image:
-    """The first frame, in RGB, turned as EXIF says. Transparent parts are white, as in vLLM.
+    """Return the first frame, in RGB, turned as EXIF says. Transparent parts are white, as in vLLM.
 
     Raises ValueError, for the client, if the bytes are no image of `FORMATS`, are damaged, or have more than
     `max_pixels` pixels.
@@ -74,7 +74,7 @@ def _check_size(image: Image.Image, max_pixels: int) -> None:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """A new image in RGB, upright. Raises ValueError for numbers that are no brightness."""
+    """Return a new image in RGB, upright. Raises ValueError for numbers that are no brightness."""
     image.load()
     image = ImageOps.exif_transpose(image)
     if image.mode == "RGB" and "transparency" not in image.info:

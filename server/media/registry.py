@@ -60,8 +60,8 @@ def _find(config: dict[str, Any]) -> str | None:
 
 
 def load_processor(folder: str | Path) -> ImageProcessor:
-    """The processor of the model in `folder`. Raises ValueError if the model takes no images, naming a setting that is
-    not supported or a file that cannot be read.
+    """Return the processor of the model in `folder`. Raises ValueError if the model takes no images, naming a setting
+    that is not supported or a file that cannot be read.
     """
     config = read_config(folder)
     if (why := why_no_images(config)) is not None:

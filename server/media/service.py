@@ -248,7 +248,7 @@ class Images:
             raise BadRequest(f"{param}: {_unknown(unknown[0], self._processor)}.", param=param)
 
     async def _fetch(self, image: ImageInput) -> bytes | None:
-        """The bytes of an image that has to be loaded by URL."""
+        """Return the bytes of an image that has to be loaded by URL."""
         if image.url is None or not image.url[:8].lower().startswith(("http:", "https:")):
             return None
         if not self._config.allowed_media_domains:
@@ -307,7 +307,7 @@ class Images:
         return min(sum(one) for one in counts)
 
     def _most_tokens(self) -> int:
-        """The most tokens of an image by the server's settings: those of the largest of many sizes."""
+        """Return the most tokens of an image by the server's settings: those of the largest of many sizes."""
         if self._most is None:
             pairs = [(width, height) for width in _SIDES for height in _SIDES]
             sizes = [(width, height) for width, height in pairs if max(width, height) <= 100 * min(width, height)]
@@ -356,7 +356,7 @@ class Images:
         return content
 
     def _content(self, image: ImageInput, fetched: bytes | None) -> bytes | None:
-        """The encoded image; None for a picture, and for a uuid alone."""
+        """Return the encoded image; None for a picture, and for a uuid alone."""
         limit, url = self._config.max_image_bytes, image.url
         try:
             if fetched is not None:
@@ -403,7 +403,7 @@ class Images:
             raise _refused(image, str(error)) from None
 
     def _detail(self, images: list[ImageInput]) -> dict[str, Any]:
-        """The option that stands for `detail`, for models that have one."""
+        """Return the option that stands for `detail`, for models that have one."""
         given = {image.detail for image in images if image.detail not in (None, "auto")}
         if not given or "detail" not in self._processor.options:
             return {}
@@ -413,7 +413,7 @@ class Images:
 
 
 async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
-    """The results; the first error cancels the others."""
+    """Return the results; the first error cancels the others."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

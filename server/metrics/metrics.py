@@ -84,7 +84,7 @@ class Histogram:
         self.total += total
 
     def buckets(self) -> list[tuple[str, int]]:
-        """Pairs (upper bound, number of observations up to it), in Prometheus' form."""
+        """Return pairs (upper bound, number of observations up to it), in Prometheus' form."""
         cumulative, rows = 0, []
         for bound, count in zip([*self.bounds, float("inf")], self.counts):
             cumulative += count
@@ -133,7 +133,7 @@ class Metrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def of(self, engine: int) -> Metrics:
-        """The metrics of `engine`: these, because there is only one engine."""
+        """Return the metrics of `engine`: these, because there is only one engine."""
         return self
 
     # ---- recording
@@ -189,8 +189,7 @@ class Metrics(Collector):
         first_token_time: float,
         timing: RequestTiming | None,
     ) -> None:
-        """A sequence ended. `request` is its GenerationRequest, `first_token_time` is 0 without a token.
-        """
+        """A sequence ended. `request` is its GenerationRequest, `first_token_time` is 0 without a token."""
         self._finished[finish_reason] += 1
         if finish_reason not in ("stop", "length"):
             return
@@ -252,7 +251,7 @@ class Metrics(Collector):
     # ---- aggregation
 
     def counts(self) -> Counts:
-        """The counts so far, without gauges."""
+        """Return the counts so far, without gauges."""
         return Counts(
             dict(self._counters),
             dict(self._finished),
@@ -285,7 +284,7 @@ class Metrics(Collector):
             accepted[i] += count
 
     def plus(self, others: Iterable[Counts]) -> Metrics:
-        """A new `Metrics` with our gauges, and the sum of our counts and `others`."""
+        """Return a new `Metrics` with our gauges, and the sum of our counts and `others`."""
         result = Metrics(*self._made_of)
         result._stats, result._cache_config = self._stats, self._cache_config
         result.max_loras = self.max_loras
@@ -297,11 +296,11 @@ class Metrics(Collector):
     # ---- publishing
 
     def histogram(self, name: str) -> Histogram:
-        """The histogram of this name, without a prefix."""
+        """Return the histogram of this name, without a prefix."""
         return self._histograms[name]
 
     def render(self, view: View = ALL) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return render(self.registry, view)
 
     def collect(self) -> Iterator[Any]:
@@ -351,7 +350,7 @@ class Metrics(Collector):
             yield family
 
     def _lora(self, prefix: str) -> GaugeMetricFamily:
-        """The adapters of running and of waiting requests as labels; the value is the time, as in vLLM."""
+        """Return the adapters of running and of waiting requests as labels; the value is the time, as in vLLM."""
         labels = {
             "max_lora": str(self.max_loras),
             "waiting_lora_adapters": ",".join(self._stats.waiting_adapters),
@@ -406,7 +405,7 @@ class Metrics(Collector):
             yield family
 
     def family(self, cls: type, name: str, documentation: str, samples: list[tuple[dict[str, str], float]]) -> Any:
-        """A family with one sample per (labels, value), in addition to the labels of all."""
+        """Return a family with one sample per (labels, value), in addition to the labels of all."""
         family = cls(name, documentation, labels=[*self.labels, *samples[0][0]])
         for labels, value in samples:
             family.add_metric([*self.labels.values(), *labels.values()], value)

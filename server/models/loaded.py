@@ -154,9 +154,7 @@ class Model:
         config = self.entry.config
         if need is None or not need.limits_cache:
             return config
-        return dataclasses.replace(
-            config, cache=dataclasses.replace(config.cache, kv_cache_memory_bytes=need.kv_cache)
-        )
+        return dataclasses.replace(config, cache=dataclasses.replace(config.cache, kv_cache_memory_bytes=need.kv_cache))
 
     async def _run(self, engines: EngineGroup, served: ServedModel) -> None:
         watch = asyncio.create_task(served.watch())

@@ -82,7 +82,7 @@ class SamplingParams(SamplingFields, kw_only=True):
         self.to_options()
 
     def to_options(self) -> GenerationOptions:
-        """The same parameters in dialect-neutral form. Raises ValueError for a type or a bound."""
+        """Return the same parameters in dialect-neutral form. Raises ValueError for a type or a bound."""
         fields = {
             name: value
             for name in self.__struct_fields__

@@ -63,7 +63,7 @@ def _num_quoted(reader: Reader, quote: str, size: int) -> Wait[int]:
 
 
 def arguments(reader: Reader, ends: Markers = _NO_MARKERS) -> Wait[None]:
-    """The arguments of the call that began last: an object; in a string, as some models write it; null for none."""
+    """Yield the arguments of the call that began last: an object; in a string, as some models write it; null for none."""
     yield from _arguments(reader, reader.call_arguments, ends)
 
 
@@ -97,7 +97,7 @@ def close(reader: Reader, marker: str) -> Wait[None]:
 
 
 def _short_string(reader: Reader, pattern: re.Pattern) -> Wait[str]:
-    """The value of a string of at most NAME_LIMIT characters, a name or a key, which `pattern` matches."""
+    """Yield the value of a string of at most NAME_LIMIT characters, a name or a key, which `pattern` matches."""
     text = (yield from reader.match(pattern)).group()
     if text[0] not in _UNESCAPED:
         return text
@@ -131,7 +131,7 @@ def _string_value(reader: Reader, emit: Emit, ends: Markers) -> Wait[None]:
 
 
 def _escape(reader: Reader) -> Wait[str]:
-    """One escape sequence, with the second half of a surrogate pair."""
+    """Yield one escape sequence, with the second half of a surrogate pair."""
     text = yield from _one_escape(reader)
     if text.startswith("\\u") and text[2:4].lower() in ("d8", "d9", "da", "db") and (yield from reader.sees("\\u")):
         text += yield from _one_escape(reader)

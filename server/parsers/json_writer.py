@@ -24,8 +24,8 @@ _NEEDLESS = re.compile(r"[\s}\])]*")
 
 
 def repaired(text: str, close: bool = False) -> str | None:
-    """The JSON text of the one value that `text` is, as a model writes JSON (`JsonWriter`) and with closing brackets
-    that close nothing; None if it is none. With `close`, brackets that it leaves open are closed.
+    """Return the JSON text of the one value that `text` is, as a model writes JSON (`JsonWriter`) and with closing
+    brackets that close nothing; None if it is none. With `close`, brackets that it leaves open are closed.
     """
     try:
         json.loads(text, parse_int=str, parse_constant=_no_constant)
@@ -76,8 +76,8 @@ class JsonWriter:
         return self._quote
 
     def push(self, text: str) -> int:
-        """The number of characters that belong to the value: fewer than there are if it is `done`, or if the next one
-        cannot be in it.
+        """Return the number of characters that belong to the value: fewer than there are if it is `done`, or if the
+        next one cannot be in it.
         """
         known = len(self._rest)
         text, self._rest = self._rest + text, ""

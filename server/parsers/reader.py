@@ -60,7 +60,7 @@ class Reader:
         self.position = 0
 
     def take_events(self) -> list[Event]:
-        """The events since the last call, neighbours of one kind as one event."""
+        """Return the events since the last call, neighbours of one kind as one event."""
         events, self._events = self._events, []
         if len(events) <= 1:
             return events
@@ -191,7 +191,7 @@ class Reader:
             self.take(len(self.text) - self.position)
 
     def peek(self) -> Wait[str]:
-        """The next character, "" at the end of the text."""
+        """Yield the next character, "" at the end of the text."""
         yield from self.at_least(1)
         return self.text[self.position : self.position + 1]
 
@@ -265,7 +265,7 @@ class Reader:
                 return marker
 
     def _num_spaces(self, end: int) -> int:
-        """Number of unread white space characters just before `end`, at most SPACE_LIMIT."""
+        """Return number of unread white space characters just before `end`, at most SPACE_LIMIT."""
         tail = self.text[max(self.position, end - SPACE_LIMIT) : end]
         return len(tail) - len(tail.rstrip(SPACE))
 

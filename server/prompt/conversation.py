@@ -120,7 +120,7 @@ def check_conversation(conversation: Conversation, state: needs.Settings) -> Non
 def _fit_to(
     template: ChatTemplate, conversation: Conversation, tools: list[dict[str, Any]], state: needs.Prompting
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Messages and tools in a form that the template prints. Raises BadRequest if it cannot print them."""
+    """Return messages and tools in a form that the template prints. Raises BadRequest if it cannot print them."""
     messages = after_results(conversation.messages)
     if "developer" not in template.source:  # templates older than the role know it as system
         messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
@@ -220,7 +220,7 @@ def _opened(prompt: str, conversation: Conversation, formats: Formats) -> bool:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """The text of a message's content."""
+    """Return the text of a message's content."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 

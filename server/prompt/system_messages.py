@@ -34,7 +34,7 @@ def fit_system_messages(messages: list[dict[str, Any]], template: ChatTemplate) 
 
 
 def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The first message with the content of both."""
+    """Return the first message with the content of both."""
     one, other = first["content"], second["content"]
     if isinstance(one, str) and isinstance(other, str):
         return first | {"content": f"{one}\n\n{other}"}

@@ -115,7 +115,7 @@ def _reasoning(name: str, template: str, tokenizer: Tokenizer) -> tuple[Reasonin
 
 
 def _marker_ids(reasoning: ReasoningFormat, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The last fields of `Formats`.
+    """Return the last fields of `Formats`.
 
     A marker without a token of its own is found by its ids but the last, which may have merged with the text after it.
     """

@@ -50,7 +50,7 @@ class Parsing:
         )
 
     def call_id(self, event: ToolCallBegin) -> str:
-        """The id of a call: the model's own, the format's, or a new one."""
+        """Return the id of a call: the model's own, the format's, or a new one."""
         if event.call_id is not None:
             return event.call_id
         made = self.formats.tools.call_id(event.name, self.num_calls + event.index)
@@ -59,7 +59,7 @@ class Parsing:
         return uuid.uuid4().hex[:9] if self.short_ids else f"call_{uuid.uuid4().hex[:24]}"
 
     async def __call__(self, deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
-        """The stage (`deltas.Stage`)."""
+        """Yield the stage (`deltas.Stage`)."""
         choices: dict[int, _Choice] = {}
         async for delta in deltas:
             if delta.error is None:
@@ -95,7 +95,7 @@ class _Choice:
             delta.finish_reason = "tool_calls"
 
     def _as_sent(self, event: Event) -> list[Event]:
-        """The event as dialects need it: every call has an id, and a custom tool's arguments are its text."""
+        """Return the event as dialects need it: every call has an id, and a custom tool's arguments are its text."""
         if isinstance(event, ToolCallBegin):
             self.called = True
             if event.name in self.parsing.custom:

@@ -31,7 +31,7 @@ class PromptProgress(msgspec.Struct, kw_only=True):
 
 
 def comment(now: PromptProgress) -> bytes:
-    """A comment of an event stream, such as `: prefill 4096/32768`."""
+    """Return a comment of an event stream, such as `: prefill 4096/32768`."""
     return b": prefill %d/%d\n\n" % (now.processed, now.total)
 
 
@@ -67,7 +67,7 @@ class PrefillProgress:
         await self._changed.wait()
 
     def take(self) -> bytes:
-        """The frame to send; empty if nothing changed since the last."""
+        """Return the frame to send; empty if nothing changed since the last."""
         if not self._changed.is_set():
             return b""
         self._changed.clear()
@@ -89,7 +89,7 @@ def check_progress(wanted: bool | None, streams: bool | None) -> None:
 def report_progress(
     wanted: bool | None, requests: Sequence[Prompted], write: Callable[[PromptProgress], bytes] = comment
 ) -> PrefillProgress | None:
-    """The reports of these requests, for their stream; None if they are not `wanted`."""
+    """Return the reports of these requests, for their stream; None if they are not `wanted`."""
     if not wanted:
         return None
     progress = PrefillProgress(requests, write)

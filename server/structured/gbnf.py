@@ -71,7 +71,9 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "a": "\a", "b": "\b", "f
 
 
 def parse(text: str, token_of: Callable[[str], int | None]) -> dict[str, Node]:
-    """The rules by name; `root` is one of them. `token_of` gives the id of a token by its text. Raises GrammarError."""
+    """Return the rules by name; `root` is one of them. `token_of` gives the id of a token by its text. Raises
+    GrammarError.
+    """
     rules = _Parser(text, token_of).rules()
     if "root" not in rules:
         raise GrammarError("there is no rule root")
@@ -82,7 +84,7 @@ def parse(text: str, token_of: Callable[[str], int | None]) -> dict[str, Node]:
 
 
 def references(node: Node) -> list[str]:
-    """The names in a tree."""
+    """Return the names in a tree."""
     found, pending = [], [node]
     while pending:
         one = pending.pop()

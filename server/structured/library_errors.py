@@ -26,8 +26,8 @@ OURS = frozenset(_WHOLE.values())
 
 
 def readable(error: str, lines_before: int | None = None) -> str:
-    """The message. `lines_before`: how many lines the server wrote before a client's own grammar, whose lines are then
-    told.
+    """Return the message. `lines_before`: how many lines the server wrote before a client's own grammar, whose lines
+    are then told.
     """
     reason = _APPENDED.split(error)[0]
     place = _PLACE.match(reason)

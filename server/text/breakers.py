@@ -40,7 +40,7 @@ class BreakerIndex:
         return tuple(whole), tuple((first, tuple(rest[:MAX_TAIL])) for first, rest in pairs if rest)
 
     def _owners(self, sought: bytes) -> Iterator[int]:
-        """The tokens whose bytes, with the end, contain `sought`."""
+        """Yield the tokens whose bytes, with the end, contain `sought`."""
         at = self._bytes.find(sought)
         while at >= 0:
             token_id = bisect_right(self._starts, at) - 1

@@ -166,5 +166,5 @@ class _Decoding(ByteDecoding):
 
 
 def with_defaults(config: dict[str, Json]) -> dict[str, Json]:
-    """The settings with those that the published class has."""
+    """Return the settings with those that the published class has."""
     return _DEFAULTS | {key: value for key, value in config.items() if value is not None}

@@ -222,7 +222,7 @@ def lookup(value: Any, key: str) -> str:
 
 
 def page(answers: Iterator[tuple[str, Answered]]) -> str:
-    """The page, in Markdown."""
+    """Return the page, in Markdown."""
     parts = ["# Endpoints by example\n\nEach answer was given by a running server when this page was built.\n"]
     shown = ""
     for section, one in answers:

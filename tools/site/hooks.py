@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, page: Any, **other: Any) -> str:
 
 @contextlib.contextmanager
 def _server() -> Iterator[str]:
-    """The URL of a server of the embedded model, which ends with the block."""
+    """Yield the URL of a server of the embedded model, which ends with the block."""
     if url := os.environ.get("QUIRE_DOCS_SERVER"):
         yield url.rstrip("/")
         return

@@ -128,7 +128,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def workspace(cls, spec: AttentionSpec, num_reqs: int, max_seq_len: int) -> int:
-        """Bytes of temporary memory that one layer of a step of `num_reqs` decoding requests allocates."""
+        """Return bytes of temporary memory that one layer of a step of `num_reqs` decoding requests allocates."""
         return 0
 
     @abstractmethod
@@ -164,7 +164,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Causal attention over the paged cache. Returns `[T, num_heads, head_dim of v]`."""
+        """Return causal attention over the paged cache. Returns `[T, num_heads, head_dim of v]`."""
 
 
 class StepBackend(AttentionBackend):

@@ -172,8 +172,8 @@ def _tensors(k_cache: KVCache, v_cache: KVCache) -> list[torch.Tensor]:
 def _keys_and_values(
     gathered: list[torch.Tensor], k_cache: KVCache, v_cache: KVCache, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[n, num_kv_heads, keys, head_dim]` of type `dtype`, from what was gathered of `_tensors`. The
-    values of a latent cache are columns of the keys.
+    """Return keys and values `[n, num_kv_heads, keys, head_dim]` of type `dtype`, from what was gathered of `_tensors`.
+    The values of a latent cache are columns of the keys.
     """
     if is_latent(k_cache, v_cache):
         k = gathered[0]
@@ -243,11 +243,11 @@ class _Rows:
         self.strides = [tuple(stride // tensor.shape[3] for stride in tensor.stride()[:3]) for tensor in tensors]
 
     def of_sequence(self, i: int, start: int, stop: int) -> Rows:
-        """Rows of positions start .. stop - 1 of request i, for each head: `[num_kv_heads * keys]`."""
+        """Return rows of positions start .. stop - 1 of request i, for each head: `[num_kv_heads * keys]`."""
         return self.of_positions(i, torch.arange(start, stop, device=self.device))
 
     def of_positions(self, i: int, positions: torch.Tensor) -> Rows:
-        """Rows of `positions` `[keys]` int64 of request i, for each head: `[num_kv_heads * keys]`."""
+        """Return rows of `positions` `[keys]` int64 of request i, for each head: `[num_kv_heads * keys]`."""
         return self._rows(self.block_table[i][positions // self.block_size], positions % self.block_size)
 
     def of_group(
@@ -272,7 +272,7 @@ class _Rows:
 
 
 def _num_rows(cache: torch.Tensor) -> int:
-    """Number of rows of head_dim from the first entry of `cache` to its last, including gaps between them."""
+    """Return number of rows of head_dim from the first entry of `cache` to its last, including gaps between them."""
     last = sum((size - 1) * stride for size, stride in zip(cache.shape[:3], cache.stride()))
     return last // cache.shape[3] + 1
 

@@ -120,7 +120,7 @@ class CudaGraphs:
         return hidden[:num_reqs]
 
     def padded_size(self, step: StepInput) -> int:
-        """The number of requests to which the buffers must be padded for `step`; 0 if no graph applies."""
+        """Return the number of requests to which the buffers must be padded for `step`; 0 if no graph applies."""
         num_reqs = len(step.rows)
         if max(step.num_scheduled) > 1:
             return self.mixed.padded_size(step) if self.mixed is not None else 0

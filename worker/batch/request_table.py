@@ -82,7 +82,7 @@ class RequestTable:
         self._states.append(state)
 
     def state_page(self, block_id: int) -> int:
-        """The number of a page for states by its id, 0 for the null block's."""
+        """Return the number of a page for states by its id, 0 for the null block's."""
         return max(block_id - self.first_state, 0)
 
     def num_slots(self, row: int) -> int:

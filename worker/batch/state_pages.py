@@ -40,9 +40,7 @@ class StatePages:
         self.model, self.table = model, table
         self.group = next((g for g, group in enumerate(table.groups) if group.kind == "state"), None)
 
-    def leave(
-        self, attn: GroupedMetadata, step: StepInput, spares: Mapping[int, Sequence[tuple[int, int]]]
-    ) -> None:
+    def leave(self, attn: GroupedMetadata, step: StepInput, spares: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Have the step leave the states between drafts in `spares`, and those at the checkpoints of prompts."""
         cuts = {
             i: [(num_tokens, self.table.state_page(page)) for num_tokens, page in stops]

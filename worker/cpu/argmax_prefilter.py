@@ -42,7 +42,7 @@ class Int8ArgmaxPrefilter:
 
     @classmethod
     def of(cls, linear: PackedLinear) -> Int8ArgmaxPrefilter | None:
-        """The prefilter of `linear`, or None if its weight is unsupported or too small to benefit."""
+        """Return the prefilter of `linear`, or None if its weight is unsupported or too small to benefit."""
         n, k = linear.out_features, linear.in_features
         if k % 64 or n * k < cls.MIN_WEIGHTS or linear.bias is not None or linear.flags:
             return None
@@ -94,7 +94,7 @@ class BytesArgmaxPrefilter(Int8ArgmaxPrefilter):
 
     @classmethod
     def of(cls, linear: QuantizedLinear) -> BytesArgmaxPrefilter | None:
-        """The prefilter of `linear`, or None if its weight is unsupported or the CPU multiplies no bytes."""
+        """Return the prefilter of `linear`, or None if its weight is unsupported or the CPU multiplies no bytes."""
         n, k = linear.out_features, linear.in_features
         if k % 64 or n * k < cls.MIN_WEIGHTS or linear.bias is not None or linear.flags or not linear.is_bytes:
             return None

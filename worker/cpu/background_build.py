@@ -48,7 +48,7 @@ class BackgroundBuild:
         return f"building native kernels ({self.level}) in the background: {num_done} of {num_files} files"
 
     def poll(self) -> Path | None:
-        """The library once it is there. Raises BuildError if the compiler failed."""
+        """Return the library once it is there. Raises BuildError if the compiler failed."""
         now = time.monotonic()
         if now < self._look_at:
             return None

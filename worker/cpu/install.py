@@ -176,7 +176,7 @@ def load(background: bool = True, level: str = "auto", activation_bits: str = "a
 
 
 def native_ops() -> NativeOps | None:
-    """The operations of the library, or None if it is not loaded."""
+    """Return the operations of the library, or None if it is not loaded."""
     return None if KERNELS.lib is None else _NATIVE
 
 
@@ -218,5 +218,5 @@ def loaded_at() -> float | None:
 
 
 def status() -> str:
-    """The state of the library, for the log and the table of choices."""
+    """Return the state of the library, for the log and the table of choices."""
     return KERNELS.status

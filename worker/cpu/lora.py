@@ -36,8 +36,8 @@ class PackedLora:
         return weights.packed
 
     def args(self, half: int | None = None) -> LoraMatricesArgs:
-        """The C struct, which this object must outlive. With `half` the layer's output is a gate and up of that many
-        columns each, as they alternate in a packed weight.
+        """Return the C struct, which this object must outlive. With `half` the layer's output is a gate and up of that
+        many columns each, as they alternate in a packed weight.
         """
         parts = (LoraPartArgs * len(self.parts))(*(
             (b.data_ptr(), ranks.start, ranks.stop - ranks.start, columns.stop - columns.start, *_place(columns, half))
@@ -63,7 +63,7 @@ def _place(columns: slice, half: int | None) -> tuple[int, int]:
 
 
 def rows_args(rows: LoraRows, layers: int) -> LoraRowsArgs:
-    """The C struct for the matrices at the address `layers`."""
+    """Return the C struct for the matrices at the address `layers`."""
     assert rows.index.dtype == torch.int64
     scales = None if rows.scales is None else rows.scales.data_ptr()
     return LoraRowsArgs(rows.index.data_ptr(), scales, len(rows.index), layers)
@@ -110,7 +110,7 @@ class SegmentsLora:
         )
 
     def _table(self, key: str, step: StepLora) -> Array | None:
-        """An adapter's matrices for each of the layers, or None if it has some for others."""
+        """Return an adapter's matrices for each of the layers, or None if it has some for others."""
         adapted = step.active[key]
         known = self._tables.get(key)
         if known is None or known[0] is not adapted:

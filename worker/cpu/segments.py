@@ -151,7 +151,7 @@ class Segments:
         return self.lora.takes(lora)
 
     def _adapters(self, lora: StepLora | None, fewer: bool) -> tuple[_Groups, _Groups]:
-        """The rows by adapter of all layers but the last, and of the last, which may compute `fewer`."""
+        """Return the rows by adapter of all layers but the last, and of the last, which may compute `fewer`."""
         if lora is None:
             return (None, 0), (None, 0)
         of_last = lora.needed if fewer else lora.rows
@@ -227,7 +227,9 @@ class _Attention:
 
     @classmethod
     def of(cls, module: nn.Module, table: torch.Tensor | None) -> _Attention | None:
-        """None if a weight is not packed, the cache is neither bfloat16 nor in 8 bits, or there are several ranks."""
+        """Return None if a weight is not packed, the cache is neither bfloat16 nor in 8 bits, or there are several
+        ranks.
+        """
         qkv, out = _args(module.qkv_proj), _args(module.o_proj)
         if qkv is None or out is None or module.o_proj.group.size > 1:
             return None
@@ -254,7 +256,7 @@ class _Attention:
         )
 
     def slots(self, attn: GroupedMetadata) -> int:
-        """The address of where the keys and values of the step's tokens go."""
+        """Return the address of where the keys and values of the step's tokens go."""
         return attn[self.attn.cache_group].slot_mapping.data_ptr()
 
     def run(
@@ -276,7 +278,7 @@ class _Mixer:
 
     @classmethod
     def of(cls, module: nn.Module, table: torch.Tensor | None) -> _Mixer | None:
-        """None if a weight is not packed, or there are several ranks."""
+        """Return None if a weight is not packed, or there are several ranks."""
         inputs, out = _chain([_args(linear) for linear in module.projections()]), _args(module.out_proj)
         return None if not inputs or out is None or module.out_proj.group.size > 1 else cls(module, inputs, out, table)
 
@@ -299,7 +301,7 @@ class _Mixer:
 
 
 def _chain(linears: list[LinearArgs | None]) -> list[LinearArgs]:
-    """The structs of linear layers as those of one, whose columns follow each other; none if one is not packed."""
+    """Return the structs of linear layers as those of one, whose columns follow each other; none if one is not packed."""
     parts: list[LinearArgs] = []
     for args in linears:
         if args is None:
@@ -320,7 +322,7 @@ class _Dense:
 
     @classmethod
     def of(cls, mlp: nn.Module) -> _Dense | None:
-        """None if a weight is not packed, or the product of the gate and up does not end with the activation."""
+        """Return None if a weight is not packed, or the product of the gate and up does not end with the activation."""
         if not mlp.gate_up_proj.gated:
             return None
         gate_up, down = _args(mlp.gate_up_proj), _args(mlp.down_proj)
@@ -343,7 +345,7 @@ class _Mixture:
 
     @classmethod
     def of(cls, moe: nn.Module) -> _Mixture | None:
-        """None if a weight is not packed, the router's form is not native, or an expert is shared by all tokens."""
+        """Return None if a weight is not packed, the router's form is not native, or an expert is shared by all tokens."""
         gate, experts = moe.gate, moe.experts.packed()
         router = _args(gate.linear) if isinstance(gate.linear, Linear) else None
         if (
@@ -362,7 +364,7 @@ class _Mixture:
 
 
 def _adapted(layer: nn.Module) -> tuple[Linear | None, ...]:
-    """The linear layers that may have adapters."""
+    """Return the linear layers that may have adapters."""
     mlp, mixer = layer.mlp if layer.mlp.native_twin == "mlp" else None, layer.self_attn
     of_mlp = (None, None) if mlp is None else (mlp.gate_up_proj, mlp.down_proj)
     return (mixer.qkv_proj, mixer.o_proj, *of_mlp) if _attends(layer) else (None, None, *of_mlp)
@@ -407,7 +409,7 @@ def _is_plain(attention: nn.Module, norm: type[Norm]) -> bool:
 
 
 def _shape(layer: nn.Module) -> tuple[int, ...]:
-    """The properties that must be equal in all layers, because they share buffers."""
+    """Return the properties that must be equal in all layers, because they share buffers."""
     attention = layer.self_attn
     return (
         attention.attn.num_heads,

@@ -203,7 +203,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _step(pages: torch.Tensor, step: StateStep) -> tuple[int, ...]:
-    """The arguments of the kernels for the pages and requests of a step."""
+    """Return the arguments of the kernels for the pages and requests of a step."""
     assert pages.is_contiguous() and pages.dtype == torch.float32 and step.starts.dtype == torch.int32
     tensors = pages, step.read, step.write, step.fresh, step.starts
     assert all(tensor.is_contiguous() for tensor in tensors)

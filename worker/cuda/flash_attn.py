@@ -112,9 +112,9 @@ def triton_decodes(q: torch.Tensor, num_kv_heads: int) -> bool:
 
 
 def num_key_splits(group: int, num_kv_heads: int, max_seq_len: int, num_sms: int = 132) -> int:
-    """The number of parts into which FA3 splits the keys of a decode step when it chooses itself: it decides on the
-    host and as if the batch had one request, of `num_kv_heads` KV heads with `group` query heads each. `num_sms` are
-    the multiprocessors, 132 on H100 and H200.
+    """Return the number of parts into which FA3 splits the keys of a decode step when it chooses itself: it decides on
+    the host and as if the batch had one request, of `num_kv_heads` KV heads with `group` query heads each. `num_sms`
+    are the multiprocessors, 132 on H100 and H200.
     """
     programs, tiles = num_kv_heads * -(-group // _TILE_Q), -(-max_seq_len // _TILE_K)
     if programs >= 0.8 * num_sms or tiles <= 4:
@@ -153,7 +153,7 @@ class FlashAttention3(_FlashAttention):
 
     @classmethod
     def workspace(cls, spec: AttentionSpec, num_reqs: int, max_seq_len: int) -> int:
-        """The float32 results of each part of the keys, which FA3 allocates for all requests."""
+        """Return the float32 results of each part of the keys, which FA3 allocates for all requests."""
         splits = num_key_splits(spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, max_seq_len)
         return splits * num_reqs * spec.num_heads * (spec.v_dim + 1) * 4 if splits > 1 else 0
 

@@ -59,7 +59,7 @@ class _LatentBackend(TritonPagedBackend):
 
 
 def _arguments(module: ModuleType, name: str) -> set[str]:
-    """Names of the parameters of a function of `module`; empty if it does not have that function."""
+    """Return names of the parameters of a function of `module`; empty if it does not have that function."""
     function = getattr(module, name, None)
     return set(inspect.signature(function).parameters) if function else set()
 

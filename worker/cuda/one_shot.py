@@ -74,5 +74,5 @@ class OneShot:
         return fits and x.dtype in _TYPES and x.is_contiguous()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, a new tensor."""
+        """Return the sum over all ranks, a new tensor."""
         return self._library.all_reduce(self._buffer.view(x.dtype)[: x.numel()], x.view(-1), self._group).view(x.shape)

@@ -94,8 +94,8 @@ class StepImages:
         return ImageEmbeds(rows, torch.cat([kept[one.image.item.key][one.first : one.last] for one in found]))
 
     def _runs(self, step: StepInput) -> list[tuple[int, tuple[int, int]]]:
-        """Neighbouring tokens of images, computed in this step, that attend to each other: (batch position, [start,
-        stop) in the prompt).
+        """Return neighbouring tokens of images, computed in this step, that attend to each other: (batch position,
+        [start, stop) in the prompt).
         """
         return [
             (overlap.i, (start, stop))
@@ -111,7 +111,7 @@ class StepImages:
                 meta.backend = SpanAttention(meta.backend, spans)
 
     def uncut(self, step: StepInput) -> list[tuple[int, int]]:
-        """Tokens of a step's first request, as [start, stop) in its chunk, that one forward pass must compute."""
+        """Return tokens of a step's first request, as [start, stop) in its chunk, that one forward pass must compute."""
         if not self.vision.bidirectional:
             return []
         computed = step.num_computed[0]

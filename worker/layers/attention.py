@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self.v_cache: KVCache | None = None
 
     def cache_spec(self, itemsize: int, scale_bytes: int = 0) -> CacheSpec:
-        """The layer's cache per token, see `Full`."""
+        """Return the layer's cache per token, see `Full`."""
         sizes = self.num_kv_heads, self.head_dim, self.v_head_dim, itemsize
         if self.cross_length:
             return Cross(*sizes, self.cross_length, scale_bytes=scale_bytes)

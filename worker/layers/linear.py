@@ -51,7 +51,7 @@ class Part:
     types: tuple[str, ...] = FLOATS  # its possible types in a safetensors file
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice of the checkpoint tensor `tensor`, rearranged. A view of its memory where possible."""
+        """Return the slice of the checkpoint tensor `tensor`, rearranged. A view of its memory where possible."""
         tensor = narrowed(tensor, self.source)
         return self.view(tensor) if self.view else tensor
 
@@ -165,7 +165,7 @@ class LinearMethod:
         return self.apply(layer, x)
 
     def num_bytes(self, layer: Linear) -> int:
-        """Bytes of the weights of `layer` once they are loaded."""
+        """Return bytes of the weights of `layer` once they are loaded."""
         return sum(parameter.nbytes for parameter in layer.parameters(recurse=False))
 
     def finalize(self, layer: Linear) -> None:
@@ -208,19 +208,19 @@ class WeightFormat:
     """
 
     def linear(self, prefix: str) -> LinearMethod:
-        """Method of the layer at `prefix`, e.g. "model.layers.0.self_attn.qkv_proj"."""
+        """Return method of the layer at `prefix`, e.g. "model.layers.0.self_attn.qkv_proj"."""
         return PLAIN
 
     def head(self, prefix: str) -> LinearMethod:
-        """Method of the output head."""
+        """Return method of the output head."""
         return PLAIN
 
     def matrix(self, prefix: str) -> LinearMethod:
-        """Method of a layer whose weight is needed as a matrix of the model's type."""
+        """Return method of a layer whose weight is needed as a matrix of the model's type."""
         return MATRIX
 
     def embedding(self, prefix: str) -> LinearMethod | None:
-        """Method of an embedding that the checkpoint stores in a format of its own, else None."""
+        """Return method of an embedding that the checkpoint stores in a format of its own, else None."""
         return None
 
     def ignores(self, name: str, read: Callable[[], torch.Tensor]) -> bool:
@@ -254,11 +254,11 @@ class Linear(nn.Module):
         self.bias = empty_parameter(out_features, parts=self.bias_parts()) if bias else None
 
     def weight_parts(self) -> list[Part]:
-        """Parts of a parameter of shape `[out_features, in_features]`."""
+        """Return parts of a parameter of shape `[out_features, in_features]`."""
         raise NotImplementedError
 
     def bias_parts(self) -> list[Part]:
-        """Parts of a parameter of shape `[out_features]`."""
+        """Return parts of a parameter of shape `[out_features]`."""
         raise NotImplementedError
 
     def use(self, ops: LayerOps) -> None:
@@ -273,7 +273,7 @@ class Linear(nn.Module):
         return self.product(x)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """The product with this rank's weights and, for rows that have an adapter, with the adapter's."""
+        """Return the product with this rank's weights and, for rows that have an adapter, with the adapter's."""
         out = self.method.apply(self, x)
         return out if self.lora is None else self.lora.add(x, out, self.ops)
 
@@ -423,7 +423,9 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 def fuse(shards: list[Shard], prefix: str) -> list[Shard]:
-    """The same rows of one weight, at `prefix`, that holds all rows of the weights of `shards` one after another."""
+    """Return the same rows of one weight, at `prefix`, that holds all rows of the weights of `shards` one after
+    another.
+    """
     starts = [0, *accumulate(shard.full for shard in shards)]
     return [
         replace(shard, prefix=prefix, full=starts[-1], start=start + shard.start)

@@ -75,7 +75,7 @@ class StepLora:
         return bool(self.rows) or self.recorded is not None
 
     def of(self, num_rows: int) -> list[LoraRows]:
-        """The rows by adapter of a layer that computes `num_rows`."""
+        """Return the rows by adapter of a layer that computes `num_rows`."""
         return self.rows if num_rows == self.num_tokens else self.needed
 
 

@@ -100,7 +100,7 @@ class FusedParts:
         return self._gate_up("gate_up_proj", shape, expert, transposed)
 
     def apart(self, expert: int) -> tuple[list[Part], list[Part]]:
-        """Those of the gate and up, and of the down projection, if each of the three is a tensor of all experts."""
+        """Return those of the gate and up, and of the down projection, if each of the three is a tensor of all experts."""
         num, size, hidden = self.moe.routing.num_experts, self.moe.intermediate_size, self.hidden_size
         names = [f"{self.prefix}.{name}_proj.weight" for name in ("gate", "up", "down")]
         mine, view = (1, self.start, self.length), OneExpert()
@@ -254,7 +254,7 @@ class ListedExperts(nn.Module):
         self._ops, self._native = ops, None
 
     def packed(self) -> Callable[..., torch.Tensor] | None:
-        """The platform's product of all experts, or None if it has none. Call it when the weights are loaded."""
+        """Return the platform's product of all experts, or None if it has none. Call it when the weights are loaded."""
         if self._ops:
             self._native, self._ops = self._ops.packed_experts(self) if self.packs else None, None
         return self._native
@@ -326,7 +326,7 @@ class StackedExperts(nn.Module):
         return parameter
 
     def _stacked(self, parts_of: Callable[[int], list[Part]]) -> Iterator[Part]:
-        """The parts of all experts, each with its place in the stack."""
+        """Yield the parts of all experts, each with its place in the stack."""
         for i, expert in enumerate(self.local):
             for part in parts_of(expert):
                 yield replace(part, target=((0, i, 1), *((dim + 1, start, n) for dim, start, n in part.target)))
@@ -414,7 +414,7 @@ def make_experts(hidden_size: int, moe: MoESpec, prefix: str, weights: WeightFor
 
 
 def local_experts(moe: MoESpec) -> range:
-    """The experts on this rank. Raises ValueError if the number of ranks does not divide theirs."""
+    """Return the experts on this rank. Raises ValueError if the number of ranks does not divide theirs."""
     each = split_size("the number of experts", moe.routing.num_experts, ep())
     return range(ep().rank * each, (ep().rank + 1) * each)
 

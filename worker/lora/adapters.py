@@ -55,14 +55,14 @@ class LoraLimits:
         return cls(rank, max_active, max_loaded, most_values(config.lora_modules, config.lora_dir))
 
     def num_bytes(self, targets: Targets) -> int:
-        """Bytes of as many adapters, each of the largest rank for all layers of a rank, or the size of the largest
-        at start if that is more, because it has experts. Those in a step are packed for its kernels, beside the copy
-        in RAM.
+        """Return bytes of as many adapters, each of the largest rank for all layers of a rank, or the size of the
+        largest at start if that is more, because it has experts. Those in a step are packed for its kernels, beside the
+        copy in RAM.
         """
         return (self.max_loaded + self.max_active) * self.adapter_bytes(targets)
 
     def adapter_bytes(self, targets: Targets) -> int:
-        """Bytes planned for an adapter."""
+        """Return bytes planned for an adapter."""
         return max(self.max_rank * targets.bytes_per_rank, self.most_values * targets.dtype.itemsize)
 
 

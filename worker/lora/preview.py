@@ -16,7 +16,7 @@ logger = logging.getLogger("quire")
 
 
 def describe_adapters(config: Config) -> list[str]:
-    """A line per adapter that a server would start with. Raises ValueError as the server would."""
+    """Return a line per adapter that a server would start with. Raises ValueError as the server would."""
     lora = config.lora
     if not lora.enabled:
         return []

@@ -50,7 +50,7 @@ class Piece:
     num_experts: int | None = None
 
     def of(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The matrices of the expert, of those of all experts in PEFT's order."""
+        """Return the matrices of the expert, of those of all experts in PEFT's order."""
         of_a, of_b = a.unflatten(0, (self.num_experts, -1)), b.unflatten(1, (-1, self.num_experts))
         return of_a[self.expert], of_b[..., self.expert]
 
@@ -101,8 +101,8 @@ class Targets:
             pieces.append(piece)
 
     def find(self, module: str) -> list[Piece]:
-        """The pieces of a module, none if another pipeline stage has it. Raises ValueError if the model has no such
-        linear layer.
+        """Return the pieces of a module, none if another pipeline stage has it. Raises ValueError if the model has no
+        such linear layer.
         """
         match = _IN_LAYER.fullmatch(module)
         if match is None:
@@ -127,12 +127,12 @@ class Targets:
         )
 
     def num_heads(self, module: str) -> int:
-        """The heads of a projection of queries or keys, on all ranks."""
+        """Return the heads of a projection of queries or keys, on all ranks."""
         layer = self._layers[int(_IN_LAYER.fullmatch(module)[1])]
         return layer.num_heads if module.endswith("q_proj") else layer.num_kv_heads
 
     def check(self, lora: LoraFiles, max_rank: int) -> dict[str, list[Piece]]:
-        """The pieces of every module of an adapter. Raises ValueError if it does not fit the model."""
+        """Return the pieces of every module of an adapter. Raises ValueError if it does not fit the model."""
         if lora.rank > max_rank:
             raise ValueError(f"the adapter has rank {lora.rank}, more than --max-lora-rank {max_rank}")
         return {module: self._fitting(module, matrices) for module, matrices in lora.modules.items()}
@@ -215,7 +215,7 @@ def _odd_rows(b: torch.Tensor) -> torch.Tensor:
 
 
 def layer_weights(pieces: list[tuple[Piece, torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> LoraWeights:
-    """The matrices of one layer, of `dtype`, from (piece, A, B) of its modules; pieces of one module share an A."""
+    """Return the matrices of one layer, of `dtype`, from (piece, A, B) of its modules; pieces of one module share an A."""
     stacked: dict[int, tuple[slice, torch.Tensor]] = {}
     parts, start = [], 0
     for piece, a, b in pieces:

@@ -67,7 +67,7 @@ def gptq(weight: torch.Tensor, hessian: torch.Tensor, form: Format, act_order: b
 
 
 def _inverse(hessian: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of the damped Hessian. Damping grows until it is invertible."""
+    """Return the upper Cholesky factor of the inverse of the damped Hessian. Damping grows until it is invertible."""
     damping = DAMPING * float(hessian.diagonal().mean())
     for _ in range(8):
         damped = hessian + damping * torch.eye(len(hessian))

@@ -53,7 +53,7 @@ class Weight:
 
 
 def find_weights(model: CausalLM, names: TensorNames, checkpoint: Checkpoint) -> dict[str, Weight]:
-    """The weights to quantize by name, in the order of the model.
+    """Return the weights to quantize by name, in the order of the model.
 
     Raises:
         ValueError: the checkpoint's layout has no counterpart in compressed-tensors.

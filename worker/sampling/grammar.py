@@ -73,7 +73,7 @@ class _Matcher:
         return self.state.is_stopped()
 
     def copy(self) -> _Matcher:
-        """A matcher of the same text, to try drafts with; takes about 10 us."""
+        """Return a matcher of the same text, to try drafts with; takes about 10 us."""
         copy = _Matcher(self.after)
         copy.is_active, copy.last, copy.error = self.is_active, self.last, self.error
         copy.state = self.state.deep_copy()
@@ -189,9 +189,9 @@ class GrammarRows:
         return found
 
     def forced(self, limits: dict[int, int], guess: bool = False) -> dict[int, list[int]]:
-        """The next tokens of rows, at most `limits[row]`, as long as a row's grammar allows only one or, with `guess`,
-        as long as it forces the next bytes: then the longest token of these bytes. Waits for the outputs that no
-        matcher has seen.
+        """Return the next tokens of rows, at most `limits[row]`, as long as a row's grammar allows only one or, with
+        `guess`, as long as it forces the next bytes: then the longest token of these bytes. Waits for the outputs that
+        no matcher has seen.
         """
         arriving, self._arriving = self._arriving, []
         matchers = [(self.rows[row], limit) for row, limit in limits.items()]
@@ -328,11 +328,11 @@ class Tokens:
         )
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A new matcher at the beginning of the grammar."""
+        """Return a new matcher at the beginning of the grammar."""
         return self._compiled.matcher(grammar)
 
     def only(self, matcher: LLMatcher) -> int | None:
-        """The token that the matcher allows next, or None if it allows several."""
+        """Return the token that the matcher allows next, or None if it allows several."""
         bits = self.fill([matcher])
         words = np.flatnonzero(bits)
         if len(words) != 1:
@@ -341,7 +341,7 @@ class Tokens:
         return None if word & (word - 1) else 32 * int(words[0]) + word.bit_length() - 1
 
     def longest(self, text: bytes) -> int | None:
-        """The longest token that `text` begins with."""
+        """Return the longest token that `text` begins with."""
         if self._ids is None:
             self._ids = {token: i for i, token in enumerate(self._texts) if token and i not in self._special}
         for length in range(min(len(text), _LONGEST_TOKEN), 0, -1):

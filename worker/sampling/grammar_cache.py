@@ -34,7 +34,7 @@ class GrammarCache:
         return len(self._compiled)
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A new matcher at the beginning of the grammar."""
+        """Return a new matcher at the beginning of the grammar."""
         if grammar not in self._compiled:
             before = self._heap_used()
             compiled = self._compile(grammar)

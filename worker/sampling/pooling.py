@@ -68,7 +68,7 @@ class Pooling:
         return self.platform.to_device(types)
 
     def compute(self, batch: InputBatch, hidden: torch.Tensor) -> Pooled:
-        """The vectors of the prompts that end in this step, from the hidden states `[T, H]` of its tokens."""
+        """Return the vectors of the prompts that end in this step, from the hidden states `[T, H]` of its tokens."""
         step, pooler = batch.step, self.model.pooler
         ended: dict[PoolingParams, list[int]] = {}  # -> batch positions
         self._pending = {}

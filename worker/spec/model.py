@@ -197,7 +197,7 @@ def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1, scale_bytes: int = 
 
 
 def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1, scale_bytes: int = 0) -> CacheSpec | None:
-    """The cache of one layer, see `cache_specs`. KV heads are replicated if there are fewer KV heads than ranks."""
+    """Return the cache of one layer, see `cache_specs`. KV heads are replicated if there are fewer KV heads than ranks."""
     if not layer.attends or layer.kv_from is not None:
         return None
     if layer.mixer == "bidirectional":
@@ -220,7 +220,7 @@ def state_specs(spec: ModelSpec, tp: int = 1) -> list[State | None]:
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, tp: int = 1) -> int:
-    """Bytes of keys and values per token on each of `tp` ranks, over all layers."""
+    """Return bytes of keys and values per token on each of `tp` ranks, over all layers."""
     return sum(cache.page_bytes(1) for cache in cache_specs(spec, dtype_bytes, tp) if cache)
 
 
@@ -238,6 +238,6 @@ def has_tensor(folder: str, end: str) -> bool:
 
 
 def _stored_tensors(folder: str) -> Iterator[tuple[str, StoredTensor]]:
-    """Each tensor in the files, and its name. Raises ValueError if a file is damaged."""
+    """Yield each tensor in the files, and its name. Raises ValueError if a file is damaged."""
     for path in stored_files(Path(folder)):
         yield from read_header(path).items()

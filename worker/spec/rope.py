@@ -33,7 +33,7 @@ class RopeSpec:
     axes: tuple[int, ...] = ()  # of positions with three axes (`layers/rotary.py`): the axis of each rotated pair
 
     def context_length(self) -> int:
-        """Longest context in tokens.
+        """Return longest context in tokens.
 
         Scaling that stretches positions also stretches the context, unless `max_position_embeddings` already includes
         it (llama3, longrope, dynamic with `alpha`).
@@ -103,7 +103,7 @@ def read_rope(rope: dict[str, Any], values: dict[str, Any], raw: dict[str, Any])
 def _scaling(
     rope_type: str, rope: dict[str, Any], raw: dict[str, Any], positions: int, factor: float
 ) -> dict[str, Any]:
-    """The numbers of a scaled embedding, with the defaults of their type."""
+    """Return the numbers of a scaled embedding, with the defaults of their type."""
     if rope_type in ("llama3", "yarn", "longrope"):
         rope["original_max_position_embeddings"] = (
             raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or positions

@@ -28,7 +28,7 @@ class VisionSpec:
 
 
 def read_image_token_id(config: dict[str, Any]) -> int:
-    """The id of the image token in a config.json. Raises ValueError if it names none."""
+    """Return the id of the image token in a config.json. Raises ValueError if it names none."""
     token_id = config.get("image_token_id", config.get("image_token_index"))
     if not isinstance(token_id, int):
         raise ValueError("config.json has no image_token_id (or image_token_index)")

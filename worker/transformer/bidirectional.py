@@ -71,7 +71,7 @@ class BidirectionalAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale, enable_gqa=grouped)
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
-        """The all-reduces of `forward`, in order."""
+        """Return the all-reduces of `forward`, in order."""
         return [((num_needed, self.o_proj.out_features), None)]
 
 

@@ -49,5 +49,5 @@ class LayerCall:
     encoded: Encoded | None = None  # of requests that begin in this step, for layers that attend to it
 
     def needed(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of x `[T, _]` whose result is needed."""
+        """Return the rows of x `[T, _]` whose result is needed."""
         return x if self.needed_rows is None else x[self.needed_rows]

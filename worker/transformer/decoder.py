@@ -80,7 +80,7 @@ class Decoder(nn.Module):
 
     @staticmethod
     def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
-        """The class of all layers."""
+        """Return the class of all layers."""
         return BLOCKS[spec.form]
 
     @property
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
     def layer_calls(
         self, call: StageCall, inputs: torch.Tensor | None = None
     ) -> Iterator[tuple[DecoderLayer, LayerCall]]:
-        """Each layer and the arguments of its call. `inputs` `[T, L, size]` are the layers' own."""
+        """Yield each layer and the arguments of its call. `inputs` `[T, L, size]` are the layers' own."""
         rotations, last = self.rotary_emb(call.positions), len(self.layers) - 1
         for i, layer in enumerate(self.layers.values()):
             own = None if inputs is None else inputs[:, i]
@@ -191,8 +191,8 @@ class RotaryEmbeddings(nn.Module):
         return rotated or self.still_query_scale is not None
 
     def forward(self, positions: torch.Tensor) -> dict[str | None, Rotation]:
-        """The rotations of tokens at `positions` `[T]` or `[3, T]`, by name; None is that of layers without rotary
-        embedding.
+        """Return the rotations of tokens at `positions` `[T]` or `[3, T]`, by name; None is that of layers without
+        rotary embedding.
         """
         rotations: dict[str | None, Rotation] = {name: table(positions) for name, table in self.tables.items()}
         if self.still is not None:
@@ -252,7 +252,7 @@ class CausalLM(ConfigReader, nn.Module):
         token_types: torch.Tensor | None = None,
         encoded: Encoded | None = None,
     ) -> torch.Tensor:
-        """The hidden states `[T, H]` after this stage's layers; the arguments are those of `StageCall`.
+        """Return the hidden states `[T, H]` after this stage's layers; the arguments are those of `StageCall`.
 
         With `needed_rows` the result is `[S, H]`, and the last layer computes only keys and values for other tokens.
         """
@@ -291,8 +291,8 @@ class CausalLM(ConfigReader, nn.Module):
         return torch.nn.functional.linear(pooled, self.score.weight.float())
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
-        """The all-reduces over the tensor-parallel ranks, in order, in a forward pass over `num_tokens` tokens in a
-        single stage.
+        """Return the all-reduces over the tensor-parallel ranks, in order, in a forward pass over `num_tokens` tokens
+        in a single stage.
         """
         *layers, last = self.model.layers.values()
         embedding: list[Exchange] = [((num_tokens, self.spec.hidden_size), None)]
@@ -328,7 +328,7 @@ class CausalLM(ConfigReader, nn.Module):
                 module.round_for_products()
 
     def tensor_names(self, names: Collection[str]) -> TensorNames:
-        """The names of this model's tensors in files that hold the tensors `names`."""
+        """Return the names of this model's tensors in files that hold the tensors `names`."""
         ignored = (*self.ignored, *map(below, self.spec.tower_prefixes))
         renames = self.renames | (dict(self.spec.mtp.names) if self.spec.has_head else {})
         found = TensorNames(renames, ignored, transposed=self.transposed)

@@ -66,7 +66,7 @@ class Checkpoint:
         return self
 
     def _chosen(self, name: str, places: list[tuple[Path, safe_open]]) -> safe_open:
-        """The file of a tensor: of several with that name, the one in the index."""
+        """Return the file of a tensor: of several with that name, the one in the index."""
         if len(places) == 1:
             return places[0][1]
         folder = Path(self.folder)
@@ -82,11 +82,11 @@ class Checkpoint:
         self._stack.close()
 
     def names_of(self, model: CausalLM) -> TensorNames:
-        """The names that the model's tensors have in these files."""
+        """Return the names that the model's tensors have in these files."""
         return model.tensor_names(self.position)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor `name`: a view of the file's mapping, which is not read yet."""
+        """Return the tensor `name`: a view of the file's mapping, which is not read yet."""
         return self._file_of[name].get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:

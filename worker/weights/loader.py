@@ -91,15 +91,15 @@ def check_files(model: CausalLM, spec: ModelSpec, folder: str) -> None:
 
 
 def _open(folder: str, spec: ModelSpec) -> Checkpoint:
-    """The weights of the model in `folder`: safetensors, or the GGUF file that its config.json names."""
+    """Return the weights of the model in `folder`: safetensors, or the GGUF file that its config.json names."""
     if (spec.raw.get("quantization_config") or {}).get("quant_method") == "gguf":
         return GgufCheckpoint(folder, spec.raw)
     return Checkpoint(folder)
 
 
 def placements_of(model: CausalLM, names: TensorNames, checkpoint: Checkpoint | None = None) -> Iterable[Placement]:
-    """The slices of all parameters. A parameter that the files may hold in several forms takes the first that they do
-    hold.
+    """Yield the slices of all parameters. A parameter that the files may hold in several forms takes the first that
+    they do hold.
     """
 
     def in_file(part: Part) -> Part:
@@ -126,7 +126,7 @@ def placements_of(model: CausalLM, names: TensorNames, checkpoint: Checkpoint | 
 
 
 def _of_transposed(part: Part) -> Part:
-    """The same slice of a matrix that the checkpoint holds as `[in, out]`."""
+    """Return the same slice of a matrix that the checkpoint holds as `[in, out]`."""
     source = tuple((1 - dim, start, length) for dim, start, length in part.source)
     return replace(part, shape=part.shape[::-1], source=source, view=chain(transposed, part.view))
 
@@ -183,7 +183,7 @@ class _IncompleteLayers:
         self._lent: dict[int, int] = {}  # id of a parameter -> its address in a file's mapping
 
     def of(self, placement: Placement) -> list[Linear]:
-        """The layers that use this slice."""
+        """Return the layers that use this slice."""
         return self._layers.get(id(placement.parameter), [])
 
     def prepare(self, placement: Placement) -> None:
@@ -219,5 +219,3 @@ class _IncompleteLayers:
 
 def _keep(tensor: torch.Tensor) -> None:
     """Nothing is lent by random weights, so that nothing is released."""
-
-

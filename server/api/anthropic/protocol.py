@@ -66,9 +66,7 @@ class ToolUse(BaseBlock, tag="tool_use"):
 class ToolResult(BaseBlock, tag="tool_result"):
     tool_use_id: Name
     content: (
-        Text
-        | Annotated[list[TextBlock | ImageBlock | foreign_blocks.OfResult], Meta(max_length=MAX_BLOCKS)]
-        | None
+        Text | Annotated[list[TextBlock | ImageBlock | foreign_blocks.OfResult], Meta(max_length=MAX_BLOCKS)] | None
     ) = None
     is_error: bool | None = None
 
@@ -83,13 +81,7 @@ class ToolResult(BaseBlock, tag="tool_result"):
 
 
 Block = (
-    TextBlock
-    | ImageBlock
-    | ThinkingBlock
-    | ToolUse
-    | ToolResult
-    | foreign_blocks.OfAssistant
-    | foreign_blocks.OfResult
+    TextBlock | ImageBlock | ThinkingBlock | ToolUse | ToolResult | foreign_blocks.OfAssistant | foreign_blocks.OfResult
 )
 TextBlocks = Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)]
 

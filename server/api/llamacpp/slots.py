@@ -109,7 +109,7 @@ async def _done(
 
 
 def file_name(body: bytes) -> str:
-    """The name in a body. Raises BadRequest for one that is no plain name of a file."""
+    """Return the name in a body. Raises BadRequest for one that is no plain name of a file."""
     try:
         name = msgspec.json.decode(body, type=SlotFile).filename
     except (msgspec.DecodeError, UnicodeError):

@@ -259,7 +259,7 @@ def _require_downloads(state: needs.Settings, why: str = "") -> None:
 
 
 async def _respond(request: Request, streams: bool | None, lines: Lines) -> Response:
-    """The lines as they come, or `success` after the last of them."""
+    """Return the lines as they come, or `success` after the last of them."""
     if streams is not False:
         response = sse.EventStream(sse.to_the_end(_encoded(lines), request.scope["path"], _error_line, b""), 0)
         response.raw_headers = list(HEADERS)

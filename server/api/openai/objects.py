@@ -40,9 +40,7 @@ class Usage(msgspec.Struct):
             usage.num_output,
             usage.num_prompt + usage.num_output,
             PromptTokensDetails(counts.cached, usage.num_images or UNSET),
-            CompletionTokensDetails(
-                usage.num_reasoning, *(usage.predicted or ())
-            ),
+            CompletionTokensDetails(usage.num_reasoning, *(usage.predicted or ())),
         )
 
 

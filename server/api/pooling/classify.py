@@ -76,9 +76,7 @@ async def pool(request: Request, state: needs.Vectors) -> Response:
             for i, vector in enumerate(found)
         ]
         return sse.JsonResponse(
-            PoolingList(
-                id=request_id, created=int(time.time()), model=name, data=data, usage=VectorUsage.of(found)
-            )
+            PoolingList(id=request_id, created=int(time.time()), model=name, data=data, usage=VectorUsage.of(found))
         )
 
     return await state.threads.run(answer_size(found), answer, caller(request).turn)

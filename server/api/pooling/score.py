@@ -90,7 +90,7 @@ def _scoring(
 
 
 def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
-    """One query for all documents, or as many queries as documents."""
+    """Return one query for all documents, or as many queries as documents."""
     first, second = body.text_1 or body.queries, body.text_2 or body.documents
     for param, value in (("text_1", first), ("text_2", second)):
         if value is None:

@@ -85,8 +85,8 @@ class Gemma4(ToolFormat):
         return members(schema, member, ",", free)
 
     def _value(self, schema: Json, depth: int) -> Format:
-        """A value in the format's own notation; in JSON, which `literals` reads, too, if the schema asks for more than
-        types and properties, or is deep.
+        """Return a value in the format's own notation; in JSON, which `literals` reads, too, if the schema asks for
+        more than types and properties, or is deep.
         """
         if depth > _MAX_DEPTH:
             return json_schema(schema)

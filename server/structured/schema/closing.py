@@ -54,7 +54,7 @@ class Described:
         return {**result, "additionalProperties": False}
 
     def unmatched(self) -> list[str]:
-        """The names that no pattern matches."""
+        """Return the names that no pattern matches."""
         return [name for name in self.names if not any(_found(pattern, name) for pattern in self.patterns)]
 
     def __or__(self, other: Described) -> Described:
@@ -87,7 +87,7 @@ def described(schemas: Iterable[Any], resolve: Callable[[Any], Any]) -> Describe
 
 
 def own(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without its alternatives."""
+    """Return the schema without its alternatives."""
     return {keyword: value for keyword, value in schema.items() if keyword not in _UNIONS}
 
 
@@ -109,7 +109,7 @@ def how_parts(schema: dict[str, Any], closing: Closing) -> Closing:
 
 
 def closed_alternative(branch: Schema, seen: Described) -> Schema:
-    """A normalized alternative, closed."""
+    """Return a normalized alternative, closed."""
     if branch is False or not seen.closes():
         return branch
     return seen.schema() if branch is True else {"allOf": [seen.schema(), branch]}

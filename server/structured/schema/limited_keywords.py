@@ -25,7 +25,8 @@ _Part = Callable[[dict[str, Any], dict[str, Any], Inner, Resolve], Schema]
 
 
 def part_of(keyword: str, schema: dict[str, Any], base: dict[str, Any], inner: Inner, resolve: Resolve) -> Schema:
-    """The constraint of `keyword` in `schema`; True if there is none, or `base` implies it. Raises Inexpressible.
+    """Return the constraint of `keyword` in `schema`; True if there is none, or `base` implies it. Raises
+    Inexpressible.
 
     `base` has the normalized keywords; those that the part replaces are removed.
     """

@@ -40,12 +40,14 @@ class Derived(dict):
 
 
 def escaped(name: str) -> str:
-    """A step of a JSON pointer."""
+    """Return a step of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def types_of(schema: Schema) -> frozenset[str]:
-    """The types that the keyword `type` allows; `integer` stands for the numbers that it allows, without `number`."""
+    """Return the types that the keyword `type` allows; `integer` stands for the numbers that it allows, without
+    `number`.
+    """
     names = schema.get("type", ALL_TYPES) if isinstance(schema, dict) else ALL_TYPES if schema else ()
     types = frozenset({names} if isinstance(names, str) else names)
     return types - {"integer"} if "number" in types else types
@@ -83,7 +85,7 @@ class Complement:
         self.resolve = resolve
 
     def of(self, schema: Schema, types: Collection[str] = ALL_TYPES, seen: tuple[str, ...] = ()) -> Schema:
-        """A schema of the values of `types` that `schema` excludes. Raises Inexpressible."""
+        """Return a schema of the values of `types` that `schema` excludes. Raises Inexpressible."""
         if isinstance(schema, bool):
             return {"type": sorted(types)} if not schema else False
         return any_of(
@@ -233,7 +235,7 @@ def _finite(bounds: dict[str, float]) -> dict[str, float]:
 
 
 def other_texts(texts: list[str]) -> str:
-    """A pattern of all texts but `texts`."""
+    """Return a pattern of all texts but `texts`."""
     return f"^(?:{_other_endings(sorted(set(texts)))})$"
 
 
@@ -252,12 +254,12 @@ def _escaped(char: str) -> str:
 
 
 def exact_text(texts: Iterable[str]) -> str:
-    """A pattern of `texts`."""
+    """Return a pattern of `texts`."""
     return f"^(?:{'|'.join(''.join(map(_escaped, text)) for text in texts)})$"
 
 
 def identity(value: Json) -> str:
-    """A text that is equal for equal values of JSON."""
+    """Return a text that is equal for equal values of JSON."""
     return json.dumps(_plain(value), sort_keys=True)
 
 
@@ -270,7 +272,7 @@ def _plain(value: Json) -> Any:
 
 
 def values_of(schema: Schema, resolve: Resolve, seen: tuple[str, ...] = ()) -> list[Any] | None:
-    """All values of a schema that has few and says which, each once; else None."""
+    """Return all values of a schema that has few and says which, each once; else None."""
     if schema is False:
         return []
     if schema is True:

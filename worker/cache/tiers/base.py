@@ -22,7 +22,7 @@ Agree = Callable[[list[int]], list[int]]
 
 
 def alone(numbers: list[int]) -> list[int]:
-    """The least numbers of a single rank."""
+    """Return the least numbers of a single rank."""
     return numbers
 
 
@@ -57,8 +57,8 @@ class Tier(Protocol):
 
     @classmethod
     def plan(cls, config: Config, platform: Platform) -> int | None:
-        """The bytes that the settings give to all ranks of an engine; None: there is no such tier. Raises ValueError
-        for settings that cannot be followed.
+        """Return the bytes that the settings give to all ranks of an engine; None: there is no such tier. Raises
+        ValueError for settings that cannot be followed.
         """
 
     @classmethod
@@ -69,7 +69,7 @@ class Tier(Protocol):
         """Which of these blocks are here."""
 
     def read(self, key: bytes) -> bytes | None:
-        """The content of a block, or None."""
+        """Return the content of a block, or None."""
 
     def offer(self, key: bytes, content: Content, used: int = 0) -> list[tuple[bytes, bytes]] | None:
         """Keep a block, which was last used at `used` ns, 0: now. Returns the (key, content) of those that had to leave
@@ -93,7 +93,7 @@ class Tier(Protocol):
         """End the tier's threads."""
 
     def counts(self) -> dict[str, float]:
-        """Totals since the start, by the names of `kv_tier_*` metrics."""
+        """Return totals since the start, by the names of `kv_tier_*` metrics."""
         return {}
 
 

@@ -74,7 +74,7 @@ class DiskTier(Tier):
 
     @classmethod
     def plan(cls, config: Config, platform: Platform) -> int | None:
-        """The limit of the files."""
+        """Return the limit of the files."""
         return max(int(config.cache.kv_disk_gib * GIB), 1) if config.cache.kv_disk else None
 
     @classmethod
@@ -359,7 +359,7 @@ class DiskTier(Tier):
             self._write(rest, used, num_cleared)
 
     def _next_batch(self) -> tuple[list[tuple[bytes, bytes]], int]:
-        """The blocks of the next file, which stay in the queue until it is written, and their time of last use."""
+        """Return the blocks of the next file, which stay in the queue until it is written, and their time of last use."""
         batch, size, last = [], 0, 0
         for key, (content, used) in self._queue.items():
             if batch and size + len(content) > self.segment_bytes:

@@ -244,7 +244,7 @@ class TierStore:
             tier.stop()
 
     def stats(self, take: bool = True) -> TierReport:
-        """The contents and traffic of this rank. Sizes and changes are those since the last call with `take`."""
+        """Return the contents and traffic of this rank. Sizes and changes are those since the last call with `take`."""
         used, counts = {}, asdict(self.counts) | self.read_counts
         for tier in self.tiers:
             counts["load_time"] += counts[f"{tier.name}_read_seconds"]

@@ -207,7 +207,7 @@ def paged_attention(
     num_splits: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal varlen attention of q `[T, num_heads, head_dim]` over a paged cache `[num_blocks, block_size,
+    """Return causal varlen attention of q `[T, num_heads, head_dim]` over a paged cache `[num_blocks, block_size,
     num_kv_heads, _]`, of q's type or in 8 bits. Returns `[T, num_heads, v_head_dim]`. `sinks` are `[num_heads]`.
 
     If `num_splits` is None, the batch's shape determines it (never `seq_lens`, which may change between replays of a

@@ -30,8 +30,7 @@ class Speculation:
 
     @property
     def adapts(self) -> bool:
-        """Return whether requests without a prediction have drafts, whose number is chosen by what they cost and earn.
-        """
+        """Return whether requests without a prediction have drafts, whose number is chosen by what they cost and earn."""
         return self.num_draft is None and self != Speculation(prediction=True)
 
     @property
@@ -47,7 +46,7 @@ class Speculation:
 def resolve_speculation(
     config: Config, spec: ModelSpec, deterministic: bool
 ) -> tuple[Speculation, tuple[str, str, str]]:
-    """The drafts of this server, and the entry (setting, value, reason) for the table of choices."""
+    """Return the drafts of this server, and the entry (setting, value, reason) for the table of choices."""
     text = config.scheduler.speculative_config
     settings = read_speculation(text) if text is not None else SpeculationSettings()
     if settings.method == "none":

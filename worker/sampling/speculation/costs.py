@@ -38,7 +38,7 @@ class StepCosts:
 
     @staticmethod
     def _extended(seconds: dict[int, float]) -> np.ndarray:
-        """The times at `KNOTS`, along a line behind the largest size."""
+        """Return the times at `KNOTS`, along a line behind the largest size."""
         sizes = sorted(seconds)
         times = np.maximum.accumulate([seconds[size] for size in sizes])
         slope = (times[-1] - times[0]) / max(sizes[-1] - sizes[0], 1)
@@ -57,11 +57,11 @@ class StepCosts:
         self.plain = self.table
 
     def of(self, num_tokens: int) -> float:
-        """The time of a step that verifies drafts, relative to one of one token."""
+        """Return the time of a step that verifies drafts, relative to one of one token."""
         return float(np.interp(num_tokens, KNOTS, self.table))
 
     def without_drafts(self, num_rows: int) -> float:
-        """The same of a step with one token per request."""
+        """Return the same of a step with one token per request."""
         return float(np.interp(num_rows, KNOTS, self.plain))
 
 

@@ -17,12 +17,12 @@ BETWEEN = -1  # after each text
 
 
 def ended(tokens: np.ndarray) -> np.ndarray:
-    """A text that nothing follows."""
+    """Return a text that nothing follows."""
     return np.append(tokens, np.int32(BETWEEN))
 
 
 def joined(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """The newest tokens of texts, oldest first."""
+    """Return the newest tokens of texts, oldest first."""
     return np.concatenate(texts)[-MAX_TOKENS:]
 
 

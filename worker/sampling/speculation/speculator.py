@@ -31,7 +31,7 @@ _MAX_PAUSE = 32  # steps without drafts after drafts that were wrong again and a
 
 
 def accepted(token_ids: list[int], draft: list[int]) -> list[int]:
-    """The new tokens of a row, from those sampled after its last token and after each draft.
+    """Return the new tokens of a row, from those sampled after its last token and after each draft.
 
     A draft is accepted if it is the token sampled before it; the token sampled after the last accepted one is new, too.
     -1, for a position at which no token can be sampled, is left to the next step, unless it is the first.
@@ -119,7 +119,7 @@ class Speculator:
             self.rows[row] = _Row(History(new, self._earlier(new.conversation)), [])
 
     def _earlier(self, conversation: str) -> np.ndarray | None:
-        """The known tokens of a conversation, also from rows whose requests have ended."""
+        """Return the known tokens of a conversation, also from rows whose requests have ended."""
         if not conversation or self.speculation.lookup is None:
             return None
         mine = (row.history for row in self.rows.values() if row.history.conversation == conversation)
@@ -188,7 +188,7 @@ class Speculator:
             self.model.follow(batch, hidden, {i: num_draft[i] for i in by_model})
 
     def proposed(self, step: StepInput) -> list[list[int]]:
-        """The drafts for the next step of each sampling row of `step`, after its `after_step`."""
+        """Return the drafts for the next step of each sampling row of `step`, after its `after_step`."""
         rows = (self.rows.get(step.rows[i]) for i in step.samples)
         return [row.draft if row is not None else [] for row in rows]
 
@@ -259,7 +259,7 @@ class Speculator:
 
     @staticmethod
     def _paying(row: _Row, source: object, draft: list[int], plan: Plan | None) -> list[int]:
-        """The beginning of a draft that is expected to pay."""
+        """Return the beginning of a draft that is expected to pay."""
         row.source, odds = source, row.odds.setdefault(source, Odds())
         if plan is None:
             return draft

@@ -124,6 +124,6 @@ class RotaryLightning(StateMixer):
 
 
 def _decays(kind: LightningSpec, mine: int) -> torch.Tensor:
-    """The logarithms of the decays of this rank's `mine` heads."""
+    """Return the logarithms of the decays of this rank's `mine` heads."""
     heads = torch.arange(tp().rank * mine, (tp().rank + 1) * mine, dtype=torch.float32)
     return -torch.exp2(-8.0 * (heads + 1) / kind.num_heads) * kind.decay_scale

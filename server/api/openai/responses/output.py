@@ -190,7 +190,7 @@ class Output:
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": item}
 
     def _part(self, text: str) -> OutputText | SummaryText | ReasoningText | None:
-        """The last item's text as a part; None for a call."""
+        """Return the last item's text as a part; None for a call."""
         match self.items[-1]:
             case OutputMessage():
                 return OutputText(text=text, logprobs=self.logprobs if text else [])

@@ -97,7 +97,7 @@ class Store(database.Store):
             raise self._too_large("items")
 
     def finish(self, stored: Stored) -> bool:
-        """The end of a running response, unless it was deleted; returns whether it is kept."""
+        """Return the end of a running response, unless it was deleted; returns whether it is kept."""
         with self._transaction() as db:
             known = db.execute("SELECT 1 FROM objects WHERE id = ?", (stored.id,)).fetchone()
             return known is not None and self._put(db, stored)
@@ -107,8 +107,8 @@ class Store(database.Store):
         return self.change(object_id, owner, param, None)
 
     def change(self, object_id: str, owner: str, param: str, edit: Callable[[Stored], None] | None) -> Stored:
-        """The object after `edit`, in one transaction. Raises NotFound, BadRequest if it gets too large, and the errors
-        of `edit`.
+        """Return the object after `edit`, in one transaction. Raises NotFound, BadRequest if it gets too large, and the
+        errors of `edit`.
         """
         with self._transaction() as db:
             row = db.execute(
@@ -194,7 +194,7 @@ class Store(database.Store):
     # ---- the history of a response
 
     def chain(self, response_id: str, owner: str, max_bytes: int, may_cut: bool) -> list[Stored]:
-        """A response and those before it, oldest first, of at most `max_bytes`; the oldest may be left out if
+        """Return a response and those before it, oldest first, of at most `max_bytes`; the oldest may be left out if
         `may_cut`. Raises NotFound, and BadRequest if the response has not ended, or for too long a chain.
         """
         found: list[Stored] = []
