@@ -67,7 +67,9 @@ def prefill_limit(spec: ModelSpec, length: int, matmul_rate: float) -> float:
 
 
 def experts_hit(num_experts: int, top_k: int, num_tokens: int) -> float:
-    """Return the expected number of experts that `num_tokens` tokens pass, each `top_k` of them, if all are as likely."""
+    """Return the expected number of experts that `num_tokens` tokens pass, each `top_k` of them, if all are as
+    likely.
+    """
     return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
 
 

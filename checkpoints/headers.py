@@ -62,7 +62,9 @@ def are_complete(folder: str) -> bool:
 
 
 def with_headers(folder: str, model: str, revision: str | None, target: Path) -> str:
-    """Return a folder below `target` like the downloaded one, with the small files of `folder` and headers of weights."""
+    """Return a folder below `target` like the downloaded one, with the small files of `folder` and headers of
+    weights.
+    """
     for path in Path(folder).iterdir():
         if path.is_file():
             os.symlink(path.resolve(), target / path.name)

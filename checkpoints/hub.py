@@ -167,7 +167,9 @@ def _tell_bytes(on_bytes: OnBytes, digest: str, total: int, done: int) -> None:
 
 
 def _digest_of(repository: str, revision: str | None, names: list[str]) -> str:
-    """Return the SHA-256 of a file of the Hub, or of the list of the digests of several, which tells downloads apart."""
+    """Return the SHA-256 of a file of the Hub, or of the list of the digests of several, which tells downloads
+    apart.
+    """
     from huggingface_hub import HfApi
 
     found: dict[str, str] = {}
@@ -197,7 +199,9 @@ def _default_gguf(model: str, revision: str | None, folder: str | None) -> str |
 
 
 def adapter_folder(path: str, download_dir: str | None = None) -> str:
-    """Return the path of a LoRA adapter on this machine, downloaded first if it is a Hub id. Blocks. Raises ValueError."""
+    """Return the path of a LoRA adapter on this machine, downloaded first if it is a Hub id. Blocks. Raises
+    ValueError.
+    """
     if not names.is_hub_adapter(path):
         return path
     import huggingface_hub as hub

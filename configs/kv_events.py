@@ -36,7 +36,9 @@ class KVEventsSettings:
     event_format: str = "array"
 
     def of_engine(self, index: int) -> KVEventsSettings:
-        """Return the settings of one of several engines: its ports are `index` higher, its other addresses end in it."""
+        """Return the settings of one of several engines: its ports are `index` higher, its other addresses end
+        in it.
+        """
         if not index:
             return self
         replay = self.replay_endpoint and _offset(self.replay_endpoint, index)

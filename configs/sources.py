@@ -141,7 +141,9 @@ def _add_yaml(settings: Settings, path: Path) -> None:
 
 
 def find_config_file(name: str) -> Path:
-    """Return a path, or the name of a preset in `configs/` ("cpu" or "cpu.yaml"). Raises ValueError naming the presets."""
+    """Return a path, or the name of a preset in `configs/` ("cpu" or "cpu.yaml"). Raises ValueError naming the
+    presets.
+    """
     presets = {path.name: path for path in sorted(PRESETS.glob("*.yaml"))}
     for candidate in (Path(name), presets.get(name), presets.get(f"{name}.yaml")):
         if candidate is not None and candidate.is_file():

@@ -40,7 +40,9 @@ class StepBudget:
         return parts
 
     def of_waiting(self, request: Request, num_scheduled: int) -> int:
-        """Return the most tokens of a waiting request in the step, which has `num_scheduled` so far. 0: it must wait."""
+        """Return the most tokens of a waiting request in the step, which has `num_scheduled` so far. 0: it must
+        wait.
+        """
         budget = self.tokens - num_scheduled
         budget = min(budget, self._parts.get(request.tenant, budget))
         if request.background:

@@ -183,7 +183,9 @@ class Installer:
 
 
 def without_dependencies(extras: str) -> list[str]:
-    """Return the packages of `extras` (separated by commas) that pyproject.toml wants without those that they require."""
+    """Return the packages of `extras` (separated by commas) that pyproject.toml wants without those that they
+    require.
+    """
     import tomllib  # needs Python 3.11, which main() has checked
 
     table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["quire"]

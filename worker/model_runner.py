@@ -101,7 +101,9 @@ class AsyncOutput:
         )
 
     def _verified(self, speculator: Speculator, token_ids: list[int]) -> StepOutput:
-        """Return the output of a step that may have verified drafts. With d drafts a request has d + 1 sampling rows."""
+        """Return the output of a step that may have verified drafts. With d drafts a request has d + 1 sampling
+        rows.
+        """
         errors, sampled, firsts, first = dict(self.errors), [], [], 0
         for i in self.step.samples:
             draft = self.drafts.get(i, [])

@@ -45,7 +45,9 @@ class SingleStage:
         """Send the sampled ids `[S]` int64 to the first stage, for `RequestTable.append`. On the last stage only."""
 
     def send_drafts(self, drafts: list[list[int]]) -> None:
-        """Send the drafts for the next step of each request that sampled, after its token ids. On the last stage only."""
+        """Send the drafts for the next step of each request that sampled, after its token ids. On the last
+        stage only.
+        """
 
     def drafts(self, step: StepInput) -> dict[int, list[int]]:
         """Batch position -> the drafts that `step` verifies. On the first stage only, after `await_token_ids`."""

@@ -216,7 +216,9 @@ class Worker:
         return self.runner.images.encoded
 
     def memory_short(self) -> int:
-        """Return bytes by which the machine is short of memory. With enough of it, memory is made resident ahead again."""
+        """Return bytes by which the machine is short of memory. With enough of it, memory is made resident
+        ahead again.
+        """
         short = self.runner.platform.memory_short()
         if self.warmer is not None and -short > self.warmer.most_ahead:
             self.warmer.resume()

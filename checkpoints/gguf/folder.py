@@ -63,7 +63,9 @@ def chosen_files(names: list[str], model: str) -> list[str]:
 
 
 def first_file(folder: str, model: str) -> str:
-    """Return the downloaded file of `model`, or its first shard. Raises ValueError if there is none, or more than one."""
+    """Return the downloaded file of `model`, or its first shard. Raises ValueError if there is none, or more
+    than one.
+    """
     names = [path.relative_to(folder).as_posix() for path in sorted(Path(folder).rglob("*.gguf"))]
     return str(Path(folder, chosen_file(names, model)))
 
@@ -94,7 +96,9 @@ def chosen_in(names: list[str], quantization: str, model: str) -> str:
 
 
 def quantized(names: list[str], quantization: str) -> list[str]:
-    """Return the first shards among `names` with this quantization, in any case: whose name ends with it, else has it."""
+    """Return the first shards among `names` with this quantization, in any case: whose name ends with it, else
+    has it.
+    """
     name = quantization.lower()
     found = [path for path in names if name in path.lower() and is_first(path)]
     return [

@@ -56,5 +56,7 @@ def no_effect(note: str, names: str) -> Group:
 
 
 def refused(note: str, names: str, harmless: str = "") -> Group:
-    """Return flags that change answers, routes or safety in a way that quire cannot, except with the values `harmless`."""
+    """Return flags that change answers, routes or safety in a way that quire cannot, except with the values
+    `harmless`.
+    """
     return Group(Kind.REFUSED, names, note=note, harmless=tuple(harmless.split()))

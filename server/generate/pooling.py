@@ -142,7 +142,9 @@ def side_of(spec: PoolingSpec, model: ModelInfo) -> str:
 
 
 def _encode(spec: PoolingSpec, texts: Sequence[str], state: needs.Encoding, size: int | None) -> list[list[int]]:
-    """Return token ids of each text. A text is truncated between its special tokens, as Hugging Face's tokenizers do."""
+    """Return token ids of each text. A text is truncated between its special tokens, as Hugging Face's
+    tokenizers do.
+    """
     special, param = spec.add_special_tokens, spec.prompt_param
     if prompt := state.model.pooling.prompt:
         texts = [prompt + text for text in texts]

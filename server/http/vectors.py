@@ -108,7 +108,9 @@ def to_requests(
 
 
 def prompts_of(given: str | list[str | int | list[int]], param: str) -> list[str] | list[list[int]]:
-    """Return the prompts of a field that takes texts, or token ids, of one or several. Raises BadRequest for a mixture."""
+    """Return the prompts of a field that takes texts, or token ids, of one or several. Raises BadRequest for a
+    mixture.
+    """
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}

@@ -49,7 +49,9 @@ class PixtralProcessor:
 
 
 def longest_edge(size: dict[str, int], default: int) -> int:
-    """Return the longest side of `size` of a preprocessor_config.json. Raises ValueError if it names different sides."""
+    """Return the longest side of `size` of a preprocessor_config.json. Raises ValueError if it names different
+    sides.
+    """
     sides = {size[key] for key in ("longest_edge", "height", "width") if size.get(key)} or {default}
     if len(sides) > 1:
         raise ValueError(f"preprocessor_config.json: size {size} is not supported: use longest_edge")

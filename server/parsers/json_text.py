@@ -63,7 +63,9 @@ def _num_quoted(reader: Reader, quote: str, size: int) -> Wait[int]:
 
 
 def arguments(reader: Reader, ends: Markers = _NO_MARKERS) -> Wait[None]:
-    """Yield the arguments of the call that began last: an object; in a string, as some models write it; null for none."""
+    """Yield the arguments of the call that began last: an object; in a string, as some models write it; null
+    for none.
+    """
     yield from _arguments(reader, reader.call_arguments, ends)
 
 

@@ -167,7 +167,9 @@ class _Plan:
         raise AssertionError(node)
 
     def _conflicting(self) -> set[Terminal]:
-        """Return the terminals to divide: those that may read what follows another one that is read at the same place."""
+        """Return the terminals to divide: those that may read what follows another one that is read at the same
+        place.
+        """
         starts, after = self._following()
         found: set[Terminal] = set()
         try:

@@ -153,7 +153,9 @@ class Builder:
         return self.rule(f"@{name}")
 
     def text_grammar(self, grammar: str, rewrite: Callable[[str], str], where: str = "") -> str:
-        """Return an expression for a tool's text by its own Lark grammar, `rewrite` as the text is written in a call."""
+        """Return an expression for a tool's text by its own Lark grammar, `rewrite` as the text is written in a
+        call.
+        """
         name = self.name("g")
         try:
             self.grammars.append({"name": name, "lark_grammar": f"{_HEADER}\n{rewrite(grammar)}\n"})

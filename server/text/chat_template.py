@@ -213,7 +213,9 @@ class ChatTemplate:
         return "openai" if self.accepts_parts else "string"
 
     def _fit_content(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the message with its content in the form the template takes; parts are joined by newlines, as in vLLM."""
+        """Return the message with its content in the form the template takes; parts are joined by newlines, as
+        in vLLM.
+        """
         content = message.get("content")
         if isinstance(content, str):
             if not self.accepts_text:

@@ -103,7 +103,9 @@ def _prints_result(text: str) -> bool:
 
 
 def _prints_call(text: str, support: ToolSupport) -> bool:
-    """Return whether the call is there as the model would write it: no Python repr, no JSON text quoted a second time."""
+    """Return whether the call is there as the model would write it: no Python repr, no JSON text quoted a
+    second time.
+    """
     call = text[text.rfind("qzask") :]
     wrong = ["'qzkey'", '\\"qzkey'] + ["None"] * (support.no_content == "null")
     return "qzvalue" in call and "qzresult" in call and not any(form in call for form in wrong)

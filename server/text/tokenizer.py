@@ -174,7 +174,9 @@ class Tokenizer:
         return CleanUpStream(stream) if self._clean_up else stream
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes that the token adds in the middle of a text; several tokens may share one character."""
+        """Return the UTF-8 bytes that the token adds in the middle of a text; several tokens may share one
+        character.
+        """
         content = self._added_texts.get(token_id)
         return self._decoding.token_bytes(token_id) if content is None else content.encode()
 

@@ -210,7 +210,9 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KVCach
 
 
 def attention_reason(head_dim: int, v_dim: int, dtype: torch.dtype) -> str | None:
-    """Return None if `paged_attention` supports these sizes of keys and values and this type, else the reason why not."""
+    """Return None if `paged_attention` supports these sizes of keys and values and this type, else the reason
+    why not.
+    """
     for name, size, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("v_dim", v_dim, MAX_V_DIM)):
         if size % 16 or size > most:
             return f"{name} {size} is not a multiple of 16 up to {most}"

@@ -301,7 +301,9 @@ class _Mixer:
 
 
 def _chain(linears: list[LinearArgs | None]) -> list[LinearArgs]:
-    """Return the structs of linear layers as those of one, whose columns follow each other; none if one is not packed."""
+    """Return the structs of linear layers as those of one, whose columns follow each other; none if one is not
+    packed.
+    """
     parts: list[LinearArgs] = []
     for args in linears:
         if args is None:
@@ -345,7 +347,9 @@ class _Mixture:
 
     @classmethod
     def of(cls, moe: nn.Module) -> _Mixture | None:
-        """Return None if a weight is not packed, the router's form is not native, or an expert is shared by all tokens."""
+        """Return None if a weight is not packed, the router's form is not native, or an expert is shared by all
+        tokens.
+        """
         gate, experts = moe.gate, moe.experts.packed()
         router = _args(gate.linear) if isinstance(gate.linear, Linear) else None
         if (

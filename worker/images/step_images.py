@@ -111,7 +111,9 @@ class StepImages:
                 meta.backend = SpanAttention(meta.backend, spans)
 
     def uncut(self, step: StepInput) -> list[tuple[int, int]]:
-        """Return tokens of a step's first request, as [start, stop) in its chunk, that one forward pass must compute."""
+        """Return tokens of a step's first request, as [start, stop) in its chunk, that one forward pass must
+        compute.
+        """
         if not self.vision.bidirectional:
             return []
         computed = step.num_computed[0]

@@ -100,7 +100,9 @@ class FusedParts:
         return self._gate_up("gate_up_proj", shape, expert, transposed)
 
     def apart(self, expert: int) -> tuple[list[Part], list[Part]]:
-        """Return those of the gate and up, and of the down projection, if each of the three is a tensor of all experts."""
+        """Return those of the gate and up, and of the down projection, if each of the three is a tensor of all
+        experts.
+        """
         num, size, hidden = self.moe.routing.num_experts, self.moe.intermediate_size, self.hidden_size
         names = [f"{self.prefix}.{name}_proj.weight" for name in ("gate", "up", "down")]
         mine, view = (1, self.start, self.length), OneExpert()

@@ -215,7 +215,9 @@ def _odd_rows(b: torch.Tensor) -> torch.Tensor:
 
 
 def layer_weights(pieces: list[tuple[Piece, torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> LoraWeights:
-    """Return the matrices of one layer, of `dtype`, from (piece, A, B) of its modules; pieces of one module share an A."""
+    """Return the matrices of one layer, of `dtype`, from (piece, A, B) of its modules; pieces of one module
+    share an A.
+    """
     stacked: dict[int, tuple[slice, torch.Tensor]] = {}
     parts, start = [], 0
     for piece, a, b in pieces:

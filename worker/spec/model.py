@@ -197,7 +197,9 @@ def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1, scale_bytes: int = 
 
 
 def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1, scale_bytes: int = 0) -> CacheSpec | None:
-    """Return the cache of one layer, see `cache_specs`. KV heads are replicated if there are fewer KV heads than ranks."""
+    """Return the cache of one layer, see `cache_specs`. KV heads are replicated if there are fewer KV heads
+    than ranks.
+    """
     if not layer.attends or layer.kv_from is not None:
         return None
     if layer.mixer == "bidirectional":

@@ -277,7 +277,9 @@ def pooling_info(pooling: PoolingSpec, pooler: Pooler, spec: ModelSpec) -> Pooli
 
 
 def _activation(raw: dict[str, Any], num_labels: int, chosen: str | None) -> str:
-    """Return the activation that sentence-transformers and transformers apply to the logits of a classifier by default."""
+    """Return the activation that sentence-transformers and transformers apply to the logits of a classifier by
+    default.
+    """
     chosen = (
         chosen
         or (raw.get("sentence_transformers") or {}).get("activation_fn")

@@ -146,7 +146,9 @@ def _user(message: InputMessage, path: str) -> list[dict[str, Any]]:
 
 
 def _assistant(message: InputMessage, path: str) -> list[dict[str, Any]]:
-    """Return a message of the assistant; the results of tools that its server ran end one message, and begin the next."""
+    """Return a message of the assistant; the results of tools that its server ran end one message, and begin
+    the next.
+    """
     left_out, out, turn = message.unread(), [], _Turn()
     for i, block in enumerate(message.content):
         where = f"{path}.content.{i}"

@@ -132,7 +132,9 @@ class Answer(ABC):
         return sse.event(msgspec.json.encode(self._chunk(choices, usage)))
 
     def chunk_usage(self, choices: list[Any], usage: Usage | None) -> Usage | msgspec.UnsetType | None:
-        """Return the `usage` of a chunk: absent unless asked for; null until the last unless asked for in every chunk."""
+        """Return the `usage` of a chunk: absent unless asked for; null until the last unless asked for in every
+        chunk.
+        """
         if usage is None and self.running_usage and choices:
             usage = Usage.of(self.used)
         return usage if self.include_usage or self.running_usage else msgspec.UNSET

@@ -17,7 +17,9 @@ MAX_FORM_BYTES = 1 << 16  # in addition to the file
 
 
 def declared_size(request: Request, most: int, too_large: Callable[[], ApiError]) -> int | None:
-    """Return the size of the body by its header; None if it comes in chunks. Raises `too_large()` for more than `most`."""
+    """Return the size of the body by its header; None if it comes in chunks. Raises `too_large()` for more than
+    `most`.
+    """
     if (given := request.headers.get("content-length")) is None:
         return None
     if (size := bounded_int(given, 0, 2**63 - 1, "Content-Length")) > most:

@@ -1,4 +1,6 @@
-"""Rows with LoRA adapters against transformers with the adapter merged into the weights: tokens and log-probabilities."""
+"""Rows with LoRA adapters against transformers with the adapter merged into the weights: tokens and
+log-probabilities.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ class BlockBytes:
             target.copy_(part.clone().view(tensor.dtype).view(target.shape))  # cloned: aligned for its type
 
     def _parts(self, block_id: int) -> list[tuple[torch.Tensor, int]]:
-        """Return the tensors, and the index of the block in them. Pages of states are numbered from 1 after all blocks."""
+        """Return the tensors, and the index of the block in them. Pages of states are numbered from 1 after all
+        blocks.
+        """
         if block_id >= self._num_blocks:
             return [(pages, block_id - self._num_blocks + 1) for pages in self._states]
         return [(tensor, block_id) for tensor in self._blocks]

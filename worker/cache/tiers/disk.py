@@ -359,7 +359,9 @@ class DiskTier(Tier):
             self._write(rest, used, num_cleared)
 
     def _next_batch(self) -> tuple[list[tuple[bytes, bytes]], int]:
-        """Return the blocks of the next file, which stay in the queue until it is written, and their time of last use."""
+        """Return the blocks of the next file, which stay in the queue until it is written, and their time of
+        last use.
+        """
         batch, size, last = [], 0, 0
         for key, (content, used) in self._queue.items():
             if batch and size + len(content) > self.segment_bytes:

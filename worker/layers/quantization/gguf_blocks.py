@@ -60,7 +60,9 @@ def _q8_0(b: torch.Tensor) -> torch.Tensor:
 
 
 def _two_bits(stored: torch.Tensor) -> torch.Tensor:
-    """Return values of two bits of 64 bytes `[b, 64]`, of each half of 32 bytes first all low bits: int32 `[b, 256]`."""
+    """Return values of two bits of 64 bytes `[b, 64]`, of each half of 32 bytes first all low bits: int32 `[b,
+    256]`.
+    """
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=stored.device)[:, None]
     return (stored.reshape(-1, 2, 1, 32) >> shifts & 3).flatten(1).int()
 

@@ -47,7 +47,9 @@ class Mxfp4Expert(LinearMethod):
 
 
 def mxfp4_rows(codes: torch.Tensor, exponents: torch.Tensor) -> Rows:
-    """Return the rows whose codes are uint8 `[n, groups, 16]`, low half first, and whose exponents are `[n, groups]`."""
+    """Return the rows whose codes are uint8 `[n, groups, 16]`, low half first, and whose exponents are `[n,
+    groups]`.
+    """
     values = nibbles(codes)
     halves = values[..., :16] | values[..., 16:] << 4
     return Rows(torch.cat([exponents.unsqueeze(-1), halves], -1).flatten(-2), "MXFP4")

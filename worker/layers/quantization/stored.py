@@ -191,7 +191,9 @@ class CheckpointFormat(WeightFormat):
         self.modules: Callable[[str], Sequence[str]] = lambda name: [name]
 
     def find(self, name: str) -> Scheme | None:
-        """Return the scheme of the decoder's weight with the prefix `name`; None if it is plain, by any of its names."""
+        """Return the scheme of the decoder's weight with the prefix `name`; None if it is plain, by any of its
+        names.
+        """
         found = [self.scheme(module) for module in self.modules(name)]
         if not all(found):
             return None

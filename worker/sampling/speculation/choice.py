@@ -30,7 +30,9 @@ class Speculation:
 
     @property
     def adapts(self) -> bool:
-        """Return whether requests without a prediction have drafts, whose number is chosen by what they cost and earn."""
+        """Return whether requests without a prediction have drafts, whose number is chosen by what they cost
+        and earn.
+        """
         return self.num_draft is None and self != Speculation(prediction=True)
 
     @property

@@ -125,7 +125,9 @@ def _tools(given: list[ResponseTool] | None) -> list[Tool]:
 
 
 def _of_namespace(group: ResponseTool, path: str) -> list[Tool]:
-    """Return the tools of a namespace. Its description begins that of the first one, because templates know no groups."""
+    """Return the tools of a namespace. Its description begins that of the first one, because templates know no
+    groups.
+    """
     namespace, members = required(group.name, f"{path}.name"), required(group.tools, f"{path}.tools")
     tools = [_tool(tool, f"{path}.tools.{i}") for i, tool in enumerate(members) if not is_left_out(tool)]
     tools = [replace(tool, name=joined(namespace, tool.name)) for tool in tools]
