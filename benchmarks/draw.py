@@ -42,7 +42,7 @@ def means(load: dict[str, Any]) -> list[float | None]:
 
 
 def ratio(load: dict[str, Any]) -> float:
-    """What the first server has over the best of the others."""
+    """Return the ratio of the first server to the best other."""
     first, *others = means(load)
     measured = [value for value in others if value is not None]
     return first / (min(measured) if load["unit"].endswith(LOWER_IS_BETTER) else max(measured))

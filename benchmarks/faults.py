@@ -1,4 +1,4 @@
-"""Measures what clients see when a process is killed or stopped, or when the machine has no room.
+"""Measures failures that clients see when a process is killed or stopped, or when the machine has no room.
 
 `python -m benchmarks.faults` prints a table of RELIABILITY.md. Rounds with a full disk or a full /dev/shm give the
 server a small file system of its own, by `unshare`; where that is not allowed they say so. Some four minutes; needs

@@ -325,7 +325,7 @@ class Measurement:
         engine.executor.shutdown()
 
     def mixed(self) -> None:
-        """Steps of a prompt, alone: eager, then with what lies between the attentions recorded. Twice in turn."""
+        """Steps of a prompt, alone: eager, then with the parts between the attentions recorded. Twice in turn."""
         import torch
 
         engine = Engine(Config.from_flat(model=str(self.folder), enable_prefix_caching=False, **self.settings()))
@@ -403,7 +403,7 @@ class Measurement:
     def profile(self, engine: Engine, batch: int) -> dict[str, Any]:
         """Ten steps under torch.profiler: the time of each kernel per step, and the share of time in which none runs.
 
-        The trace is kept beside the results.
+        The trace is kept next to the results.
         """
         from torch.profiler import ProfilerActivity, profile
 

@@ -28,8 +28,8 @@ EXPERT_FORMS = ("bfloat16", "MXFP4", "NVFP4", "int4 in groups of 64", "fp8, a sc
 
 
 def products(device: str, seconds: Callable[[Callable[[], Any], str], float]) -> dict[str, dict[str, Any]]:
-    """For each kind of weight its bytes and the seconds of products with ROWS rows. The matrix is that of Llama 3.1
-    8B's gate and up projections; on the CPU, where plain torch multiplies, everything is small.
+    """Return for each kind of weight its bytes and the seconds of products with ROWS rows. The matrix is that of Llama
+    3.1 8B's gate and up projections; on the CPU, where plain torch multiplies, everything is small.
     """
     n, k, numbers = (28672, 4096, ROWS) if device == "cuda" else (64, 256, ROWS[:2])
     found = {}

@@ -46,8 +46,8 @@ def decode_limit(
     """Return seconds that one token for each of `batch` requests takes at best: weights and keys and values read once,
     or multiplied, whichever is slower.
 
-    The embedding table is not read (a few rows are) unless it is the output head, too. Of experts, those are read that
-    some token chose, and each token passes its own.
+    The embedding table is not read (a few rows are) unless it is the output head, too. Only experts that some token
+    chose are read, and each token passes its own.
     """
     weights = _matrix_parameters(spec) - _idle_experts(spec, batch)
     read = weights * dtype_bytes + batch * context * kv_bytes_per_token(spec, dtype_bytes)

@@ -1,10 +1,10 @@
-"""Measures what clients lose when processes are killed, stopped or signalled, and when connections are abused. Prints
+"""Measures losses of clients when processes are killed, stopped or signalled, and when connections are abused. Prints
 the tables of RELIABILITY.md.
 
 python benchmarks/kill_rounds.py [--tree FOLDER] [--rounds NAME,...]
 
 Needs httpx and psutil, and some four minutes. FOLDER is another checkout of quire, to compare with. The engine has the
-fake executor, which computes nothing: 20 ms a step, and what a request's tokens are depends on the request alone. Every
+fake executor, which computes nothing: 20 ms a step, and a request's tokens depend on the request alone. Every
 load is bounded in number and time.
 """
 
@@ -103,7 +103,7 @@ def streams(
 
 
 def completed(texts: list[str], expected: list[str] | None = None) -> str:
-    """How many streams were completed, and how many with the expected text."""
+    """Return how many streams were completed, and how many with the expected text."""
     text = f"{sum(map(bool, texts))} of {len(texts)} streams completed"
     if expected is None:
         return text
@@ -127,7 +127,7 @@ def connect(server: Server, data: bytes = b"", receive_buffer: int | None = None
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the server keeps the connection open. Discards received data."""
+    """Return whether the server keeps the connection open. Discards received data."""
     connection.setblocking(False)
     try:
         while connection.recv(65536):

@@ -4,8 +4,8 @@
     [--rounds N] [--cpu-time] [--load-format dummy] [--quantization int8|int4] [--device cpu|cuda]
 
 MODEL is a folder; with `--load-format dummy` its config.json is enough. The adapters are random, for all linear layers.
-Streams take turns to choose one; steps of all numbers of adapters take turns, so that what else the machine does
-slows all of them; `--cpu-time` counts what one thread computes, which a busy machine changes least. Prints medians in
+Streams take turns to choose one; steps of all numbers of adapters take turns, so that other work of the machine
+slows all of them; `--cpu-time` counts the CPU time of one thread, which a busy machine changes least. Prints medians in
 milliseconds per step, and per prompt of `--prompt` tokens, and how much longer than without an adapter.
 """
 

@@ -5,7 +5,7 @@ has `--load-format dummy`).
     qwen3.5-0.8b,lfm2.5-350m,bert-base,modernbert-base,tiny} OUT_DIR [--layers N]
 
 The text that such a model writes means nothing; its speed is that of the real one. `tiny` has one layer of next to no
-work: what is measured with it is everything but the model. Experts of gpt-oss are in MXFP4, as in its checkpoints.
+work: it serves to measure everything but the model. Experts of gpt-oss are in MXFP4, as in its checkpoints.
 """
 
 from __future__ import annotations

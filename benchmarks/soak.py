@@ -1,4 +1,4 @@
-"""Whether a server stays as it is under mixed traffic: `python -m benchmarks.soak [--minutes 30] [serve flags]`.
+"""Tests that a server stays healthy under mixed traffic: `python -m benchmarks.soak [--minutes 30] [serve flags]`.
 
 Some clients send requests of all dialects, with images, grammars and tools, leave early or read slowly. At the end:
 the slope of the resident memory of every process with its noise, whether all blocks of the KV cache are free, answers
@@ -80,7 +80,7 @@ async def traffic(server: Server, kinds: list[Kind], minutes: float, num_clients
 
 
 def is_idle(server: Server) -> dict[str, object]:
-    """What the server still holds after all requests; empty if nothing."""
+    """Return the requests and blocks that the server still holds after all requests; empty if none."""
     end, left = time.monotonic() + DRAIN_SECONDS, {}
     with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as http:
         while time.monotonic() < end:

@@ -6,7 +6,7 @@ of them.
     [--kv-cache-dtype auto|int8|fp8]
 
 A load is a prompt of that many tokens (`1024`), or requests x tokens of context that each decode one token (`32x128`).
-Prints the median step in milliseconds, the share of each kernel, and what is left for Python and torch. All layers are
+Prints the median step in milliseconds, the share of each kernel, and the rest for Python and torch. All layers are
 one native call; `--in-turn` has attention called from here, so that it is seen by itself. The KV cache holds random
 numbers: memory that was never written would be read from one page of zeros.
 """

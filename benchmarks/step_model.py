@@ -4,8 +4,9 @@ python benchmarks/step_model.py      prints the table of docs/gpu.md
 
 A decode step reads the weights once (those of the experts that a batch is expected to hit) and every request's keys and
 values, and multiplies; it takes the longer of both times, plus a launch gap for each kernel in the graph and each call
-outside it. A prompt multiplies, and attends with half of the squares. The rates are the data sheets' times what good
-kernels reach (`REACHED`), the gaps what an H100 takes between kernels of a graph and between calls of the host.
+outside it. A prompt multiplies, and attends with half of the squares. The rates are the data sheets' times the fraction
+that good kernels reach (`REACHED`), the gaps what an H100 takes between kernels of a graph and between calls of the
+host.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ H100, H200 = Device("H100", 3.35e12, 989e12), Device("H200", 4.8e12, 989e12)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step takes: bytes read, operations, kernels in the graph and calls outside it."""
+    """The work of a step: bytes read, operations, kernels in the graph and calls outside it."""
 
     bytes: float
     flops: float

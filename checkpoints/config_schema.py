@@ -97,7 +97,7 @@ KEYS: dict[str, Rule] = {
 
 
 def check_config(raw: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError naming the file, the key and what it must be, for the first key of another kind or size."""
+    """Raise ValueError naming the file, the key and its valid values, for the first key of another kind or size."""
     _check_depth(raw, path)
     for part, values in (("", raw), *((f"{name}.", raw.get(name)) for name in _PARTS)):
         if not isinstance(values, Mapping):

@@ -214,8 +214,8 @@ def adapter_folder(path: str, download_dir: str | None = None) -> str:
 
 
 def resolve_headers(model: str, *, revision: str | None, download_dir: str | None, target: str) -> tuple[str, bool]:
-    """(the folder of `model`, whether it has the headers of all weights). Of a Hub model that is not in the cache, the
-    small files are downloaded, and headers are written to a folder below `target`; without a Hub there are none.
+    """Return (the folder of `model`, whether it has the headers of all weights). If a Hub model is not in the cache,
+    its small files are downloaded, and headers are written to a folder below `target`; without a Hub there are none.
 
     Raises ValueError as `resolve` does.
     """

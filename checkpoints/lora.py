@@ -50,7 +50,7 @@ _REFUSED = {
 def read_lora(folder: str | Path) -> LoraFiles:
     """Return the adapter in a folder, or a GGUF file. Reads the header of its weights, not the weights.
 
-    Raises ValueError with what is wrong or not supported.
+    Raises ValueError with the error or the unsupported feature.
     """
     folder = Path(folder)
     require_adapter(folder)
@@ -110,7 +110,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _no_config(folder: Path) -> str:
-    """Why a folder without adapter_config.json is no adapter: `gguf_of` found no GGUF file in it either."""
+    """Return why a folder without adapter_config.json is no adapter: `gguf_of` found no GGUF file in it either."""
     names = sorted(path.name for path in folder.glob("*.gguf"))
     if len(names) > 1:
         return f"there is no {CONFIG}, and more than one GGUF file ({', '.join(names[:3])}): give one of them"

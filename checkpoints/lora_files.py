@@ -47,7 +47,7 @@ class LoraFiles:
 
     @property
     def num_values(self) -> int:
-        """Of all matrices."""
+        """Return the sum over all matrices."""
         return sum(
             (one.num_experts or 1) * one.rank * (one.in_features + one.out_features) for one in self.modules.values()
         )

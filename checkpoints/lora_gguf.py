@@ -27,7 +27,7 @@ def gguf_of(path: Path) -> Path | None:
 
 
 def read_gguf_lora(path: Path) -> LoraFiles:
-    """Raises ValueError, with no path, for what is wrong or not supported."""
+    """Read an adapter. Raises ValueError, without the path, for errors and unsupported features."""
     try:
         return _read(read_gguf(path))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""How files of models are read: JSON objects, and one line naming the file and the key for whatever goes wrong."""
+"""Reading of model files: JSON objects, and one line naming the file and the key for each error."""
 
 from __future__ import annotations
 

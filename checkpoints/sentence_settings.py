@@ -27,8 +27,8 @@ class TextLimit:
 
 
 def read_text_limit(folder: Path, transformer: Path, max_positions: int) -> TextLimit:
-    """Where sentence-transformers cuts texts, in a folder with modules.json; `transformer` is the folder of its first
-    module. The tokenizer's own limit counts where it is below `max_positions`.
+    """Return where sentence-transformers cuts texts, in a folder with modules.json; `transformer` is the folder of its
+    first module. The tokenizer's own limit counts where it is below `max_positions`.
 
     Raises ValueError naming the file and the key.
     """

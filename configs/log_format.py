@@ -1,4 +1,4 @@
-"""How a line of the log is written: as text, or as a JSON object for programs that collect logs."""
+"""The format of a log line: as text, or as a JSON object for programs that collect logs."""
 
 from __future__ import annotations
 

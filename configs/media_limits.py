@@ -11,7 +11,7 @@ _SIZES = ("width", "height", "num_frames", "length")  # by which vLLM plans memo
 
 
 def read_media_limits(text: str | None) -> int:
-    """Return the maximum number of images of a prompt. Raises ValueError naming the modality and what it may be."""
+    """Return the maximum number of images of a prompt. Raises ValueError naming the modality and its valid values."""
     given = json.loads(text or "{}")
     if not isinstance(given, dict):
         raise ValueError(f"must be a JSON object, got {text}")

@@ -32,7 +32,7 @@ def read_duration(value: str | float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ModelsConfig:
-    """Which models a server has, and how long they stay loaded."""
+    """The models of a server, and how long they stay loaded."""
 
     models: list[str] = opt(
         [], "further models, which load when a request names them: `quire serve A B` is the same", repeat=True

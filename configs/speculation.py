@@ -42,7 +42,7 @@ class SpeculationSettings:
 
 
 def read_speculation(text: str) -> SpeculationSettings:
-    """Read the JSON object `text`. Raises ValueError naming the key and what it may be."""
+    """Read the JSON object `text`. Raises ValueError naming the key and its valid values."""
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError(f"must be a JSON object, got {text}")

@@ -1,4 +1,4 @@
-"""How many tokens the step being scheduled may have, and how many of them are for whose requests."""
+"""The token budget of a step, and its division among tenants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens of a prompt run in a step."""
+"""The number of tokens of a prompt that run in a step."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ from quire.engine.startup import make_scheduler, warm_up
 logger = logging.getLogger(__name__)
 
 EXIT_SIGNAL = signal.SIGUSR1  # the thread that watches stdin sends it to the main thread
-FETCH_POLL_INTERVAL = 0.001  # seconds between looks for fetched blocks when nothing else is to do
+FETCH_POLL_INTERVAL = 0.001  # seconds between looks for fetched blocks when there is no other work
 CONNECT_TIMEOUT = 1.0  # seconds that a failing engine waits for a server to connect
 
 

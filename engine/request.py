@@ -238,7 +238,7 @@ class Request:
         """A step verified `num_draft` drafts and gave `num_tokens` tokens: those drafts that are not among them were
         not computed. Their slots in the KV cache will be written again. Returns the number of accepted ones.
         """
-        if self.status is Status.RUNNING:  # else it was preempted meanwhile, and nothing of it is computed
+        if self.status is Status.RUNNING:  # else it was preempted meanwhile, and none of it is computed
             self.num_computed_tokens -= num_draft - (num_tokens - 1)  # the last token is not computed yet
         num_accepted = max(num_tokens - 1, 0)
         if num_draft:

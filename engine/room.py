@@ -47,7 +47,9 @@ class Room:
         return found if found and self.could_admit(request, found) else []
 
     def _crowding(self, request: Request) -> list[Request]:
-        """If none of a waiting request's tenant runs: the running ones, but one, of the tenant with most of them."""
+        """Return the requests to preempt for a tenant without running requests: all but one of the tenant with most of
+        them.
+        """
         counts = Counter(other.tenant for other in self.running)
         if request.background or counts[request.tenant] or not counts:
             return []

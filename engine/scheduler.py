@@ -12,7 +12,7 @@ outputs of those steps.
 (c) A preempted request keeps `num_in_flight`, still receives those tokens, and is admitted again when it reaches 0.
 (d) Blocks and rows can be reused as soon as they are freed, because the worker runs steps in order.
 (e) A request of which the worker has drafts waits for its tokens in flight, and then for those of the step that
-verifies the drafts: until then nobody knows how many there are. Others overlap meanwhile.
+verifies the drafts: until then their number is unknown. Others overlap meanwhile.
 """
 
 from __future__ import annotations

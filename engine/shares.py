@@ -1,4 +1,5 @@
-"""How tenants share the engine: tokens scheduled per weight, and the queue that serves the tenant that had least.
+"""Fair sharing of the engine by tenants: tokens scheduled per weight, and the queue that serves the tenant that had
+least.
 
 This is start-time fair queueing, the form of deficit round robin that needs no rounds: every scheduled token is charged
 to its tenant, divided by the tenant's weight, and the tenant with the smallest sum is next. A tenant that was idle
@@ -75,7 +76,7 @@ class FairQueue:
         return self._len
 
     def __iter__(self) -> Iterator[Request]:
-        """In order of service, as if there was one tenant."""
+        """Yield all requests in order of service, as if there was one tenant."""
         for rank in sorted(self._ranks):
             yield from merge(*self._ranks[rank].values(), key=by_key)
 

@@ -36,7 +36,7 @@ class Restarts(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class Incidents:
-    """Of one server process. Written by its event loop."""
+    """The incidents of one server process, written by its event loop."""
 
     since: float = field(default_factory=time.time)
     num_deaths: int = 0

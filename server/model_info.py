@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What the model's name adds (`quire create`, Ollama's store) to requests that leave it open. `sampling` has the
+    """Values that the model's name adds (`quire create`, Ollama's store) to requests without them. `sampling` has the
     parameters that generation_config.json may have, under our names, `options` the other fields of GenerationOptions.
     """
 

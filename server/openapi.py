@@ -107,7 +107,7 @@ def _operation(route: Route, path: str, schemas: dict[int, Json]) -> Json:
 
 @cache
 def _examples() -> dict[str, Json]:
-    """By route: a request and what a server answered to it."""
+    """Return by route a request and the server's answer."""
     return json.loads(EXAMPLES.read_bytes())
 
 

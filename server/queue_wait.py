@@ -1,4 +1,4 @@
-"""How long a request would wait in the queue, from the rate at which running ones end."""
+"""An estimate of a request's wait in the queue, from the rate at which running ones end."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class ServerState:
         return self.ready.worker.max_num_seqs if self.ready is not None else 0
 
     def would_wait(self, num_choices: int = 0) -> int:
-        """Return the number of choices that wait, or would with so many more."""
+        """Return the number of choices that wait, or would with `num_choices` more."""
         num_open = max(self.client.load, self.num_reserved) + num_choices
         num_waiting = max(num_open - self.num_rows, 0)
         if stuck := min(self.stats.num_waiting, self.client.load):  # the KV cache is full but rows are free

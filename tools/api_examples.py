@@ -1,4 +1,4 @@
-"""`python -m tools.api_examples`: records, for every route, a request and what a running server answers, as the
+"""`python -m tools.api_examples`: records, for every route, a request and a running server's answer, as the
 examples of the OpenAPI document (server/examples.json). Servers of the embedded model answer; classes and infilling
 come from its layers with random weights. The Whisper model in WHISPER_MODEL hears the WAV file SPEECH; without these
 variables its examples stay as they are.
@@ -55,7 +55,7 @@ def _delete(path: str, **other: Any) -> Example:
     return Example("DELETE", path, "", **other)
 
 
-# what the pages of docs/ do not ask, in this order
+# requests that the pages of docs/ do not make, in this order
 MORE = [
     _get("/v1/streams/none-such"),
     _delete("/v1/streams/none-such"),

@@ -72,7 +72,7 @@ class KernelBuild:
 
 
 class InstallError(Exception):
-    """The installation failed; the text says why and what to do."""
+    """The installation failed; the text gives the reason and the remedy."""
 
 
 class Installer:

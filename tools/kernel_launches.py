@@ -123,7 +123,7 @@ def operations() -> None:
 
 
 def step() -> None:
-    """Decode of 256 requests with a context of 4096, and a prompt beside them."""
+    """Decode of 256 requests with a context of 4096, next to a prompt."""
     buffers = InputBuffers(256, 8192, 256, torch.device("cpu"))
     for lengths in ([1] * 250, [1] * 250 + [4096]):
         tensors = buffers.of_step(256, sum(lengths) + 256 - len(lengths), 256)
@@ -234,7 +234,7 @@ def quantized() -> None:
 
 
 def floats8() -> None:
-    """FP8 in blocks of 128 x 128: Qwen3-8B's MLP and the experts of Qwen3-30B-A3B, with what rounds for them."""
+    """FP8 in blocks of 128 x 128: Qwen3-8B's MLP and the experts of Qwen3-30B-A3B, with the rounding for them."""
     for rounding in (Rounding(128), Rounding()):
         x = torch.zeros(20, 4096, dtype=torch.bfloat16)
         triton_fp8.round_rows(x, rounding)

@@ -56,9 +56,7 @@ def media_info(spec: ModelSpec, limits: Limits, platform: Platform) -> MediaInfo
 
 
 def estimate_images(spec: ModelSpec, limits: Limits, platform: Platform) -> int:
-    """Return bytes of the embeddings that are kept, and of what encoding the largest batch, or the largest image,
-    needs.
-    """
+    """Return bytes of the kept embeddings, and of encoding the largest batch or the largest image."""
     media = media_info(spec, limits, platform)
     if media is None:
         return 0

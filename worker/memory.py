@@ -24,7 +24,7 @@ from quire.worker.transformer.decoder import stage_layers
 # if there is room.
 _STATES_PER_REQUEST, _MOST_PER_REQUEST, _MOST_STATES, _CHECKPOINTS = 2, 10, 0.5, 0.1
 _ENDLESS = 1 << 60  # bytes
-_SHORT = 4  # a context is short below 1 / _SHORT of what was asked for
+_SHORT = 4  # a context is short below 1 / _SHORT of the requested size
 # The default KV cache on CPU has room for --max-num-seqs requests of _CPU_TOKENS, and for _CPU_REQUESTS of full length.
 _CPU_TOKENS, _CPU_REQUESTS = 2048, 4
 
@@ -185,8 +185,8 @@ def _step_drafts(limits: Limits) -> int:
 
 
 def spare_states(limits: Limits, num_states: int) -> int:
-    """How many of the pages for states are for drafts: as many as a step verifies, out of half of those that running
-    requests do not need. The other half is for checkpoints of prefixes.
+    """Return how many of the pages for states are for drafts: as many as a step verifies, at most half of the pages
+    that running requests do not need. The other half is for checkpoints of prefixes.
     """
     return max(min(_step_drafts(limits), (num_states - _STATES_PER_REQUEST * limits.max_num_seqs) // 2), 0)
 

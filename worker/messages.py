@@ -22,7 +22,7 @@ NO_TOKEN_ERROR = (
     "the logits of this request are not finite, or its constraints (allowed_token_ids, bad_words, min_tokens, "
     "logit_bias, structured output) exclude every token"
 )
-# what the matcher of a grammar may cost, in llguidance's units (LLParserLimits): to compile, and per step
+# limits of a grammar's matcher, in llguidance's units (LLParserLimits): to compile, and per step
 GRAMMAR_LIMITS = {
     "initial_lexer_fuel": 1_000_000,  # about 20 ms
     "max_grammar_size": 200_000,  # symbols
@@ -118,8 +118,8 @@ class SpeechRules(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """How one sequence is sampled. The server fills in every default, so that a request can be replayed after a
-    restart: `seed` is always a number.
+    """The sampling parameters of one sequence. The server fills in every default, so that a request can be replayed
+    after a restart: `seed` is always a number.
 
     Values are not checked here: the server (`server/api/openai/protocol.py`) and the engine (`engine/validation.py`)
     reject values out of range.
@@ -376,7 +376,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the device's memory is used, in bytes."""
+    """The use of the device's memory, in bytes."""
 
     device: str
     total: int
@@ -482,7 +482,7 @@ class WorkerCalls(Protocol):
         """Return bytes by which the machine is short of memory."""
 
     def encoded(self) -> tuple[float, float]:
-        """When the images of the last step that had some were encoded, (begin, end) by time.time()."""
+        """Return when the images of the last step that had some were encoded, (begin, end) by time.time()."""
 
 
 class TierReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -499,7 +499,7 @@ class TierCalls(Protocol):
     """Methods of `TierStore`, the tiers below the KV cache. Only if there are any."""
 
     def lookup(self, keys: list[bytes]) -> list[int]:
-        """Where each key is: 1 for the last tier, 2 for the one before it ..., 0: nowhere."""
+        """Return where each key is: 1 for the last tier, 2 for the one before it ..., 0: nowhere."""
 
     def store(self, blocks: list[tuple[int, bytes]]) -> None:
         """Keep the contents of blocks (id, key) that are about to be reused."""
@@ -530,7 +530,7 @@ class TierCalls(Protocol):
         """Forget every block of this model in every tier."""
 
     def watch(self) -> None:
-        """From now on `stats` has the `changes`."""
+        """Add the `changes` to later `stats`."""
 
     def stats(self, take: bool = True) -> TierReport:
         """Return the contents and the traffic; without `take` the next report has the sizes and changes, too."""

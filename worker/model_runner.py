@@ -428,10 +428,8 @@ class ModelRunner:
         record: Callable[[Callable[[], None]], Replay] | None = None,
         record_pieces: RecordPieces | None = None,
     ) -> None:
-        """From now on replay recorded forward passes in steps where every request has one token, and in those of few
-        tokens.
-
-        `record` and `record_pieces` replace the CUDA recorder in tests without a GPU, which record no pieces without.
+        """Replay recorded forward passes in later steps where every request has one token, and in those of few tokens.
+        Tests without a GPU replace the CUDA recorder by `record` and `record_pieces`; None records no pieces.
         """
         self.model.model.keep_captured(self.buffers.max_num_tokens)
         if record is None:
@@ -460,7 +458,7 @@ class ModelRunner:
         return self.measurement is not None and self.measurement.go_on()
 
     def _run_alone(self, step: StepInput) -> None:
-        """Run a step whose results nobody needs."""
+        """Run a step and discard its results."""
         self.execute(step).result()
 
     def run_eagerly(self, batch: InputBatch, adapted: bool = False) -> torch.Tensor:

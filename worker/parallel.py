@@ -83,7 +83,7 @@ class ProcessGroup(Group):
     def use_small_sums(
         self, device: torch.device, obstacle: str | None, make: Callable[[Any], SmallSums]
     ) -> str | None:
-        """From now on sum small tensors with what `make` returns for the process group. Returns why not: `obstacle`,
+        """Sum small tensors with the result of `make` for the process group. Returns why not: `obstacle`,
         or an error, of this or another rank. All ranks of the group must call it together.
 
         The ranks vote before `make`, in which they wait for each other, and after it: a rank that sums in another way

@@ -210,8 +210,8 @@ class Worker:
             self.warmer, self.gave_back = None, True
 
     def encoded(self) -> tuple[float, float]:
-        """When the images of the last step that had some were encoded, (begin, end) by time.time(); on a GPU, when that
-        was launched.
+        """Return when the images of the last step that had some were encoded, (begin, end) by time.time(); on a GPU,
+        when that was launched.
         """
         return self.runner.images.encoded
 

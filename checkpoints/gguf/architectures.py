@@ -1,5 +1,5 @@
-"""The architectures of GGUF files: what a config.json says beyond sizes, how their tensors are called, and what
-llama.cpp's converter did to values, which the checkpoint reader undoes. Torch-free.
+"""The architectures of GGUF files: keys of a config.json beyond sizes, names of tensors, and changes of values by
+llama.cpp's converter, which the checkpoint reader undoes. Torch-free.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _classifier(m: Metadata, prefix: str, **settings: Any) -> Settings:
 
 
 def pooling_method(m: Metadata) -> str | None:
-    """How the hidden states of a text become its vector, or None if the file does not say.
+    """Return how the hidden states of a text become its vector, or None if the file does not say.
 
     Raises:
         ValueError: not by a method that is supported.

@@ -68,7 +68,7 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
 
 
 def _sizes(m: Metadata, found: GgufArchitecture) -> dict[str, Callable[[], Any]]:
-    """How to read the keys that all architectures have."""
+    """Return how to read the keys that all architectures have."""
 
     def heads() -> int:
         return m.one("attention.head_count")
@@ -119,7 +119,7 @@ def _rope_scaling(m: Metadata, config: dict[str, Any], factors: Factors) -> dict
 def _yarn(m: Metadata, factor: float) -> dict[str, Any]:
     scaling = {"original_max_position_embeddings": m.get("rope.scaling.original_context_length")}
     scale = (m.get("rope.scaling.attn_factor") or 1.0) * (m.find("rope.scaling.yarn_attn_factor") or 1.0)
-    if scale != 1.0:  # of what the type itself computes
+    if scale != 1.0:  # for values that the type itself computes
         scaling["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
     for key in ("beta_fast", "beta_slow"):
         scaling[key] = m.get(f"rope.scaling.yarn_{key}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies; config.json says what they were computed from
+ROPE_FACTORS = (
+    "rope_freqs.weight"  # divisors of the frequencies; config.json has the settings that they were computed from
+)
 LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 IGNORED = (ROPE_FACTORS, *LONG_FACTORS.values())
 DENSE = ("dense_2", "dense_3")  # layers after pooling

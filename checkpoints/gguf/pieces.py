@@ -1,6 +1,6 @@
 """The tokenizers of GGUF files that have pieces of text in place of bytes, by `tokenizer.ggml.model`:
 
-- llama: SentencePiece BPE: the pair with the best score is merged first, and what no piece has is bytes.
+- llama: SentencePiece BPE: the pair with the best score is merged first, and characters without a piece are bytes.
 - gemma4: BPE with merges, without words.
 - t5: SentencePiece unigram: the pieces with the best sum of scores.
 - plamo2: pieces with the best sum of scores, by rules of their own (`server/text/plamo.py`).

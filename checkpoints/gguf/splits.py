@@ -1,4 +1,5 @@
-"""How byte-level tokenizers of GGUF files split a text into words before they merge bytes, by `tokenizer.ggml.pre`.
+"""Splitting of text into words by byte-level tokenizers of GGUF files, before bytes are merged, by
+`tokenizer.ggml.pre`.
 
 The patterns are those of the tokenizers' own files (tokenizer.json), of which llama.cpp has variants.
 """

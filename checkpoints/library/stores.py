@@ -62,7 +62,7 @@ def find(name: str) -> Path | None:
 
 
 def stored() -> Iterator[Stored]:
-    """Yield every model of the stores. What cannot be read is left out."""
+    """Yield every readable model of the stores."""
     for folder in ollama_store.folders():
         for manifest in sorted(_files(folder / "manifests")):
             with contextlib.suppress(ValueError):  # damaged: `quire show` has the reason

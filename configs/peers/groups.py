@@ -51,7 +51,7 @@ def renamed(
 
 
 def no_effect(note: str, names: str) -> Group:
-    """Return flags that ask for what is done anyway, or tune what quire does not have."""
+    """Return flags that ask for default behavior, or tune features that quire does not have."""
     return Group(Kind.NO_EFFECT, names, note=note)
 
 

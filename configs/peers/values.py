@@ -98,7 +98,7 @@ def chunk(text: str) -> str | NoEffect:
 
 
 def cache_type(text: str) -> str | None:
-    """Types of keys and values of llama.cpp and Ollama. 16 bits are what activations have."""
+    """Types of keys and values of llama.cpp and Ollama. Activations have 16 bits."""
     if text.lower() not in _CACHE_TYPES:
         raise ValueError(f"{text}: keys and values have the type of the activations, or 8 bits (q8_0, here int8)")
     return _CACHE_TYPES[text.lower()]

@@ -1,4 +1,5 @@
-"""Checkpoints of recurrent states: the tokens at which a step leaves one, besides the state after its last token.
+"""Checkpoints of recurrent states: the tokens at which a step leaves one, in addition to the state after its last
+token.
 
 A request holds two pages with states: the next step reads one and writes the other, or the same. A chunk of a prompt
 also leaves its state at *marks*, block boundaries within it, in pages of their own:
@@ -12,7 +13,7 @@ A mark takes a free page when all requests of the step have theirs, so that none
 but found, after the step. Sparse ones, and the ends of chunks within a prompt, are reused before others, and take no
 page of others (`eviction.py`).
 
-Of the checkpoints that outputs leave, only the newest stays, and one every CHECKPOINT_TOKENS tokens.
+Outputs leave checkpoints, of which only the newest stays, and one every CHECKPOINT_TOKENS tokens.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Checkpoints:
     # ---- marks
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
-        """Where a chunk of tokens [start, end) ends: at its last block boundary, unless it ends the prompt."""
+        """Return where a chunk of tokens [start, end) ends: at its last block boundary, unless it ends the prompt."""
         boundary = end // self.block_size * self.block_size
         return boundary if self.tags and end < request.num_tokens and boundary > start else end
 
@@ -107,7 +108,7 @@ class Checkpoints:
                 self._marks.append(_Mark(request, position, stop - start, block, key, stop in sparse))
 
     def _places(self, request: Request) -> tuple[int, int]:
-        """Where its prompt leaves checkpoints that are worth as much as the one at its end."""
+        """Return where its prompt leaves checkpoints that are worth as much as the one at its end."""
         return request.junction, request.turn_start // self.block_size * self.block_size
 
     def awaits(self, hashes: list[bytes]) -> bool:

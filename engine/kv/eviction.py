@@ -1,4 +1,4 @@
-"""The order in which free pages are reused: the one rule for what stays cached.
+"""The order in which free pages are reused: the only rule of retention.
 
 A free page has a worth, which decides first:
 
@@ -23,7 +23,7 @@ _NOT_FREE = 255
 
 
 class EvictionOrder:
-    """The free ones of `pages`, at first all of them, and what makes pages worth more or less than others.
+    """The free ones of `pages`, at first all of them, and the worth of each page.
 
     An OrderedDict is a hash map over a doubly linked list, in C, so that every operation takes constant time. Hot pages
     last for `turnover` pages longer than others. It is 0 for states: the newest one of a conversation, which no request

@@ -143,7 +143,7 @@ class Batches:
             del self.active[batch.id]
 
     async def _try_later(self, batch: Batch, error: Exception) -> None:
-        """After an error that is not a line's own: wait, or end the batch after too many of them."""
+        """Wait after an error that is not a line's own, or end the batch after too many of them."""
         failures = self._failures[batch.id] = self._failures.get(batch.id, 0) + 1
         logger.error("%s could not continue (attempt %d of %d)", batch.id, failures, MAX_ATTEMPTS, exc_info=error)
         # results are not given up while there is hope for space
@@ -330,8 +330,8 @@ class _Run:
             return 500, number, internal_body(self.batch.endpoint)
 
     def _may_retry(self, line: Line) -> bool:
-        """After 503. While the engine loads, restarts or drains, a line waits for as long as its batch may; a ready
-        server that is too busy for it has `MAX_ATTEMPTS`.
+        """Return whether to wait after 503. While the engine loads, restarts or drains, a line waits for as long as its
+        batch may; a ready server that is too busy for it has `MAX_ATTEMPTS`.
         """
         failures = 1
         if self.batches.state.status == "ready":

@@ -105,8 +105,8 @@ class Line:
 
 
 class Store(database.Store):
-    """`max_bytes` bounds what all owners take together. If there are `several` of them, one takes at most half of what
-    the others leave.
+    """Batches, their files and results. `max_bytes` bounds the bytes of all owners. One of `several` owners takes at
+    most half of the bytes that the others leave.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int, several: bool = False):
@@ -241,7 +241,7 @@ class Store(database.Store):
         return File(*row)
 
     def files(self, owner: str, purpose: str | None, after: str | None, limit: int, ascending: bool) -> list[File]:
-        """At most `limit` files of an owner in the order of their creation, starting after the file `after`."""
+        """Return at most `limit` files of an owner in the order of their creation, starting after the file `after`."""
         rows = self._page("files", owner, "purpose = :value" if purpose else "TRUE", after, limit, ascending, purpose)
         return [File(*row) for row in rows]
 
@@ -335,7 +335,9 @@ class Store(database.Store):
         return Batch(*row)
 
     def batches(self, owner: str, after: str | None, limit: int, endpoint: str | None = None) -> list[Batch]:
-        """At most `limit` batches of an owner (to one endpoint), newest first, starting after the batch `after`."""
+        """Return at most `limit` batches of an owner (to one endpoint), newest first, starting after the batch
+        `after`.
+        """
         condition = "endpoint = :value" if endpoint else "TRUE"
         return [Batch(*row) for row in self._page("batches", owner, condition, after, limit, False, endpoint)]
 
@@ -400,7 +402,7 @@ class Store(database.Store):
         )
 
     def missing_lines(self, batch_id: str, after: int, limit: int) -> list[Line]:
-        """At most `limit` lines with a number above `after` that have no result, in order."""
+        """Return at most `limit` lines with a number above `after` that have no result, in order."""
         rows = self._db.execute(
             "SELECT number, start, length, custom_id FROM lines WHERE batch = ? AND number > ? AND result IS NULL "
             "ORDER BY number LIMIT ?",

@@ -198,8 +198,8 @@ class EngineClient:
         # prompt tokens of our choices without output; each choice counts, because it needs its own rows and steps even
         # if the prompt is cached
         self.num_waiting_tokens = 0
-        self.num_background = 0  # our unfinished choices of background requests, which no limit of the queue counts
-        # deaths of engines that ran requests of ours: they are ended one by one (`quarantine.py`), the server is not
+        self.num_background = 0  # our unfinished choices of background requests, which no queue limit counts
+        # deaths of engines that ran our requests: they are ended one by one (`quarantine.py`), the server is not
         self.num_explained_deaths = 0
         self._vocabulary: bytes | None = None  # for grammars, once one was needed
         self._quarantine = Quarantine()

@@ -135,7 +135,7 @@ class PrefixRouter:
 
 
 def prefix_hashes(token_ids: list[int], salt: Hashable) -> Iterator[int]:
-    """For every full chunk of a prompt's first `_MAX_PROMPT` tokens, the hash of all tokens up to its end."""
+    """Yield for each full chunk of a prompt's first `_MAX_PROMPT` tokens the hash of all tokens up to its end."""
     value = hash(salt)
     for end in range(_CHUNK, min(len(token_ids), _MAX_PROMPT) + 1, _CHUNK):
         value = hash((value, *token_ids[end - _CHUNK : end]))

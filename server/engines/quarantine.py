@@ -27,7 +27,7 @@ class Suspect(Protocol):
     is_open: bool
     num_received: int  # tokens from the engine that it was last sent to
     num_crashes: int  # deaths of engines that ran it
-    num_solo_deaths: int  # deaths of engines that ran only this request of ours
+    num_solo_deaths: int  # deaths of engines that ran only this one of our requests
     runs_to_end: bool  # whether only its end clears it
 
 

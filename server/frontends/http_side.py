@@ -1,4 +1,4 @@
-"""The HTTP side of a server: connections, the start-up gate, and the routes with what is around them."""
+"""The HTTP side of a server: connections, the start-up gate, and the routes with their middleware."""
 
 from __future__ import annotations
 

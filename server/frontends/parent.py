@@ -441,7 +441,7 @@ class FrontendGroup:
 
     async def _answer_change(self, channel: Channel, message: ChangeAdapters) -> None:
         """Change the adapters, and answer when every frontend serves the new ones."""
-        held = list(self.adapters.loaded.values())  # keeps the files of what is removed until nobody copies them
+        held = list(self.adapters.loaded.values())  # keeps the files of removed adapters until all copies are made
         refusal = None
         try:
             await make(message.change, self.adapters, self._pool, served_names(self.config))

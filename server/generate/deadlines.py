@@ -1,4 +1,4 @@
-"""How long a request may wait: in the queue, for its first token, and in all."""
+"""Deadlines of a request: in the queue, for its first token, and in all."""
 
 from __future__ import annotations
 

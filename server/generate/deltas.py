@@ -182,7 +182,7 @@ POSITION_SIZE = 64  # bytes of work (`threads.py`) that the log-probabilities of
 
 
 def answer_size(choices: list[Choice]) -> int:
-    """How much work it is to write down the whole answer, for `Threads.run`."""
+    """Return how much work it is to write down the whole answer, for `Threads.run`."""
     return sum(
         16 + len(choice.token_ids) // 4 + (len(choice.logprobs) + len(choice.prompt_logprobs)) * POSITION_SIZE
         for choice in choices

@@ -80,7 +80,7 @@ class Generation:
             return delta
 
     def _only_reports(self, output: EngineOutput) -> bool:
-        """Tell the progress; whether the output has nothing else."""
+        """Tell the progress; returns whether the output has only that."""
         progress, prompt = self.request.progress, self.request.request_id
         if output.new_token_ids:
             progress.note_first_token(prompt, output.counts)
@@ -193,7 +193,7 @@ def _int64(value: int) -> int:
 
 
 def _text_ends(request: GenerationRequest, tokenizer: Tokenizer) -> frozenset[int]:
-    """With `request.text_ends`, the stop tokens that are shown and are not text themselves."""
+    """Return, with `request.text_ends`, the stop tokens that are shown and are not text themselves."""
     if not request.include_stop_str_in_output:
         return request.text_ends
     sampling = request.sampling

@@ -125,7 +125,7 @@ def _request(
 
 
 def truncate(ids: list[int], options: GenerationOptions, sampling: SamplingParams, model: ModelInfo) -> list[int]:
-    """`ids` cut to `truncate_prompt_tokens`; -1 cuts to what leaves room for max_tokens. Raises BadRequest."""
+    """Return `ids` cut to `truncate_prompt_tokens`; -1 leaves room for max_tokens. Raises BadRequest."""
     size = options.truncate_prompt_tokens
     if size is None:
         return ids

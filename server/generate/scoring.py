@@ -1,4 +1,4 @@
-"""How well documents answer queries: by a cross-encoder, which reads both together, or as the cosine of embeddings."""
+"""Scores of documents for queries: by a cross-encoder, which reads both together, or as the cosine of embeddings."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _kept(spec: PoolingSpec, sequence_ids: list[int | None], size: int | None, s
 
 
 def _balanced(first: int, second: int, room: int) -> tuple[int, int]:
-    """How much of two texts of `first` and `second` tokens is kept in `room`, if the longer one is cut first."""
+    """Return how much of two texts of `first` and `second` tokens is kept in `room`, if the longer one is cut first."""
     shorter = min(first, second)
     if shorter <= room // 2:
         return (shorter, room - shorter) if first <= second else (room - shorter, shorter)

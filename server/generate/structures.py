@@ -63,7 +63,7 @@ async def constrain(requests: Sequence[GenerationRequest], state: Served, tenant
 
 
 class _Refusal(msgspec.Struct):
-    """Why a structure has no grammar."""
+    """The reason for which a structure has no grammar."""
 
     reason: str
 
@@ -162,8 +162,8 @@ class Structures:
     # ---- the processes
 
     async def _ask(self, key: bytes) -> str | _Refusal:
-        """One try with a process that is there, and one with a fresh one: the first may have been killed while it was
-        idle, or at its limit because of what it did before.
+        """Compile with an idle process, then with a fresh one: the first may have been killed while it was idle, or be
+        at its limit because of earlier work.
         """
         for process in (self._idle_process(), None):
             process = process or CompileProcess(self._specials)

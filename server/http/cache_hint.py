@@ -1,4 +1,4 @@
-"""Which conversation a request belongs to, and how long its cached prefix is wanted: `prompt_cache_key` of any body,
+"""The conversation of a request, and how long its cached prefix is wanted: `prompt_cache_key` of any body,
 else `session_id`, else the header X-Session-ID; `prompt_cache_retention`, or `ttl` of `prompt_cache_options`. Some
 dialects have hints of their own, without a name: `wanted_for`.
 """
@@ -54,7 +54,7 @@ def read_hint(request: Request, body: bytes) -> CacheHint | None:
 
 
 def _ttl(options: msgspec.Raw | msgspec.UnsetType) -> float:
-    """Return the seconds that `prompt_cache_options` of a body says, if it is what OpenAI means by it."""
+    """Return the seconds in `prompt_cache_options` of a body, if it has OpenAI's meaning."""
     try:
         ttl = None if options is msgspec.UNSET else _options(options).ttl
     except msgspec.ValidationError:

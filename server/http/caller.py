@@ -39,7 +39,7 @@ def connection_of(scope: Scope) -> Connection | None:
 
 
 def arrival(scope: Scope) -> float | None:
-    """When the request arrived, by the event loop's time."""
+    """Return when the request arrived, by the event loop's time."""
     return scope.get("state", {}).get("arrived")
 
 

@@ -142,7 +142,7 @@ class RequestBoundary:
         )
 
     def _fields(self, scope: Scope, status: int | None, seconds: float) -> dict[str, object]:
-        """For logs in JSON."""
+        """Return the fields of logs in JSON."""
         who = caller_in(scope)
         return {
             "method": scope["method"],

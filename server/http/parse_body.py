@@ -2,9 +2,9 @@
 (`messages.0.role`).
 
 Only declared fields are decoded. Undeclared fields are skipped and then checked by name, so that a body with a million
-of them uses no memory. What has no effect is noted: unknown fields, the `hints` of a type unless they hold a neutral
-value, and what a type's method `without_effect` returns: paths of values of declared fields, below its own, and the
-type of each, "" for none.
+of them uses no memory. Fields without effect are noted: unknown fields, the `hints` of a type unless they hold a
+neutral value, and what a type's method `without_effect` returns: paths of values of declared fields, below its own, and
+the type of each, "" for none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, Ignored]:
-    """Return the request, and what of it has no effect.
+    """Return the request, and its fields without effect.
 
     Raises BadRequest; for unknown fields only when `strict`.
     """
@@ -173,7 +173,7 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, ign
 
 
 class _Rules(NamedTuple):
-    """The names of fields of a type, by what becomes of them."""
+    """The names of fields of a type, by their treatment."""
 
     declared: dict[str, str]  # to the attribute
     unsupported: dict[str, tuple]

@@ -39,7 +39,8 @@ _RENDERED = frozenset({"messages", "instructions", "system"})  # fields of bodie
 
 async def use_body(request: Request, cls: type[T], state: needs.Body, use: Callable[[T], R | Deferred[R]]) -> R:
     """Return the result of `use(body)`, with `body` parsed as `cls`, or of the work that it defers. The event loop
-    frees the parts of a large body that `use` keeps. What has no effect is noted for the response's `Warning` header.
+    frees the parts of a large body that `use` keeps. Fields without effect are noted for the response's `Warning`
+    header.
 
     Raises BadRequest, PayloadTooLarge, UnsupportedMediaType, the errors of `use`, and ClientGone if the client
     disconnects, which cancels work that still waits for a thread.

@@ -54,9 +54,9 @@ def priority(request: Request, given: int | None) -> int | None:
 
 
 def deadlines(request: Request, state: needs.Settings, predict: float | None = None) -> Deadlines:
-    """How long the request has from now: the shortest of the server's time for requests, the body's field `timeout` and
-    the X-Request-Timeout header, all of which count from its arrival, and the server's for the queue and the first
-    token. Raises BadRequest, RequestTimeout if its time has passed.
+    """Return how long the request has from now: the shortest of the server's time for requests, the body's field
+    `timeout` and the X-Request-Timeout header, all of which count from its arrival, and the server's for the queue and
+    the first token. Raises BadRequest, RequestTimeout if its time has passed.
     """
     server = state.config.server
     who = caller(request)

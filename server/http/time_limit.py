@@ -1,4 +1,4 @@
-"""How long a client gives its request: the field `timeout` of any body, and the header X-Request-Timeout."""
+"""A client's time limit of its request: the field `timeout` of any body, and the header X-Request-Timeout."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class VectorFields(msgspec.Struct, kw_only=True):
     """Fields that mean the same on all routes."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
-    # -1: to what the model reads; default: texts to the limit in the model's files (max_seq_length), if there is one
+    # -1: to the model's limit; default: texts to the limit in the model's files (max_seq_length), if there is one
     truncate_prompt_tokens: AtLeastMinusOne | None = None
     truncation_side: Literal["left", "right"] | None = None  # default: the model's; right drops the end of the text
     add_special_tokens: bool | None = None

@@ -1,4 +1,4 @@
-"""Who sent a request, and what the layers around the routes note about it: the one value of the server's own in an ASGI
+"""The sender of a request, and notes of the layers around the routes: the one value of the server's own in an ASGI
 scope (`quire.server.http.caller`).
 """
 
@@ -55,8 +55,8 @@ class Caller:
 
     @property
     def turn(self) -> str:
-        """Whose turn the work for the request takes: its API key's, or its address's if there is at most one key. Lines
-        of batches count apart, so that they do not delay other requests of the same key.
+        """Return the fair-queue key of the request: its API key's owner, or its address if there is at most one key.
+        Lines of batches count apart, so that they do not delay other requests of the same key.
         """
         name = self.owner or self.address
         return f"{name}/batch" if self.background else name

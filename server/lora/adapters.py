@@ -47,7 +47,7 @@ class Adapters(Served):
         roots = [Path(lora.lora_dir).expanduser()] if lora.lora_dir else []
         given = [path for _, path, is_given in self._at_start if is_given]
         self._allowed = [Path(os.path.realpath(path)) for path in (*roots, *given)]
-        # ids of the Hub by what they would be as paths
+        # ids of the Hub by the paths that they would be
         self._on_hub = {Path(os.path.realpath(path)): path for path in given if is_hub_adapter(str(path))}
 
     # ---- start

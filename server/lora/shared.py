@@ -63,7 +63,7 @@ class Listing(_Part):
 
 
 class Refusal(_Part):
-    """Why a change was not made, as an `ApiError`."""
+    """The reason for which a change was not made, as an `ApiError`."""
 
     kind: str
     message: str

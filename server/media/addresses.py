@@ -1,4 +1,4 @@
-"""Which addresses the server may connect to on behalf of a client: those of the public internet."""
+"""The addresses to which the server may connect on behalf of a client: those of the public internet."""
 
 from __future__ import annotations
 

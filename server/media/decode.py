@@ -18,7 +18,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_SCANS = 100
 _SCAN = b"\xff\xda"
 WHITE = (255, 255, 255)
-# of the decoded image, the one in RGB and what is between; Pillow takes 4 for RGB and RGBA
+# of the decoded image, the one in RGB and intermediate ones; Pillow takes 4 for RGB and RGBA
 _BYTES_PER_PIXEL, _OTHER_BYTES = {"RGB": 12, "L": 8, "1": 8}, 20
 _STRIP_PIXELS = 2**16  # per image of numbers, converted at once
 # of damaged files, for the log of a program that opened them itself; Python would remember each text
@@ -89,8 +89,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _from_numbers(image: Image.Image) -> Image.Image:
-    """Of 16 or more bits per pixel, as brightness from 0 to 65,535, or to 255 if no number is larger. Pillow would
-    clip them.
+    """Return the image of 16 or more bits per pixel as brightness from 0 to 65,535, or to 255 if no number is larger.
+    Pillow would clip them.
     """
     values = np.asarray(image)
     low, high = float(values.min()), float(values.max())

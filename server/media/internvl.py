@@ -57,7 +57,7 @@ class InternVLProcessor:
 def best_grid(width: int, height: int, side: int, fewest: int, most: int) -> tuple[int, int]:
     """Return columns and rows, `fewest` to `most` tiles in all, whose shape is the closest to the image's.
 
-    Of several as close, the first, or the last one after it that has less than twice the pixels of the image.
+    Among equally close ones it is the first, or the last one after it that has less than twice the pixels of the image.
     """
     best, difference = (1, 1), float("inf")
     grids = [(c, r) for c in range(1, most + 1) for r in range(1, most // c + 1) if c * r >= fewest]

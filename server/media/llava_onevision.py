@@ -67,8 +67,8 @@ class LlavaOnevisionProcessor:
         return self.patches**2 + layout[4] * (layout[5] + 1)
 
     def layout(self, height: int, width: int, rows: int, columns: int) -> tuple[int, int, int, int, int, int]:
-        """How the encoder joins the tiles of an image of `height` x `width` pixels: rows and columns of tiles, rows and
-        columns of patches that are padding on each side, rows and columns of embeddings.
+        """Return how the encoder joins the tiles of an image of `height` x `width` pixels: rows and columns of tiles,
+        rows and columns of patches that are padding on each side, rows and columns of embeddings.
         """
         full_height, full_width = rows * self.patches, columns * self.patches
         top = left = 0

@@ -24,7 +24,7 @@ class ProcessedImage:
 
 
 class ImageProcessor(Protocol):
-    """Made once from the model's folder; called in threads, so that it changes nothing of itself."""
+    """A model's image processor, made once from its folder; called in threads, so that its state never changes."""
 
     placeholder: ClassVar[str]  # the placeholder in the chat template
     image_token: str  # the token that embeddings replace

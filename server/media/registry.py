@@ -44,7 +44,7 @@ TEXT_ONLY: dict[str, str] = {}
 
 
 def why_no_images(config: dict[str, Any]) -> str | None:
-    """Why the model of this config.json cannot take images, as the end of a sentence; None if it can."""
+    """Return why the model of this config.json cannot take images, as the end of a sentence; None if it can."""
     names = config.get("architectures") or []
     if (why := next((TEXT_ONLY[name] for name in names if name in TEXT_ONLY), None)) is not None:
         return why

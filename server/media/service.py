@@ -156,7 +156,7 @@ class Images:
         turn: str,
     ) -> None:
         """Give every image of a prompt its `lease`. `options` are the request's mm_processor_kwargs, checked; `param`
-        is the field that holds the prompt; `max_tokens` is what its images must have less tokens than. Images are
+        is the field that holds the prompt; the images must have fewer tokens than `max_tokens`. Images are
         shared by content; the uuids of different tenants are different. `turn` is the tenant whose turns this takes.
 
         Sizes and tokens are known from the headers of the images: images that are too large are refused before they are
@@ -203,7 +203,9 @@ class Images:
             )
 
     def describe(self) -> dict[str, Any]:
-        """For /server_info: whether images are taken or why not, their limits and options, and how many came."""
+        """Return facts for /server_info: whether images are taken or why not, their limits and options, and how many
+        came.
+        """
         if self.why_not is not None:
             return {"accepted": False, "reason": self.why_not}
         return {
@@ -375,7 +377,7 @@ class Images:
         raise _refused(image, "its URL begins with none of data:, http:, https: and file:")
 
     def _digest(self, image: ImageInput, content: bytes | None, tenant: str | None) -> bytes:
-        """Of the content, under which `image.uuid` will be found from now on."""
+        """Return the key of the content, under which `image.uuid` is found from now on."""
         name = tenant, image.uuid
         if image.picture is not None:
             digest = _digest_of_picture(image.picture)

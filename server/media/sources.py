@@ -73,7 +73,7 @@ def _is_below(path: str, root: str) -> bool:
 
 
 def _opened(descriptor: int, path: str) -> str:
-    """Where the open file is: a folder on the way may have become a link since the path was resolved."""
+    """Return where the open file is: a folder on the way may have become a link since the path was resolved."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:  # no /proc

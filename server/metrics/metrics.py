@@ -226,7 +226,7 @@ class Metrics(Collector):
         self._http[key] = self._http.get(key, 0) + 1
 
     def observe_key(self, name: str, num_prompt: int, num_cached: int, num_output: int) -> None:
-        """A request of an API key ended, which used so many tokens."""
+        """Count the end of a request of an API key and its tokens."""
         used = {"key_requests": 1, "key_prompt_tokens": num_prompt, "key_prompt_tokens_cached": num_cached}
         for metric, count in (used | {"key_generation_tokens": num_output}).items():
             self._count_key(metric, name, count)

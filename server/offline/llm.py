@@ -222,7 +222,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[pooled.PooledRequestOutput]:
-        """How well each text of `data_2` answers the one of `data_1`, or the one at its place there, as
+        """Return how well each text of `data_2` answers the one of `data_1`, or the one at its place there, as
         `outputs.score`: by a cross-encoder, else the cosine of embeddings. Raises as `embed` does.
         """
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))

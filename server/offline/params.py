@@ -49,7 +49,7 @@ class StructuredOutputsParams:
 
 
 class SamplingParams(SamplingFields, kw_only=True):
-    """How to generate. Raises ValueError naming the parameter and its limit.
+    """Parameters of generation. Raises ValueError naming the parameter and its limit.
 
     `max_tokens=None` is all that the context holds; `top_k` 0 or -1 is off; `logprobs` is the number of most likely
     tokens to report in addition to the sampled one.

@@ -47,8 +47,8 @@ def value(reader: Reader, writer: JsonWriter, ends: Markers = _NO_MARKERS) -> Wa
 
 
 def _num_quoted(reader: Reader, quote: str, size: int) -> Wait[int]:
-    """How much of the text from a marker of `size` characters on, which is in a string, is text of the string: none of
-    it if the string does not end as one of a JSON text does.
+    """Return how much of the text from a marker of `size` characters on, which is in a string, is text of the string:
+    none if the string does not end as one of a JSON text does.
     """
     while True:
         ahead = reader.text[reader.position : reader.position + QUOTED_LIMIT]
@@ -155,7 +155,7 @@ def _one_escape(reader: Reader) -> Wait[str]:
 def call(reader: Reader, names: frozenset[str] | None = None, ends: Markers = _NO_MARKERS) -> Wait[None]:
     """Read `{"name": ..., "arguments": {...}}`, in either order, and hand out the call. The last brace may be missing.
 
-    With `names`, other names are Malformed: that is for formats in which nothing else distinguishes a call from JSON.
+    With `names`, other names are Malformed: for formats in which only the name distinguishes a call from JSON.
     """
     yield from reader.expect("{")
     parts = _CallParts(reader, names, ends)

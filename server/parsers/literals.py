@@ -99,7 +99,7 @@ def _closes(reader: Reader, emit: Emit, closers: list[str]) -> Wait[bool]:
 
 
 def _key(reader: Reader, emit: Emit, style: Style, closers: list[str]) -> Wait[None]:
-    """In an object, the key and the colon before a value."""
+    """Read the key and the colon before a value in an object."""
     if closers[-1] != "}":
         return
     yield from reader.skip_space()

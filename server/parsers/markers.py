@@ -35,7 +35,7 @@ class Markers:
 
 
 class CodeSpans:
-    """Whether the place after the text so far is in a Markdown code block or code span, where markers are quoted.
+    """A detector of Markdown code blocks and code spans at the end of the text so far, where markers are quoted.
 
     A block begins with a line of at least three backticks or tildes and ends with such a line of at least that length.
     A span begins and ends with equal numbers of backticks on one line.

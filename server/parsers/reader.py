@@ -181,7 +181,7 @@ class Reader:
             raise Cut if self.ends_within(string) else Malformed
 
     def ends_within(self, *strings: str) -> bool:
-        """After one of `strings` was not next: whether that is because the text ended."""
+        """Return whether the text ends within one of `strings`; call it when none of them was next."""
         rest = self.text[self.position : self.position + max(map(len, strings))]
         return any(string.startswith(rest) for string in strings)
 
@@ -246,7 +246,9 @@ class Reader:
         return marker
 
     def value_until(self, markers: Markers, emit: Callable[[str], None]) -> Wait[str]:
-        """Like `text_until`, for a value, which a marker must end. Raises Cut; half a marker is none of the value."""
+        """Read as `text_until` does, for a value, which a marker must end. Raises Cut; half a marker is not part of the
+        value.
+        """
         marker = yield from self._text_before(markers, emit, strip=False, in_value=True)
         if marker is None:
             raise Cut

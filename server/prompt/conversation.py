@@ -162,7 +162,7 @@ def _without_generic(state: needs.Settings) -> str:
 
 @dataclass(slots=True)
 class Reading:
-    """How the answer to a conversation is parsed (None: as text), and its constraints."""
+    """The parsing of the answer to a conversation (None: as text), and its constraints."""
 
     parsing: Parsing | None = None
     structure: Structure | None = None

@@ -46,7 +46,7 @@ def _call(function: dict[str, Any]) -> str:
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Write calls and results as text. Results and what the user says next to them are one message: many templates want
+    """Write calls and results as text. Results and the user's text next to them are one message: many templates want
     user and assistant in turn.
     """
     out: list[dict[str, Any]] = []

@@ -14,7 +14,7 @@ from quire.server.request.tools import CUSTOM_PARAMETERS, Tool, ToolChoice
 from quire.server.structured.structure import Structure
 from quire.server.structured.text_grammar import LARK
 
-_SPACE = {"type": "regex", "pattern": r"[ \n]{0,2}"}  # between thoughts and what follows them
+_SPACE = {"type": "regex", "pattern": r"[ \n]{0,2}"}  # between thoughts and the text after them
 
 
 def called_tools(tools: Sequence[Tool], choice: ToolChoice) -> tuple[base.Tool, ...]:
@@ -63,7 +63,7 @@ def structure_of(
     covered = bool(tools) and formats.tools.covers_reasoning and wanted is not content
     if wanted is None or formats.reasoning is None or closed or covered:
         return wanted
-    if opened or formats.reasoning is HARMONY:  # what comes after the thoughts has a marker of its own
+    if opened or formats.reasoning is HARMONY:  # the text after the thoughts has a marker of its own
         after = list(formats.end) if len(formats.end) == 1 else formats.reasoning.end
         return msgspec.structs.replace(wanted, after=after)
     return _structural_tag(_after_optional_thoughts(_format_of(wanted), formats), wanted)  # the model may think, or not

@@ -21,7 +21,7 @@ Positive = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 
 
 class NgramArguments(msgspec.Struct, kw_only=True):
-    """Of vLLM's and SGLang's processors. Without `ngram_size` they do nothing."""
+    """Parameters of vLLM's and SGLang's processors. Without `ngram_size` they have no effect."""
 
     ngram_size: Positive | None = None
     window_size: Positive | None = None

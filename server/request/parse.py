@@ -23,12 +23,12 @@ from quire.server.request.formats import Formats
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How the answers to one prompt are parsed.
+    """The parsing of the answers to one prompt.
 
-    tools: those that may be called; none: text that looks like a call is text. custom: the names of those that take a
-    text. separate: whether reasoning is told from content. opened: whether the prompt ends within thoughts. stream:
-    give reasoning in pieces, else whole. short_ids: the template takes ids of nine characters only. num_calls: calls
-    that the conversation has already.
+    tools: those that may be called; none: text that looks like a call is text. custom: those that take a text.
+    separate: whether reasoning is told from content. opened: whether the prompt ends within thoughts. stream: give
+    reasoning in pieces, else whole. short_ids: the template takes ids of nine characters only. num_calls: calls that
+    the conversation has already.
     """
 
     formats: Formats
@@ -124,8 +124,8 @@ class _Choice:
 class ThoughtCounter:
     """Counts the tokens between the markers of thoughts, without the markers, as they arrive.
 
-    Markers are found by their ids. Where these do not tell (a marker that is spelled in several ways), what the parser
-    makes of the text does, up to the pieces in which the text comes.
+    Markers are found by their ids. Where these do not tell (a marker that is spelled in several ways), the parser's
+    reading of the text does, up to the pieces in which the text comes.
     """
 
     def __init__(self, parsing: Parsing):
@@ -137,7 +137,7 @@ class ThoughtCounter:
         self.num_inside = 0  # tokens since the thoughts began
 
     def count(self, token_ids: list[int], events: list[Event]) -> int:
-        """How many of the tokens are thoughts; a marker of several tokens is taken back when it is complete."""
+        """Return how many of the tokens are thoughts; a marker of several tokens is taken back when it is complete."""
         if not self.active:
             return 0
         before, counted = self.inside, 0

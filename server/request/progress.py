@@ -1,4 +1,4 @@
-"""How much of the prompts of one request is in the KV cache, reported in its stream."""
+"""Progress of a request's prompts in the KV cache, reported in its stream."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def comment(now: PromptProgress) -> bytes:
 
 
 class PrefillProgress:
-    """Of all prompts together; the choices of a prompt count once. Written by the `Generation`s, read by the stream.
-    `write` makes the frame that is sent.
+    """The progress of all prompts together; the choices of a prompt count once. Written by the `Generation`s, read by
+    the stream. `write` makes the frame that is sent.
     """
 
     def __init__(self, requests: Sequence[Prompted], write: Callable[[PromptProgress], bytes]):

@@ -34,7 +34,7 @@ from quire.server.values import Json
 
 
 class GenerationOptions(SamplingFields, kw_only=True):
-    """How to generate. None means "not given": the model's default applies, else OpenAI's.
+    """Parameters of generation. None means "not given": the model's default applies, else OpenAI's.
 
     The types carry the bounds for `msgspec.convert`; the constructor does not check them.
     """
@@ -96,7 +96,7 @@ class Conversation:
 
     @property
     def images(self) -> list[ImageInput]:
-        """In the order in which the template prints them."""
+        """Return the images in the order in which the template prints them."""
         return [
             part["image"]
             for message in self.messages
@@ -135,7 +135,8 @@ class GenerationSpec:
     adapters: list[Chosen] = field(default_factory=list)  # of LoRA
     prompt_param: str = "prompt"
     max_tokens_param: str = "max_tokens"
-    # of sampling, for what neither the request nor the model's files set; None: the format's, or OpenAI's
+    # defaults of sampling, where neither the request nor the model's files have a value; None: the format's, or
+    # OpenAI's
     dialect_defaults: Mapping[str, Any] | None = None
     clip_max_tokens: bool = False  # a max_tokens above the context length is reduced, not refused
     logprobs_param: str = "logprobs"

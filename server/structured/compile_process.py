@@ -116,7 +116,7 @@ class Compiler:
         return Answer(None, error)
 
     def _error(self, grammar: str, is_own: bool = False) -> str | None:
-        """Why a grammar does not compile; None if it does. `is_own`: a client wrote all but its first line."""
+        """Return why a grammar does not compile; None if it does. `is_own`: a client wrote all but its first line."""
         matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first step may exceed a limit, too

@@ -98,7 +98,7 @@ def references(node: Node) -> list[str]:
 
 
 def chars(ranges: Iterable[tuple[int, int]], negated: bool = False) -> Chars:
-    """Without surrogates, which no text contains."""
+    """Return the ranges without surrogates, which no text contains."""
     given = _merged(ranges)
     if negated:
         return Chars(without([(0, MAX_CHAR)], [*given, _SURROGATES]))

@@ -6,7 +6,7 @@ import re
 
 NOTHING = "no value is valid"  # also a message of the other modules
 MAX_CHARS = 500
-# what the library appends to a message: its state, numbered lines of the grammar
+# appended to a message by the library: its state, numbered lines of the grammar
 _APPENDED = re.compile(r"\n?<(?:state|grammar|backtrace|non-verbose)|\n\s*\d+ \| |%llguidance|\"x-guidance\"")
 _PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 # the library's message -> ours

@@ -26,7 +26,7 @@ class ProcessDied(Exception):
 
 
 class Silence:
-    """How long a process has made no progress. `progress` is a number that changes when it makes some."""
+    """The time that a process has made no progress. `progress` is a number that changes when it makes some."""
 
     def __init__(self, progress: Callable[[], float], clock: Callable[[], float] = time.monotonic):
         self._progress, self._clock = progress, clock

@@ -33,7 +33,7 @@ Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | Non
 
 @dataclass(frozen=True, slots=True)
 class ToolSupport:
-    """How a template renders tools. The last three say in which form it takes calls; they mean nothing without
+    """A template's rendering of tools. The last three say in which form it takes calls; they have no meaning without
     `calls`.
     """
 
@@ -97,7 +97,7 @@ def with_no_content(message: dict[str, Any], form: str) -> dict[str, Any]:
 
 
 def _prints_result(text: str) -> bool:
-    """Return whether the result is there, and nothing of the call."""
+    """Return whether the result is there, without the call."""
     call = text[text.rfind("qzask") :]
     return "qzresult" in call and not any(word in call for word in ("qzvalue", "None", "null"))
 

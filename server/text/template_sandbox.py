@@ -225,7 +225,7 @@ def _check_widths(spec: str) -> None:
 
 
 def _check_conversions(text: str | bytes, values: Any) -> None:
-    """Of `text % values`."""
+    """Check the widths and precisions of `text % values`."""
     text = text.decode("latin-1") if isinstance(text, bytes) else text
     for numbers in _CONVERSION.findall(text):
         for number in numbers:

@@ -72,7 +72,7 @@ class Turns:
                 cost = time.thread_time() - started
 
         def ended(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits any more
                 loop.call_soon_threadsafe(lambda: self._give_back(tenant, num_bytes, cost))
 
         try:

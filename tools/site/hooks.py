@@ -41,7 +41,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **other: Any) -> str:
-    """Links to files beside docs/ lead to their pages."""
+    """Let links to files outside docs/ lead to their pages."""
     name = page.file.src_uri
     return markdown if name.startswith(f"{sources.FOLDER}/") else sources.rewrite(f"docs/{name}", markdown)
 

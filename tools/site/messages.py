@@ -15,7 +15,7 @@ _MIN_WORDS = 2  # a text of one word is a name
 
 @dataclass(frozen=True, order=True)
 class Message:
-    text: str  # `...` stands for what is known only when it is raised
+    text: str  # `...` stands for values that are known only when it is raised
     kind: str  # the exception, or the level of the log
     file: str
     line: int
@@ -56,7 +56,7 @@ def _texts(call: ast.Call) -> Iterator[str]:
 
 
 def _template(node: ast.expr) -> str | None:
-    """Return the text of a literal, with `...` for what is filled in; None for other expressions."""
+    """Return the text of a literal, with `...` for values filled in; None for other expressions."""
     match node:
         case ast.Constant(value=str() as text):
             return text.replace("%s", "...").replace("%d", "...")

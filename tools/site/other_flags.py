@@ -61,7 +61,7 @@ def _here(group: Group) -> str:
 
 
 def _link(flag: str) -> str:
-    """Return a link to quire's flag; another's flag in code; what is in code already as it is."""
+    """Return a link to quire's flag; another's flag in code; text in code already as it is."""
     if flag.startswith("`"):
         return flag
     option = all_options().get(flag[2:].replace("-", "_"))

@@ -94,14 +94,14 @@ class AttentionSpec:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     def no_multiple_of(self, num_tokens: int) -> str | None:
-        """Why a backend with pages of a multiple of `num_tokens` cannot serve this, or None."""
+        """Return why a backend with pages of a multiple of `num_tokens` cannot serve this, or None."""
         if self.block_size is not None and self.block_size % num_tokens:
             return f"needs a block size that is a multiple of {num_tokens}, not {self.block_size}"
         return None
 
     def unusual(self) -> str | None:
-        """Why a backend without sinks, with values as wide as keys and without 8-bit caches cannot serve this, or
-        None.
+        """Return why a backend without sinks, with values as wide as keys and without 8-bit caches cannot serve this,
+        or None.
         """
         if self.kv_scales:
             return "has no KV cache in 8 bits"

@@ -156,8 +156,8 @@ def attend_output(
 
 
 def _tensors(k_cache: KVCache, v_cache: KVCache) -> list[torch.Tensor]:
-    """What is gathered, `[num_blocks, block_size, num_kv_heads, _]` each: keys and values, whose scales follow if each
-    token has its own; only the keys of a latent cache, and the scales of these.
+    """Return the gathered tensors, `[num_blocks, block_size, num_kv_heads, _]` each: keys and values, whose scales
+    follow if each token has its own; only the keys of a latent cache, and the scales of these.
     """
     if isinstance(k_cache, ScaledLatents):
         return [as_bytes(k_cache.values), *([] if k_cache.constant else [k_cache.scales])]
@@ -172,7 +172,7 @@ def _tensors(k_cache: KVCache, v_cache: KVCache) -> list[torch.Tensor]:
 def _keys_and_values(
     gathered: list[torch.Tensor], k_cache: KVCache, v_cache: KVCache, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values `[n, num_kv_heads, keys, head_dim]` of type `dtype`, from what was gathered of `_tensors`.
+    """Return keys and values `[n, num_kv_heads, keys, head_dim]` of type `dtype`, gathered from `_tensors`.
     The values of a latent cache are columns of the keys.
     """
     if is_latent(k_cache, v_cache):
@@ -253,8 +253,8 @@ class _Rows:
     def of_group(
         self, group: list[int], starts: torch.Tensor, counts: torch.Tensor, width: int
     ) -> tuple[Rows, torch.Tensor]:
-        """For each request of `group`, rows of its positions starts .. starts + counts - 1, padded with slot 0 to
-        `width`: (rows `[n * num_kv_heads * width]`, mask `[n, width]` of the real keys).
+        """Return, for each request of `group`, rows of its positions starts .. starts + counts - 1, padded with slot 0
+        to `width`: (rows `[n * num_kv_heads * width]`, mask `[n, width]` of the real keys).
         """
         offsets = torch.arange(width, device=self.device)
         real = offsets < counts[:, None]

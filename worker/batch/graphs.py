@@ -76,7 +76,7 @@ class CudaGraphs:
         adapters: RecordedAdapters | None = None,
         mixed: MixedGraphs | None = None,
     ) -> None:
-        self.adapt = adapt or (lambda attn: attn)  # what each step computes on the device from the buffers' metadata
+        self.adapt = adapt or (lambda attn: attn)  # computed on the device in each step from the buffers' metadata
         self.forward, self.eager, self.buffers, self.backend = forward, eager, buffers, backend
         self.max_model_len = max_model_len
         self.sizes = padded_sizes(min(buffers.seq_lens.shape[0], buffers.max_num_tokens))

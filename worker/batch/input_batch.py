@@ -92,7 +92,7 @@ class InputBatch:
 
     @property
     def is_recordable(self) -> bool:
-        """Return whether the forward pass needs nothing but tokens, positions and attention."""
+        """Return whether the forward pass needs only tokens, positions and attention."""
         return self.images is None and self.encoded is None
 
 

@@ -155,7 +155,7 @@ class MixedGraphs:
         return _Recorded(pieces, list(attentions), outputs[-1])
 
     def _metadata(self, size: int, take: Callable[[AttentionCall, int], torch.Tensor]) -> GroupedMetadata:
-        """Of which only the slots are read."""
+        """Return metadata of which only the slots are read."""
         tensors = self.buffers.of_step(1, size, self.buffers.block_tables.shape[2])
         return tuple(
             AttentionMetadata(

@@ -58,7 +58,7 @@ class StatePages:
         return [read == write for read, write in self.table.block_tables[self.group, list(rows), :2].tolist()]
 
     def advance(self, row: int, checkpoint: int | None) -> SavedState | None:
-        """From now on `row` reads the page that the part before wrote, and updates it in place. Returns a copy of the
+        """Let `row` read the page that the previous part wrote, and update it in place. Returns a copy of the
         page, None without states. It is also copied to the page `checkpoint`.
         """
         if self.group is None:

@@ -98,7 +98,7 @@ def _bind(layer: Attention, plan: CachePlan, group: int, storage: KVStorage) -> 
     layer.cache_group = group
 
 
-_Part = tuple[int, int, torch.dtype]  # of what a layer keeps per token: heads, entries per head, their type
+_Part = tuple[int, int, torch.dtype]  # a layer's cache per token: heads, entries per head, their type
 
 
 def _parts(spec: CacheSpec, storage: KVStorage) -> list[_Part]:

@@ -387,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
         help=f"exit with status {BUSY} if another process is building the same library",
     )
     args = parser.parse_args(argv)
-    # At the server's own priority: every second of the slow path takes longer than what the build takes from it.
+    # at the server's own priority: each second of the slow path costs more than the build
     try:
         report = None if args.no_wait else _Lines()
         for path in build_kernels(args.into, args.level, wait=not args.no_wait, report=report):

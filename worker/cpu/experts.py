@@ -62,7 +62,9 @@ class NativeExperts:
     def run_adapted(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, groups: Sequence[LoraRows], lora: ExpertsLora
     ) -> torch.Tensor:
-        """Return the same with what the adapters of `groups` add for their rows. The sums of others' are as without."""
+        """Return the same plus the products of the adapters of `groups` for their rows. The sums of other rows do not
+        change.
+        """
         tables = [self._table(rows.key, lora) for rows in groups]
         both = ((LoraRowsArgs * len(groups))(*map(rows_args, groups, of)) for of in zip(*tables))
         return self._run(x, weights, ids, *both, len(groups))

@@ -208,12 +208,12 @@ def activation_bits() -> tuple[str, str]:
 
 
 def warning() -> str:
-    """Why there are no kernels and never will be, with the factor and the remedy, or ""."""
+    """Return why there are no kernels and never will be, with the factor and the remedy, or ""."""
     return KERNELS.warning
 
 
 def loaded_at() -> float | None:
-    """When the library was loaded, by time.time()."""
+    """Return when the library was loaded, by time.time()."""
     return KERNELS.loaded_at
 
 

@@ -1,5 +1,5 @@
-"""LoRA adapters for the native kernels (csrc/lora.cpp): their matrices, packed when an adapter is first used, beside
-single layers and beside all layers of a decoder in one call.
+"""LoRA adapters for the native kernels (csrc/lora.cpp): their matrices, packed when an adapter is first used, for
+single layers and for all layers of a decoder in one call.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class _Compact:
 
 @dataclass(frozen=True, slots=True)
 class QuantKind:
-    """How a quantized weight is stored: `number` in csrc/quant.h, bits per value, columns per scale (0: any of the
+    """The storage of a quantized weight: `number` in csrc/quant.h, bits per value, columns per scale (0: any of the
     supported numbers), bytes of the scales of 32 rows by `per` columns if they are not a table of numbers, and whether
     there is a table of offsets.
     """
@@ -364,7 +364,7 @@ class QuantizedLinear(_NativeLinear):
 
     @property
     def parts(self) -> list[QuantizedLinear]:
-        """As of a `MixedLinear`: only itself."""
+        """Return the parts, as a `MixedLinear` does: only itself."""
         return [self]
 
     @classmethod
@@ -423,7 +423,7 @@ class MixedLinear:
         path: int = 0,
         workspace: huge_pages.Workspace | None = None,
     ) -> torch.Tensor:
-        """Like `QuantizedLinear`, of rows `[T, k]`."""
+        """Multiply as `QuantizedLinear` does, for rows `[T, k]`."""
         shape, start = (len(x), self.out_features), 0
         out = torch.empty(shape, dtype=dtype) if workspace is None else workspace.take(*shape)
         for part in self.parts:

@@ -2,7 +2,7 @@
 each attention, or other mixer, and the next (a segment).
 
 The kernels and their order are the same as in the twin, the layers called one by one. A layer is any module with the
-parts of `DecoderLayer` in `worker/transformer/decoder.py`. Of a mixer that is no plain attention, Python computes what
+parts of `DecoderLayer` in `worker/transformer/decoder.py`. For a mixer that is no plain attention, Python computes what
 is between its projections: `mix` of `StateMixer` in `worker/transformer/mixers/base.py`.
 """
 
@@ -50,7 +50,7 @@ class Segments:
         final_norm: RMSNorm,
     ):
         self.cache, self.hidden, self.parts, self.mlps = _cache(layers[0]), final_norm.weight.shape[0], parts, mlps
-        # of rows of projections, e. g. q, k and v; of what out-projections map
+        # rows of projections, e. g. q, k and v; inputs of out-projections
         self.widths = tuple(max(part.widths[i] for part in parts) + _PAD for i in range(2))
         attending = [part for part in parts if isinstance(part, _Attention)]
         self.head_dim = attending[0].attn.head_dim if len(attending) == len(parts) else None  # None: Python mixes some
@@ -238,7 +238,7 @@ class _Attention:
         return cls(module, qkv, out, table)
 
     def leave(self, segment: SegmentArgs) -> None:
-        """Let a segment begin with what follows this attention; `enter`: end with what comes before it."""
+        """Let a segment begin after this attention; `enter`: end before it."""
         segment.o_proj, segment.attention = self.out, addressof(self._args)
 
     def enter(self, segment: SegmentArgs, row_stride: int) -> None:
@@ -262,7 +262,9 @@ class _Attention:
     def run(
         self, qkv: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata, wanted: torch.Tensor | None
     ) -> torch.Tensor:
-        """What `out` maps, of all tokens or of those `wanted`, from qkv `[T, _]`, which begins with the queries."""
+        """Return the input of `out`, for all tokens or those `wanted`, from qkv `[T, _]`, which begins with the
+        queries.
+        """
         heads, dim = self.attn.num_heads, self.attn.head_dim
         attended = self.attn.attend(qkv[:, : heads * dim].view(-1, heads, dim), attn[self.attn.cache_group])
         return attended if wanted is None else attended[wanted]
@@ -380,7 +382,7 @@ def _attends(layer: nn.Module) -> bool:
 
 
 def _cache(layer: nn.Module) -> object:
-    """What a layer keeps of earlier tokens, by its identity."""
+    """Return the state that a layer keeps of earlier tokens, by its identity."""
     mixer = layer.self_attn
     return mixer.state.pages if hasattr(mixer, "state") else mixer.attn.k_cache
 

@@ -27,7 +27,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the choice depends on: key and value heads, their entries, and whether decays are per channel."""
+    """The inputs of the choice: key and value heads, their entries, and whether decays are per channel."""
 
     num_k: int
     num_v: int

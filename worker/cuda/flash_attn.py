@@ -91,7 +91,7 @@ class _FlashAttention(AttentionBackend):
 
     @classmethod
     def refuses_cache(cls, spec: AttentionSpec) -> str | None:
-        """Why this version cannot read the cache, or None."""
+        """Return why this version cannot read the cache, or None."""
         return "has no KV cache in 8 bits" if spec.kv_scales else None
 
     def __init__(self) -> None:

@@ -45,8 +45,8 @@ class TorchLibrary:
 
 
 def obstacle(ranks: Sequence[int], device: torch.device) -> str | None:
-    """Why the devices of `ranks`, of which `device` is one, share no memory, or None. Asked before any rank waits for
-    another.
+    """Return why the devices of `ranks`, of which `device` is one, share no memory, or None. Asked before any rank
+    waits for another.
     """
     if device.type != "cuda" or torch.version.cuda is None:
         return "needs NVIDIA GPUs"

@@ -38,8 +38,9 @@ def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def well_placed(
     *shape: int, dtype: torch.dtype, conflicts: Callable[[int], float], enough: float, tries: int = 5
 ) -> torch.Tensor:
-    """Like `zeros`, for memory that should stay in a core's cache, which conflicts between some pages prevent: of
-    several tries, return the tensor with the fewest `conflicts(address)`, or the first with fewer than `enough`.
+    """Allocate as `zeros` does, for memory that should stay in a core's cache, which conflicts between some pages
+    prevent: of several tries, return the tensor with the fewest `conflicts(address)`, or the first with fewer than
+    `enough`.
     """
     tensors = []  # keep rejected tensors until the end, because the system would hand out the same memory again
     for _ in range(tries):

@@ -21,7 +21,9 @@ from quire.worker.transformer.vision.image_embeds import ImageEmbeds
 
 
 class StepImages:
-    """Of a model with a `spec.vision`. The first stage encodes images; all stages need positions and attention."""
+    """The images of a step, for a model with a `spec.vision`. The first stage encodes images; all stages need positions
+    and attention.
+    """
 
     def __init__(self, model: CausalLM, table: RequestTable, platform: Platform, stage: SingleStage) -> None:
         self.table, self.platform, self.stage = table, platform, stage

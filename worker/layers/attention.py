@@ -72,7 +72,7 @@ class Attention(nn.Module):
         return self.attend(q, attn)
 
     def attend(self, q: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
-        """Like `forward`, for k and v that are already in the cache."""
+        """Attend as `forward` does, to k and v that are already in the cache."""
         q = q.view(-1, self.num_heads, self.head_dim)
         out = attn.backend.forward(
             q, self.k_cache, self.v_cache, attn, self.scale, self.sliding_window, self.soft_cap, self.sinks

@@ -151,7 +151,9 @@ class LinearMethod:
         raise NotImplementedError
 
     def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-        """Like `apply`, in float32, possibly rounded to x's dtype first. The result may be in `workspace`."""
+        """Multiply as `apply` does, in float32, possibly rounded to x's dtype first. The result may be in
+        `workspace`.
+        """
         return self.apply(layer, x).float()
 
     def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:

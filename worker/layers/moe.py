@@ -129,7 +129,9 @@ class FusedParts:
         return parts
 
     def mxfp4(self, expert: int) -> tuple[list[Part], list[Part], list[Part], list[Part]]:
-        """Of blocks and exponents (`quantization.mxfp4_experts`): of the gate and up, and of the down projection."""
+        """Return the parts of blocks and exponents (`quantization.mxfp4_experts`), of the gate and up and of the down
+        projection.
+        """
         num, size, hidden = self.moe.routing.num_experts, self.moe.intermediate_size, self.hidden_size
         found = []
         for suffix, block in (("blocks", (GROUP // 2,)), ("scales", ())):
@@ -247,7 +249,7 @@ class ListedExperts(nn.Module):
         self.rounding: Rounding | None = None  # of the inputs that the packed experts take in 8 bits
 
     def take_adapters(self, step: StepLora) -> ExpertsLora | None:
-        """From now on add what adapters say. None: they are not supported for experts of this form."""
+        """Add the adapters' products in later steps. None: they are not supported for experts of this form."""
         self.lora = _experts_lora(step, self.local, *self._share) if self.gated else None
         return self.lora
 
@@ -317,7 +319,7 @@ class StackedExperts(nn.Module):
         self._add_lora: Callable[..., None] | None = None
 
     def take_adapters(self, step: StepLora) -> ExpertsLora | None:
-        """From now on add what adapters say."""
+        """Add the adapters' products in later steps."""
         self.lora = _experts_lora(step, self.local, self.moe, self._hidden_size, self.start, self.length)
         return self.lora
 
@@ -359,7 +361,7 @@ class StackedExperts(nn.Module):
         )  # fmt: skip
 
     def _own_down_bias(self) -> torch.Tensor | None:
-        """Of one rank only: the sum over the ranks must include it once."""
+        """Return the bias on one rank only: the sum over the ranks must include it once."""
         return self.down_bias if self.length == self.moe.intermediate_size or tp().rank == 0 else None
 
     def _form(self) -> ExpertForm:

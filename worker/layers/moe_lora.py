@@ -1,5 +1,5 @@
-"""LoRA beside the experts of a mixture-of-experts layer. Where the platform has no product of all experts that takes
-adapters, tokens that use one pass their experts one by one, each product followed by what adapters add to it; the other
+"""LoRA for the experts of a mixture-of-experts layer. Where the platform has no product of all experts that takes
+adapters, tokens that use one pass their experts one by one, each product followed by the adapters' products; the other
 tokens of a step keep the product of all experts.
 """
 
@@ -27,7 +27,7 @@ class ExpertProduct:
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """How a layer computes single experts, by their numbers: rows `[n, H]` to the gate and up, `[n, 2 I]`, of the
+    """The computation of single experts, by their numbers: rows `[n, H]` to the gate and up, `[n, 2 I]`, of the
     model's dtype or float32; the activation; and rows `[n, I]` to `[n, H]`.
     """
 

@@ -40,7 +40,7 @@ class RecurrentState(nn.Module):
         return State(self.shapes)
 
     def step(self, attn: tuple[AttentionMetadata, ...]) -> StateStep:
-        """How the tokens of the step pass this layer."""
+        """Return how the tokens of the step pass this layer."""
         return attn[self.cache_group].extra
 
 
@@ -68,7 +68,7 @@ class StateStep:
     # (indices of tokens, how they pass), one after another, of a step in which requests leave states between their
     # tokens: before each draft, which may be rejected, and at the checkpoints of prompts.
     stages: list[tuple[torch.Tensor, StateStep]] = field(default_factory=list)
-    prepared: dict[str, Any] = field(default_factory=dict)  # what kernels keep of this step for the other layers
+    prepared: dict[str, Any] = field(default_factory=dict)  # kept by kernels in this step for the other layers
 
     def advance(self, pages: torch.Tensor, one: OneToken, many: ManyTokens, *inputs: torch.Tensor) -> torch.Tensor:
         """Pass the step's tokens, whose `inputs` are `[T, ..]`, through the states in `pages`. Returns `[T, ..]`."""

@@ -1,4 +1,4 @@
-"""How a tensor of a checkpoint is rearranged on its way into a parameter (`linear.Part.view`)."""
+"""Rearrangements of a checkpoint's tensor on its way into a parameter (`linear.Part.view`)."""
 
 from __future__ import annotations
 

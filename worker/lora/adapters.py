@@ -37,7 +37,7 @@ from quire.worker.platforms.base import Platform
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """How many adapters there may be, and how large."""
+    """The largest number and size of adapters."""
 
     max_rank: int
     max_active: int  # in a step
@@ -56,8 +56,8 @@ class LoraLimits:
 
     def num_bytes(self, targets: Targets) -> int:
         """Return bytes of as many adapters, each of the largest rank for all layers of a rank, or the size of the
-        largest at start if that is more, because it has experts. Those in a step are packed for its kernels, beside the
-        copy in RAM.
+        largest at start if that is more, because it has experts. Adapters of a step are packed for its kernels, in
+        addition to the copy in RAM.
         """
         return (self.max_loaded + self.max_active) * self.adapter_bytes(targets)
 

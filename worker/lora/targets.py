@@ -1,6 +1,6 @@
 """The linear layers of a model that adapters may have matrices for, by the names of modules in checkpoints.
 
-A layer of ours may be several modules of a checkpoint (q, k and v), and holds only this rank's share of them. B is
+One of our layers may be several modules of a checkpoint (q, k and v), and holds only this rank's share of them. B is
 split like the rows of the weight, A like its columns: the sum over the ranks then includes the adapter's part.
 """
 
@@ -138,8 +138,8 @@ class Targets:
         return {module: self._fitting(module, matrices) for module, matrices in lora.modules.items()}
 
     def _fitting(self, module: str, theirs: LoraMatrices) -> list[Piece]:
-        """Which of a module's pieces the matrices are for: the gate and up, or the down projection of all experts have
-        other shapes. Raises ValueError if they fit none.
+        """Return which of a module's pieces the matrices are for: the gate and up, or the down projection of all
+        experts have other shapes. Raises ValueError if they fit none.
         """
         pieces = self.find(module)
         shape = theirs.out_features, theirs.in_features, theirs.num_experts
@@ -176,7 +176,7 @@ def _pieces(path: str, layer: Linear) -> Iterator[tuple[str, Piece]]:
 
 
 def _expert_pieces(lora: ExpertsLora) -> dict[str, dict[int, list[Piece]]]:
-    """By projection and expert."""
+    """Return the pieces by projection and expert."""
     share, length = (lora.start, lora.length), lora.length
     gate_up = [
         {i: [Piece(one, lora.size, lora.hidden_size, ((0, *share),), (), span)] for i, one in lora.gate_up.items()}
@@ -187,7 +187,7 @@ def _expert_pieces(lora: ExpertsLora) -> dict[str, dict[int, list[Piece]]]:
 
 
 def _stacked_pieces(lora: ExpertsLora) -> Iterator[Piece]:
-    """Of tensors of all experts, with [gate, up] in one, whose rows may alternate."""
+    """Yield pieces of tensors of all experts, with [gate, up] in one, whose rows may alternate."""
     length = lora.length
     for expert, product in lora.gate_up.items():
         for half, view in enumerate((_even_rows, _odd_rows)):

@@ -150,11 +150,11 @@ class Platform(ABC):
         return ""
 
     def ops_warning(self) -> str:
-        """Why there are no faster operations and never will be, how much slower that is and what to do, or ""."""
+        """Return why there are no faster operations and never will be, the slowdown and the remedy, or ""."""
         return ""
 
     def ops_since(self) -> float | None:
-        """When the faster operations were loaded, by time.time()."""
+        """Return when the faster operations were loaded, by time.time()."""
         return None
 
     def ops_status(self) -> str:

@@ -102,7 +102,7 @@ class Format:
         return units.round_().clamp_(-limit, limit - 1)
 
     def stored(self, values: torch.Tensor, scales: torch.Tensor) -> Quantized:
-        """Of values in float32 that `round` returned."""
+        """Return the stored form of values in float32 that `round` returned."""
         return Quantized(values.to(torch.float8_e4m3fn if self.is_float else torch.int8), scales)
 
     def nearest(self, weight: torch.Tensor) -> Quantized:
@@ -163,7 +163,7 @@ class Format:
 def choose_format(
     name: str, columns: dict[str, int], group: int | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Format:
-    """Return the format called int4, int8, w8a8 or fp8 for weights with so many `columns` each, by name. `group` None:
+    """Return the format called int4, int8, w8a8 or fp8 for weights with `columns` columns each, by name. `group` None:
     the largest of GROUP_SIZES that fits, or whole rows; -1: whole rows. `dtype` is that of the model.
 
     Raises:

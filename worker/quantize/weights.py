@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are quantized: the projections of attention, MLPs and experts. Output heads,
+"""The tensors of a checkpoint that are quantized: the projections of attention, MLPs and experts. Output heads,
 embeddings, routers and encoders of images stay as they are.
 """
 

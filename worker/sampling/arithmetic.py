@@ -268,8 +268,8 @@ def _blocks_to_search(rows: RandomRows, num_blocks: int) -> int:
 def _pick_from_blocks(
     blocks: torch.Tensor, num_blocks: int, maximum: torch.Tensor, rows: RandomRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `_pick_from_all`, but search only the `num_blocks` blocks with the largest maxima of a row `[S, n, block]`.
-    Returns (tokens, whether each is certain).
+    """Pick as `_pick_from_all` does, but search only the `num_blocks` blocks with the largest maxima of a row `[S, n,
+    block]`. Returns (tokens, whether each is certain).
 
     No weight in another block exceeds the smallest of the chosen maxima. So if the threshold of top-k or top-p is above
     it, all weights not below the threshold are in the chosen blocks. These are in the order of token ids, so the

@@ -106,8 +106,8 @@ class Masks:
     eos_token_id: int = -1
 
     def end(self, logits: torch.Tensor) -> None:
-        """Leave complete rows nothing but the end of the sequence, whatever other parameters exclude, and closed ones
-        nothing at all.
+        """Allow complete rows only the end of the sequence, whatever other parameters exclude, and closed rows no
+        token.
         """
         for row in self.complete:
             logits[row].fill_(_EXCLUDED)
@@ -198,7 +198,7 @@ class GrammarRows:
         return dict(zip(limits, self._filling.submit(self._all_forced, matchers, guess, arriving).result()))
 
     def allowed(self, row: int, token_ids: list[int]) -> int:
-        """How many of `token_ids` the grammar of `row` allows as its next tokens."""
+        """Return how many of `token_ids` the grammar of `row` allows as its next tokens."""
         arriving, self._arriving = self._arriving, []
         return self._filling.submit(self._allowed, self.rows[row], token_ids, arriving).result()
 

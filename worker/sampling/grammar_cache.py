@@ -1,8 +1,8 @@
 """Compiled grammars that are kept for further requests, bounded by number and by the memory that they take.
 
-The memory of a grammar is what the C library's heap grows by while it is compiled. It grows further while masks are
-filled, because llguidance keeps the lexer states that it has met, and nothing tells how large they are: the heap as a
-whole is the last bound, which other allocations of the process can only make stricter.
+The memory of a grammar is the growth of the C library's heap while it is compiled. It grows further while masks are
+filled, because llguidance keeps the lexer states that it has met, without a measure of their size: the heap as a whole
+is the last bound, which other allocations of the process can only make stricter.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Pooling:
         self._pending = {}
 
     def _vectors(self, params: PoolingParams, pooled: torch.Tensor) -> torch.Tensor:
-        """Map pooled hidden states `[P, H]` to what the requests asked for, `[P, D]`."""
+        """Map pooled hidden states `[P, H]` to the requested vectors `[P, D]`."""
         if params.task == "classify":
             return self.model.classify(pooled)
         vectors = self.model.pooler.dense(pooled)

@@ -188,7 +188,7 @@ class Sampler:
         return self.fused is not None and self._only_tokens(batch)
 
     def _only_tokens(self, batch: SamplingBatch) -> bool:
-        """Return whether nothing changes the logits of a step, and nobody wants log-probabilities."""
+        """Return whether the logits of a step stay unchanged and no request wants log-probabilities."""
         return (
             not self.logprobs.requested(batch)
             and not any(processor.needed(batch) for processor in self.processors)

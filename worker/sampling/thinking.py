@@ -99,7 +99,7 @@ class EndOfThinking(LogitsProcessor):
         logits[index] = torch.where(due.any(1, keepdim=True), only, logits[index])
 
     def _matches(self, tokens: torch.Tensor, sequence: tuple[int, ...]) -> torch.Tensor:
-        """Where in tokens `[R, W]` the sequence begins: bool `[R, max(W - len(sequence) + 1, 1)]`."""
+        """Return where in tokens `[R, W]` the sequence begins: bool `[R, max(W - len(sequence) + 1, 1)]`."""
         if tokens.shape[1] < len(sequence):
             return torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
         return (tokens.unfold(1, len(sequence), 1) == self._send(list(sequence))).all(2)

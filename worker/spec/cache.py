@@ -31,7 +31,7 @@ class Full:
     v_dim: int
     itemsize: int
     scale_bytes: int = field(default=0, kw_only=True)
-    # tokens of the output attend to the prompt and to the last so many tokens of the output; 0: to all
+    # tokens of the output attend to the prompt and to this number of last tokens of the output; 0: to all
     output_window: int = field(default=0, kw_only=True)
 
     def page_bytes(self, block_size: int) -> int:

@@ -35,7 +35,7 @@ class LayerSpec:
     mlp: str = "gated"  # a key of `decoder.MLPS`
     # number of positions that a token attends to, None for all; in an encoder, to each side and with its own
     window: int | None = None
-    chunk: int | None = None  # a token attends to those of its chunk of so many positions only, None without chunks
+    chunk: int | None = None  # positions per chunk: a token attends to its chunk only; None without chunks
     # a token of the output attends to the prompt and to the last so many tokens of the output, 0: to all
     output_window: int = 0
     rope: str | None = "default"  # a key of `ModelSpec.ropes`, None for no rotary embedding
@@ -53,7 +53,7 @@ class LayerSpec:
     moe: MoESpec | None = None  # the experts, which are the MLP ("moe") or stand next to it
     state: StateSpec | None = None  # of a mixer with a recurrent state, which replaces attention or stands next to it
     attends: bool = True  # whether the mixer has attention
-    # of attention beside a state (`mixers/side_by_side.py`), or of form "normed_residual"
+    # of attention next to a state (`mixers/side_by_side.py`), or of form "normed_residual"
     mixer_scales: tuple[float, ...] = ()
     # a sigmoid multiplies the attended values: one per head or, of mixer "attention" only, one per entry
     head_gate: bool = False
@@ -63,7 +63,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class MTPSpec:
-    """A head with one layer that drafts tokens (`mtp.py`). Of several heads only the first is used."""
+    """A head with one layer that drafts tokens (`mtp.py`). Only the first of several heads is used."""
 
     layer: LayerSpec
     names: tuple[tuple[str, str], ...] = ()  # parts of names of the head's tensors, and those in the files
@@ -183,8 +183,8 @@ def with_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _has_packed_weights(folder: str) -> bool:
-    """Return whether there are tensors as GPTQ and AWQ name them: a plain model may have their tools' settings beside
-    it.
+    """Return whether there are tensors as GPTQ and AWQ name them: a plain model may be accompanied by their tools'
+    settings.
     """
     return any(name.endswith(".qweight") for name, _ in _stored_tensors(folder))
 

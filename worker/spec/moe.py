@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoutingSpec:
-    """How a token's experts and their weights follow from its router logits.
+    """The choice of a token's experts and their weights by its router logits.
 
     A score per expert; the experts with the largest scores (plus correction biases, if there are any), possibly of the
     best groups of experts only; and their weights, which come from the scores without biases.

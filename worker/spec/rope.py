@@ -63,8 +63,8 @@ def read_ropes(values: dict[str, Any], raw: dict[str, Any]) -> dict[str, RopeSpe
 
 
 def read_ropes_by_kind(values: dict[str, Any], raw: dict[str, Any], local_theta: float) -> dict[str, RopeSpec]:
-    """Like `read_ropes`, for families whose windowed layers have embeddings of their own: scaling that config.json does
-    not give by kind is that of the layers with full attention.
+    """Read ropes as `read_ropes` does, for families whose windowed layers have embeddings of their own: scaling that
+    config.json does not give by kind is that of the layers with full attention.
     """
     rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     if not any(isinstance(value, dict) for value in rope.values()):

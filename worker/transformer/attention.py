@@ -378,7 +378,7 @@ def gated(attended: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def rope_view(spec: ModelSpec, kind: LayerSpec) -> View | None:
-    """How the rows of a head of q and k are rearranged at load."""
+    """Return how the rows of a head of q and k are rearranged at load."""
     if kind.rope is None:
         return None
     rope = spec.ropes[kind.rope]

@@ -76,6 +76,6 @@ class BidirectionalAttention(nn.Module):
 
 
 def _distances(start: int, stop: int, first: int, last: int, device: torch.device) -> torch.Tensor:
-    """How far keys first .. last - 1 are from queries start .. stop - 1, `[queries, keys]`."""
+    """Return how far keys first .. last - 1 are from queries start .. stop - 1, `[queries, keys]`."""
     queries = torch.arange(start, stop, device=device)
     return (queries[:, None] - torch.arange(first, last, device=device)).abs()

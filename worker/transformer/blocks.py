@@ -292,7 +292,7 @@ BLOCKS: dict[str, type[DecoderLayer]] = {
 
 
 def rounding_of(part: nn.Module) -> Rounding | None:
-    """How the first product of a part of a layer takes its inputs, if that is in 8 bits."""
+    """Return how the first product of a part of a layer takes its inputs, if that is in 8 bits."""
     readers = (getattr(part, name, None) for name in ("qkv_proj", "in_proj", "gate_up_proj", "experts"))
     found = (getattr(getattr(reader, "method", reader), "rounding", None) for reader in readers)
     return next((rounding for rounding in found if rounding is not None), None)

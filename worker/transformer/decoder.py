@@ -154,7 +154,7 @@ class Decoder(nn.Module):
             self.captured.append(stream.clone() if residual is None else stream)
 
     def keep_captured(self, max_num_tokens: int) -> None:
-        """From now on keep the streams of `captures` at addresses that recorded passes write to."""
+        """Keep the streams of `captures` at addresses that recorded passes write to."""
         weight = self.norm.weight
         self._kept = [weight.new_zeros(max_num_tokens, self.spec.hidden_size) for _ in self.captures]
         self.captured = list(self._kept)

@@ -1,4 +1,4 @@
-"""How config.json describes Mamba mixers. Torch-free."""
+"""Reading of Mamba mixers from config.json. Torch-free."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class PerLayerInputs(nn.ModuleDict):
 
 class PerLayerDecoder(Decoder):
     """A decoder whose first stage computes the per-layer inputs, because the others have no token ids. Each stage sends
-    the inputs of the layers behind it along with its hidden states.
+    the inputs of later stages along with its hidden states.
     """
 
     of_first_stage: ClassVar = (

@@ -1,4 +1,4 @@
-"""How the hidden states of a prompt become one vector: read from the files of sentence-transformers, computed in
+"""Pooling of a prompt's hidden states into one vector: read from the files of sentence-transformers, computed in
 float32.
 
 `modules.json` lists the steps after the model: Pooling (`1_Pooling/config.json`), Dense layers and Normalize. Models

@@ -40,7 +40,7 @@ class Checkpoint:
     A context manager; the files are open inside it.
     """
 
-    is_mapped: ClassVar[bool] = True  # whether what the files return are views of their mappings, and read only once
+    is_mapped: ClassVar[bool] = True  # whether the files return views of their mappings, each read only once
 
     def __init__(self, folder: str):
         self.folder = folder

@@ -153,7 +153,7 @@ def _fill_all(
         done += placement.target.nbytes
         if done - trimmed > _TRIM_EVERY or done == total:
             trimmed = done
-            huge_pages.trim()  # of what quantizing freed
+            huge_pages.trim()  # memory that quantizing freed
         if progress and (done - reported * total >= total / 100 or done == total):
             reported = done / total
             progress(reported)

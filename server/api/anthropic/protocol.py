@@ -182,7 +182,7 @@ class MessagesRequest(PromptFields, kw_only=True):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: AtLeastMinusOne | None = None
-    cache_salt: CacheSalt | None = None  # beside Anthropic's own
+    cache_salt: CacheSalt | None = None  # in addition to Anthropic's own
     speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
     return_progress: bool | None = None  # of the prompt, in comments of the stream
 

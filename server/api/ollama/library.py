@@ -108,7 +108,7 @@ class CreateRequest(_Named, kw_only=True):
 
 
 class Line(msgspec.Struct, kw_only=True):
-    """Of a download: `digest`, `total` and `completed` bytes; the last is `success`."""
+    """The progress of a download: `digest`, `total` and `completed` bytes; the last is `success`."""
 
     status: str
     digest: str | msgspec.UnsetType = msgspec.UNSET

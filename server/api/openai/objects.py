@@ -45,8 +45,8 @@ class Usage(msgspec.Struct):
 
 
 class Timings(msgspec.Struct):
-    """Where the time of a request went, by the engine's clock, under llama.cpp's names. A rate is absent where the time
-    is too short to tell, such as that of an output that came in one piece.
+    """The time of a request by its parts and the engine's clock, under llama.cpp's names. A rate is absent where the
+    time is too short to tell, such as that of an output that came in one piece.
     """
 
     cache_n: int  # prompt tokens found in the prefix cache
@@ -63,7 +63,7 @@ class Timings(msgspec.Struct):
 
     @classmethod
     def of(cls, usage: TokenUsage, timings: Sequence[RequestTiming]) -> Timings:
-        """Of all prompts and choices together, `timings` of each prompt."""
+        """Return the timings of all prompts and choices together; `timings` has one per prompt."""
         ran = [one for one in timings if one.scheduled and one.first_token]
         queued = max((one.scheduled - one.queued for one in ran), default=0.0)
         prompt = max((one.first_token for one in ran), default=0.0) - min((one.scheduled for one in ran), default=0.0)

@@ -305,7 +305,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
 
 class SpokenAnswer(msgspec.Struct, kw_only=True):
-    """What the assistant said aloud: its text, or only its id at another server."""
+    """The assistant's spoken words: its text, or only its id at another server."""
 
     id: Name | None = None
     transcript: Text | None = None
@@ -319,7 +319,7 @@ class Message(msgspec.Struct, kw_only=True):
     content: Text | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
     name: Name | None = None
     refusal: Text | None = None
-    # of the assistant: calls, the older form of one call, and what it thought, under either name
+    # of the assistant: calls, the older form of one call, and its thoughts, under either name
     tool_calls: MessageToolCalls | None = None
     function_call: CalledFunction | None = None
     reasoning: Text | None = None

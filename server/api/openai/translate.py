@@ -174,8 +174,8 @@ def _check_results(messages: list[dict[str, Any]]) -> None:
 
 
 def template_message(message: Message, path: str) -> dict[str, Any]:
-    """Return a message in the form that templates expect, text and images. Beside calls, content may be
-    None. Raises BadRequest.
+    """Return a message in the form that templates expect, text and images. Next to calls, content may be None. Raises
+    BadRequest.
     """
     if message.role not in ROLES:
         raise BadRequest(
@@ -215,7 +215,7 @@ def _calls(message: Message, path: str) -> list[dict[str, Any]]:
 
 
 def reasoning_of(body: ChatCompletionRequest) -> Reasoning:
-    """How the model shall think, in the fields of several servers. Raises BadRequest for two that differ."""
+    """Return how the model shall think, in the fields of several servers. Raises BadRequest for two that differ."""
     switch = body.reasoning or ReasoningSwitch()
     enabled = _one_of("enable_thinking", body.enable_thinking, "reasoning.enabled", switch.enabled)
     think = body.think if isinstance(body.think, bool) else None

@@ -158,7 +158,7 @@ async def _log_lines(state: needs.Engine) -> list[Line]:
 
 async def _asked(state: needs.Engine, method: Callable[[EngineCalls], object]) -> object:
     """Return the engines' reports: the kernels in use, the progress of their compilation and since when they are in
-    use, or what is in the tiers below the KV cache. None if no engine says.
+    use, or the contents of the tiers below the KV cache. None if no engine reports.
     """
     try:
         return await state.client.call(method, timeout=2.0)

@@ -35,7 +35,7 @@ _NOTHING: dict[str, tuple] = {}
 
 
 class Parameters(msgspec.Struct, kw_only=True):
-    """Of TGI."""
+    """The parameters of TGI."""
 
     max_new_tokens: NonNegative | None = None
     do_sample: bool | None = None  # false, and no temperature: greedy
@@ -63,7 +63,7 @@ class Parameters(msgspec.Struct, kw_only=True):
 
 
 class SamplingParameters(SamplingFields, kw_only=True):
-    """Of SGLang."""
+    """The parameters of SGLang."""
 
     max_new_tokens: NonNegative | None = None
     min_new_tokens: NonNegative | None = None

@@ -52,7 +52,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def recognize(self, template: str, has_token: HasToken) -> str | None:
-        """Why this chat template's models write calls in this format; None if they do not."""
+        """Return why this chat template's models write calls in this format; None if they do not."""
 
     @abstractmethod
     def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
@@ -111,7 +111,7 @@ def optional_space() -> Format:
 
 
 def separated(tags: Sequence[Format], separator: str, parallel: bool) -> Format:
-    """Return one or more tags and nothing else."""
+    """Return a format of one or more tags only."""
     return {
         "type": "tags_with_separator",
         "tags": list(tags),

@@ -67,7 +67,9 @@ class Described:
 
 
 def described(schemas: Iterable[Any], resolve: Callable[[Any], Any]) -> Described:
-    """By schemas as given, which all apply to one value, in their order. `resolve` gives what a `$ref` names."""
+    """Return the properties that `schemas`, as given, describe; they all apply to one value, in their order. `resolve`
+    returns the schema that a `$ref` names.
+    """
     found = Described()
     pending, seen = list(schemas)[::-1], set()
     while pending:
@@ -96,8 +98,8 @@ def has_parts(schema: dict[str, Any]) -> bool:
 
 
 def how_parts(schema: dict[str, Any], closing: Closing) -> Closing:
-    """How the subschemas that apply to the same value as `schema` are normalized: closed if one of them, whichever it
-    is, describes the whole object.
+    """Return how the subschemas that apply to the same value as `schema` are normalized: closed if one of them,
+    whichever it is, describes the whole object.
     """
     if closing is not Closing.CLOSED:
         return closing

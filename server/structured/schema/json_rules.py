@@ -35,7 +35,7 @@ class Rules(Protocol):
 
 
 def are_needed(schema: Schema) -> bool:
-    """For the whole normalized schema."""
+    """Return whether the whole normalized schema needs these rules."""
     return isinstance(schema, dict) and (
         _is_large(schema) or any(map(are_needed, [*_children(schema), *schema.get("$defs", {}).values()]))
     )

@@ -33,14 +33,14 @@ FORMATS = frozenset(
 )
 # keywords that validate and cannot be enforced
 REFUSED: dict[str, tuple] = {"unevaluatedItems": (True, {}), "$dynamicRef": (), "$recursiveRef": ()}
-_COMPLEMENTED = ("not", "if", "contains", "propertyNames")  # what is closed has no complement
+_COMPLEMENTED = ("not", "if", "contains", "propertyNames")  # closed schemas have no complement
 _Place = tuple[str, Closing]  # a decoded JSON pointer, and how its schema is normalized
 _APPLICATORS = ("$ref", "anyOf", "oneOf", "allOf", "if", "not", "dependentSchemas", "contains")
 
 
 def structured_output() -> dict[str, str | list[str]]:
-    """Who enforces which keywords and formats of a schema, which of them only where they can be expressed by the
-    others, and which are refused. Others are annotations.
+    """Return keyword -> enforced, partly (only where the other keywords can express it), or refused; formats likewise.
+    Others are annotations.
     """
     return {
         "library": "llguidance",

@@ -28,9 +28,9 @@ def alone(numbers: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Rank:
-    """Whose blocks a tier keeps. `gather` returns the content of a block of the rank's cache; `fingerprint` is that of
-    the model and the format, and reads parts of the model's files; `agree` reduces numbers to the least of all ranks,
-    which call it in the same order.
+    """The owner of a tier's blocks. `gather` returns the content of a block of the rank's cache; `fingerprint` is that
+    of the model and the format, and reads parts of the model's files; `agree` reduces numbers to the least of all
+    ranks, which call it in the same order.
     """
 
     config: Config
@@ -42,8 +42,8 @@ class Rank:
 
 
 class Tier(Protocol):
-    """Its class says what the tier is, `plan` whether the settings ask for it. Methods are called in the worker's
-    thread, `contains`, `read` and `touch` also in the one that reads ahead.
+    """A storage level below the KV cache. Its class describes the tier; `plan` tells whether the settings ask for it.
+    Methods are called in the worker's thread, `contains`, `read` and `touch` also in the one that reads ahead.
     """
 
     name: ClassVar[str]  # in metrics
@@ -66,7 +66,7 @@ class Tier(Protocol):
         """Open the tier of a rank, with `limit` bytes for all ranks. Raises ValueError if that is not possible."""
 
     def contains(self, keys: list[bytes]) -> list[bool]:
-        """Which of these blocks are here."""
+        """Return which of these blocks are here."""
 
     def read(self, key: bytes) -> bytes | None:
         """Return the content of a block, or None."""
@@ -86,7 +86,7 @@ class Tier(Protocol):
         """Note a use of these blocks, which are in the order of a prefix: its beginning counts as used last."""
 
     def flush(self, timeout: float) -> bool:
-        """Wait until what was offered is kept and what was removed is erased, at most `timeout` seconds."""
+        """Wait until offered blocks are kept and removed ones are erased, at most `timeout` seconds."""
         return True
 
     def stop(self) -> None:

@@ -61,7 +61,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Without those that are views of others' memory: values in a latent, layers that share the memory of another."""
+    """Return the tensors that are not views of others' memory: values in a latent, layers that share the memory of
+    another.
+    """
     found: dict[int, torch.Tensor] = {}
     for tensor in tensors:
         known = found.get(tensor.data_ptr())

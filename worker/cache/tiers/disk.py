@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = "v1"
-SEGMENT_BYTES = 4 << 20  # a file has about so many bytes of blocks
+SEGMENT_BYTES = 4 << 20  # bytes of blocks in a file, roughly
 QUEUE_BYTES = 256 << 20  # blocks that wait for the writer
 GATHER = 0.05  # seconds that the writer waits for more blocks of a file
 PAUSE = 30.0  # seconds without writes after an error
@@ -407,7 +407,7 @@ class DiskTier(Tier):
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing if it cannot be read."""
+    """Return the entries of a folder; none if it cannot be read."""
     try:
         return list(os.scandir(folder))
     except OSError:

@@ -28,7 +28,7 @@ MAX_HEADER = 16 << 20  # bytes: a longer one is not ours
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a block lies."""
+    """The location of a block."""
 
     path: Path
     offset: int

@@ -69,7 +69,7 @@ class TierStore:
         self._reader: threading.Thread | None = None
 
     def lookup(self, keys: list[bytes]) -> list[int]:
-        """Where each key is: 1 for the last tier, 2 for the one before it ..., 0: nowhere."""
+        """Return where each key is: 1 for the last tier, 2 for the one before it ..., 0: nowhere."""
         found = [0] * len(keys)
         for level, tier in enumerate(reversed(self.tiers), 1):
             found = [level if here else below for here, below in zip(tier.contains(keys), found)]
@@ -226,7 +226,7 @@ class TierStore:
                 tier.changes.clear()
 
     def watch(self) -> None:
-        """From now on `stats` tells which blocks came and left."""
+        """Add the blocks that came and left to later `stats`."""
         for tier in self.tiers:
             tier.changes = deque()
 

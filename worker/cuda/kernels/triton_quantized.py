@@ -81,7 +81,7 @@ def multiply_groups(
 
 
 def _splits(x: torch.Tensor, grid: tuple[int, int], tile: dict[str, int], num: int | None) -> Splits:
-    """Of up to `SOME_ROWS` rows: a product of more has programs enough."""
+    """Return the splits of a product of up to `SOME_ROWS` rows; one of more rows has enough programs."""
     num = 1 if num is None and len(x) > SOME_ROWS else num
     return splits_of(grid[0] * grid[1], -(-x.shape[1] // tile["DEPTH"]), tile["ROWS"] * tile["COLUMNS"], x.device, num)
 

@@ -96,7 +96,7 @@ def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nibble_pairs(stored: torch.Tensor) -> torch.Tensor:
-    """Of each 32 bytes `[b, 128]` the low halves, then the high ones: int32 `[b, 256]`."""
+    """Return the low halves of each 32 bytes `[b, 128]`, then the high ones: int32 `[b, 256]`."""
     quarters = stored.reshape(-1, 4, 1, 32)
     return torch.cat([quarters & 15, quarters >> 4], 2).flatten(1).int()
 

@@ -99,7 +99,9 @@ class Groups:
 
 
 def needs_of(group: int) -> frozenset[str]:
-    """Requirements of groups of so many columns on kernels: all kernels take 32, 64, 128 and multiples of 256."""
+    """Return the requirements on kernels of groups of `group` columns: all kernels take 32, 64, 128 and multiples of
+    256.
+    """
     return frozenset() if group in (32, 64, 128) or group % 256 == 0 else frozenset({GROUP_SIZE})
 
 

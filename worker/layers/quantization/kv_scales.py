@@ -110,7 +110,7 @@ def read_scales(folder: str, latent: bool = False) -> Scales | None:
 
 
 def _kinds(name: str, kind: str) -> str:
-    """Which scales a tensor is: "k", "v" or "kv"."""
+    """Return which scales a tensor is: "k", "v" or "kv"."""
     if kind == "output_scale":
         return "k" if name.endswith("k_proj.output_scale") else "v"
     return kind.removesuffix("_scale")

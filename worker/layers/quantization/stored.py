@@ -118,7 +118,7 @@ class Stored:
 
 
 class Scheme(ABC):
-    """How one weight is stored."""
+    """The storage of one weight."""
 
     @abstractmethod
     def tensors(self, piece: Piece) -> dict[str, Stored]:
@@ -348,7 +348,7 @@ def grouped(
 
 
 def groups_needs(group: int | None) -> frozenset[str]:
-    """`Scheme.needs` of integers in groups of so many columns, or in whole rows."""
+    """Return `Scheme.needs` of integers in groups of `group` columns, or in whole rows."""
     return frozenset() if group is None or any(group % size == 0 for size in (32, 64, 128)) else needs_of(group)
 
 

@@ -16,8 +16,8 @@ _LARGEST_EXPONENT = 88.7228391  # of e, in float32
 
 @dataclass(slots=True)
 class Breakers:
-    """Where sequences end: `single` bool `[V]` are tokens that contain a breaker; `sequences` are others, as (bool
-    `[V]` of first tokens, the tokens after them).
+    """The breakers that end sequences: `single` bool `[V]` are tokens that contain a breaker; `sequences` are others,
+    as (bool `[V]` of first tokens, the tokens after them).
     """
 
     single: torch.Tensor

@@ -74,8 +74,8 @@ class Plan:
         self.rate = num_rows / costs.without_drafts(num_rows)
 
     def take(self, probability: float, limit: int, cost: float = 0.0) -> int:
-        """How many drafts, at most `limit`, a request adds to the step. The first is right with `probability`, each
-        further one if those before it are. Making one costs `cost` steps of one token.
+        """Return how many drafts, at most `limit`, a request adds to the step. The first is right with `probability`,
+        each further one if those before it are. Making one costs `cost` steps of one token.
         """
         if limit <= 0:
             return 0
@@ -93,7 +93,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Odds:
-    """How often the drafts of one source were right for a request, tokens after a wrong one aside."""
+    """The acceptance rate of one source's drafts for a request, tokens after a wrong one aside."""
 
     right: float = 0.0
     tried: float = 0.0

@@ -41,7 +41,7 @@ def accepted(token_ids: list[int], draft: list[int]) -> list[int]:
 
 
 def num_accepted(token_ids: list[int], draft: list[int]) -> int:
-    """How many tokens of a draft are those that were sampled before them."""
+    """Return how many tokens of a draft are those that were sampled before them."""
     num = 0
     while num < len(draft) and token_ids[num] == draft[num]:
         num += 1
@@ -50,7 +50,7 @@ def num_accepted(token_ids: list[int], draft: list[int]) -> int:
 
 @dataclass(slots=True)
 class _Row:
-    """A request's drafts and what they earned."""
+    """A request's drafts and their gain."""
 
     history: History
     draft: list[int]
@@ -221,7 +221,7 @@ class Speculator:
         return num_draft, predicted
 
     def _prepare(self, rows: dict[int, _Row]) -> None:
-        """Let the grammars of rows say what they force."""
+        """Ask the grammars of rows for forced tokens."""
         num = self.speculation.num_draft
         limits = {
             number: min(num or min(row.length, STEP_DRAFTS), MAX_DRAFT)

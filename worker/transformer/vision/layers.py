@@ -226,7 +226,7 @@ class Projector(nn.Module):
 
 
 def num_used_layers(config: dict[str, Any], num_layers: int, default: int) -> int:
-    """How many of an encoder's layers compute the features that config.json selects with `vision_feature_layer`.
+    """Return how many of an encoder's layers compute the features that config.json selects with `vision_feature_layer`.
 
     Raises ValueError for a list of layers.
     """

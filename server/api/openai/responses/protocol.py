@@ -239,7 +239,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseCacheOptions(PromptCacheOptions, kw_only=True):
-    prewarm: bool | None = None  # the prompt is computed, and nothing else
+    prewarm: bool | None = None  # only the prompt is computed
 
     hints: ClassVar[dict[str, tuple]] = {"ttl": ("30m", "12h"), "comparison_response_id": ()}
 

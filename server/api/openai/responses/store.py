@@ -55,9 +55,9 @@ _RUNNING = "('queued', 'in_progress', 'cancelling')"
 
 @dataclass(slots=True)
 class Stored:
-    """A response or a conversation. body: its JSON. items: JSON of a list, the input of a response or what a
-    conversation has. events: those of a stream that can be resumed, but the last, compressed. alive: when a running one
-    was last heard of, in seconds since the epoch.
+    """A response or a conversation. body: its JSON. items: JSON of a list, the input of a response or the items of a
+    conversation. events: those of a stream that can be resumed, but the last, compressed. alive: when a running one was
+    last heard of, in seconds since the epoch.
     """
 
     id: str

@@ -88,7 +88,7 @@ def conversation(body: ResponsePrompt, history: list[InputItem]) -> Conversation
 
 
 def truncate(prompt: Conversation, body: ResponsePrompt, state: needs.Prompting, num_output: int) -> None:
-    """If the request wants it, leave out the oldest turns of `prompt`, whose images are loaded, until the context has
+    """Leave out, if the request wants it, the oldest turns of `prompt`, whose images are loaded, until the context has
     room for `num_output` more tokens. Messages before the first turn, and the last turn, stay.
     """
     if body.truncation != "auto":
