@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> list[tuple[str, Answe
             for prompt in turns[:2]:
                 ask(server, prompt)
             found.append(ask(server, turns[2]))
-            for _ in range(5):  # of nine tenths of a conversation each: three pools
+            for _ in range(5):  # with nine tenths of a conversation each: three pools
                 ask(server, [chance.randrange(100, args.vocabulary) for _ in range(9 * args.tokens // 10)])
             found.append(ask(server, turns[3]))
             time.sleep(QUIET)

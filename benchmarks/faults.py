@@ -30,7 +30,7 @@ from benchmarks.server import ROOT, Server, until
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 STOP_SECONDS = 10.0
-TCP_REPAIR = 19  # of Linux: a socket in repair mode is closed without a word to the other side
+TCP_REPAIR = 19  # on Linux: a socket in repair mode is closed without a word to the other side
 CLOCK = """
 import os, time
 real = time.time

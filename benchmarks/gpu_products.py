@@ -19,7 +19,7 @@ from quire.worker.layers.quantization.packing import E2M1_TABLE
 from quire.worker.spec.moe import MoESpec, RoutingSpec
 
 ROWS = (1, 8, 64, 1024)
-# of gpt-oss-20b and Qwen3-30B-A3B: experts, experts per token, hidden size, intermediate size, activation, biases
+# for gpt-oss-20b and Qwen3-30B-A3B: experts, experts per token, hidden size, intermediate size, activation, biases
 EXPERTS = {
     "gpt-oss-20b": (32, 4, 2880, 2880, "clamped_silu", True),
     "Qwen3-30B-A3B": (128, 8, 2048, 768, "silu", False),

@@ -164,7 +164,7 @@ KINDS = [  # found since: a 500, a killed process, a wrong refusal, or delays of
     Row("images: 66,000,000 pixels asked for", CHAT, chat(mm_processor_kwargs={"max_pixels": 66_000_000})),
     Row("chat_template: a width of 1,000,000,000", CHAT, chat(chat_template="{{ 'a'.ljust(1000000000) }}")),
 ]
-ECHOES = [  # of 30,400 positions: garbage collections of their objects are longer than other work on the loop
+ECHOES = [  # with 30,400 positions: garbage collections of their objects are longer than other work on the loop
     Row(
         "16 echoes of 1,900 tokens with 20 logprobs", TEXT, text(prompt=[[300 + i] * 1900 for i in range(16)], **SCORED)
     ),

@@ -25,11 +25,11 @@ from quire.checkpoints.library.resuming import fetch_large
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.jsonl"]
-ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "*.gguf"]  # of LoRA
+ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "*.gguf"]  # for LoRA
 MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
 # other precisions and formats of the same weights; folders like 1_Pooling are sentence-transformers' steps
 UNUSED_FILES = ["[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]*/*.txt", "consolidated*"]
-DEFAULT_QUANTIZATION = "Q4_K_M"  # of a repository of GGUF files
+DEFAULT_QUANTIZATION = "Q4_K_M"  # for a repository of GGUF files
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Progress = Callable[[str, float], None]

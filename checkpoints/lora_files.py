@@ -26,7 +26,7 @@ class LoraMatrices:
     out_features: int
     scale: float
     num_experts: int | None = None  # None: of one weight
-    index: int | None = None  # of tensors of all experts, [E, rank, in] and [E, out, rank]
+    index: int | None = None  # for tensors of all experts, [E, rank, in] and [E, out, rank]
     swapped: bool = False  # rows of B are in llama.cpp's order of the pairs of a rotary embedding
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.checkpoints.reading import read_object
 
-# of the module Transformer, under the names that versions of the library have given it
+# for the module Transformer, under the names that versions of the library have given it
 TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")

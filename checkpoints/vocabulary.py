@@ -33,6 +33,6 @@ def _tokens(path: Path) -> dict[int, str] | None:
     vocab = content.get("model", {}).get("vocab", {})
     if isinstance(vocab, dict):
         tokens = {i: token for token, i in vocab.items()}
-    else:  # of Unigram: [token, score]
+    else:  # for Unigram: [token, score]
         tokens = {i: pair[0] for i, pair in enumerate(vocab)}
     return tokens | {added["id"]: added["content"] for added in content.get("added_tokens", ())}

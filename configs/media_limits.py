@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-MAX_IMAGES = 32  # of a prompt by default
+MAX_IMAGES = 32  # per prompt by default
 _MODALITIES = ("image", "video", "audio")  # vLLM's
 _SIZES = ("width", "height", "num_frames", "length")  # by which vLLM plans memory
 

@@ -26,7 +26,7 @@ from quire.configs.peers.table import rows
 logger = logging.getLogger("quire")
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
-NEAR = 0.8  # of 1: the likeness of names that are typing errors
+NEAR = 0.8  # least likeness, at most 1, of names that are typing errors
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

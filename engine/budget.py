@@ -11,7 +11,7 @@ from quire.engine.shares import LEAD, Shares, parts_of_prompts
 from quire.engine.step import Step
 
 STEP_SECONDS = 0.12  # that a step should take while several tenants send requests
-LEAST_TOKENS = 96  # of prompts in such a step: with fewer, a CPU computes much less per second
+LEAST_TOKENS = 96  # for prompts in such a step: with fewer, a CPU computes much less per second
 MIXED_SECONDS = 60.0  # after a request of another tenant than the one before, when the next one is likely
 _NEW = 0.3  # weight of the newest step in the measured speed
 
@@ -22,8 +22,8 @@ class StepBudget:
     def __init__(self, most: int, whole_prompts: bool, shares: Shares):
         self.most, self.whole_prompts, self._shares = most, whole_prompts, shares
         self.pace, self.background = Pace(), Background()
-        self.tokens = most  # of the step being scheduled
-        self._parts: dict[str, int] = {}  # of a short step, for prompts of each tenant
+        self.tokens = most  # for the step being scheduled
+        self._parts: dict[str, int] = {}  # for a short step, for prompts of each tenant
 
     def start_step(self, num_running: int) -> None:
         limit = self.most if self.whole_prompts else self.pace.limit(self.most)
@@ -47,7 +47,7 @@ class StepBudget:
         budget = min(budget, self._parts.get(request.tenant, budget))
         if request.background:
             budget = min(budget, self.background.budget)
-        if budget > 0 and self.whole_prompts:  # of a background request, too, which would starve otherwise
+        if budget > 0 and self.whole_prompts:  # for a background request, too, which would starve otherwise
             budget = self.most - num_scheduled
             return budget if request.num_tokens <= budget else 0
         return max(budget, 0)
@@ -68,7 +68,7 @@ class Pace:
     def __init__(self) -> None:
         self._last_end = 0.0  # time.monotonic() of the last results
         self._seconds = 0.0  # measured, per token of a prompt; 0: unknown
-        self._tenant: str | None = None  # of the last request
+        self._tenant: str | None = None  # for the last request
         self._mixed_at = -math.inf  # time.monotonic() of the last request of another tenant than the one before
 
     def note_request(self, tenant: str) -> None:

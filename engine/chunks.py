@@ -18,7 +18,7 @@ class Chunks:
 
     def __init__(self, kv: KVCacheManager, images: EncoderCache, threshold: int, whole_images: bool):
         self.kv, self.images, self.threshold, self.whole_images = kv, images, threshold, whole_images
-        self._scored_room = SCORED_CHUNK  # of the step being scheduled
+        self._scored_room = SCORED_CHUNK  # for the step being scheduled
 
     def start_step(self) -> None:
         """Call this before scheduling a step."""

@@ -97,7 +97,7 @@ class EngineCore:
         Raises RuntimeError if a worker process died while the engine slept.
         """
         if not self.in_flight and not self.scheduler.requests:
-            run_due([self.stats], self.is_idle)  # of the last step, before a sleep
+            run_due([self.stats], self.is_idle)  # for the last step, before a sleep
             if self.socket.wait(seconds_until_due(self.chores, self.is_idle)):
                 raise RuntimeError("a worker process died")
         for client, message in self.socket.receive():

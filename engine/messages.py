@@ -126,7 +126,7 @@ class AddRequest(_Message):
     ] = []  # images of the prompt, by offset; the server keeps their features until the last output
     tenant: str = ""  # who shares the engine with others (`engine/shares.py`)
     weight: float = 1.0  # the tenant's share, above 0
-    adapters: list[LoraUse] = []  # of LoRA; what they add is summed
+    adapters: list[LoraUse] = []  # LoRA adapters, whose products are summed
     report_prefill: bool = False  # outputs without tokens tell how much of the prompt is computed
     # tenant/name of the conversation whose blocks are kept before others' for `cache_seconds`; without a name, how the
     # prompt begins stands for it
@@ -256,7 +256,7 @@ class Progress(_Message):
 
     # "starting", "loading weights", "profiling memory", "allocating KV cache", "recording CUDA graphs", "warming up"
     phase: str
-    fraction: float  # of this phase, 0 to 1
+    fraction: float  # for this phase, 0 to 1
 
 
 class Ready(_Message):

@@ -35,7 +35,7 @@ class ModelInfo:
     priorities: bool  # whether the scheduler uses them
     pooling: PoolingInfo | None = None  # None: it makes no embeddings
     keeps_states: bool = False  # whether layers have recurrent states, whose checkpoints are sparse
-    other_defaults: dict[str, Any] = field(default_factory=dict)  # of sampling, where the model's files have none
+    other_defaults: dict[str, Any] = field(default_factory=dict)  # for sampling, where the model's files have none
     preset: Preset = field(default_factory=Preset)
     transcribes: bool = False  # it writes what it hears, and answers no prompt
 

@@ -24,7 +24,7 @@ _RETRY_AFTER = {
 }
 _IN_EVERY_BODY = msgspec.json.schema_components([TimeLimit])[1]["TimeLimit"]["properties"]
 _PARAMETER = re.compile(r"{(\w+)(?::path)?}")
-_RAISES = re.compile(r"\s*\bRaises\b.*?\.(?=\s|$)", re.DOTALL)  # of docstrings: for readers of the code
+_RAISES = re.compile(r"\s*\bRaises\b.*?\.(?=\s|$)", re.DOTALL)  # in docstrings: for readers of the code
 _SENTENCE = re.compile(r".+?\.(?=\s|$)", re.DOTALL)
 EXAMPLES = Path(__file__).with_name("examples.json")  # tools/api_examples.py writes them
 _PARAMETERS = {

@@ -27,7 +27,7 @@ def make_folder(base: Path, prefix: str) -> tuple[Path, int]:
 def remove_abandoned(base: Path, prefix: str) -> None:
     """Remove the folders of this user's processes that have ended without doing so."""
     for folder in base.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # of another user, or removed by another process just now
+        with contextlib.suppress(OSError):  # another user's, or removed by another process just now
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             mark = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)

@@ -62,7 +62,7 @@ class ServerState:
     formats: Formats | None = None  # known with the tokenizer
     client: EngineHandle | None = None
     metrics: MetricsSink | None = None
-    details: LazyDetails | None = None  # of the model's files; known with the tokenizer
+    details: LazyDetails | None = None  # for the model's files; known with the tokenizer
     ready: Ready | None = None  # None while loading, and again while a new engine starts
     stats: EngineStats = field(default_factory=EngineStats)  # the engine's latest gauges
     draining: bool = False
@@ -86,7 +86,7 @@ class ServerState:
     batches: Batches | None = None  # with --batch-dir
     responses: Responses | None = None  # set with the routes
     pulls: Pulls = field(default_factory=Pulls)  # downloads that clients asked for
-    history: History = field(default_factory=History)  # of the metrics
+    history: History = field(default_factory=History)  # for the metrics
     streams: Streams = field(default_factory=Streams)
     images: Images = None  # made from the settings
     speech: Speech = None  # the same

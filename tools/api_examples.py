@@ -28,10 +28,10 @@ from quire.server.openapi import EXAMPLES
 from tools.site.endpoints import HELLO, SECTIONS, Example, lookup
 
 TIMEOUT, START_TIMEOUT = 60.0, 600.0  # seconds
-MOST_NUMBERS, MOST_ENTRIES, MOST_TEXT, MOST_LINES = 8, 2, 400, 30  # of lists, texts and streams in an answer
+MOST_NUMBERS, MOST_ENTRIES, MOST_TEXT, MOST_LINES = 8, 2, 400, 30  # for lists, texts and streams in an answer
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the servers are on this machine
 LINE = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": HELLO, "max_tokens": 8}}
-FRAME = "quire-example"  # of the parts of an upload
+FRAME = "quire-example"  # for the parts of an upload
 UPLOAD = (
     f'--{FRAME}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     f'--{FRAME}\r\nContent-Disposition: form-data; name="file"; filename="requests.jsonl"\r\n\r\n'

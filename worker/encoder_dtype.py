@@ -25,7 +25,7 @@ from quire.worker.weights.gguf_tensors import read_tensor
 from quire.worker.weights.loader import load_weights
 
 MOST_DISTANCE = 1e-3  # 1 - cosine
-MIN_BYTES = 32 << 20  # of the files; a smaller model takes no less time in bfloat16
+MIN_BYTES = 32 << 20  # for the files; a smaller model takes no less time in bfloat16
 _MEMORY_SHARE = 4  # the weights in both types may take 1 / 4 of the memory that is available
 _LENGTHS = 8, 32, 96, 256  # tokens of the texts
 

@@ -86,7 +86,7 @@ class SamplerChain(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     the request are among them.
     """
 
-    order: tuple[str, ...]  # of SAMPLERS
+    order: tuple[str, ...]  # for SAMPLERS
     typical_p: float = 1.0  # 1 is off
     top_n_sigma: float = 0.0  # 0 is off
     xtc_probability: float = 0.0
@@ -170,7 +170,7 @@ class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     """
 
     task: str = "embed"
-    num_dimensions: int = 0  # of an embedding: the first ones are kept; 0 keeps all
+    num_dimensions: int = 0  # for an embedding: the first ones are kept; 0 keeps all
     normalize: bool = False  # scale an embedding to length 1, after the cut
     second_start: int = 0  # index of the first token of a pair's second text, 0 for one text
 
@@ -178,12 +178,12 @@ class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
 class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The results of a model for requests with `PoolingParams`."""
 
-    tasks: list[str]  # of PoolingParams.task
+    tasks: list[str]  # for PoolingParams.task
     method: str  # how the hidden states of the prompt become one vector, see `worker/transformer/pooling.py`
-    num_dimensions: int  # of an embedding
+    num_dimensions: int  # for an embedding
     normalize: bool = True  # whether an embedding is scaled to length 1 by default
-    labels: list[str] = []  # of the classifier
-    activation: str = "softmax"  # of the classifier by default: softmax, sigmoid or identity
+    labels: list[str] = []  # for the classifier
+    activation: str = "softmax"  # for the classifier by default: softmax, sigmoid or identity
     generates: bool = True  # whether the model can also generate text
     template: bool = False  # a cross-encoder whose chat template joins a query and a document
     prompt: str = ""  # precedes every text by default; with `template` it is a system message
@@ -389,8 +389,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     graphs: int = 0  # estimate of what CUDA graphs will need
     states: int = 0  # recurrent states of running requests and checkpoints of them, in addition to `kv_cache`
     images: int = 0  # estimate of the embeddings of images that are kept, and of what one encoder batch needs
-    adapters: int = 0  # of LoRA, as many as may be loaded
-    offload: int = 0  # of blocks that leave the pool, where the device's memory is the RAM
+    adapters: int = 0  # for LoRA, as many as may be loaded
+    offload: int = 0  # for blocks that leave the pool, where the device's memory is the RAM
     shares_ram: bool = False  # the device's memory is the machine's RAM
 
 
@@ -541,7 +541,7 @@ class SlotReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
     size: int  # bytes of the file; below 0: it failed
     note: bytes = b""  # that was restored
-    keys: list[bytes] = []  # of the file's blocks, for `TierCalls.load`
+    keys: list[bytes] = []  # for the file's blocks, for `TierCalls.load`
 
 
 class SlotCalls(Protocol):

@@ -179,7 +179,7 @@ class ModelRunner:
             num_pages = len(state_layers(model)[0].pages[0])
             self.spare_states = SpareStates(model, table, num_pages - num_spares, num_spares)
         self.sampler = sampler or Sampler(table, platform)
-        self.measurement: Measurement | None = None  # of the costs of drafts
+        self.measurement: Measurement | None = None  # for the costs of drafts
         self._unsettled: deque[Output] = deque()  # steps whose tokens the speculator may not have seen
         self.speculator = None
         if speculation is not None and self.stage.last:

@@ -23,7 +23,7 @@ class GgufArchitecture:
     one weight for q, k and v.
     """
 
-    architecture: str  # of config.json
+    architecture: str  # in config.json
     model_type: str
     settings: Callable[[Metadata], Settings] = lambda metadata: {}
     names: Mapping[str, str] = field(default_factory=lambda: PRE)

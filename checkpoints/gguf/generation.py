@@ -19,7 +19,7 @@ _ENDS = frozenset(
         "<|repo_name|>", "<fim-repo>", "<REPO>", "<|file_sep|>",
     )
 )  # fmt: skip
-_CONTROL = 3  # of tokenizer.ggml.token_type
+_CONTROL = 3  # in tokenizer.ggml.token_type
 # a text that ends no answer in a vocabulary with all of the others
 _UNLESS = (
     ("<|end|>", {"<|return|>", "<|call|>"}),  # harmony: it ends a message
@@ -61,7 +61,7 @@ def ends(metadata: Mapping[str, Any]) -> list[int]:
     tokens, types = metadata.get("tokenizer.ggml.tokens") or [], metadata.get("tokenizer.ggml.token_type") or []
     known = {text: i for i, text in enumerate(tokens) if text in _ENDS}
     if "</s>" in known and types and types[known["</s>"]] != _CONTROL:
-        del known["</s>"]  # of HTML
+        del known["</s>"]  # an HTML tag
     for text, others in _UNLESS:
         if others <= known.keys():
             known.pop(text, None)

@@ -324,7 +324,7 @@ def _changes_nothing(suffix: str, value: Any, known: Key, kind: str, config: Map
     if suffix in ("attention.value_length", "attention.value_length_swa", "rope.dimension_count_swa"):
         return bool(config.get("kv_lora_rank")) or value in (_head_dim(config), config.get("global_head_dim"))
     if suffix == "expert_used_count" and not config.get("num_experts"):
-        return True  # of no experts
+        return True  # a count of 0 experts
     if suffix == "rope.freq_base_swa":
         return _is_close(value, config.get("rope_theta", 0.0))
     if suffix == "attention.scale":

@@ -68,7 +68,7 @@ _LAYER = {
     "laurel_r": "laurel.linear_right",
     "laurel_post_norm": "laurel.post_laurel_norm",
 }
-# of a layer that drafts tokens, by the decoder's names of its parts (`worker/transformer/mtp.py`)
+# for a layer that drafts tokens, by the decoder's names of its parts (`worker/transformer/mtp.py`)
 _DRAFTING = {
     "nextn.eh_proj": "fc",
     "nextn.enorm": "pre_fc_norm_embedding",
@@ -80,7 +80,7 @@ PRE = {"ffn_norm": "post_attention_layernorm", "post_attention_norm": "post_atte
 POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 SANDWICH = POST | {"ffn_norm": "pre_feedforward_layernorm"}
 AFTER = {"attn_output_norm": "post_attention_layernorm", "layer_output_norm": "post_feedforward_layernorm"}
-# of Gemma 4's layers with experts next to the MLP
+# for Gemma 4's layers with experts next to the MLP
 MIXED = SANDWICH | {
     "ffn_gate_inp": "router.proj",
     "ffn_gate_inp.scale": "router.scale",
@@ -109,7 +109,7 @@ def tensor_name(name: str, own: Mapping[str, str], num_layers: int | None = None
     depend on the architecture. Layers from `num_layers` on draft tokens. Tensors that it does not know keep the last
     parts of their name.
     """
-    if name.endswith(".exp_probs_b"):  # of Hunyuan 3, written without an end
+    if name.endswith(".exp_probs_b"):  # for Hunyuan 3, written without an end
         name += ".bias"
     if re.fullmatch(r"blk\.\d+\.\w+", name):  # ssm_a and ssm_d, norms of Falcon-H1 and PLaMo
         name += ".weight"

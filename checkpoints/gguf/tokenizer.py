@@ -79,7 +79,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     split = find_split(metadata.get("tokenizer.ggml.pre", "default"))
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = read_merges(metadata)
-    if "tokenizer.ggml.merges" not in metadata:  # of tiktoken, whose ids are the ranks
+    if "tokenizer.ggml.merges" not in metadata:  # for tiktoken, whose ids are the ranks
         merges = merges_by_score(vocabulary, [-float(i) for i in range(len(tokens))])
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.whole_words))
     if split.nfc:

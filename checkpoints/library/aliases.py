@@ -79,7 +79,7 @@ def remove(name: str) -> bool:
 def _read() -> dict[str, Any]:
     try:
         found = json.loads(path().read_text(encoding="utf-8"))
-    except (FileNotFoundError, PermissionError):  # of another user: its names are not ours
+    except (FileNotFoundError, PermissionError):  # another user's: its names are not ours
         return {}
     except ValueError:
         found = None

@@ -33,7 +33,7 @@ MAX_SEEN = 1 << 16  # hashes of blocks, of a model in which no group keeps all b
 class _Mark:
     request: Request
     position: int  # in the batch
-    num_tokens: int  # of the chunk before it
+    num_tokens: int  # for the chunk before it
     block: int  # the index of the block that ends at it
     key: bytes
     sparse: bool
@@ -47,7 +47,7 @@ class Checkpoints:
         self.pool, self.block_size, self.tags, self.finds_shared = pool, block_size, tags, finds_shared
         # state pages that the step being scheduled writes; visible to other requests from the next step on
         self.pending: dict[int, tuple[bytes, Request, int]] = {}  # key, whose state it is, index of its last block
-        self._marks: list[_Mark] = []  # of the step being scheduled
+        self._marks: list[_Mark] = []  # for the step being scheduled
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def clear(self) -> None:

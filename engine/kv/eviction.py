@@ -38,7 +38,7 @@ class EvictionOrder:
         self._num_taken = 0
         self.hot: set[int] = set()
         self.sparse: set[int] = set()
-        self.levels: dict[int, int] = {}  # of pages to keep
+        self.levels: dict[int, int] = {}  # for pages to keep
         self.clear()
 
     def clear(self) -> None:

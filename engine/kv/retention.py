@@ -29,7 +29,7 @@ TOOLS_SECONDS = 600.0
 class _Kept:
     until: float  # time.monotonic()
     level: int
-    hashes: dict[bytes, None] = field(default_factory=dict)  # of the conversation's blocks, from its beginning
+    hashes: dict[bytes, None] = field(default_factory=dict)  # for the conversation's blocks, from its beginning
     rest: dict[bytes, None] = field(default_factory=dict)  # beyond the quota: freed with the others, and not kept
 
 

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 POLL_SECONDS = 1.0  # between looks at batches that other processes add and cancel
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0  # after a failure: doubled with each one
-# of a line that a ready server answers by 503, and of a batch that cannot be read or written: more than five minutes
+# for a line that a ready server answers by 503, and for a batch that cannot be read or written: more than five minutes
 MAX_ATTEMPTS = 10
 MAX_RUNNING = 256  # lines at once, whatever the engine could take
 _EXPIRED = b'{"code":"batch_expired","message":"The completion window ended before this request ran."}'

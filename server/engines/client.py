@@ -45,7 +45,7 @@ T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 _MESSAGES_PER_TURN = 64  # messages read before other tasks of the event loop run
-_BYTES_PER_TURN = 2**16  # of log-probabilities, mostly
+_BYTES_PER_TURN = 2**16  # for log-probabilities, mostly
 _RECONNECT_MS = 20  # between attempts while the engine's socket does not exist yet
 _LEAVING = 4  # messages from the engine within which it may still run a request whose client left
 
@@ -312,7 +312,7 @@ class EngineClient:
             (entry for entry in self._open.values() if entry.sent),
             key=lambda entry: (entry.prompt.request.background, entry.prompt.request.priority),
         )
-        # of each tenant, because the engine serves tenants in turns (`engine/shares.py`)
+        # for each tenant, because the engine serves tenants in turns (`engine/shares.py`)
         before: Counter[str] = Counter()
         suspects = []
         for entry in sent:

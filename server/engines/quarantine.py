@@ -69,7 +69,7 @@ class Quarantine:
         if suspect.num_solo_deaths < self.num_needed:
             self._groups.appendleft([suspect])
             return
-        self.culprit = suspect  # of the earlier deaths too
+        self.culprit = suspect  # also for the earlier deaths
         for group in self._groups:
             for one in group:
                 one.num_crashes = one.num_solo_deaths = 0

@@ -47,8 +47,8 @@ class Generation:
         self._metrics: EngineMetrics | None = None  # once an engine is chosen
         self._stream: OutputStream | None = None
         self._choices: dict[str, _Choice] = {}  # the unfinished ones, by their engine request
-        self._num_output_tokens = 0  # of the longest finished choice
-        self._rest: EngineOutput | None = None  # of a pile
+        self._num_output_tokens = 0  # for the longest finished choice
+        self._rest: EngineOutput | None = None  # for a pile
 
     @property
     def client(self) -> EngineHandle:

@@ -46,7 +46,7 @@ class PoolingSpec:
     cache_seconds: float = 0.0
     tenant: str | None = None
     background: bool = False  # yields to every request that is not; no limit of the queue counts it
-    adapters: list[Chosen] = field(default_factory=list)  # of LoRA
+    adapters: list[Chosen] = field(default_factory=list)  # for LoRA
     prompt_param: str = "input"
 
 

@@ -30,7 +30,7 @@ logger = logging.getLogger("quire.structured")
 NUM_PROCESSES = 3
 PER_TENANT = 2  # processes that work for one tenant at once: the others' structures find a free one
 MAX_WAITING = 256  # structures of one tenant that wait for a process
-CACHE_BYTES = 2**24  # of structures and their grammars
+CACHE_BYTES = 2**24  # for structures and their grammars
 RETRY_AFTER = 10  # seconds
 WARM_AFTER = 5.0  # seconds from the start of a server, which has other work until then
 _ANY_LETTER = Structure(kind="regex", value="[a-z]", param="")

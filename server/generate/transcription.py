@@ -25,7 +25,7 @@ from quire.server.request.delta import Delta
 from quire.server.request.generation_request import Attached, GenerationRequest
 
 PARALLEL = 8  # pieces of one request at once
-TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the attempts
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # for the attempts
 MOST_COMPRESSION, LEAST_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6  # Whisper's thresholds
 PERHAPS_NO_SPEECH = 0.3  # the same after attempts of which none is likely: steady noise has 0.4
 _MOST_BEFORE = 224  # tokens of text before the audio, at most half of the context

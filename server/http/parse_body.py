@@ -27,8 +27,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 MAX_NESTING = 64  # levels of JSON that is passed to templates
 MAX_FIELDS = 256  # per object
 MAX_MEMBERS = 2**16  # per body, over all objects; decoding them holds the interpreter for about 20 ms
-_MAX_BYTES = {"chat_template_kwargs": MAX_TEMPLATE_KWARGS_BYTES, "tools": 2**20, "functions": 2**20}  # of JSON
-# of every body: `cache_hint.py`, `time_limit.py`
+_MAX_BYTES = {"chat_template_kwargs": MAX_TEMPLATE_KWARGS_BYTES, "tools": 2**20, "functions": 2**20}  # as JSON
+# for every body: `cache_hint.py`, `time_limit.py`
 EVERYWHERE = frozenset({"prompt_cache_key", "prompt_cache_retention", "session_id", "timeout"})
 _NEUTRAL_BYTES = 64  # maximum length of a neutral value of an unsupported field
 _SHOWN_BYTES = 2**16  # longer bodies are not searched for the value to show in an error

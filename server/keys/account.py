@@ -47,7 +47,7 @@ class Account:
     key: Key | None
     requests: Sequence[GenerationRequest]
     route: str
-    headers: Mapping[str, str]  # of the request
+    headers: Mapping[str, str]  # for the request
     preparation: float = 0.0  # seconds from its arrival until it was accepted
     num_waiting: int = 0  # choices waiting for a first token, limited per key
     finish_reasons: set[str] = field(default_factory=set)

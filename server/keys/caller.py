@@ -33,7 +33,7 @@ class Caller:
 
     # the connection (`RequestBoundary`), or the runner of batches; the body's or a header's id replaces `request_id`
     request_id: str
-    address: str = ""  # of the client
+    address: str = ""  # for the client
     arrived: float | None = None  # time of the event loop; None without a connection
     background: bool = False  # a line of a batch
     # the API key (`ApiKeys`)
@@ -43,7 +43,7 @@ class Caller:
     # the body (`use_body`)
     hint: CacheHint | None = None
     timeout: float | None = None  # seconds that the client gives it
-    ignored: Ignored | None = None  # what of the body has no effect
+    ignored: Ignored | None = None  # fields of the body without effect
     # admission, which the end of the answer settles
     priority: int = 0
     num_reserved: int = 0  # choices in `queue`

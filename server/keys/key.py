@@ -27,7 +27,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_queued_requests: Limit | None = None  # choices that wait, per frontend, while the server is full
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None  # prompt and output
-    tokens_per_day: Limit | None = None  # of a day in UTC
+    tokens_per_day: Limit | None = None  # for a day in UTC
     models: list[str] | None = None  # names that it may ask for; None: all
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0  # its share of a busy server, relative to other keys
     max_priority: int | None = None  # the lowest `priority` that it may ask for: lower ones run first

@@ -22,7 +22,7 @@ class Adapter:
     """An adapter under a name. Requests refer to it, and keep its files until they have ended."""
 
     name: str
-    id: int  # of llama.cpp's API: the place on the command line among those served, then the order of loading
+    id: int  # for llama.cpp's API: the place on the command line among those served, then the order of loading
     source: Path
     snapshot: Snapshot
     parent: str | None  # the base model's name, if it was given
@@ -48,7 +48,7 @@ class Served:
     def __init__(self, enabled: bool):
         self.enabled = enabled
         self.loaded: dict[str, Adapter] = {}
-        self.default_scales: dict[str, float] = {}  # of requests for the base model, set by /lora-adapters
+        self.default_scales: dict[str, float] = {}  # for requests for the base model, set by /lora-adapters
         self._snapshots = Snapshots()
 
     def close(self) -> None:

@@ -18,10 +18,10 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_SCANS = 100
 _SCAN = b"\xff\xda"
 WHITE = (255, 255, 255)
-# of the decoded image, the one in RGB and intermediate ones; Pillow takes 4 for RGB and RGBA
+# for the decoded image, the one in RGB and intermediate ones; Pillow takes 4 for RGB and RGBA
 _BYTES_PER_PIXEL, _OTHER_BYTES = {"RGB": 12, "L": 8, "1": 8}, 20
 _STRIP_PIXELS = 2**16  # per image of numbers, converted at once
-# of damaged files, for the log of a program that opened them itself; Python would remember each text
+# for damaged files, for the log of a program that opened them itself; Python would remember each text
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 

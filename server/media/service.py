@@ -39,10 +39,10 @@ T = TypeVar("T")
 MAX_WAITING = 256  # prompts whose images wait or are being preprocessed
 MAX_NAMES = 2**14  # uuids that are remembered
 NUM_THREADS = min(4, os.cpu_count() or 1)
-MAX_BYTES = 2**30  # of images while they are decoded and preprocessed, all together
-# of an image while it becomes features: Qwen's 28 x 28 pixels, Gemma's 56 x 56, as bytes and twice as floats
+MAX_BYTES = 2**30  # for images while they are decoded and preprocessed, all together
+# for an image while it becomes features: Qwen's 28 x 28 pixels, Gemma's 56 x 56, as bytes and twice as floats
 _BYTES_PER_TOKEN = 56 * 56 * 3 * 9
-_SIDES = (28, 112, 336, 512, 896, 1024, 1536, 2048, 3072, 4096, 8192)  # of images, to find the most tokens of one
+_SIDES = (28, 112, 336, 512, 896, 1024, 1536, 2048, 3072, 4096, 8192)  # for images, to find the most tokens of one
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Images:
         self._num_waiting = 0
         self.may_enlarge = False  # whether options of a request may make images larger: offline they are our own
         self._most: int | None = None  # tokens of an image by the server's settings
-        self._mutex = threading.Lock()  # of what follows
+        self._mutex = threading.Lock()  # guards the fields below
         self._contents: OrderedDict[tuple[str | None, str], bytes] = OrderedDict()  # (tenant, uuid) -> digest
         self.num_images = self.num_hits = 0
 

@@ -71,7 +71,7 @@ class SamplingParams(SamplingFields, kw_only=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
-    extra_args: dict[str, Any] | None = None  # of the processor for DeepSeek-OCR: ngram_size, window_size ...
+    extra_args: dict[str, Any] | None = None  # for the processor for DeepSeek-OCR: ngram_size, window_size ...
 
     def __post_init__(self) -> None:
         for name, value in NEUTRAL.items():

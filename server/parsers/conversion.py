@@ -12,7 +12,7 @@ from quire.server.parsers.model_json import NUMBER, WORDS, json_string
 from quire.server.values import Json
 
 _QUOTE = re.compile("[\"']")
-_MAX_DEPTH = 16  # of references and alternatives in a schema
+_MAX_DEPTH = 16  # nested references and alternatives in a schema
 _NAMES = {
     str: "string",
     bool: "boolean",

@@ -55,13 +55,13 @@ class JsonWriter:
     def __init__(self, emit: Callable[[str], None], only_objects: bool = False):
         self._emit = emit
         self._only_objects = only_objects
-        self._out: list[str] = []  # of this push
+        self._out: list[str] = []  # for this push
         self._pending: list[str] = []  # brackets, keys and separators before a value
         self._closers: list[str] = []
-        self._num_closers = 0  # of the brackets that were handed out
+        self._num_closers = 0  # for the brackets that were handed out
         self._expects = "value"  # "key", "colon" or "next" (a comma or a closing bracket)
         self._after_opening = self._after_comma = False
-        self._quote = ""  # of the string that is being read
+        self._quote = ""  # for the string that is being read
         self._is_key = False
         self._rest = ""  # an escape or atom that may go on
         self.begun = False  # something was handed out

@@ -136,7 +136,7 @@ class Illustrated:
 
     text: str
     leases: list[Lease]
-    owners: list[tuple[int, int] | None]  # of each image token in `text`: its image, and how often it is repeated
+    owners: list[tuple[int, int] | None]  # for each image token in `text`: its image, and how often it is repeated
     token: str
     token_id: int
 

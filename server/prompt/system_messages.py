@@ -22,7 +22,7 @@ def fit_system_messages(messages: list[dict[str, Any]], template: ChatTemplate) 
     if (begin < 2 and not is_late) or template.takes_systems_anywhere:
         return messages
     out = [reduce(_joined, messages[:begin])] if begin else []
-    was_system = False  # of the last message
+    was_system = False  # for the last message
     for message in rest:
         role, is_system = message["role"], message["role"] in _ROLES
         if out and out[-1]["role"] == "user" and (is_system or (was_system and role == "user")):

@@ -28,7 +28,7 @@ class Tool:
     parameters: dict[str, Any] | None = None  # JSON Schema of the arguments; None: an object without properties
     strict: bool = False  # the arguments are valid against `parameters`
     custom: bool = False
-    grammar: tuple[Literal["lark", "regex"], str] | None = None  # of a custom tool's text
+    grammar: tuple[Literal["lark", "regex"], str] | None = None  # for a custom tool's text
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool as templates expect it. They know functions only: a custom tool is one with a text as

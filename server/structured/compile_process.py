@@ -26,7 +26,7 @@ from quire.server.structured.structure import BEST_EFFORT, Answer, Structure, de
 from quire.server.structured.to_lark import to_lark
 from quire.server.values import Json
 
-MAX_SECONDS = 4.0  # of CPU time for one structure, whatever else the machine does
+MAX_SECONDS = 4.0  # for CPU time for one structure, whatever else the machine does
 MAX_MEMORY = 2 << 30  # bytes of address space
 MAX_ATTEMPTS = 50  # compilations to find the place of an error
 

@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-MAX_DEPTH = 200  # of parentheses
+MAX_DEPTH = 200  # nested parentheses
 MAX_CHAR = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 
-Ranges = tuple[tuple[int, int], ...]  # of characters: sorted, apart
+Ranges = tuple[tuple[int, int], ...]  # ranges of characters: sorted, apart
 
 
 class GrammarError(ValueError):

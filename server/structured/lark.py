@@ -45,10 +45,10 @@ class Builder:
 
     specials: Mapping[str, int]
     eos_ids: Sequence[int] = ()
-    json_options: Mapping[str, Any] = field(default_factory=dict)  # of llguidance
+    json_options: Mapping[str, Any] = field(default_factory=dict)  # for llguidance
     close: bool = True  # objects that a schema describes
     lines: list[str] = field(default_factory=list)
-    grammars: list[dict[str, str]] = field(default_factory=list)  # of the user, with names of their own
+    grammars: list[dict[str, str]] = field(default_factory=list)  # the user's, with names of their own
     schemas: list[tuple[str, Json]] = field(default_factory=list)  # with their places for errors
     _names: int = 0
     _special_pattern: re.Pattern[str] | None = None

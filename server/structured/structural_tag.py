@@ -62,7 +62,7 @@ class _Translation:
 
     def __init__(self, builder: Builder):
         self.builder = builder
-        self.place = ""  # of the arguments that are translated, for errors
+        self.place = ""  # for the arguments that are translated, for errors
         self.definitions: dict[str, Any] = {}  # in the schema of these arguments
 
     def format(self, node: Json, path: str, end: str | int | None, depth: int) -> str:

@@ -27,8 +27,8 @@ from quire.server.values import Json
 
 # same text as in transformers, so that a template that inspects it behaves the same
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-MAX_SECONDS, MAX_OWN_SECONDS = 1.0, 5.0  # of CPU time, for a template sent with a request and for the model's own
-MAX_OWN_CHARS = 2**27  # of text that the model's own template writes; another writes at most MAX_CHARS
+MAX_SECONDS, MAX_OWN_SECONDS = 1.0, 5.0  # for CPU time, for a template sent with a request and for the model's own
+MAX_OWN_CHARS = 2**27  # for text that the model's own template writes; another writes at most MAX_CHARS
 _SHOWN_LINE = 200  # characters of a template's line in an error
 _IMAGE_PARTS: tuple[dict[str, Any], ...] = ({"type": "image"}, {"type": "image_url", "image_url": {"url": ""}})
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read the first

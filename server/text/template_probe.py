@@ -40,7 +40,7 @@ class ToolSupport:
     tools: bool  # prints the tools
     calls: bool  # prints calls and their results, or results only: these templates leave calls out
     arguments_as_object: bool = True  # else as JSON text
-    no_content: Literal["missing", "null", "empty"] = "missing"  # of a message that has calls only
+    no_content: Literal["missing", "null", "empty"] = "missing"  # for a message that has calls only
     short_ids: bool = False  # ids must have nine letters or digits
 
 

@@ -74,8 +74,8 @@ GroupedMetadata = tuple[AttentionMetadata, ...]  # one per cache group; they dif
 class AttentionSpec:
     """The requirements on attention of layers of one shape. Their windows may differ."""
 
-    num_heads: int  # of this rank
-    num_kv_heads: int  # of this rank
+    num_heads: int  # for this rank
+    num_kv_heads: int  # for this rank
     head_dim: int
     dtype: torch.dtype
     device: torch.device
@@ -86,8 +86,8 @@ class AttentionSpec:
     uses_sinks: bool = False
     latent: bool = False  # one KV head, whose values are the first v_head_dim columns of its keys
     expanded: bool = False  # the other form of latent attention: the keys and values of all heads
-    kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
-    kv_scales: str | None = None  # of a cache in 8 bits: per "token" and head, or constants of the "layer"
+    kv_dtype: torch.dtype | None = None  # for the cache; None: dtype
+    kv_scales: str | None = None  # for a cache in 8 bits: per "token" and head, or constants of the "layer"
 
     @property
     def v_dim(self) -> int:

@@ -32,7 +32,7 @@ class _Piece:
     """One attention call: `num_seqs` sequences with `num_queries` tokens each over `num_keys` keys each."""
 
     tokens: torch.Tensor | slice  # [n * queries], tokens of the batch
-    rows: Rows  # of each tensor of the caches
+    rows: Rows  # for each tensor of the caches
     num_seqs: int
     num_queries: int
     num_keys: int

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # (input_ids, positions, attn) -> hidden
 Forward = Callable[[torch.Tensor, torch.Tensor, GroupedMetadata], torch.Tensor]
 Replay = Callable[[], None]
-Size = tuple[int, bool]  # of a recording: number of requests, and whether some may have LoRA adapters
+Size = tuple[int, bool]  # for a recording: number of requests, and whether some may have LoRA adapters
 
 
 class RecordedAdapters(Protocol):

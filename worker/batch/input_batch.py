@@ -88,7 +88,7 @@ class InputBatch:
     needed_rows: torch.Tensor | None = None
     drafts: dict[int, list[int]] = field(default_factory=dict)  # batch position -> drafts that the step verifies
     images: ImageEmbeds | None = None  # on the first stage, if the step computes placeholders of images
-    encoded: Encoded | None = None  # of requests that begin, of a model with cross-attention
+    encoded: Encoded | None = None  # for requests that begin, of a model with cross-attention
 
     @property
     def is_recordable(self) -> bool:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Rule = Callable[..., torch.Tensor]  # with the arguments of `delta_rule.gated_delta_rule`
 SIZES = (64, 256, 1024)  # tokens of each of the two prompts that both are measured with
-_TOLERANCE = 0.03  # of the largest entry: the package multiplies in 16 bits
+_TOLERANCE = 0.03  # relative to the largest entry: the package multiplies in 16 bits
 _ROUNDS = 3
 
 

@@ -21,7 +21,7 @@ from quire.worker.cuda.install import triton_ops
 from quire.worker.cuda.kernels import limits, triton_paged
 from quire.worker.cuda.requirements import no_half_on_gpu
 
-_TILE_Q, _TILE_K, _MAX_SPLITS = 128, 128, 128  # of FA3: rows and keys of a program, parts of the keys
+_TILE_Q, _TILE_K, _MAX_SPLITS = 128, 128, 128  # for FA3: rows and keys of a program, parts of the keys
 
 
 def window_size(sliding_window: int | None) -> tuple[int, int]:
@@ -265,7 +265,7 @@ def in_fp8(
     """(q `[T, num_heads, D]` in e4m3, the scales `[R, num_kv_heads]` of q, k and v by the operator's names)."""
     num_kv_heads = k_cache.shape[2]
     grouped = q.unflatten(1, (num_kv_heads, -1))
-    scale, inverse = scale_of(grouped.movedim(1, 0).flatten(1), FP8)  # of each KV head
+    scale, inverse = scale_of(grouped.movedim(1, 0).flatten(1), FP8)  # for each KV head
     numbers = to_8_bits(grouped.float() * inverse[:, None, None], FP8).flatten(1, 2)
     scales = {"q_descale": scale, "k_descale": k_cache.scales[0, 0], "v_descale": v_cache.scales[0, 0]}
     return numbers, {name: one.expand(num_requests, num_kv_heads) for name, one in scales.items()}

@@ -42,7 +42,7 @@ class TritonGroups(LinearMethod):
         }
         for name, tensor in tensors.items():
             layer.register_buffer(name, tensor, persistent=False)
-        self.half: int | None = None  # of the tiles
+        self.half: int | None = None  # for the tiles
         self.fits_tiles = groups.bits == 4
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:

@@ -140,7 +140,7 @@ class LinearMethod:
     """
 
     fixed_order = False  # whether a row's result has the same bits in any batch, without `fixed_order_linear`
-    rounding: Rounding | None = None  # of the inputs that `apply` takes in 8 bits, if they are attached so
+    rounding: Rounding | None = None  # for the inputs that `apply` takes in 8 bits, if they are attached so
 
     def create_weights(self, layer: Linear) -> None:
         """Register the parameters of `layer`, uninitialised, each with its `parts`."""

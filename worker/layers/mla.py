@@ -30,8 +30,8 @@ from quire.worker.layers.linear import product
 from quire.worker.layers.views import to_device
 from quire.worker.spec.cache import Latent, LatentSizes
 
-EXPANDED_BYTES = 256 << 20  # of the temporary keys and values
-_WIDENED_TOKENS = 16384  # of latents in 8 bits that exist in float32 at a time
+EXPANDED_BYTES = 256 << 20  # for the temporary keys and values
+_WIDENED_TOKENS = 16384  # latents in 8 bits that exist in float32 at a time
 
 
 @dataclass(slots=True)

@@ -246,7 +246,7 @@ class ListedExperts(nn.Module):
         self._native: Callable[..., torch.Tensor] | None = None
         self._share = moe, hidden_size, *local_slice(moe)
         self.lora: ExpertsLora | None = None
-        self.rounding: Rounding | None = None  # of the inputs that the packed experts take in 8 bits
+        self.rounding: Rounding | None = None  # for the inputs that the packed experts take in 8 bits
 
     def take_adapters(self, step: StepLora) -> ExpertsLora | None:
         """Add the adapters' products in later steps. None: they are not supported for experts of this form."""

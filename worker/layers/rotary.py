@@ -43,7 +43,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin_cache", torch.cat((cos, sin), -1), persistent=False)
         self.register_buffer("query_scale", _query_scale(max_positions, scaling), persistent=False)
         padded = [*axes, *[0] * kept[1]]
-        doubled = torch.tensor(padded * 2, dtype=torch.int64) if axes else None  # of cos, and of sin
+        doubled = torch.tensor(padded * 2, dtype=torch.int64) if axes else None  # for cos and sin
         self.register_buffer("axes", doubled, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rotation:

@@ -42,7 +42,7 @@ class LoraLimits:
     max_rank: int
     max_active: int  # in a step
     max_loaded: int  # in RAM
-    most_values: int = 0  # of an adapter at start
+    most_values: int = 0  # for an adapter at start
 
     @classmethod
     def of(cls, config: LoraConfig) -> LoraLimits:
@@ -78,12 +78,12 @@ class Adapters:
             model.model.step_lora = self.step
         self.platform, self.max_rank = platform, limits.max_rank
         self.max_active, self.max_loaded = limits.max_active, limits.max_loaded
-        self._most_bytes = self.max_loaded * limits.adapter_bytes(self.targets)  # of those in RAM
+        self._most_bytes = self.max_loaded * limits.adapter_bytes(self.targets)  # for those in RAM
         self._bytes: dict[str, int] = {}
         self._loaded: OrderedDict[str, Adapted] = OrderedDict()  # in RAM, most recently used last
         self._active = self.step.active
         self._rows: dict[int, list[LoraUse]] = {}
-        self._tokens: dict[str, tuple[list[int], list[float]]] = {}  # of the step, by adapter: indices and scales
+        self._tokens: dict[str, tuple[list[int], list[float]]] = {}  # for the step, by adapter: indices and scales
         self._several: set[str] = set()  # adapters of rows with more than one
         self._slots: LoraSlots | None = None
 

@@ -42,11 +42,11 @@ class Piece:
     layer: Linear | ExpertProduct
     out_features: int
     in_features: int
-    rows: tuple[Narrow, ...]  # of B
-    columns: tuple[Narrow, ...]  # of A
-    target: slice  # of the layer's output
+    rows: tuple[Narrow, ...]  # for B
+    columns: tuple[Narrow, ...]  # for A
+    target: slice  # for the layer's output
     view: View | None = None
-    expert: int | None = None  # of a tensor of `num_experts`
+    expert: int | None = None  # for a tensor of `num_experts`
     num_experts: int | None = None
 
     def of(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +63,7 @@ class Targets:
         names = TensorNames(getattr(model, "renames", None))
         self._layers = model.spec.layers
         self.num_layers = model.spec.num_hidden_layers
-        self.dtype = model.dtype  # of the adapters' matrices
+        self.dtype = model.dtype  # for the adapters' matrices
         self.bytes_per_rank = 0  # without experts
         self.linears: list[Linear] = []
         for path, layer in model.named_modules():

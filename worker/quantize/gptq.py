@@ -9,7 +9,7 @@ import torch
 from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.quantize.formats import Format, Quantized
 
-DAMPING = 0.01  # of the mean of the Hessian's diagonal
+DAMPING = 0.01  # share of the mean of the Hessian's diagonal
 _BLOCK = 128  # columns whose corrections of the columns after them are applied at once
 
 

@@ -69,7 +69,7 @@ def find_weights(model: CausalLM, names: TensorNames, checkpoint: Checkpoint) ->
         for part, source in zip(layer.weight_parts(), stored[id(layer.weight)], strict=True):
             name = names.in_file(part.name)
             whole = source.name == name
-            # of one tensor, this part's rows; of all experts' tensor, a weight of its own
+            # in one tensor, this part's rows; in all experts' tensor, a weight of its own
             place = part if whole else Part(name, part.shape, (), part.target)
             weight = found.setdefault(
                 name, Weight(name.removesuffix(".weight"), Part(name, part.shape) if whole else source, [])

@@ -321,7 +321,7 @@ class Tokens:
         self.executor: LLExecutor = LLExecutor(num_threads)
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self._texts, self._special = vocabulary.tokens, {*vocabulary.special_ids, *vocabulary.eos_token_ids}
-        self._ids: dict[bytes, int] | None = None  # of the tokens that are text
+        self._ids: dict[bytes, int] | None = None  # for the tokens that are text
         self._num_words = -(-vocab_size // 32)
         self._compiled = GrammarCache(
             lambda grammar: LLMatcher(self.tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_GRAMMARS = 64
-MAX_BYTES = 64 << 20  # of the grammars as compiled
+MAX_BYTES = 64 << 20  # for the grammars as compiled
 MAX_HEAP = 512 << 20  # bytes by which the heap may be above its lowest size
 
 

@@ -37,7 +37,7 @@ class Pooling:
     def __init__(self, table: RequestTable, platform: Platform, model: CausalLM) -> None:
         self.table, self.platform, self.model = table, platform, model
         self.rows: dict[int, PoolingParams] = {}
-        self._second_starts: dict[int, int] = {}  # of the rows that are pairs
+        self._second_starts: dict[int, int] = {}  # for the rows that are pairs
         self._states: dict[int, list[torch.Tensor]] = {}
         self._pending: dict[int, list[torch.Tensor]] = {}
 

@@ -92,7 +92,7 @@ class EndOfThinking(LogitsProcessor):
             due[:, distance:] &= ~within
         due = due[:, num_nested:]
 
-        number = num_forced - 1 - due.int().argmax(1)  # of the token to force
+        number = num_forced - 1 - due.int().argmax(1)  # for the token to force
         forced = self._send(list(thinking.forced))
         only = torch.full_like(logits[:1], EXCLUDED).expand(len(which), -1).clone()
         only.scatter_(1, forced[number][:, None], 0.0)

@@ -155,7 +155,7 @@ class CachePlan:
     layers_per_group: int
     specs: tuple[CacheSpec | None, ...]  # one per layer, None for a layer without a cache of its own
     states: tuple[State | None, ...] = ()  # one per layer, None for a layer without a state; () if there are none
-    # of layers that draft tokens, whose indices follow those of the others: each has memory of its own in the pages of
+    # for layers that draft tokens, whose indices follow those of the others: each has memory of its own in the pages of
     # the group `draft_group`
     drafting: tuple[CacheSpec | None, ...] = ()
     draft_group: int = 0

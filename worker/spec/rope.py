@@ -30,7 +30,7 @@ class RopeSpec:
     scaling: dict[str, Any] | None = None  # None: unscaled; else `rope_type` and all its numbers
     interleaved: bool = False  # the checkpoint rotates entries 2i and 2i + 1; else i and i + rotary_dim / 2
     max_position_embeddings: int = 0
-    axes: tuple[int, ...] = ()  # of positions with three axes (`layers/rotary.py`): the axis of each rotated pair
+    axes: tuple[int, ...] = ()  # for positions with three axes (`layers/rotary.py`): the axis of each rotated pair
 
     def context_length(self) -> int:
         """Return longest context in tokens.

@@ -36,8 +36,8 @@ class Resolved:
     pooling: PoolingSpec | None
     lora: LoraLimits | None
     tiers: list[TierInfo]
-    num_ranks: int  # of this engine
-    num_local: int  # of all engines on this machine
+    num_ranks: int  # for this engine
+    num_local: int  # for all engines on this machine
     memory: tuple[int, int]  # (total, available) bytes of a rank before anything was loaded
     started: list[Choice]  # by the device
 

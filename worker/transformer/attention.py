@@ -284,7 +284,7 @@ class GatedAttention(SelfAttention):
         shards = [both, replace(k, target=k.target + q.length), replace(v, target=v.target + q.length)]
         method = weights.linear(f"{prefix}.qkv_proj")
         self.qkv_proj = ColumnParallelLinear(spec.hidden_size, shards, spec.attention_bias, method)
-        self.width = q.length  # of the queries of this rank
+        self.width = q.length  # for the queries of this rank
 
     @property
     def out_proj(self) -> Linear:

@@ -73,7 +73,7 @@ class Decoder(nn.Module):
         self.embed_scale = float(torch.tensor(spec.embed_scale, device="cpu"))
         self.step_lora: StepLora | None = None  # set if the server has adapters
         self.captures = spec.captures
-        self.captured: list[torch.Tensor] = []  # of the last pass, `[T, H]` each, perhaps with more rows behind
+        self.captured: list[torch.Tensor] = []  # for the last pass, `[T, H]` each, perhaps with more rows behind
         self._kept: list[torch.Tensor] = []
         self._ops: Ops | None = None  # None: layers are called one by one
         self._fused: FusedLayers | None = None  # built on first use: it holds addresses of the KV cache
@@ -218,7 +218,7 @@ class CausalLM(ConfigReader, nn.Module):
         self.weight_format = weights
         self.model = self.make_decoder(spec, max_model_len, weights)
         self.pooler: Pooler | None = None  # None: requests for vectors are refused
-        self.vision: VisionTower | None = None  # of the first stage, if the model reads images
+        self.vision: VisionTower | None = None  # for the first stage, if the model reads images
         if self.model.last and spec.labels:
             self.score = self.make_classifier(spec)
         if self.model.last and spec.has_lm_head:

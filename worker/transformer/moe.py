@@ -74,7 +74,7 @@ class Router(nn.Module):
     """Chooses the experts of each row of x `[T, H]`: (weights float32 `[T, k]`, ids int64 `[T, k]`)."""
 
     native_twin: ClassVar = "router"
-    place: ClassVar[str] = "gate"  # of its tensors, next to the experts
+    place: ClassVar[str] = "gate"  # for its tensors, next to the experts
 
     def __init__(self, hidden_size: int, spec: RoutingSpec, prefix: str):
         super().__init__()

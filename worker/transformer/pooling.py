@@ -64,11 +64,11 @@ class PoolingSpec:
     normalize: bool = True
     score_tokens: tuple[int, ...] = ()
     prompt: str = ""  # the default one
-    activation: str | None = None  # of a classifier; None: by config.json
+    activation: str | None = None  # for a classifier; None: by config.json
     limit: TextLimit = TextLimit()
     matryoshka: bool = False  # whether vectors can be cut
     matryoshka_sizes: tuple[int, ...] = ()  # the sizes to which, if the files list them
-    default_dimensions: int = 0  # of vectors, if the files cut them; 0: all
+    default_dimensions: int = 0  # for vectors, if the files cut them; 0: all
     reason: str = "default of the architecture"
 
 

@@ -88,7 +88,7 @@ class ConfigReader:
     gated_activations: ClassVar[tuple[str, ...]] = GATED_ACTIVATIONS
     # fields of ModelSpec and LayerSpec that are the same for every model of the family, whatever config.json says
     facts: ClassVar[dict[str, Any]] = {}
-    # of a family with recurrent states: names of layer types in config.json, and the kinds that they stand for
+    # for a family with recurrent states: names of layer types in config.json, and the kinds that they stand for
     state_kinds: ClassVar[dict[str, str]] = {}
 
     @classmethod

@@ -47,7 +47,7 @@ class GgufCheckpoint(Checkpoint):
         return self
 
     def names_of(self, model: CausalLM) -> TensorNames:
-        head = () if model.spec.labels else (r"^score\.",)  # of a masked language model
+        head = () if model.spec.labels else (r"^score\.",)  # for a masked language model
         return TensorNames(ignored=(*type(model).ignored, *head))
 
     def _add(self, name: str, file: TensorFile | Dequantized | LatentFile) -> None:

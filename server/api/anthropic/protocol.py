@@ -184,7 +184,7 @@ class MessagesRequest(PromptFields, kw_only=True):
     top_k: AtLeastMinusOne | None = None
     cache_salt: CacheSalt | None = None  # in addition to Anthropic's own
     speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
-    return_progress: bool | None = None  # of the prompt, in comments of the stream
+    return_progress: bool | None = None  # for the prompt, in comments of the stream
 
     unsupported: ClassVar[dict[str, tuple]] = PromptFields.unsupported | {"prediction": ()}
 
@@ -205,7 +205,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     input_tokens: int  # without those of the other two
     output_tokens: int
     cache_read_input_tokens: int = 0
-    # of a request with cache_control: tokens that were not cached and are now, so that the same prompt reads them
+    # for a request with cache_control: tokens that were not cached and are now, so that the same prompt reads them
     cache_creation_input_tokens: int = 0
     cache_creation: CacheCreation | UnsetType = UNSET
 
@@ -216,7 +216,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     type: Literal["text", "thinking", "tool_use"]
     text: str | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
-    signature: str | UnsetType = UNSET  # of thinking; nothing is signed here
+    signature: str | UnsetType = UNSET  # for thinking; nothing is signed here
     id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     input: Json = UNSET

@@ -79,7 +79,7 @@ class Stream:
     def __init__(self, message: MessageResponse, used: TokenUsage, clipped: bool, cached: Caching):
         self.message, self.used, self.clipped, self.cached = message, used, clipped, cached
         self.begun = False
-        self.index = -1  # of the block that is open
+        self.index = -1  # for the block that is open
         self.open: str | None = None  # its type
 
     async def frames(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:

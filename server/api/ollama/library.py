@@ -63,7 +63,7 @@ class PullRequest(_Named, kw_only=True):
 
     stream: bool | None = None  # default: true
 
-    harmless: ClassVar = frozenset({"insecure", "username", "password"})  # of Ollama's registry
+    harmless: ClassVar = frozenset({"insecure", "username", "password"})  # for Ollama's registry
 
 
 class DeleteRequest(_Named, kw_only=True):

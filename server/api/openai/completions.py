@@ -58,7 +58,7 @@ class CompletionAnswer(Answer):
         super().__init__(body, state, answer_id, requests)
         self.texts = [one.prompt_text for one in requests]
         self.formatters: dict[int, Formatter] = {}  # per choice, which counts its own text offsets
-        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of a stream, per choice, until they are sent
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # for a stream, per choice, until they are sent
 
     def whole(self, choices: list[deltas.Choice]) -> Completion:
         out = []

@@ -15,12 +15,12 @@ _SHORTEST = 0.001  # seconds over which a rate is told
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
-    image_tokens: int | UnsetType = UNSET  # of a prompt with images
+    image_tokens: int | UnsetType = UNSET  # for a prompt with images
 
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
-    # of a request with a prediction
+    # for a request with a prediction
     accepted_prediction_tokens: int | UnsetType = UNSET
     rejected_prediction_tokens: int | UnsetType = UNSET
 

@@ -31,7 +31,7 @@ class RunningRequest(msgspec.Struct, kw_only=True):
     """One choice of a request in the engine. `age` is in seconds since it came there."""
 
     request_id: str  # the id of its answer
-    engine_request_id: str  # of this choice
+    engine_request_id: str  # for this choice
     key: str  # the name of its API key; without keys, the client's address
     phase: str  # waiting, prefill or decode
     age: float

@@ -69,7 +69,7 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     structured_output: dict[str, str | list[str]]
     num_requests_in_flight: int
     restarts: Restarts
-    recent_errors: list[Failure]  # of this process
+    recent_errors: list[Failure]  # for this process
     log_lines: list[Line] = []  # warnings and worse, of this process and the engines
 
 

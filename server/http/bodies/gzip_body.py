@@ -6,7 +6,7 @@ import zlib
 
 from quire.server.errors import BadRequest
 
-_MAX_RATIO = 1032  # of deflate: what follows from a byte at most
+_MAX_RATIO = 1032  # deflate's largest output per byte of input
 _MAX_MEMBERS = 16  # each copies the rest
 _GZIP = 16 + zlib.MAX_WBITS
 

@@ -34,7 +34,7 @@ from quire.server.parsers.tools.pythonic import Pythonic, read_call
 from quire.server.values import Json
 
 _NAME = re.compile(r"[\w.\-]+")
-_MAX_DEPTH = 12  # of values in the format's own notation
+_MAX_DEPTH = 12  # for values in the format's own notation
 _CONSTRAINTS = {
     *("allOf", "anyOf", "oneOf", "not", "const", "patternProperties", "propertyNames", "dependentRequired", "if"),
     *("pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "uniqueItems", "contains", "prefixItems"),

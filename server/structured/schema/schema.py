@@ -20,10 +20,10 @@ from quire.server.structured.schema.limited_keywords import LIMITED, part_of
 from quire.server.structured.schema.schema_algebra import Derived, Inexpressible, Schema, escaped, may_be
 from quire.server.values import Json
 
-MAX_COUNT = 2**31 - 1  # of characters, items or properties: no answer has more
+MAX_COUNT = 2**31 - 1  # for characters, items or properties: no answer has more
 
-MAPS = ("properties", "patternProperties")  # of names to schemas
-LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")  # of schemas
+MAPS = ("properties", "patternProperties")  # names to schemas
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")  # for schemas
 SCHEMAS = ("items", "additionalProperties")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 ENFORCED = (*VALUES, *MAPS, *LISTS, *SCHEMAS, "$ref")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 
-Content = bytes | Callable[[], bytes]  # of a block; a function is called only if the block is wanted
+Content = bytes | Callable[[], bytes]  # for a block; a function is called only if the block is wanted
 Changes = deque[tuple[bytes, bool]]  # (key, whether the block is here now), in order
 
 

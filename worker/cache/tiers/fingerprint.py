@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights
+SAMPLES, SAMPLE_BYTES = 64, 4096  # for each file of weights
 
 
 def model_identity(folder: str) -> bytes:

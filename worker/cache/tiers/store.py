@@ -26,7 +26,7 @@ READ_AHEAD_BYTES = 256 << 20  # bytes that were read and not copied yet
 class _Load:
     keys: list[bytes]
     block_ids: list[int]
-    ok: list[bool] = field(default_factory=list)  # of the blocks handled so far
+    ok: list[bool] = field(default_factory=list)  # for the blocks handled so far
     cancelled: bool = False
     size: int = 0  # bytes copied
 
@@ -38,7 +38,7 @@ class _Counts:
     store_bytes: int = 0  # copied from the pool
     store_time: float = 0.0  # seconds
     load_bytes: int = 0  # copied into the pool
-    load_time: float = 0.0  # of reading and copying
+    load_time: float = 0.0  # for reading and copying
     stores_skipped: int = 0  # blocks that no tier had room or time for
 
 

@@ -24,7 +24,7 @@ from quire.worker.cuda.kernels.triton_tiles import StoredTiles, numbers, tile_ro
 
 MANY_ROWS = 512  # above which a weight is dequantized once
 _PIECE = 1 << 24  # weights dequantized at once: 32 MiB, which an L2 cache of 50 MB holds
-_ROWS, _DEPTH = 32, 128  # of a program
+_ROWS, _DEPTH = 32, 128  # for a program
 _NO_BLOCKS = {"KIND": 0, "CODES_AT": 0, "VALUES": 1, "BYTES": 1}
 
 Dequantize = Callable[[int, torch.Tensor], None]  # (first row, where to write rows of the weight)

@@ -18,7 +18,7 @@ from quire.worker.cuda.kernels.triton_scaled import bytes_of, factors
 from quire.worker.layers.rounding import Rounding, attached
 
 ROUNDING = Rounding(GROUP)
-_ROWS, _COLUMNS = 64, 128  # of a tile; its columns are one group of the activation's results
+_ROWS, _COLUMNS = 64, 128  # for a tile; its columns are one group of the activation's results
 
 
 def fits(stack: Stack) -> bool:

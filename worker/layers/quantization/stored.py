@@ -40,7 +40,7 @@ class Piece:
     """
 
     name: str  # prefix of its tensors, e.g. "model.layers.0.self_attn.q_proj"
-    shape: tuple[int, int]  # of the whole weight
+    shape: tuple[int, int]  # shape of the whole weight
     rows: tuple[int, int]
     columns: tuple[int, int]
     target: int
@@ -159,7 +159,7 @@ class IntegerGroups(Scheme):
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
         n, k = piece.size
         order = 8 * k if self.act_order else 0
-        tables = 2 * (1 + self.has_zeros) * n * (1 if self.group is None else -(-k // self.group))  # of 16 bits
+        tables = 2 * (1 + self.has_zeros) * n * (1 if self.group is None else -(-k // self.group))  # for 16 bits
         return n * k * self.stored_bits // 8 + tables + order
 
     def needs(self, piece: Piece) -> frozenset[str]:
@@ -185,7 +185,7 @@ class CheckpointFormat(WeightFormat):
     have for a module of the decoder.
     """
 
-    weights: Scheme | None = None  # of the layers that no pattern names
+    weights: Scheme | None = None  # for the layers that no pattern names
 
     def __init__(self) -> None:
         self.modules: Callable[[str], Sequence[str]] = lambda name: [name]

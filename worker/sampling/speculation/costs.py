@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512])  # numbers of tokens in the table
-_SLOPE = 1 / 24  # of the table before anything is measured
+_SLOPE = 1 / 24  # for the table before anything is measured
 UNKNOWN_SLOPE = 1.0  # with which no draft pays
 _RATE, _SPEED_RATE = 0.05, 0.1  # weights of a step in the table, and in how fast the machine is now
 _MOST = 3.0  # times what was expected: what something else delayed counts no more
 _HOPE = 2.0  # tokens that count as right before any was tried
-_GAIN = 1.02  # of tokens per second, from which drafts are worth it
+_GAIN = 1.02  # least gain in tokens per second for drafts
 
 
 class StepCosts:

@@ -79,7 +79,7 @@ class ModelDrafter(Protocol):
     """
 
     needs_hidden: bool  # whether `follow` reads hidden states
-    cost: float  # of a draft, in steps of the model of one token
+    cost: float  # for a draft, in steps of the model of one token
 
     def use(self, ops: Ops, backend: AttentionBackend) -> None:
         """Switch to a platform's operations."""

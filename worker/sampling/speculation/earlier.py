@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 MAX_CONVERSATIONS = 128
-MAX_TOKENS = 1 << 15  # of a conversation, the newest ones
+MAX_TOKENS = 1 << 15  # per conversation, the newest ones
 BETWEEN = -1  # after each text
 
 

@@ -56,10 +56,10 @@ class _Row:
     draft: list[int]
     is_prediction: bool = False
     by_model: bool = False  # `draft` is made when it is verified: until then only its length is right
-    length: int = _FIRST_LENGTH  # of the next draft, when it adapts
+    length: int = _FIRST_LENGTH  # for the next draft, when it adapts
     pause: int = 0  # steps until the next draft
     num_wrong: int = 0  # drafts in a row of which no token was right
-    source: object = None  # of the draft
+    source: object = None  # for the draft
     odds: dict[object, Odds] = field(default_factory=dict)  # by source
 
     def learn(self, num_draft: int, num_accepted: int) -> None:

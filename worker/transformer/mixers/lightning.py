@@ -15,7 +15,7 @@ from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.mixers.base import StateMixer, float_parameter, shards, split
 from quire.worker.transformer.mixers.delta import Ungrouped
 
-_EPS = 1e-6  # of its norm, whatever config.json says about the others
+_EPS = 1e-6  # for its norm, whatever config.json says about the others
 
 
 class Lightning(StateMixer):

@@ -24,7 +24,7 @@ from quire.worker.spec.state import DeltaSpec
 from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.mixers.base import Convolution, StateMixer, float_parameter, shards, split
 
-_GATES = {"silu": silu, "sigmoid": sigmoid}  # of the normalised result
+_GATES = {"silu": silu, "sigmoid": sigmoid}  # for the normalised result
 
 
 class SeparateDelta(StateMixer):

@@ -125,7 +125,7 @@ class EncoderSpec:
     eps: float
     norm: str = "layer"  # layer or rms
     qkv_bias: bool = True
-    bias: bool = True  # of the other linear layers
+    bias: bool = True  # for the other linear layers
     qk_norm: bool = False  # rms, over all heads together
     names: LayerNames = LayerNames()
 

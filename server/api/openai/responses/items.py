@@ -67,7 +67,7 @@ def check_items(items: list[InputItem], called: set[str | None], param: str) -> 
 class _Writer:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.thoughts: list[str] = []  # of the answer that follows
+        self.thoughts: list[str] = []  # for the answer that follows
         self.called: dict[str | None, str | None] = {}  # the names of a call -> its id in the messages
 
     def add(self, item: InputItem, path: str) -> None:
@@ -159,7 +159,7 @@ def _thoughts(item: InputItem, path: str) -> str:
     return legible(item.encrypted_content, path)
 
 
-Content = str | list[InputPart] | dict[int, InputPart]  # of several parts all, or some by place
+Content = str | list[InputPart] | dict[int, InputPart]  # all of several parts, or some by place
 
 
 def content_of(content: Content | Screenshot, path: str) -> str | list[dict[str, Any]]:

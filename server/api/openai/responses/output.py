@@ -58,7 +58,7 @@ class Output:
         self.summarized, self.encrypted, self.formatter = summarized, encrypted, formatter
         self.items: list[OutputItem] = []
         self.open = False  # whether the last item may grow
-        self.pieces: list[str] = []  # of its text
+        self.pieces: list[str] = []  # for its text
         self.logprobs: list[Any] = []
         self.space = ""  # white space that may begin a message, or separate items
         self.finish_reason: str | None = None

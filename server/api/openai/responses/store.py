@@ -63,7 +63,7 @@ class Stored:
     id: str
     owner: str
     previous: str | None  # the response before this one
-    status: str  # of a conversation: "conversation"
+    status: str  # for a conversation: "conversation"
     body: bytes
     items: bytes
     events: bytes | None = None
@@ -176,7 +176,7 @@ class Store(database.Store):
             return
         held = {owner: [num, total] for owner, num, total in db.execute("SELECT owner, count, size FROM owners")}
         while held and (count > self.max_objects or size > self.max_bytes):
-            by = 1 if size > self.max_bytes else 0  # what is short
+            by = 1 if size > self.max_bytes else 0  # the amount that is short
             largest = max(held, key=lambda owner: held[owner][by])
             oldest = db.execute(
                 f"SELECT id, size FROM objects WHERE owner = ? AND status NOT IN {_RUNNING} ORDER BY used LIMIT 1",
