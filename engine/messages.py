@@ -140,7 +140,7 @@ class AddRequest(_Message):
         """All sequences, including the first."""
         return [Choice(self.request_id, self.sampling.seed, self.output_token_ids), *self.siblings]
 
-    def having(self, choices: Iterable[Choice], age: float) -> AddRequest:
+    def with_choices(self, choices: Iterable[Choice], age: float) -> AddRequest:
         """Return a copy of this request with other choices and a new age."""
         first, *others = choices
         sampling = (

@@ -257,7 +257,7 @@ class Request:
             **fields,
         )
 
-    def goes_on(
+    def unfinished_output(
         self,
         token_ids: list[int],
         logprobs: list[TokenLogprobs] | None,

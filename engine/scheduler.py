@@ -483,7 +483,9 @@ class Scheduler:
                 self._finish(request, reason, now, outputs, token_ids, logprobs=logprobs, prompt_logprobs=entries)
             else:
                 timing = request.timing(now) if is_first else None
-                outputs.setdefault(request.client, []).append(request.goes_on(token_ids, logprobs, entries, timing))
+                outputs.setdefault(request.client, []).append(
+                    request.unfinished_output(token_ids, logprobs, entries, timing)
+                )
         for request, entries in prompt_logprobs.items():
             if request.sampling.max_tokens:
                 _report(request, outputs, prompt_logprobs=entries)

@@ -105,7 +105,7 @@ def compile_launches(capability: int, found: Callable[[Compiled], None], first_o
 
     knobs.compilation.always_compile = True  # a kernel from the cache has no log
     knobs.nvidia.dump_ptxas_log = True
-    limits.of = lambda device: limits.KNOWN[capability]
+    limits.for_device = lambda device: limits.KNOWN[capability]
     JITFunction.run = run
 
 

@@ -240,7 +240,7 @@ def floats8() -> None:
         triton_fp8.round_rows(x, rounding)
         triton_ops.add_rms_norm(x, x.clone(), x[0], 1e-6, rounding)
         triton_ops.silu_and_mul(torch.zeros(20, 2 * 12288, dtype=torch.bfloat16), rounding)
-    if limits.of(x.device).capability < 89:
+    if limits.for_device(x.device).capability < 89:
         return
     for rows in (300, 48):
         x = triton_fp8.empty_rounded(torch.empty(rows, 4096), Rounding(128))

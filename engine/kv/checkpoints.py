@@ -68,7 +68,7 @@ class Checkpoints:
 
     # ---- prefixes that several requests have
 
-    def see(self, hashes: list[bytes]) -> None:
+    def observe(self, hashes: list[bytes]) -> None:
         """A request computes these blocks."""
         if self.tags and not self.finds_shared:
             self._seen.update(dict.fromkeys(hashes))
@@ -122,7 +122,7 @@ class Checkpoints:
         """
         taken = []
         for mark in sorted(self._marks, key=lambda mark: mark.sparse):
-            page = self.pool.take_mark(mark.sparse)
+            page = self.pool.allocate_mark(mark.sparse)
             if page is not None:
                 self.pending[page] = mark.key, mark.request, mark.block
                 taken.append((mark.request, mark.position, mark.num_tokens, page))

@@ -184,7 +184,7 @@ class KVCacheManager:
         ]
         return wanted, (num_blocks - before) * self.block_size
 
-    def take_for(self, keys: list[bytes]) -> dict[bytes, int]:
+    def allocate_for(self, keys: list[bytes]) -> dict[bytes, int]:
         """Take free blocks and pages for the contents of these keys. The caller has checked that they are free."""
         states = sum(map(self.is_state_key, keys))
         blocks, pages = self.pool.take(len(keys) - states), self.pool.take(states, True)
@@ -305,7 +305,7 @@ class KVCacheManager:
         if num_full <= first:
             return []
         self.hashes.extend(request, num_full)
-        self.checkpoints.see(request.block_hashes[first:num_full])
+        self.checkpoints.observe(request.block_hashes[first:num_full])
         published = []
         for group in self.by_group:
             published += group.publish(request, first, num_full)

@@ -101,7 +101,7 @@ class BlockPool:
             taken.append(page)
         return taken
 
-    def take_mark(self, sparse: bool) -> int | None:
+    def allocate_mark(self, sparse: bool) -> int | None:
         """Take a page for a state, if there is a free one, for a sparse one: one that others do not need more."""
         order = self.free_states
         if not order.num_free or (sparse and order.next_worth > SPARSE):

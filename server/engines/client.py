@@ -395,7 +395,7 @@ class EngineClient:
                 choices.append(choice)
                 entry.num_repeated, entry.num_received = entry.num_prompt_logprobs, 0
                 entry.sent, entry.waits = True, False
-            self._send(prompt.request.having(choices, age=time.monotonic() - prompt.created))
+            self._send(prompt.request.with_choices(choices, age=time.monotonic() - prompt.created))
 
     def _advance_trials(self) -> None:
         """Start the next trial, or send all requests that wait if no suspect is left. Called after every output."""

@@ -204,7 +204,7 @@ class ManagedFrontend:
 
     def _counts(self) -> list:
         metrics = self.frontend.state.metrics
-        return [] if metrics is None else [metrics.of(engine).counts() for engine in range(len(self.clients))]
+        return [] if metrics is None else [metrics.for_engine(engine).counts() for engine in range(len(self.clients))]
 
     async def _scrape(self, view: View) -> bytes:
         """Return the metrics of all frontends. Raises TimeoutError if the parent does not answer."""

@@ -247,7 +247,7 @@ class FrontendGroup:
         """Keep the counts of a process that ended, and clear its load."""
         if self.metrics is not None:
             for engine, counts in enumerate(frontend.counts):
-                self.metrics.of(engine).add(counts)
+                self.metrics.for_engine(engine).add(counts)
         for engine in range(frontend.num_engines):
             self._note_suspects(engine, frontend, False)
         frontend.reset()
@@ -394,7 +394,7 @@ class FrontendGroup:
     def observe_stats(self, engine: int, stats: EngineStats) -> None:
         """Same as `Frontend.observe_stats`."""
         if self.metrics is not None:
-            self.metrics.of(engine).observe_stats(stats)
+            self.metrics.for_engine(engine).observe_stats(stats)
 
     def on_death(self, engine: int) -> None:
         """No action: `_announce_death` has notified the frontends."""
@@ -408,7 +408,9 @@ class FrontendGroup:
         if self.metrics is None:
             return b""
         pages = [
-            self.metrics.of(engine).plus(frontend.counts[engine] for frontend in self.frontends if frontend.counts)
+            self.metrics.for_engine(engine).plus(
+                frontend.counts[engine] for frontend in self.frontends if frontend.counts
+            )
             for engine in range(len(self.addresses))
         ]
         return await in_thread(functools.partial(MetricsPool(pages).render, view))
@@ -447,10 +449,10 @@ class FrontendGroup:
             await make(message.change, self.adapters, self._pool, served_names(self.config))
             await self._share_adapters()
         except ApiError as error:
-            refusal = Refusal.of(error)
+            refusal = Refusal.from_error(error)
         except Exception:
             logger.exception("a change of the LoRA adapters failed")
-            refusal = Refusal.of(ApiError("The adapters could not be changed because of an internal error."))
+            refusal = Refusal.from_error(ApiError("The adapters could not be changed because of an internal error."))
         held.clear()
         channel.send(AdaptersChanged(message.number, refusal))  # dropped if that process has ended
 

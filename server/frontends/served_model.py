@@ -143,7 +143,7 @@ class ServedModel:
     def observe_stats(self, engine: int, stats: EngineStats) -> None:
         """Publish an engine's statistics. With several frontends only the parent does: each receives the same."""
         if self.state.metrics is not None:
-            self.state.metrics.of(engine).observe_stats(stats)
+            self.state.metrics.for_engine(engine).observe_stats(stats)
 
     def on_death(self, engine: int) -> None:
         """Called when an engine dies, after its client was notified."""

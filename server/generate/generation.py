@@ -151,7 +151,7 @@ class Generation:
             raise BadRequest(str(error), param="request_id") from None
         self._choices = {request_id: _Choice(index, request, self._tokenizer) for index, request_id in enumerate(ids)}
         if self._sink is not None:
-            self._metrics = self._sink.of(self._stream.engine)
+            self._metrics = self._sink.for_engine(self._stream.engine)
             for one in request.media:
                 self._metrics.observe_image(one.item.num_embeds, one.lease.found, one.lease.seconds)
 

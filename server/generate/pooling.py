@@ -225,7 +225,7 @@ async def run(state: needs.Running, requests: Sequence[GenerationRequest]) -> li
         for stream in streams[len(vectors) :]:
             await stream.aclose()
             if state.metrics is not None:
-                state.metrics.of(stream.engine).observe_abort()
+                state.metrics.for_engine(stream.engine).observe_abort()
     return vectors
 
 
@@ -249,7 +249,7 @@ def _message(request: GenerationRequest) -> AddRequest:
 def _vector(state: needs.Metrics, request: GenerationRequest, stream: OutputStream, output: EngineOutput) -> Vector:
     """Return the result of a request, which has one output."""
     if state.metrics is not None:
-        metrics = state.metrics.of(stream.engine)
+        metrics = state.metrics.for_engine(stream.engine)
         metrics.observe_prompt(len(request.prompt_token_ids), output.counts.cached)
         metrics.observe_request(request, output.finish_reason, 0, 0.0, output.timing)
         metrics.observe_group(request, 0)

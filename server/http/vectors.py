@@ -145,7 +145,7 @@ class VectorUsage(msgspec.Struct):
     prompt_tokens_details: dict[str, int]
 
     @classmethod
-    def of(cls, vectors: Sequence[Vector]) -> VectorUsage:
+    def from_vectors(cls, vectors: Sequence[Vector]) -> VectorUsage:
         num_tokens = sum(vector.num_prompt_tokens for vector in vectors)
         cached = sum(vector.counts.cached for vector in vectors)
         return cls(num_tokens, num_tokens, 0, {"cached_tokens": cached})

@@ -71,7 +71,7 @@ class Refusal(_Part):
     code: str | None
 
     @classmethod
-    def of(cls, error: ApiError) -> Refusal:
+    def from_error(cls, error: ApiError) -> Refusal:
         return cls(type(error).__name__, error.message, error.param, error.code)
 
     def error(self) -> ApiError:

@@ -132,7 +132,7 @@ class Metrics(Collector):
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
-    def of(self, engine: int) -> Metrics:
+    def for_engine(self, engine: int) -> Metrics:
         """Return the metrics of `engine`: these, because there is only one engine."""
         return self
 

@@ -48,7 +48,7 @@ class MetricsPool(Collector):
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
-    def of(self, engine: int) -> Metrics:
+    def for_engine(self, engine: int) -> Metrics:
         return self.engines[engine]
 
     def render(self, view: View = ALL) -> bytes:

@@ -175,7 +175,7 @@ class Model:
         self.app = importlib.import_module("quire.server.app").create_routes(self.state)
         if self.metrics is not None:  # counters never fall
             for engine in range(self.entry.config.parallel.data_parallel_size):
-                self.state.metrics.of(engine).add(self.metrics.of(engine).counts())
+                self.state.metrics.for_engine(engine).add(self.metrics.for_engine(engine).counts())
         self.metrics = self.state.metrics
         for warning in ready.worker.warnings:
             logger.warning("%s: %s", self.name, warning)

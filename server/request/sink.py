@@ -52,7 +52,7 @@ class EngineMetrics(Protocol):
 
 
 class MetricsSink(Protocol):
-    def of(self, engine: int) -> EngineMetrics:
+    def for_engine(self, engine: int) -> EngineMetrics:
         """Return the metrics that record the requests of engine `engine`."""
 
     def observe_http(self, handler: str, method: str, status: int) -> None: ...

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 MAX_TAIL = 20  # tokens after the first one of a breaker
 _CACHED = 256
-_END = b"\xff"  # before a token; no byte of UTF-8
+_END = b"\xff"  # ends a token; no byte of UTF-8
 
 Sequences = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 

@@ -38,7 +38,7 @@ class NativeExperts:
         self._tables: dict[str, tuple[Adapted, Array, Array, list[PackedLora]]] = {}
 
     @classmethod
-    def of(
+    def from_layers(
         cls, gate_up: Sequence[Linear], down: Sequence[Linear], first: int, weigh_inputs: bool, squares: bool = False
     ) -> NativeExperts | None:
         """Return the experts, or None if a weight is not packed, or if they are of several kinds, e.g. a gate and up,
@@ -84,7 +84,7 @@ class NativeExperts:
             tables.append((LoraMatricesArgs * len(products))())
             for i, product in enumerate(products.values()):
                 if (weights := product.lora.weights.get(key)) is not None:
-                    owners.append(PackedLora.of(weights))
+                    owners.append(PackedLora.from_weights(weights))
                     tables[-1][i] = owners[-1].args(half)
         return adapted, *tables, owners
 

@@ -94,19 +94,19 @@ class NativeOps(Ops):
             return None
         first = [one.gate_up_proj if experts.gated else one.up_proj for one in listed]
         down = [one.down_proj for one in listed]
-        return NativeExperts.of(first, down, experts.local.start, experts.weigh_inputs, not experts.gated)
+        return NativeExperts.from_layers(first, down, experts.local.start, experts.weigh_inputs, not experts.gated)
 
     def argmax_prefilter(self, head: Linear) -> Int8ArgmaxPrefilter | None:
         if isinstance(head.method, PackedMethod):
-            return Int8ArgmaxPrefilter.of(head.method.linear)
+            return Int8ArgmaxPrefilter.from_linear(head.method.linear)
         if isinstance(head.method, NativeQuantMethod) and len(head.method.parts) == 1:
-            return BytesArgmaxPrefilter.of(head.method.parts[0])
+            return BytesArgmaxPrefilter.from_linear(head.method.parts[0])
         return None
 
     def fused_layers(
         self, layers: Sequence[nn.Module], final_norm: Norm, tables: Sequence[torch.Tensor | None]
     ) -> Segments | None:
-        return Segments.of(layers, final_norm, tables)
+        return Segments.from_layers(layers, final_norm, tables)
 
     def sample(
         self,

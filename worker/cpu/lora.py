@@ -30,7 +30,7 @@ class PackedLora:
         self.alone = self.args()
 
     @classmethod
-    def of(cls, weights: LoraWeights) -> PackedLora:
+    def from_weights(cls, weights: LoraWeights) -> PackedLora:
         if weights.packed is None:
             weights.packed = cls(weights)
         return weights.packed
@@ -75,7 +75,7 @@ def add_native(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixe
         return add_lora(x, out, groups, fixed_order)
     x = x if x.stride(1) == 1 else x.contiguous()
     args = (LoraRowsArgs * len(groups))(
-        *(rows_args(rows, addressof(PackedLora.of(weights).alone)) for rows, weights in groups)
+        *(rows_args(rows, addressof(PackedLora.from_weights(weights).alone)) for rows, weights in groups)
     )
     KERNELS.lib.quire_add_lora(
         args,
@@ -125,6 +125,6 @@ class SegmentsLora:
         table, owners = (LoraMatricesArgs * len(self.linears))(), []
         for i, linear in enumerate(self.linears):
             if (of_layer := weights.get(id(linear))) is not None:
-                owners.append(PackedLora.of(of_layer))
+                owners.append(PackedLora.from_weights(of_layer))
                 table[i] = owners[-1].args(linear.out_features // 2 if linear.gated else None)
         return table, owners

@@ -120,7 +120,7 @@ class PackedLinear(_NativeLinear):
             raise ValueError(f"PackedLinear takes a bfloat16 weight, not {weight.dtype}")
         super().__init__(tuple(weight.shape), gated)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self.compact = _Compact.of(weight, self.columns, gated) if compact else None
+        self.compact = _Compact.from_weight(weight, self.columns, gated) if compact else None
         if self.compact is not None:
             self.packed, self.paths = self.compact.data, (0, 3)
             return self._bind(self.lib.quire_gemm_run_compact, byref(self.compact.args), bias)
@@ -156,7 +156,7 @@ class _Compact:
         self.units = torch.empty(columns * -(-k // 256), dtype=torch.uint8)
 
     @classmethod
-    def of(cls, weight: torch.Tensor, columns: int, gated: str | None) -> _Compact | None:
+    def from_weight(cls, weight: torch.Tensor, columns: int, gated: str | None) -> _Compact | None:
         """Return the weight in 12 bits, or None if it has too many different exponents."""
         (n, k), self = weight.shape, cls(columns, weight.shape[1])
         count = KERNELS.lib.quire_gemm_compact(

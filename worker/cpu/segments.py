@@ -68,7 +68,7 @@ class Segments:
         self.between = huge_pages.Workspace(torch.bfloat16)  # for the inputs and outputs of attention
 
     @classmethod
-    def of(
+    def from_layers(
         cls, layers: Sequence[nn.Module], final_norm: Norm, tables: Sequence[torch.Tensor | None]
     ) -> Segments | None:
         """Segments for `layers`, or None if the native code cannot compute all of them: a class did not opt in, layers
@@ -80,10 +80,10 @@ class Segments:
         if len({_shape(layer) for layer in layers if _attends(layer)}) > 1:
             return None
         parts = [
-            (_Attention if _attends(layer) else _Mixer).of(layer.self_attn, table)
+            (_Attention if _attends(layer) else _Mixer).from_module(layer.self_attn, table)
             for layer, table in zip(layers, tables)
         ]
-        mlps = [(_Mixture if layer.mlp.native_twin == "moe" else _Dense).of(layer.mlp) for layer in layers]
+        mlps = [(_Mixture if layer.mlp.native_twin == "moe" else _Dense).from_module(layer.mlp) for layer in layers]
         if any(part is None for part in (*parts, *mlps)):
             return None
         return cls(layers, parts, mlps, final_norm)
@@ -226,7 +226,7 @@ class _Attention:
         )
 
     @classmethod
-    def of(cls, module: nn.Module, table: torch.Tensor | None) -> _Attention | None:
+    def from_module(cls, module: nn.Module, table: torch.Tensor | None) -> _Attention | None:
         """Return None if a weight is not packed, the cache is neither bfloat16 nor in 8 bits, or there are several
         ranks.
         """
@@ -279,7 +279,7 @@ class _Mixer:
         self.widths = sum(self._sizes), out.k
 
     @classmethod
-    def of(cls, module: nn.Module, table: torch.Tensor | None) -> _Mixer | None:
+    def from_module(cls, module: nn.Module, table: torch.Tensor | None) -> _Mixer | None:
         """Return None if a weight is not packed, or there are several ranks."""
         inputs, out = _chain([_args(linear) for linear in module.projections()]), _args(module.out_proj)
         return None if not inputs or out is None or module.out_proj.group.size > 1 else cls(module, inputs, out, table)
@@ -325,7 +325,7 @@ class _Dense:
         self.gate_up, self.down, self.inner = gate_up, down, down.k
 
     @classmethod
-    def of(cls, mlp: nn.Module) -> _Dense | None:
+    def from_module(cls, mlp: nn.Module) -> _Dense | None:
         """Return None if a weight is not packed, or the product of the gate and up does not end with the activation."""
         if not mlp.gate_up_proj.gated:
             return None
@@ -348,7 +348,7 @@ class _Mixture:
         self.args = MixtureArgs(router, routing, experts.args(gate.spec.top_k))
 
     @classmethod
-    def of(cls, moe: nn.Module) -> _Mixture | None:
+    def from_module(cls, moe: nn.Module) -> _Mixture | None:
         """Return None if a weight is not packed, the router's form is not native, or an expert is shared by all
         tokens.
         """

@@ -108,7 +108,7 @@ def triton_decodes(q: torch.Tensor, num_kv_heads: int) -> bool:
     """
     if q.device.type != "cuda" or triton_ops(q.device) is None:
         return False
-    return q.shape[2] <= 64 or len(q) * num_kv_heads >= 3 * limits.of(q.device).processors
+    return q.shape[2] <= 64 or len(q) * num_kv_heads >= 3 * limits.for_device(q.device).processors
 
 
 def num_key_splits(group: int, num_kv_heads: int, max_seq_len: int, num_sms: int = 132) -> int:

@@ -50,7 +50,7 @@ class Part:
     view: View | None = None
     types: tuple[str, ...] = FLOATS  # its possible types in a safetensors file
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the slice of the checkpoint tensor `tensor`, rearranged. A view of its memory where possible."""
         tensor = narrowed(tensor, self.source)
         return self.view(tensor) if self.view else tensor

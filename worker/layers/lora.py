@@ -74,7 +74,7 @@ class StepLora:
         """Return whether any row of the step has an adapter."""
         return bool(self.rows) or self.recorded is not None
 
-    def of(self, num_rows: int) -> list[LoraRows]:
+    def rows_for(self, num_rows: int) -> list[LoraRows]:
         """Return the rows by adapter of a layer that computes `num_rows`."""
         return self.rows if num_rows == self.num_tokens else self.needed
 
@@ -115,7 +115,7 @@ class LinearLora:
         if self.step.recorded is not None:
             ops.add_lora_slots(x, out, self.step.recorded, self.slots)
             return out
-        groups = [(rows, self.weights[rows.key]) for rows in self.step.of(len(x)) if rows.key in self.weights]
+        groups = [(rows, self.weights[rows.key]) for rows in self.step.rows_for(len(x)) if rows.key in self.weights]
         if groups:
             (ops.add_lora if ops else add_lora)(x, out, groups, self.step.fixed_order)
         return out

@@ -61,7 +61,7 @@ class ExpertsLora:
         if self.step.recorded is not None:  # no adapter of a recorded step has matrices for experts
             return []
         keys = {key for one in (*self.gate_up.values(), *self.down.values()) for key in one.lora.weights}
-        return [rows for rows in self.step.of(num_rows) if rows.key in keys] if keys else []
+        return [rows for rows in self.step.rows_for(num_rows) if rows.key in keys] if keys else []
 
     def run(
         self,

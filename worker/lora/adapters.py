@@ -45,7 +45,7 @@ class LoraLimits:
     most_values: int = 0  # for an adapter at start
 
     @classmethod
-    def of(cls, config: LoraConfig) -> LoraLimits:
+    def from_config(cls, config: LoraConfig) -> LoraLimits:
         """Raises ValueError for settings that are wrong."""
         at_start = len(folders_at_start(config.lora_modules, config.lora_dir))
         max_active = config.max_loras or DEFAULT_MAX_LORAS
@@ -120,7 +120,9 @@ class Adapters:
                     a, b = read(matrices.a, matrices.index), read(matrices.b, matrices.index) * matrices.scale
                     if matrices.swapped:
                         b = unswapped(b, self.targets.num_heads(module))
-                    of_expert = {piece.expert: piece.of(a, b) for piece in pieces if piece.expert is not None}
+                    of_expert = {
+                        piece.expert: piece.expert_matrices(a, b) for piece in pieces if piece.expert is not None
+                    }
                     for piece in pieces:
                         both = of_expert.get(piece.expert, (a, b))
                         of_layer.setdefault(piece.layer, []).append((piece, *both))

@@ -49,7 +49,7 @@ class Piece:
     expert: int | None = None  # for a tensor of `num_experts`
     num_experts: int | None = None
 
-    def of(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def expert_matrices(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the matrices of the expert, of those of all experts in PEFT's order."""
         of_a, of_b = a.unflatten(0, (self.num_experts, -1)), b.unflatten(1, (-1, self.num_experts))
         return of_a[self.expert], of_b[..., self.expert]

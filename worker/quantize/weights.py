@@ -39,12 +39,12 @@ class Weight:
     places: list[tuple[Linear, Part]]
 
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
-        return self.source.of(checkpoint.tensor(self.source.name))
+        return self.source.take(checkpoint.tensor(self.source.name))
 
     def replace(self, value: torch.Tensor) -> None:
         """Give the layers the weight `value` instead."""
         for layer, part in self.places:
-            narrowed(layer.weight.data, part.target).copy_(part.of(value))
+            narrowed(layer.weight.data, part.target).copy_(part.take(value))
 
     @property
     def layer(self) -> Linear:

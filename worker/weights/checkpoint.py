@@ -144,7 +144,7 @@ class Checkpoint:
         if ANY_LENGTH in part.shape:
             parameter.data = tensor.to(parameter.device, copy=True)
             return False
-        tensor = part.of(tensor if tensor.shape == part.shape else tensor.reshape(part.shape))
+        tensor = part.take(tensor if tensor.shape == part.shape else tensor.reshape(part.shape))
         if (
             lend := may_lend
             and (tensor.shape, tensor.dtype, tensor.device) == (parameter.shape, parameter.dtype, parameter.device)

@@ -149,7 +149,7 @@ def _fill_all(
     while placements:
         placement = placements.popleft()
         layers.prepare(placement)
-        layers.filled(placement, fill(placement, bool(layers.of(placement))))
+        layers.filled(placement, fill(placement, bool(layers.layers_using(placement))))
         done += placement.target.nbytes
         if done - trimmed > _TRIM_EVERY or done == total:
             trimmed = done
@@ -176,13 +176,13 @@ class _IncompleteLayers:
             if isinstance(layer, Linear):
                 for parameter in layer.parameters(recurse=False):
                     self._layers[id(parameter)].append(layer)
-        self._missing = Counter(layer for placement in placements for layer in self.of(placement))
+        self._missing = Counter(layer for placement in placements for layer in self.layers_using(placement))
         # number of slices of each parameter that has none filled yet
         self._slices = Counter(id(placement.parameter) for placement in placements)
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._lent: dict[int, int] = {}  # id of a parameter -> its address in a file's mapping
 
-    def of(self, placement: Placement) -> list[Linear]:
+    def layers_using(self, placement: Placement) -> list[Linear]:
         """Return the layers that use this slice."""
         return self._layers.get(id(placement.parameter), [])
 
@@ -197,7 +197,7 @@ class _IncompleteLayers:
     def filled(self, placement: Placement, lent: bool) -> None:
         if lent:
             self._lent[id(placement.parameter)] = placement.parameter.data_ptr()
-        for layer in self.of(placement):
+        for layer in self.layers_using(placement):
             self._missing[layer] -= 1
             if not self._missing[layer]:
                 self._finalize(layer)

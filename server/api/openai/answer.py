@@ -124,7 +124,7 @@ class Answer(ABC):
                 if frame:
                     yield frame
             if self.include_usage or self.body.return_timings:
-                yield self.event([], Usage.of(self.used))
+                yield self.event([], Usage.from_usage(self.used))
         finally:
             await stream.aclose()
 
@@ -136,11 +136,11 @@ class Answer(ABC):
         chunk.
         """
         if usage is None and self.running_usage and choices:
-            usage = Usage.of(self.used)
+            usage = Usage.from_usage(self.used)
         return usage if self.include_usage or self.running_usage else msgspec.UNSET
 
     def timings(self, ended: bool) -> Timings | msgspec.UnsetType:
         """Return the `timings` of the answer, or of its last chunk, if they were asked for."""
         if not (ended and self.body.return_timings):
             return msgspec.UNSET
-        return Timings.of(self.used, [one.timing for one in self.requests if one.timing is not None])
+        return Timings.from_requests(self.used, [one.timing for one in self.requests if one.timing is not None])

@@ -93,7 +93,7 @@ class ChatAnswer(Answer):
                 )
                 for i, choice in enumerate(choices)
             ],
-            usage=Usage.of(self.used),
+            usage=Usage.from_usage(self.used),
             timings=self.timings(True),
             system_fingerprint=self.state.system_fingerprint,
             prompt_logprobs=UNSET

@@ -82,7 +82,7 @@ class CompletionAnswer(Answer):
             model=self.model,
             choices=out,
             system_fingerprint=self.state.system_fingerprint,
-            usage=Usage.of(self.used),
+            usage=Usage.from_usage(self.used),
             timings=self.timings(True),
         )
 

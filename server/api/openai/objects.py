@@ -33,7 +33,7 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails
 
     @classmethod
-    def of(cls, usage: TokenUsage) -> Usage:
+    def from_usage(cls, usage: TokenUsage) -> Usage:
         counts = usage.counts
         return cls(
             usage.num_prompt,
@@ -62,7 +62,7 @@ class Timings(msgspec.Struct):
     draft_n_accepted: int | UnsetType = UNSET
 
     @classmethod
-    def of(cls, usage: TokenUsage, timings: Sequence[RequestTiming]) -> Timings:
+    def from_requests(cls, usage: TokenUsage, timings: Sequence[RequestTiming]) -> Timings:
         """Return the timings of all prompts and choices together; `timings` has one per prompt."""
         ran = [one for one in timings if one.scheduled and one.first_token]
         queued = max((one.scheduled - one.queued for one in ran), default=0.0)

@@ -46,7 +46,7 @@ async def classify(request: Request, state: needs.Vectors) -> Response:
             data.append(Classification(i, labels[probs.index(max(probs))], probs, len(probs)))
         return sse.JsonResponse(
             ClassificationList(
-                id=request_id, created=int(time.time()), model=name, data=data, usage=VectorUsage.of(found)
+                id=request_id, created=int(time.time()), model=name, data=data, usage=VectorUsage.from_vectors(found)
             )
         )
 
@@ -76,7 +76,9 @@ async def pool(request: Request, state: needs.Vectors) -> Response:
             for i, vector in enumerate(found)
         ]
         return sse.JsonResponse(
-            PoolingList(id=request_id, created=int(time.time()), model=name, data=data, usage=VectorUsage.of(found))
+            PoolingList(
+                id=request_id, created=int(time.time()), model=name, data=data, usage=VectorUsage.from_vectors(found)
+            )
         )
 
     return await state.threads.run(answer_size(found), answer, caller(request).turn)

@@ -44,7 +44,7 @@ async def score(request: Request, state: needs.Vectors) -> Response:
                 created=int(time.time()),
                 model=state.answering(body.model),
                 data=scores,
-                usage=VectorUsage.of(found),
+                usage=VectorUsage.from_vectors(found),
             )
         )
 
@@ -72,7 +72,9 @@ async def rerank(request: Request, state: needs.Vectors) -> Response:
             for result in results:
                 result.document = Document(_text(body.documents[result.index]))
         return sse.JsonResponse(
-            RerankList(id=request_id, model=state.answering(body.model), results=results, usage=VectorUsage.of(found))
+            RerankList(
+                id=request_id, model=state.answering(body.model), results=results, usage=VectorUsage.from_vectors(found)
+            )
         )
 
     return await state.threads.run(answer_size(found), answer, caller(request).turn)

@@ -40,7 +40,7 @@ def _one_of(schema: dict[str, Any], base: dict[str, Any], inner: Inner, resolve:
 
 
 def _not(schema: dict[str, Any], base: dict[str, Any], inner: Inner, resolve: Resolve) -> Schema:
-    return Complement(resolve).of(inner("not", schema["not"]), types_of(base))
+    return Complement(resolve).negate(inner("not", schema["not"]), types_of(base))
 
 
 def _if(schema: dict[str, Any], base: dict[str, Any], inner: Inner, resolve: Resolve) -> Schema:

@@ -38,7 +38,7 @@ MAX_ALTERNATIVES = 400  # per keyword
 
 def if_then_else(condition: Schema, then: Schema, otherwise: Schema, types: frozenset[str], resolve: Resolve) -> Schema:
     """`if`, `then` and `else`."""
-    return any_of([all_of([condition, then]), all_of([Complement(resolve).of(condition, types), otherwise])])
+    return any_of([all_of([condition, then]), all_of([Complement(resolve).negate(condition, types), otherwise])])
 
 
 def exactly_one(branches: list[Schema], types: frozenset[str], resolve: Resolve) -> Schema:
@@ -50,7 +50,7 @@ def exactly_one(branches: list[Schema], types: frozenset[str], resolve: Resolve)
     if all(disjoint(a, b, resolve) for a, b in combinations(typed, 2)):
         return any_of(branches)
     complement = Complement(resolve)
-    others = [complement.of(branch, types) for branch in branches]
+    others = [complement.negate(branch, types) for branch in branches]
     return any_of(
         all_of([branch, *(other for j, other in enumerate(others) if j != i)]) for i, branch in enumerate(branches)
     )
@@ -161,7 +161,7 @@ def containing(
     length = base.get("maxItems", math.inf)
     if base.get("items") is False:
         length = min(length, len(base.get("prefixItems", ())))
-    other = Complement(resolve).of(item) if most < length else True
+    other = Complement(resolve).negate(item) if most < length else True
     if (least or most) and length > MAX_ALTERNATIVES:
         raise Inexpressible("without a small maxItems, it is not supported")
     return _for_type("array", _placements(item, other, least, most, length), types)

@@ -24,7 +24,7 @@ KNOWN = {
 
 
 @cache
-def of(device: torch.device) -> Limits:
+def for_device(device: torch.device) -> Limits:
     """Return the limits of a GPU; off a GPU, where kernels are interpreted, those of an H100."""
     if device.type != "cuda":
         return KNOWN[90]

@@ -68,7 +68,9 @@ def _tile_of(num_pairs: int, num_experts: int, stack: Stack, x: torch.Tensor) ->
     if num_pairs <= FEW_ROWS * num_experts:
         return 16
     plain = isinstance(stack, torch.Tensor) and x.element_size() == 2
-    return 128 if plain and num_pairs > _MANY_ROWS * num_experts and limits.of(x.device).capability >= 90 else 64
+    return (
+        128 if plain and num_pairs > _MANY_ROWS * num_experts and limits.for_device(x.device).capability >= 90 else 64
+    )
 
 
 def fused_experts(

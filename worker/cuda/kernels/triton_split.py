@@ -36,7 +36,7 @@ def splits_of(num_programs: int, num_steps: int, tile: int, device: torch.device
     steps: a power of two, so that few variants are compiled. `num` replaces the choice.
     """
     if num is None:
-        most = min(_MOST, _PER_PROCESSOR * limits.of(device).processors // num_programs, num_steps // _TILES)
+        most = min(_MOST, _PER_PROCESSOR * limits.for_device(device).processors // num_programs, num_steps // _TILES)
         num = 1 << (max(1, most).bit_length() - 1)
     if num == 1 or num_programs > _COUNTERS:
         return Splits(1, None, None)

@@ -47,7 +47,7 @@ class Piece:
     view: View | None = None  # rearranges them
 
     @classmethod
-    def of(cls, part: Part) -> Piece:
+    def from_part(cls, part: Part) -> Piece:
         """Return the piece that a part of an unquantized weight describes."""
         ranges = [(0, part.shape[0]), (0, part.shape[1])]
         for dim, start, length in part.source:
@@ -222,7 +222,7 @@ class FromCheckpoint(LinearMethod):
         self.weights, self.plain = weights, plain
 
     def create_weights(self, layer: Linear) -> None:
-        pieces = [Piece.of(part) for part in layer.weight_parts()]
+        pieces = [Piece.from_part(part) for part in layer.weight_parts()]
         schemes = [self.weights.find(piece.name) for piece in pieces]
         layer.method = StoredWeights(pieces, schemes, self.plain) if any(schemes) else self.plain
         layer.method.create_weights(layer)

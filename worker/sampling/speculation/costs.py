@@ -47,7 +47,7 @@ class StepCosts:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of `num_tokens` tokens, drafts included, took so long."""
-        expected = self.of(num_tokens)
+        expected = self.relative_time(num_tokens)
         self._unit = self._unit or seconds / expected
         ratio = min(max(seconds / (expected * self._unit), 1 / _MOST), _MOST)
         self._unit *= ratio**_SPEED_RATE
@@ -56,7 +56,7 @@ class StepCosts:
         self.table /= self.table[0]
         self.plain = self.table
 
-    def of(self, num_tokens: int) -> float:
+    def relative_time(self, num_tokens: int) -> float:
         """Return the time of a step that verifies drafts, relative to one of one token."""
         return float(np.interp(num_tokens, KNOTS, self.table))
 

@@ -32,7 +32,7 @@ class EarlierTexts:
     def __init__(self) -> None:
         self._texts: OrderedDict[str, np.ndarray] = OrderedDict()
 
-    def of(self, conversation: str) -> np.ndarray:
+    def tokens(self, conversation: str) -> np.ndarray:
         """Tokens, int32, oldest first."""
         return self._texts.get(conversation, np.empty(0, dtype=np.int32))
 

@@ -123,7 +123,7 @@ class Speculator:
         if not conversation or self.speculation.lookup is None:
             return None
         mine = (row.history for row in self.rows.values() if row.history.conversation == conversation)
-        return joined([self.earlier.of(conversation), *(ended(history.tokens) for history in mine)])
+        return joined([self.earlier.tokens(conversation), *(ended(history.tokens) for history in mine)])
 
     def remove(self, row: int) -> None:
         ended = self.rows.pop(row, None)
