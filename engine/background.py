@@ -21,12 +21,12 @@ class Background:
         self._last_other = -math.inf  # time.monotonic() when another request was last here
 
     def note_other(self) -> None:
-        """A request that is not a background one is here."""
+        """Record the arrival of a foreground request."""
         self._last_other = time.monotonic()
 
     @property
     def expects_others(self) -> bool:
-        """Return whether a request that is not a background one was here lately."""
+        """Return whether a foreground request was here lately."""
         return time.monotonic() - self._last_other < SHORT_STEP_SECONDS
 
     def start_step(self, are_others: bool, num_tokens: int, token_budget: int) -> None:

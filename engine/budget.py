@@ -72,20 +72,20 @@ class Pace:
         self._mixed_at = -math.inf  # time.monotonic() of the last request of another tenant than the one before
 
     def note_request(self, tenant: str) -> None:
-        """A request arrives."""
+        """Record the arrival of a request."""
         if self._tenant not in (None, tenant):
             self._mixed_at = time.monotonic()
         self._tenant = tenant
 
     def note_end(self, step: Step) -> None:
-        """The results of a step are there."""
+        """Record the end of a step."""
         ended = time.monotonic()
         if not step.input.encode:
             self.note_step(step.num_tokens, len(step.requests), ended - max(step.scheduled, self._last_end))
         self._last_end = ended
 
     def note_step(self, num_tokens: int, num_requests: int, seconds: float) -> None:
-        """A step without images took this long."""
+        """Record the duration of a step without images."""
         if num_tokens >= max(LEAST_TOKENS // 2, 2 * num_requests):  # most of it was prompts
             new = seconds / num_tokens
             self._seconds = new if not self._seconds else (1 - _NEW) * self._seconds + _NEW * new

@@ -235,8 +235,8 @@ class Request:
         return len(token_ids), None
 
     def take_back_drafts(self, num_draft: int, num_tokens: int) -> int:
-        """A step verified `num_draft` drafts and gave `num_tokens` tokens: those drafts that are not among them were
-        not computed. Their slots in the KV cache will be written again. Returns the number of accepted ones.
+        """Account for a step that verified `num_draft` drafts and gave `num_tokens` tokens: drafts that are not among
+        them were not computed. Their slots in the KV cache will be written again. Returns the number of accepted ones.
         """
         if self.status is Status.RUNNING:  # else it was preempted meanwhile, and none of it is computed
             self.num_computed_tokens -= num_draft - (num_tokens - 1)  # the last token is not computed yet
@@ -264,7 +264,7 @@ class Request:
         prompt_logprobs: list[TokenLogprobs] | None,
         timing: RequestTiming | None,
     ) -> EngineOutput:
-        """`output` of a request that is not finished: of every request in every step, hence without keywords."""
+        """Return `output` of an unfinished request. Positional: runs for each request in each step."""
         fields = token_ids, None, None, logprobs, prompt_logprobs, self.counts, None, timing
         return EngineOutput(self.request_id, *fields)
 

@@ -17,7 +17,7 @@ class Room:
         self.kv, self.running, self.max_running, self.max_loras = kv, running, max_running, max_loras
 
     def reserve(self) -> int:
-        """Return number of free blocks that admission leaves to running requests, so that a new request does not take
+        """Return the number of free blocks that admission leaves to running requests, so that a new request does not take
         blocks that they need soon, which would cause a preemption.
         """
         return sum(map(self.kv.num_expected, self.running))
@@ -79,7 +79,7 @@ class Room:
         return len({use.key for use in request.adapters}.union(others)) <= self.max_loras
 
     def num_draft(self, request: Request, limit: int) -> int:
-        """Return number of drafts of a decoding request to verify, at most `limit`: as many as the worker has, as long
+        """Return the number of drafts of a decoding request to verify, at most `limit`: as many as the worker has, as long
         as the request may get one token more than that, and none if their blocks are scarce. With states, a step ends
         at the next block boundary at the latest: the state there is a checkpoint for the conversation's next turn.
         """

@@ -158,7 +158,7 @@ class Scheduler:
         return [one.request_id for one in self.waiting if not one.scheduled_time and one.request_id in asked]
 
     def end(self, request_ids: list[str]) -> Outputs:
-        """Abort requests whoever their client is. Returns their last outputs."""
+        """Abort requests of any client. Returns their last outputs."""
         asked, now, outputs = set(request_ids), time.time(), {}
         for request in [one for one in self.requests.values() if one.request_id in asked]:
             self._finish(request, "abort", now, outputs, [])
@@ -381,7 +381,7 @@ class Scheduler:
         self._add_to_step(step, request, num_new, [])
 
     def _add_decodes(self, step: Step, requests: list[Request], new_blocks: dict[Request, list[list[int]]]) -> None:
-        """`_add_to_step` for requests that decode without drafts, together: most requests of most steps."""
+        """Call `_add_to_step` for requests that decode without drafts, together: most requests of most steps."""
         step.add_decodes(requests, new_blocks)
         self.shares.charge_one_each(requests)
         size = self.kv.block_size
@@ -434,7 +434,9 @@ class Scheduler:
         self._free_row(request)
 
     def _note_published(self, request: Request, published: list[int]) -> None:
-        """Steps in flight fill these blocks of the request, which became visible after they were scheduled."""
+        """Record that steps in flight fill these blocks of the request, which became visible after the steps were
+        scheduled.
+        """
         if published and self._in_flight:
             self._in_flight[-1].published.setdefault(request, []).extend(published)
 

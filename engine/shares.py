@@ -35,7 +35,7 @@ class Shares:
         return self._used[tenant]
 
     def enter(self, request: Request) -> None:
-        """A request of the tenant arrives."""
+        """Record the arrival of a request of the tenant."""
         tenant = request.tenant
         if tenant not in self._num_requests:
             if not self._num_requests or len(self._used) - len(self._num_requests) > _MAX_IDLE:
@@ -45,7 +45,7 @@ class Shares:
         self._num_requests[tenant] = self._num_requests.get(tenant, 0) + 1
 
     def leave(self, request: Request) -> None:
-        """A request of the tenant has ended."""
+        """Record the end of a request of the tenant."""
         left = self._num_requests[request.tenant] - 1
         if left:
             self._num_requests[request.tenant] = left
@@ -56,7 +56,7 @@ class Shares:
         self._used[request.tenant] += num_tokens / request.weight
 
     def charge_one_each(self, requests: list[Request]) -> None:
-        """`charge` one token of each request."""
+        """Charge one token of each request."""
         used = self._used
         for request in requests:
             used[request.tenant] += 1 / request.weight

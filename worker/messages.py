@@ -238,7 +238,7 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         return self.kind != "full" or not self.window
 
     def first_block(self, position: int, block_size: int) -> int:
-        """Return index of the first block that a token at `position` or later attends to."""
+        """Return the index of the first block that a token at `position` or later attends to."""
         match self.kind:
             case "window":
                 return max(position - self.window + 1, 0) // block_size
@@ -247,7 +247,7 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         return 0
 
     def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
-        """Return maximum number of blocks that a request of `num_tokens` tokens holds at once while it is computed in
+        """Return the maximum number of blocks that a request of `num_tokens` tokens holds at once while it is computed in
         chunks of at most `chunk` tokens.
         """
         if self.kind == "state":
@@ -261,14 +261,14 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
 
 def most_blocks(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, chunk: int) -> int:
-    """Return maximum number of blocks of all groups that a request of `num_tokens` tokens holds at once, pages with
+    """Return the maximum number of blocks of all groups that a request of `num_tokens` tokens holds at once, pages with
     states aside, see `CacheGroup.most_blocks`.
     """
     return sum(group.most_blocks(num_tokens, block_size, chunk) for group in groups)
 
 
 def longest_request(groups: Sequence[CacheGroup], num_blocks: int, block_size: int, chunk: int, limit: int) -> int:
-    """Return maximum number of tokens, at most `limit`, of a request that fits into `num_blocks` blocks; 0 if none
+    """Return the maximum number of tokens, at most `limit`, of a request that fits into `num_blocks` blocks; 0 if none
     fits.
     """
     low, high = 0, limit  # a request of `low` tokens fits

@@ -69,14 +69,14 @@ class Checkpoints:
     # ---- prefixes that several requests have
 
     def observe(self, hashes: list[bytes]) -> None:
-        """A request computes these blocks."""
+        """Record that a request computes these blocks."""
         if self.tags and not self.finds_shared:
             self._seen.update(dict.fromkeys(hashes))
             while len(self._seen) > MAX_SEEN:
                 self._seen.popitem(last=False)
 
     def num_shared(self, hashes: list[bytes], found: int) -> int:
-        """Return number of blocks at the front of a request that an earlier one had; `found`: that are cached in the
+        """Return the number of blocks at the front of a request that an earlier one had; `found`: that are cached in the
         other groups.
         """
         if self.finds_shared:
@@ -91,7 +91,7 @@ class Checkpoints:
         return boundary if self.tags and end < request.num_tokens and boundary > start else end
 
     def plan(self, request: Request, position: int, start: int, end: int, limit: int) -> list[int]:
-        """The step being scheduled computes tokens [start, end), of which the first `limit` of the request may be
+        """Record that the step being scheduled computes tokens [start, end); the first `limit` of the request may be
         shared. Returns the block boundaries in it at which to leave a checkpoint, sparse ones last.
         """
         size = self.block_size

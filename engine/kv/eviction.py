@@ -88,7 +88,7 @@ class EvictionOrder:
         return (page for queue in self._queues for page in queue)
 
     def _next(self) -> int:
-        """Return index of the queue whose first page is reused next."""
+        """Return the index of the queue whose first page is reused next."""
         queues, place = self._queues, 0
         while not queues[place]:
             place += 1
@@ -98,7 +98,7 @@ class EvictionOrder:
         return place
 
     def _worth(self, page: int) -> int:
-        """Return index of the queue for a page that is not empty."""
+        """Return the index of the queue for a page that is not empty."""
         if level := self.levels.get(page):
             return KEPT + level
         if page in self.sparse:
@@ -120,8 +120,8 @@ class EvictionOrder:
             self.push(page)
 
     def found(self, page: int, by_others: bool) -> bool:
-        """A request found a page, which it holds; `by_others`: another than those of its publisher's group. Returns
-        whether the page became hot.
+        """Record that a request found a page, which it holds; `by_others`: another than those of its publisher's group.
+        Returns whether the page became hot.
         """
         self.sparse.discard(page)
         if not by_others or page in self.hot:

@@ -92,7 +92,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Return maximum number of blocks that a request of `num_tokens` tokens holds at once, states aside."""
+        """Return the maximum number of blocks that a request of `num_tokens` tokens holds at once, states aside."""
         return most_blocks(self.groups, num_tokens, self.block_size, self.chunk)
 
     def start_step(self) -> None:
@@ -156,8 +156,8 @@ class KVCacheManager:
         return cut
 
     def to_fetch(self, request: Request, lookup: Callable[[list[bytes]], list[int]]) -> tuple[list[bytes], int]:
-        """(keys of the blocks that would make the request's cached prefix longer, by how many tokens), of those that
-        `lookup` finds in lower tiers: it returns a number per key, 0 for a missing one.
+        """Return (keys of the blocks that would extend the request's cached prefix, number of these tokens), of those
+        that `lookup` finds in lower tiers: it returns a number per key, 0 for a missing one.
         """
         num_full = (request.num_tokens - 1) // self.block_size
         if not request.reads_cache or not num_full:
@@ -224,7 +224,7 @@ class KVCacheManager:
         return self.checkpoints.awaits(request.block_hashes[match.num_blocks : last])
 
     def num_missing(self, request: Request, match: Match) -> int:
-        """Return number of free blocks that a request without blocks would use until all its known tokens are computed,
+        """Return the number of free blocks that a request without blocks would use until all its known tokens are computed,
         states aside.
         """
         held = [block_id for block_id in match.held if not self.pool.is_state(block_id)]
@@ -250,7 +250,9 @@ class KVCacheManager:
     # ---- allocation
 
     def plan_checkpoints(self, request: Request, position: int, start: int, end: int) -> None:
-        """The step being scheduled computes tokens [start, end) of the request at a batch position, drafts aside."""
+        """Record that the step being scheduled computes tokens [start, end) of the request at a batch position, drafts
+        aside.
+        """
         if self.checkpoints.tags and end - start > 1:
             limit = self._num_shareable(request)
             self.hashes.extend(request, min(end, limit) // self.block_size)
@@ -283,11 +285,11 @@ class KVCacheManager:
         return added if any(added) else []
 
     def num_held(self, request: Request) -> int:
-        """Return number of blocks that a request holds, over all groups, states aside."""
+        """Return the number of blocks that a request holds, over all groups, states aside."""
         return sum(group.num_held(request) for group in self.by_group)
 
     def num_expected(self, request: Request) -> int:
-        """Return number of blocks that a running request still needs for the rest of its prompt, plus one per group for
+        """Return the number of blocks that a running request still needs for the rest of its prompt, plus one per group for
         outputs.
         """
         return sum([group.num_expected(request) for group in self.by_group])
@@ -313,7 +315,7 @@ class KVCacheManager:
         return published
 
     def _num_shareable(self, request: Request) -> int:
-        """Return number of known tokens at the front of a request whose blocks others may read."""
+        """Return the number of known tokens at the front of a request whose blocks others may read."""
         return request.num_tokens if self._shares_outputs else request.num_prompt_tokens
 
     def publish_late(self, request: Request) -> list[int]:
@@ -348,8 +350,8 @@ class KVCacheManager:
         request.num_computed_tokens = 0
 
     def free_key(self, key: str) -> list[bytes] | None:
-        """Forget a conversation that clients asked to keep. Returns the keys of its blocks that are found no more, of
-        all groups, or None if it was not known.
+        """Forget a conversation that clients asked to keep. Returns the keys of its unpublished blocks, of all groups,
+        or None if it was not known.
         """
         hashes = self.retention.free(key)
         if hashes is None:

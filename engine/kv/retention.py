@@ -53,7 +53,7 @@ class Retention:
         self._ended: OrderedDict[tuple[bytes, str], _Ended] = OrderedDict()
 
     def note(self, request: Request) -> None:
-        """A request is about to release its blocks: those of its key's conversation are kept from now on."""
+        """Keep the blocks of a request's conversation. Called before the request releases its blocks."""
         if request.cache_key is None and not request.may_call_tools:
             return
         ids = [i for row in request.block_ids for i in row if i != NULL_BLOCK and not self._pool.is_state(i)]
@@ -78,7 +78,7 @@ class Retention:
         return f"{key}\0{request.block_hashes[0].hex()}" if request.block_hashes else None
 
     def called_tools(self, client: bytes, request_ids: list[str]) -> None:
-        """The answers of these requests called tools: their blocks are kept for a while."""
+        """Keep the blocks of these requests for a while: their answers called tools."""
         for request_id in request_ids:
             if (ended := self._ended.pop((client, request_id), None)) is not None and ended.hashes:
                 level = TOOLS | ASKED if ended.key is not None else TOOLS
@@ -131,7 +131,7 @@ class Retention:
             self._due = min((entry.until for entry in self._keys.values()), default=float("inf"))
 
     def free(self, key: str) -> list[bytes] | None:
-        """Forget a conversation: blocks that no request and no other conversation holds are found no more. Returns
+        """Forget a conversation: unpublish its blocks without other holders. Returns
         their hashes, or None if it was not known.
         """
         if key not in self._keys:

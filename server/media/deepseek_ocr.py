@@ -110,7 +110,7 @@ class DeepseekOCRProcessor:
         return ProcessedImage(features, self.image_token, [count + self.num_embeds(base, 1, 1) + 1])
 
     def num_embeds(self, side: int, columns: int, rows: int) -> int:
-        """Return number of embeddings of a grid of squares: each of its rows ends with one more."""
+        """Return the number of embeddings of a grid of squares: each of its rows ends with one more."""
         num = -(-side // _PATCH // 4)
         return rows * num * (columns * num + 1)
 

@@ -18,14 +18,14 @@ class Markers:
         self._max_partial = max(map(len, ordered), default=1) - 1
 
     def find(self, text: str, start: int) -> tuple[int, str | None]:
-        """Return position and string of the first marker from `start` on; the length of the text and None
+        """Return the position and string of the first marker from `start` on; the length of the text and None
         without one.
         """
         found = self._found(text, start)
         return (found.start(), found.group()) if found else (len(text), None)
 
     def num_partial(self, text: str, start: int) -> int:
-        """Return number of characters at the end of the text, which has no marker from `start` on, that may
+        """Return the number of characters at the end of the text, which has no marker from `start` on, that may
         begin one.
         """
         for found in self._first.finditer(text, max(start, len(text) - self._max_partial)):

@@ -267,7 +267,7 @@ class Reader:
                 return marker
 
     def _num_spaces(self, end: int) -> int:
-        """Return number of unread white space characters just before `end`, at most SPACE_LIMIT."""
+        """Return the number of unread white space characters just before `end`, at most SPACE_LIMIT."""
         tail = self.text[max(self.position, end - SPACE_LIMIT) : end]
         return len(tail) - len(tail.rstrip(SPACE))
 

@@ -272,7 +272,9 @@ class _Rows:
 
 
 def _num_rows(cache: torch.Tensor) -> int:
-    """Return number of rows of head_dim from the first entry of `cache` to its last, including gaps between them."""
+    """Return the number of rows of head_dim from the first entry of `cache` to its last, including gaps between
+    them.
+    """
     last = sum((size - 1) * stride for size, stride in zip(cache.shape[:3], cache.stride()))
     return last // cache.shape[3] + 1
 

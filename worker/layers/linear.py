@@ -210,19 +210,19 @@ class WeightFormat:
     """
 
     def linear(self, prefix: str) -> LinearMethod:
-        """Return method of the layer at `prefix`, e.g. "model.layers.0.self_attn.qkv_proj"."""
+        """Return the method of the layer at `prefix`, e.g. "model.layers.0.self_attn.qkv_proj"."""
         return PLAIN
 
     def head(self, prefix: str) -> LinearMethod:
-        """Return method of the output head."""
+        """Return the method of the output head."""
         return PLAIN
 
     def matrix(self, prefix: str) -> LinearMethod:
-        """Return method of a layer whose weight is needed as a matrix of the model's type."""
+        """Return the method of a layer whose weight is needed as a matrix of the model's type."""
         return MATRIX
 
     def embedding(self, prefix: str) -> LinearMethod | None:
-        """Return method of an embedding that the checkpoint stores in a format of its own, else None."""
+        """Return the method of an embedding that the checkpoint stores in a format of its own, else None."""
         return None
 
     def ignores(self, name: str, read: Callable[[], torch.Tensor]) -> bool:

@@ -182,7 +182,7 @@ class CachePlan:
         return self.num_slabs(layers) * self.layer_page_bytes(block_size) + drafting
 
     def num_slabs(self, layers: Sequence[int] | None = None) -> int:
-        """Return maximum number of layers of one group among `layers`: a rank needs memory for that many layers per
+        """Return the maximum number of layers of one group among `layers`: a rank needs memory for that many layers per
         page.
         """
         if layers is None:

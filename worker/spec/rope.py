@@ -33,7 +33,7 @@ class RopeSpec:
     axes: tuple[int, ...] = ()  # for positions with three axes (`layers/rotary.py`): the axis of each rotated pair
 
     def context_length(self) -> int:
-        """Return longest context in tokens.
+        """Return the longest context in tokens.
 
         Scaling that stretches positions also stretches the context, unless `max_position_embeddings` already includes
         it (llama3, longrope, dynamic with `alpha`).

@@ -97,7 +97,7 @@ class Mamba2Spec:
         return self.num_heads * self.head_dim
 
     def groups(self, tp: int) -> int:
-        """Return number of groups on each rank: with fewer groups than ranks several ranks hold the same one."""
+        """Return the number of groups on each rank: with fewer groups than ranks several ranks hold the same one."""
         return max(1, self.num_groups // tp)
 
     def shapes(self, tp: int) -> Shapes:

@@ -156,7 +156,7 @@ class ConfigReader:
 
     @classmethod
     def context_length(cls, values: dict[str, Any], ropes: dict[str, RopeSpec]) -> int:
-        """Return longest context in tokens; by default that of the layers with full attention."""
+        """Return the longest context in tokens; by default that of the layers with full attention."""
         rope = ropes.get(FULL) or ropes.get("default")
         return rope.context_length() if rope else values["max_position_embeddings"]
 

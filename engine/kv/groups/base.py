@@ -41,7 +41,7 @@ class GroupBlocks:
     # ---- prefix hits
 
     def first_read(self, num_blocks: int) -> int:
-        """Return index of the first block that a request reads after a hit of `num_blocks` blocks."""
+        """Return the index of the first block that a request reads after a hit of `num_blocks` blocks."""
         raise NotImplementedError
 
     def find(self, hashes: list[bytes]) -> list[int]:

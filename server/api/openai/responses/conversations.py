@@ -149,7 +149,7 @@ async def delete_item(request: Request, state: needs.Responses) -> Response:
 
 
 def _place(request: Request, items: bytes) -> int:
-    """Return index of the item that the path names. Raises NotFound."""
+    """Return the index of the item that the path names. Raises NotFound."""
     item_id = request.path_params["item_id"]
     places = [i for i, known in enumerate(item_ids(items)) if known == item_id]
     if not places:
