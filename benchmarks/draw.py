@@ -72,7 +72,7 @@ def draw(machines: Sequence[dict[str, Any]], path: str) -> None:
 
 
 def _reduce_colors(path: str) -> None:
-    """A third of the bytes, for the repository; the drawing has few colors."""
+    """Reduce the colors, of which the drawing has few: a third of the bytes."""
     from PIL import Image
 
     with Image.open(path) as image:

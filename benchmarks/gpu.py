@@ -325,7 +325,9 @@ class Measurement:
         engine.executor.shutdown()
 
     def mixed(self) -> None:
-        """Steps of a prompt, alone: eager, then with the parts between the attentions recorded. Twice in turn."""
+        """Measure steps of a prompt, alone: eager, then with the parts between the attentions recorded. Twice in
+        turn.
+        """
         import torch
 
         engine = Engine(Config.from_flat(model=str(self.folder), enable_prefix_caching=False, **self.settings()))
@@ -458,7 +460,7 @@ class Measurement:
         return [(prompt, rng.randint(*self.lengths)) for prompt in prompts]
 
     def offline(self) -> None:
-        """The workload through `LLM`, all requests at once. A first run with other prompts compiles and records."""
+        """Run the workload through `LLM`, all requests at once. A first run with other prompts compiles and records."""
         from quire.server.offline.llm import LLM
         from quire.server.offline.params import SamplingParams
 
@@ -482,8 +484,8 @@ class Measurement:
         self.note(offline={"requests": len(requests), "output_tokens": num_tokens, "seconds": seconds})
 
     def http(self) -> None:
-        """The workload through HTTP, streamed, and the seconds from the command to readiness and to the first token.
-        Random weights are made on the device.
+        """Run the workload through HTTP, streamed, and measure the seconds from the command to readiness and to the
+        first token. Random weights are made on the device.
         """
         self.note(startup=asyncio.run(self.serve(self.folder, ["--load-format", "dummy"], with_load=True)))
 

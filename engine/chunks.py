@@ -25,8 +25,8 @@ class Chunks:
         self._scored_room = SCORED_CHUNK
 
     def size(self, request: Request, start: int, budget: int, room: int, alone: bool) -> int:
-        """Return the number of tokens of a request, whose first `start` tokens are computed, to run in this step. 0 if it
-        must wait for an image: `_end_at_images` says why.
+        """Return the number of tokens of a request to run in this step after its first `start`, which are computed. 0
+        if it must wait for an image: `_end_at_images` says why.
         """
         num_new = min(request.num_tokens + request.num_in_flight - start, budget)
         if self.threshold and not alone:

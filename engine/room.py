@@ -17,8 +17,8 @@ class Room:
         self.kv, self.running, self.max_running, self.max_loras = kv, running, max_running, max_loras
 
     def reserve(self) -> int:
-        """Return the number of free blocks that admission leaves to running requests, so that a new request does not take
-        blocks that they need soon, which would cause a preemption.
+        """Return the number of free blocks that admission leaves to running requests, so that a new request does not
+        take blocks that they need soon, which would cause a preemption.
         """
         return sum(map(self.kv.num_expected, self.running))
 
@@ -79,9 +79,9 @@ class Room:
         return len({use.key for use in request.adapters}.union(others)) <= self.max_loras
 
     def num_draft(self, request: Request, limit: int) -> int:
-        """Return the number of drafts of a decoding request to verify, at most `limit`: as many as the worker has, as long
-        as the request may get one token more than that, and none if their blocks are scarce. With states, a step ends
-        at the next block boundary at the latest: the state there is a checkpoint for the conversation's next turn.
+        """Return the number of drafts of a decoding request to verify, at most `limit`: as many as the worker has, as
+        long as the request may get one token more than that, and none if their blocks are scarce. With states, a step
+        ends at the next block boundary at the latest: the state there is a checkpoint for the conversation's next turn.
         """
         num_tokens = len(request.token_ids)
         num_draft = min(request.num_draft, limit, request.max_total_tokens - num_tokens - 1)

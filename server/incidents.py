@@ -44,12 +44,12 @@ class Incidents:
     errors: deque[Failure] = field(default_factory=lambda: deque(maxlen=NUM_ERRORS))
 
     def note_death(self) -> None:
-        """An engine died."""
+        """Record the death of an engine."""
         self.num_deaths += 1
         self.last_death = time.time()
 
     def note_error(self, **facts: Json) -> None:
-        """A request was answered with an error; `facts` are the fields of `Failure` but the time."""
+        """Record an answer with an error; `facts` are the fields of `Failure` but the time."""
         self.errors.append(Failure(time=time.time(), **facts))
 
     def restarts(self) -> Restarts:

@@ -100,7 +100,7 @@ def _close(config: ServerConfig, listener: socket.socket) -> None:
 
 
 def _announce_address(path: str, listener: socket.socket, scheme: str) -> None:
-    """A file that cannot be written is only logged: the server is usable without it."""
+    """Write the file. Failures are only logged: the server is usable without it."""
     try:
         address_file.write_address(path, listener, scheme)
     except OSError as error:
@@ -264,7 +264,7 @@ class Launcher:
         self._announce(ready)
 
     def _start_logging(self, device: str) -> None:
-        """The throughput lines of each engine."""
+        """Log the throughput lines of each engine."""
         from quire.server.metrics.stats_log import StatsLog
 
         self.stats_logs = [

@@ -155,7 +155,7 @@ def add_tokens(folder: Path, *tokens: str) -> None:
 
 
 def write_adapter(folder: Path) -> None:
-    """A LoRA adapter of the embedded model that changes nothing."""
+    """Write a LoRA adapter of the embedded model that changes nothing."""
     folder.mkdir()
     config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
     settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj"]}

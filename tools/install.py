@@ -119,7 +119,7 @@ class Installer:
             )
 
     def _pip(self, title: str, arguments: list[str]) -> None:
-        """One call of `pip install`. Raises InstallError with its output."""
+        """Call `pip install`. Raises InstallError with its output."""
         started = time.monotonic()
         say(f"installing {title}")
         command = [

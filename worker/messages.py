@@ -247,8 +247,8 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         return 0
 
     def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
-        """Return the maximum number of blocks that a request of `num_tokens` tokens holds at once while it is computed in
-        chunks of at most `chunk` tokens.
+        """Return the maximum number of blocks that a request of `num_tokens` tokens holds at once while it is computed
+        in chunks of at most `chunk` tokens.
         """
         if self.kind == "state":
             return 0

@@ -415,8 +415,8 @@ class ModelRunner:
         return self.sampler.sample(logits, sampling)
 
     def _sampled_rows(self, batch: InputBatch) -> torch.Tensor | None:
-        """Return the indices of the tokens whose successor is sampled, or None for all tokens. Never empty, because kernels
-        take no empty batch.
+        """Return the indices of the tokens whose successor is sampled, or None for all tokens. Never empty, because
+        kernels take no empty batch.
         """
         if len(batch.sampling.rows) == len(batch.input_ids):  # every token is a request that samples
             return None

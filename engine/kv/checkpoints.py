@@ -76,8 +76,8 @@ class Checkpoints:
                 self._seen.popitem(last=False)
 
     def num_shared(self, hashes: list[bytes], found: int) -> int:
-        """Return the number of blocks at the front of a request that an earlier one had; `found`: that are cached in the
-        other groups.
+        """Return the number of blocks at the front of a request that an earlier one had; `found`: that are cached in
+        the other groups.
         """
         if self.finds_shared:
             return found

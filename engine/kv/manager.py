@@ -224,8 +224,8 @@ class KVCacheManager:
         return self.checkpoints.awaits(request.block_hashes[match.num_blocks : last])
 
     def num_missing(self, request: Request, match: Match) -> int:
-        """Return the number of free blocks that a request without blocks would use until all its known tokens are computed,
-        states aside.
+        """Return the number of free blocks that a request without blocks would use until all its known tokens are
+        computed, states aside.
         """
         held = [block_id for block_id in match.held if not self.pool.is_state(block_id)]
         return max(self.most_blocks(request.num_tokens) - len(held), 0) + self.pool.num_free_among(held)
@@ -289,8 +289,8 @@ class KVCacheManager:
         return sum(group.num_held(request) for group in self.by_group)
 
     def num_expected(self, request: Request) -> int:
-        """Return the number of blocks that a running request still needs for the rest of its prompt, plus one per group for
-        outputs.
+        """Return the number of blocks that a running request still needs for the rest of its prompt, plus one per group
+        for outputs.
         """
         return sum([group.num_expected(request) for group in self.by_group])
 

@@ -105,7 +105,7 @@ class Batches:
             pass
 
     def notify(self) -> None:
-        """A batch was added or cancelled."""
+        """Take note of a batch that was added or cancelled."""
         self._changed.set()
 
     async def serve(self, app: ASGIApp) -> None:
@@ -119,7 +119,7 @@ class Batches:
             os.close(lock)
 
     async def _run_batches(self, app: ASGIApp) -> None:
-        """All open batches run side by side, with equal numbers of lines."""
+        """Run all open batches side by side, with equal numbers of lines."""
         try:
             while True:
                 self._changed.clear()

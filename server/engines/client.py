@@ -131,7 +131,7 @@ class OutputStream:
             self._client._abort([request_id])
 
     def called_tools(self, request_id: str) -> None:
-        """The answer of a choice, which has ended, called tools."""
+        """Report that the answer of a choice, which has ended, called tools."""
         self._client._send(CalledTools([request_id]))
 
     async def aclose(self) -> None:
@@ -446,7 +446,7 @@ class EngineClient:
         return entry
 
     def _note_computed(self, entry: _Open) -> None:
-        """The choice's prompt was processed, or is no longer needed."""
+        """Record that the choice's prompt was processed, or is no longer needed."""
         if not entry.computed:
             entry.computed = True
             if not entry.prompt.request.background:

@@ -122,7 +122,7 @@ class Frontend:
         self.http.end()
 
     def kill(self) -> None:
-        """No action: a `Frontend` has no child process."""
+        """Do nothing: a `Frontend` has no child process."""
 
 
 def make_state(config: Config) -> ServerState:

@@ -116,7 +116,7 @@ class HttpSide:
         return routes
 
     def _open_keys(self) -> None:
-        """The API keys, the audit log and the traces. Raises ValueError for a file that cannot be used."""
+        """Open the API keys, the audit log and the traces. Raises ValueError for a file that cannot be used."""
         from quire.server.keys.audit import AuditLog
         from quire.server.keys.ring import KeyRing
 

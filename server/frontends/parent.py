@@ -397,7 +397,7 @@ class FrontendGroup:
             self.metrics.for_engine(engine).observe_stats(stats)
 
     def on_death(self, engine: int) -> None:
-        """No action: `_announce_death` has notified the frontends."""
+        """Do nothing: `_announce_death` has notified the frontends."""
 
     async def _answer_scrape(self, frontend: FrontendProcess, message: Scrape) -> None:
         frontend.send(Page(message.number, await self.render_metrics(message.view)))

@@ -117,7 +117,9 @@ class Generation:
             one.lease.release()
 
     def called_tools(self, index: int) -> None:
-        """The answer of a choice, which has ended, called tools: the engine keeps its cached prefix for a while."""
+        """Report that the answer of a choice, which has ended, called tools: the engine keeps its cached prefix for a
+        while.
+        """
         if self._stream is not None:
             self._stream.called_tools(self._ids[index // self.request.num_copies])
 

@@ -165,7 +165,7 @@ class Adapters(Served):
         return folder
 
     async def unload(self, client: EngineHandle, name: str) -> None:
-        """New requests for the adapter are refused from now on; running ones finish. Raises NotFound."""
+        """Remove an adapter: later requests for it are refused, running ones finish. Raises NotFound."""
         self.require_dynamic()
         adapter = self.loaded.pop(name, None)
         if adapter is None:

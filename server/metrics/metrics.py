@@ -161,12 +161,12 @@ class Metrics(Collector):
             steps.observe(num_tokens)
 
     def observe_prompt(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """A sequence's prompt was processed."""
+        """Count a processed prompt."""
         self._counters["prompt_tokens"] += num_prompt_tokens
         self._counters["prompt_tokens_cached"] += num_cached_tokens
 
     def observe_image(self, num_tokens: int, found: bool, seconds: float) -> None:
-        """An image of a request: `found` among the preprocessed ones, or preprocessed in `seconds`."""
+        """Count an image of a request: `found` among the preprocessed ones, or preprocessed in `seconds`."""
         self._counters["prompt_image_tokens"] += num_tokens
         self._counters["mm_cache_queries"] += 1
         self._counters["mm_cache_hits"] += found
@@ -189,7 +189,7 @@ class Metrics(Collector):
         first_token_time: float,
         timing: RequestTiming | None,
     ) -> None:
-        """A sequence ended. `request` is its GenerationRequest, `first_token_time` is 0 without a token."""
+        """Count the end of a sequence. `request` is its GenerationRequest, `first_token_time` is 0 without a token."""
         self._finished[finish_reason] += 1
         if finish_reason not in ("stop", "length"):
             return
@@ -212,16 +212,16 @@ class Metrics(Collector):
             histograms["request_time_per_output_token_seconds"].observe(decode_time / (num_output_tokens - 1))
 
     def observe_group(self, request: GenerationRequest, max_num_output_tokens: int) -> None:
-        """All n sequences of a request have ended; `max_num_output_tokens` is the maximum over them."""
+        """Count the end of all n sequences of a request; `max_num_output_tokens` is the maximum over them."""
         self._histograms["request_params_n"].observe(request.n)
         self._histograms["request_max_num_generation_tokens"].observe(max_num_output_tokens)
 
     def observe_abort(self) -> None:
-        """A sequence was aborted by the server or its client."""
+        """Count a sequence that the server or its client aborted."""
         self._finished["abort"] += 1
 
     def observe_http(self, handler: str, method: str, status: int) -> None:
-        """An HTTP request was answered. `handler` is the route, not the path: the number of paths is unbounded."""
+        """Count an answered HTTP request. `handler` is the route, not the path: the number of paths is unbounded."""
         key = (handler, method, f"{status // 100}xx")
         self._http[key] = self._http.get(key, 0) + 1
 
@@ -232,7 +232,7 @@ class Metrics(Collector):
             self._count_key(metric, name, count)
 
     def observe_key_refusal(self, name: str, code: str) -> None:
-        """A request was refused because a limit of its API key was reached."""
+        """Count a request that was refused at a limit of its API key."""
         self._count_key("key_requests_refused", name, 1, code)
 
     def _count_key(self, metric: str, name: str, count: int, code: str = "") -> None:

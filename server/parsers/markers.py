@@ -56,7 +56,7 @@ class CodeSpans:
         return bool(self._fence or (self._span and "\n" not in space))
 
     def end_line(self) -> None:
-        """The next text starts a new line: a call or a thought was read."""
+        """Let the next text start a new line: a call or a thought was read."""
         self.push("\n")
 
     def push(self, text: str) -> None:

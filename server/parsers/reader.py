@@ -113,7 +113,7 @@ class Reader:
         return self._call
 
     def end_call(self) -> None:
-        """The call that began last is complete: open brackets are closed, no arguments become an empty object."""
+        """Complete the call that began last: open brackets are closed, no arguments become an empty object."""
         call, self._call = self._call, None
         if call is not None:
             call.close()
@@ -284,7 +284,7 @@ class Reader:
             self._held = []
 
     def release(self) -> None:
-        """The text held so far was syntax."""
+        """Discard the text held so far: it was syntax."""
         if self._head is None:
             self._held = None
 

@@ -62,8 +62,8 @@ def _of_conversation(spec: GenerationSpec, conversation: Conversation, state: ne
 def tokens_before_turn(
     conversation: Conversation, text: str, ids: list[int], state: needs.Encoding, add_special_tokens: bool
 ) -> int:
-    """Return the number of tokens of `ids`, the rendered `text`, before the user's last message: where a conversation goes
-    on that is edited there. 0 if the message cannot be found, or if nothing depends on it.
+    """Return the number of tokens of `ids`, the rendered `text`, before the user's last message: where a conversation
+    goes on that is edited there. 0 if the message cannot be found, or if nothing depends on it.
     """
     message = next((one for one in reversed(conversation.messages) if one["role"] == "user"), None)
     if not state.model.keeps_states or message is None or not (content := text_of(message).strip()):

@@ -53,7 +53,7 @@ class PrefillProgress:
         self._note(prompt, counts.prefilled, counts.cached)
 
     def note_first_token(self, prompt: str, counts: TokenCounts) -> None:
-        """The whole prompt is computed."""
+        """Record that the whole prompt is computed."""
         self._note(prompt, self._totals[prompt], counts.cached)
 
     def _note(self, prompt: str, num_tokens: int, num_cached: int) -> None:

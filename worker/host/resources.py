@@ -24,8 +24,8 @@ def memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) ->
 def num_cores(
     proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), cpus: Path = Path("/sys/devices/system/cpu")
 ) -> int:
-    """Return the number of physical cores available to this process: its affinity, with hyper-threads counted once, limited
-    by the control group's CPU quota; at least 1.
+    """Return the number of physical cores available to this process: its affinity, with hyper-threads counted once,
+    limited by the control group's CPU quota; at least 1.
 
     Matrix products saturate a core with one thread; a second thread on the core only competes for its vector units and
     cache.

@@ -51,8 +51,8 @@ class StepImages:
             self.encoded = (begun, time.time())
 
     def _agree(self, step: StepInput, errors: dict[str, str]) -> None:
-        """An image failed if it did on one rank: the ranks must compute the same, and the last stage answers. Only
-        with several ranks the host waits here for the device.
+        """Let an image fail on all ranks if it failed on one: the ranks must compute the same, and the last stage
+        answers. Only with several ranks the host waits here for the device.
         """
         self.failed |= errors
         if self.group.size == 1 and self.stage.first and self.stage.last:

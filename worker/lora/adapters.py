@@ -187,7 +187,7 @@ class Adapters:
     # ---- recorded steps
 
     def use_slots(self, max_rows: int) -> None:
-        """Steps of up to `max_rows` rows of one token will be recorded."""
+        """Prepare the recording of steps of up to `max_rows` rows of one token."""
         layers = [layer.lora for layer in self.targets.linears]
         self._slots = LoraSlots(layers, self.max_active, max_rows, self.max_rank, self.platform.device)
 

@@ -48,8 +48,8 @@ class Platform(ABC):
 
     @abstractmethod
     def memory(self, world_size: int = 1) -> tuple[int, int]:
-        """Return the current (total, available) bytes for one of `world_size` ranks on this host. On a GPU, memory held by
-        this process counts as available.
+        """Return the current (total, available) bytes for one of `world_size` ranks on this host. On a GPU, memory held
+        by this process counts as available.
         """
 
     @abstractmethod

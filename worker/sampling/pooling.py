@@ -90,7 +90,7 @@ class Pooling:
         return Pooled(parts)
 
     def commit(self) -> None:
-        """The step of the last `compute` succeeded."""
+        """Record that the step of the last `compute` succeeded."""
         self._states |= self._pending
         self._pending = {}
 

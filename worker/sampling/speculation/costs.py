@@ -46,7 +46,7 @@ class StepCosts:
         return np.where(sizes[-1] >= KNOTS, np.interp(KNOTS, sizes, times), beyond)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step of `num_tokens` tokens, drafts included, took so long."""
+        """Record the seconds of a step of `num_tokens` tokens, drafts included."""
         expected = self.relative_time(num_tokens)
         self._unit = self._unit or seconds / expected
         ratio = min(max(seconds / (expected * self._unit), 1 / _MOST), _MOST)
@@ -103,7 +103,7 @@ class Odds:
         self.tried = 0.8 * self.tried + min(num_accepted + 1, num_draft)
 
     def forget(self) -> None:
-        """A step passed without a draft: after many it is tried again."""
+        """Record a step without a draft: after many, drafts are tried again."""
         self.right, self.tried = 0.95 * self.right, 0.95 * self.tried
 
     @property

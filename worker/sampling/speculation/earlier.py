@@ -37,7 +37,7 @@ class EarlierTexts:
         return self._texts.get(conversation, np.empty(0, dtype=np.int32))
 
     def add(self, conversation: str, tokens: np.ndarray) -> None:
-        """A request of the conversation ended with these tokens, prompt and output."""
+        """Add the tokens, prompt and output, of a request of the conversation that ended."""
         before = self._texts.pop(conversation, np.empty(0, dtype=np.int32))
         self._texts[conversation] = joined([before, ended(tokens)])
         while len(self._texts) > MAX_CONVERSATIONS:

@@ -87,8 +87,8 @@ class Speculator:
         num_slots: Callable[[int], int] | None = None,
         costs: StepCosts | None = None,
     ) -> None:
-        """A step may verify `most` drafts. `num_slots`, of a row's tokens, is given if `make_drafts` will be called:
-        then drafts of `model` must fit into the blocks that a row has.
+        """Prepare for steps that may verify `most` drafts. `num_slots`, of a row's tokens, is given if `make_drafts`
+        will be called: then drafts of `model` must fit into the blocks that a row has.
         """
         self.grammars, self.most, self.model, self.num_slots = grammars, most, model, num_slots
         self.costs = costs or StepCosts()

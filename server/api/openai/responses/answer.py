@@ -72,7 +72,7 @@ class Answer:
         return last_event(self.response.status, body, self.num_events)
 
     def complete(self) -> None:
-        """The answer has ended by itself."""
+        """Handle an answer that ended by itself."""
         cut = self.output.finish_reason in CUT
         self._end("incomplete" if cut else "completed")
         if cut:
