@@ -1,5 +1,5 @@
-"""What an agent's turn costs after each kind of pause:
-`python benchmarks/agent.py [--tokens 8000] MODEL [flags of quire serve]`.
+"""Measures an agent's turn after each kind of pause:
+`python -m benchmarks.agent [--tokens 8000] MODEL [flags of quire serve]`.
 
 A conversation of `--tokens` tokens comes back with another last message: at once (the edit of a turn), after other
 traffic of three times the KV cache (a pause for tools), after kill -9 of the engine, and after a restart of the server.
@@ -15,11 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -27,15 +23,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
-import psutil
 
-from quire.cli.bench.process import free_port
+from benchmarks.server import READY_TIMEOUT, Server, until
 
 BLOCK = 16
 TAIL = 64  # tokens of the last message, which differs in each turn
 MAX_TOKENS = 16
 OUTPUT = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-READY = 900.0  # seconds until a server answers
 QUIET = 6.0  # seconds in which a quiet server writes to disk
 PAUSES = ("edit of the last turn", "traffic of three pools", "kill -9 of the engine", "restart of the server")
 
@@ -47,109 +41,76 @@ class Answer:
     num_cached: int
 
 
-class Server:
-    """`quire serve` as a child process."""
+def ask(server: Server, prompt: list[int]) -> Answer:
+    """Stream the answer to `prompt`."""
+    body = {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}} | OUTPUT
+    started, first, ids, cached = time.perf_counter(), 0.0, [], 0
+    url = f"{server.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=READY_TIMEOUT, trust_env=False) as response:
+        if response.status_code != 200:
+            raise RuntimeError(response.read().decode())
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line.endswith("[DONE]"):
+                continue
+            event = json.loads(line[6:])
+            if event["choices"] and (new := event["choices"][0].get("token_ids")):
+                first = first or time.perf_counter() - started
+                ids += new
+            if usage := event.get("usage"):
+                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Answer(first, ids, cached)
 
-    def __init__(self, model: str, flags: Sequence[str]):
-        self.port = free_port()
-        command = [sys.executable, "-m", "quire", "serve", model, "--port", str(self.port), *flags]
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, start_new_session=True)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=READY, trust_env=False)
 
-    def wait(self) -> None:
-        """Wait until the server answers. Raises RuntimeError with the end of its log if it ended."""
-        deadline = time.monotonic() + READY
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                self.log.seek(0)
-                raise RuntimeError(self.log.read()[-3000:].decode(errors="replace"))
-            try:
-                if self.http.get("/health").status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.2)
-        raise RuntimeError("the server did not answer in time")
-
-    def ask(self, prompt: list[int]) -> Answer:
-        body = {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}} | OUTPUT
-        started, first, ids, cached = time.perf_counter(), 0.0, [], 0
-        with self.http.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                raise RuntimeError(response.read().decode())
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line.endswith("[DONE]"):
-                    continue
-                event = json.loads(line[6:])
-                if event["choices"] and (new := event["choices"][0].get("token_ids")):
-                    first = first or time.perf_counter() - started
-                    ids += new
-                if usage := event.get("usage"):
-                    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Answer(first, ids, cached)
-
-    def kill_engine(self) -> None:
-        """End the engine as the system would, and wait for its successor."""
-        engine = next(
-            child
-            for child in psutil.Process(self.process.pid).children(recursive=True)
-            if "quire.engine.core" in " ".join(child.cmdline())
-        )
-        os.kill(engine.pid, signal.SIGKILL)
-        engine.wait(30)
-        while self.http.get("/health").status_code == 200:  # the death is noticed
-            time.sleep(0.01)
-        self.wait()
-
-    def stop(self) -> None:
-        self.http.close()
-        self.process.terminate()
-        self.process.wait(120)
-        self.log.close()
+def kill_engine(server: Server) -> None:
+    """Kill the engine and wait for its successor."""
+    engine = server.engine()
+    engine.kill()
+    engine.wait(30)
+    until(lambda: server.status() != 200, 30)  # the death is noticed
+    server.wait_ready()
 
 
 @contextmanager
 def serving(model: str, flags: Sequence[str]) -> Iterator[Server]:
-    server = Server(model, flags)
+    server = Server([model, *flags])
     try:
-        server.wait()
+        server.wait_ready()
         yield server
     finally:
         server.stop()
 
 
 def turn(history: list[int], number: int, vocabulary: int) -> list[int]:
-    """The conversation with its last message of a number."""
+    """Return the conversation with another last message for each number."""
     chance = random.Random(number)
     return history + [chance.randrange(100, vocabulary) for _ in range(TAIL)]
 
 
 def measure(args: argparse.Namespace, flags: list[str]) -> list[tuple[str, Answer, Answer]]:
-    """(pause, answer, that of a server without caching) per pause."""
+    """Return (pause, answer, answer of a server without caching) per pause."""
     chance = random.Random(0)
     history = [chance.randrange(100, args.vocabulary) for _ in range(args.tokens - TAIL)]
     turns = [turn(history, number, args.vocabulary) for number in range(2 + len(PAUSES))]
     flags = [*flags, "--max-num-seqs", "2", "--num-gpu-blocks-override", str(3 * args.tokens // 2 // BLOCK + 8)]
     flags += ["--block-size", str(BLOCK), "--max-model-len", str(args.tokens + MAX_TOKENS + BLOCK)]
     with serving(args.model, [*flags, "--no-enable-prefix-caching"]) as server:
-        server.ask(turns[0])  # warm up
-        expected = [server.ask(prompt) for prompt in turns[2:]]
+        ask(server, turns[0])  # warm up
+        expected = [ask(server, prompt) for prompt in turns[2:]]
     with tempfile.TemporaryDirectory() as folder:
         flags += ["--kv-offload-gib", str(args.ram_gib), "--kv-disk", folder, "--kv-disk-gib", str(args.disk_gib)]
         found = []
         with serving(args.model, flags) as server:
             for prompt in turns[:2]:
-                server.ask(prompt)
-            found.append(server.ask(turns[2]))
-            for _ in range(5):  # of nine tenths of a conversation each: three pools
-                server.ask([chance.randrange(100, args.vocabulary) for _ in range(9 * args.tokens // 10)])
-            found.append(server.ask(turns[3]))
+                ask(server, prompt)
+            found.append(ask(server, turns[2]))
+            for _ in range(5):  # with nine tenths of a conversation each: three pools
+                ask(server, [chance.randrange(100, args.vocabulary) for _ in range(9 * args.tokens // 10)])
+            found.append(ask(server, turns[3]))
             time.sleep(QUIET)
-            server.kill_engine()
-            found.append(server.ask(turns[4]))
+            kill_engine(server)
+            found.append(ask(server, turns[4]))
         with serving(args.model, flags) as server:
-            found.append(server.ask(turns[5]))
+            found.append(ask(server, turns[5]))
     return list(zip(PAUSES, found, expected, strict=True))
 
 

@@ -5,8 +5,8 @@ after the other, in turn: A B C A B C. Keep the machine quiet: the better of the
     --llama-bench llama.cpp=PATH --llama-bench ik_llama.cpp=PATH --openvino PYTHON
 
 PATH is a `llama-bench`, PYTHON the interpreter of an environment with `pip install openvino-genai openvino-tokenizers`.
-quire runs `step.py`, without its server, as the others do. Prints a Markdown table of tokens per second, and what quire
-has over the best of the others; - where an engine cannot load a model, whose last line of output goes to stderr.
+quire runs `step.py`, without its server, as the others do. Prints a Markdown table of tokens per second, and the ratio
+of quire to the best other; - where an engine cannot load a model, whose last line of output goes to stderr.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def measure(engines: dict[str, Engine], load: Load, rounds: int) -> dict[str, Speed | None]:
-    """The best of the rounds, by engine; None for one that cannot run the model."""
+    """Return the best of the rounds, by engine; None for one that cannot run the model."""
     best: dict[str, Speed | None] = {}
     for _ in range(rounds):
         for name, engine in engines.items():
@@ -126,7 +126,7 @@ def run_openvino(python: str, load: Load) -> Speed:
 
 
 def _run(command: list[str]) -> str:
-    """What a command prints. Raises RuntimeError if it fails."""
+    """Return the output of a command. Raises RuntimeError if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     if done.returncode:
         lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()

@@ -37,12 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def means(load: dict[str, Any]) -> list[float | None]:
-    """The mean of each server's rounds; None if it was not measured."""
+    """Return the mean of each server's rounds; None if it was not measured."""
     return [None if rounds is None else statistics.fmean(rounds) for rounds in load["rounds"]]
 
 
 def ratio(load: dict[str, Any]) -> float:
-    """What the first server has over the best of the others."""
+    """Return the ratio of the first server to the best other."""
     first, *others = means(load)
     measured = [value for value in others if value is not None]
     return first / (min(measured) if load["unit"].endswith(LOWER_IS_BETTER) else max(measured))
@@ -72,7 +72,7 @@ def draw(machines: Sequence[dict[str, Any]], path: str) -> None:
 
 
 def _reduce_colors(path: str) -> None:
-    """A third of the bytes, for the repository; the drawing has few colors."""
+    """Reduce the colors, of which the drawing has few: a third of the bytes."""
     from PIL import Image
 
     with Image.open(path) as image:

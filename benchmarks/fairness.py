@@ -1,13 +1,15 @@
-"""How much one tenant's long prompts delay the first token of another: `python -m benchmarks.fairness [--seconds]`.
+"""Measures how much other work delays the first token of a request.
 
-In steps, exactly: the scheduler with an executor that computes nothing, prompts of 100,000 tokens of one tenant, and a
-prompt of another that comes meanwhile. With `--seconds` also in time: a server with the embedded model, whose longest
-prompts one key sends without end, and the first tokens of another key alone and beside them.
+`python -m benchmarks.fairness [--seconds | --batch]`. In steps, exactly: the scheduler with an executor that computes
+nothing, prompts of 100,000 tokens of one tenant, and a prompt of another that arrives meanwhile. `--seconds` also
+measures time: a server with the embedded model, to which one key sends the longest prompts without end, and the first
+tokens of another key, alone and next to them. `--batch` measures interactive requests next to a batch instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from benchmarks.soak_memory import Server
+from benchmarks.server import Server
 
 if TYPE_CHECKING:
     from quire.configs.config import Config
@@ -36,12 +38,12 @@ FLAGS = ["--max-num-batched-tokens", "256", "--no-enable-prefix-caching", "--max
 
 
 def steps(long_prompts: int, prompt: int) -> int:
-    """Until the first token of a prompt that comes while others are computed."""
+    """Return the steps until the first token of a prompt that arrives while others are computed."""
     return until_first_token(long_prompts, prompt, 0.0)[0]
 
 
 def until_first_token(long_prompts: int, prompt: int, per_token: float, per_step: float = 0.0) -> tuple[int, float]:
-    """(steps, seconds) until the first token of a prompt that comes in the middle of a step of others, on a device that
+    """Return steps and seconds until the first token of a prompt that arrives during a step of others, on a device that
     takes `per_step` and `per_token` seconds.
     """
     from tests.helpers.engine.harness import CLIENT, Engine, fake_config
@@ -84,7 +86,7 @@ def _engine(engine: type[Engine], fake_config: Callable[..., Config]) -> Engine:
 
 
 def first_token(http: httpx.Client, rng: random.Random, num_words: int, key: str) -> float:
-    """Seconds."""
+    """Return the seconds until the first token."""
     body = {"prompt": " ".join(rng.choice("abcdefgh") for _ in range(num_words)), "max_tokens": 1, "stream": True}
     started = time.monotonic()
     with http.stream("POST", "/v1/completions", json=body, headers={"x-api-key": key}) as answer:
@@ -97,7 +99,7 @@ def first_token(http: httpx.Client, rng: random.Random, num_words: int, key: str
 def in_seconds(num_words: Sequence[int], rounds: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         Path(name, "keys.yaml").write_text(KEYS)
-        server = Server([*FLAGS, "--api-key-file", f"{name}/keys.yaml"], Path(name))
+        server = Server([*FLAGS, "--api-key-file", f"{name}/keys.yaml"])
         try:
             server.wait_ready()
             with httpx.Client(base_url=server.url, trust_env=False, timeout=120) as http:
@@ -124,28 +126,65 @@ def in_seconds(num_words: Sequence[int], rounds: int) -> None:
                     for one in threads:
                         one.join()
         finally:
-            server.end()
+            server.stop()
 
 
 def median(http: httpx.Client, rng: random.Random, num_words: int, rounds: int) -> float:
     return statistics.median(first_token(http, rng, num_words, "other-key") for _ in range(rounds))
 
 
+def next_to_batch(rounds: int) -> None:
+    """Print times to first token without and with a running batch."""
+    server = Server(["--served-model-name", "m"])
+    try:
+        server.wait_ready()
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=120) as http:
+            rng, times = random.Random(0), {}
+            first_token(http, rng, 50, "")
+            times["alone"] = sorted(first_token(http, rng, 50, "") for _ in range(rounds))
+            batch = f"/v1/batches/{start_batch(http)}"
+            while not http.get(batch).json()["request_counts"]["completed"]:
+                time.sleep(0.1)
+            times["next to a batch"] = sorted(first_token(http, rng, 50, "") for _ in range(rounds))
+            assert http.get(batch).json()["status"] == "in_progress", "the batch ended before the measurement"
+            for name, one in times.items():
+                median, p90 = 1000 * statistics.median(one), 1000 * one[int(len(one) * 0.9)]
+                print(f"{name}: median {median:.1f} ms, p90 {p90:.1f} ms, worst {1000 * one[-1]:.1f} ms")
+    finally:
+        server.end()
+
+
+def start_batch(http: httpx.Client, count: int = 1000) -> str:
+    """Return the id of a new batch of chat requests with 200 output tokens each."""
+    path, lines = "/v1/chat/completions", []
+    for i in range(count):
+        messages = [{"role": "user", "content": f"{i} " + "word " * (20 + i % 200)}]
+        body = {"messages": messages, "max_tokens": 200, "ignore_eos": True}
+        lines.append(json.dumps({"custom_id": str(i), "method": "POST", "url": path, "body": body}))
+    file = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("batch.jsonl", "\n".join(lines))}).json()
+    batch = {"input_file_id": file["id"], "endpoint": path, "completion_window": "24h"}
+    return http.post("/v1/batches", json=batch).raise_for_status().json()["id"]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", action="store_true", help="also in time")
     parser.add_argument("--rounds", type=int, default=7, help="prompts of each length, of which the median counts")
+    parser.add_argument("--batch", action="store_true", help="next to a batch")
     args = parser.parse_args(argv)
-    print("| prompt | alone | beside | x |\n|---|---|---|---|")
+    if args.batch:
+        next_to_batch(10 * args.rounds)
+        return 0
+    print("| prompt | alone | next to others | x |\n|---|---|---|---|")
     worst = 0.0
     for prompt in PROMPTS:
-        alone, beside = steps(0, prompt), steps(4, prompt)
-        worst = max(worst, beside / alone)
-        print(f"| {prompt:,} tokens | {alone} steps | {beside} steps | {beside / alone:.2f} |", flush=True)
-    print("| prompt | alone | beside | x |\n|---|---|---|---|")
+        alone, together = steps(0, prompt), steps(4, prompt)
+        worst = max(worst, together / alone)
+        print(f"| {prompt:,} tokens | {alone} steps | {together} steps | {together / alone:.2f} |", flush=True)
+    print("| prompt | alone | next to others | x |\n|---|---|---|---|")
     for prompt in PROMPTS:
-        alone, beside = (until_first_token(count, prompt, PER_TOKEN, PER_STEP)[1] for count in (0, 4))
-        print(f"| {prompt:,} tokens | {alone:.3f} s | {beside:.3f} s | {beside / alone:.2f} |", flush=True)
+        alone, together = (until_first_token(count, prompt, PER_TOKEN, PER_STEP)[1] for count in (0, 4))
+        print(f"| {prompt:,} tokens | {alone:.3f} s | {together:.3f} s | {together / alone:.2f} |", flush=True)
     if args.seconds:
         in_seconds((120, 400, 900), args.rounds)
     return int(worst > 1.5)

@@ -1,7 +1,8 @@
-"""What clients see when a process is killed or stopped, or when the machine has no room: `python -m benchmarks.faults`.
+"""Measures failures that clients see when a process is killed or stopped, or when the machine has no room.
 
-Prints a table of RELIABILITY.md. Rounds with a full disk or a full /dev/shm give the server a small file system of its
-own, by `unshare`; where that is not allowed they say so. Some four minutes; needs httpx, psutil and Pillow.
+`python -m benchmarks.faults` prints a table of RELIABILITY.md. Rounds with a full disk or a full /dev/shm give the
+server a small file system of its own, by `unshare`; where that is not allowed they say so. Some four minutes; needs
+httpx, psutil and Pillow.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.kill_rounds import CHAT, ROOT, Server, completed, describe, seconds, serving, streams, until
+from benchmarks.kill_rounds import CHAT, completed, describe, seconds, serving, start, streams
 from benchmarks.kill_rounds import connect as connection_to
+from benchmarks.server import ROOT, Server, until
 
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 STOP_SECONDS = 10.0
-TCP_REPAIR = 19  # of Linux: a socket in repair mode is closed without a word to the other side
+TCP_REPAIR = 19  # on Linux: a socket in repair mode is closed without a word to the other side
 CLOCK = """
 import os, time
 real = time.time
@@ -37,7 +39,7 @@ time.time = lambda: real() + (float(open(os.environ["JUMP"]).read()) if os.path.
 
 
 def namespace(mounts: dict[str, str]) -> list[str]:
-    """A command that runs another with file systems of its own, by folder: their sizes."""
+    """Return a command that runs another with file systems of its own, by folder: their sizes."""
     script = "".join(f"mount -t tmpfs -o size={size} none {folder} && " for folder, size in mounts.items())
     return ["unshare", "-rm", "sh", "-c", f'{script}exec "$@"', "sh"]
 
@@ -63,7 +65,7 @@ def ended(process: psutil.Process) -> None:
 
 
 def last_line(server: Server) -> str:
-    """Of its log, without the time; long ones are cut."""
+    """Return the last line of the log without its time, cut to 160 characters."""
     lines = [line for line in server.log.splitlines() if line.strip()]
     return re.sub(r"^.*?(ERROR|CRITICAL|WARNING) ?", "", lines[-1])[:160] if lines else "nothing"
 
@@ -163,7 +165,7 @@ def stored_responses(server: Server) -> str:
 
 def full_log() -> str:
     prefix = ["sh", "-c", 'exec "$@" 2>/dev/full >/dev/full', "sh"]
-    server = Server(ROOT, "step_delay=0.02", (), None, prefix=prefix)
+    server = start(ROOT, prefix=prefix)
     try:
         until(lambda: server.status() == 200, 60)
         texts, _ = streams(server, 8, 50)
@@ -201,13 +203,13 @@ def few_descriptors() -> str:
         codes = [post(server) for _ in range(5)]
         for connection in connections:
             connection.close()
-        return f"chats beside 200 idle connections: {describe(codes)}; then: {describe([post(server)])}"
+        return f"chats next to 200 idle connections: {describe(codes)}; then: {describe([post(server)])}"
 
 
 def little_memory(kilobytes: int, **settings: str | None) -> Callable[[], str]:
     def run() -> str:
         prefix = ["sh", "-c", f'ulimit -v {kilobytes}; exec "$@"', "sh"]
-        server = Server(ROOT, options=(), max_files=None, prefix=prefix, **{"fake": "step_delay=0.02"} | settings)
+        server = start(ROOT, prefix=prefix, **settings)
         try:
             until(lambda: server.status() == 200 or server.process.poll() is not None, 60)
             if (code := server.exit_code(0.1)) is not None:
@@ -226,7 +228,7 @@ def unwritable_home() -> str:
         nowhere = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME"), "/proc/nowhere")
         with serving(ROOT, fake=None, variables=nowhere) as server:
             text = completed(streams(server, 8, 50)[0])
-        server = Server(ROOT, "", ["--api-key-file", str(keys)], None, variables=nowhere)
+        server = start(ROOT, "--api-key-file", str(keys), fake="", variables=nowhere)
         try:
             return f"{text}; with limits of keys: exit code {server.exit_code(60)}: {last_line(server)}"
         finally:

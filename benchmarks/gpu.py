@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def ceilings(device: str) -> dict[str, Any]:
-    """Names and versions, bytes per second of a copy (read and written) and FLOP/s of a bf16 product of random
+    """Return names and versions, bytes per second of a copy (read and written) and FLOP/s of a bf16 product of random
     matrices.
     """
     import torch
@@ -260,7 +260,7 @@ class Measurement:
         gpu_report.update(self.results, models={self.name: found})
 
     def rates(self) -> tuple[float, float]:
-        """Bytes and FLOPs per second, measured here if the part that measures them did not end."""
+        """Return bytes and FLOPs per second, measured here if the part that measures them did not end."""
         report = json.loads(self.results.read_text(encoding="utf-8"))
         if "device" not in report:
             report["device"] = ceilings(self.device)
@@ -325,7 +325,9 @@ class Measurement:
         engine.executor.shutdown()
 
     def mixed(self) -> None:
-        """Steps of a prompt, alone: eager, then with what lies between the attentions recorded. Twice in turn."""
+        """Measure steps of a prompt, alone: eager, then with the parts between the attentions recorded. Twice in
+        turn.
+        """
         import torch
 
         engine = Engine(Config.from_flat(model=str(self.folder), enable_prefix_caching=False, **self.settings()))
@@ -362,7 +364,7 @@ class Measurement:
     def decode(
         self, engine: Engine, batch: int, context: int, profiles: dict[str, Any] | None = None, **sampling: Any
     ) -> dict[str, Any]:
-        """Seconds of a step in which all of `batch` requests get a token, the median of three runs of steps."""
+        """Return seconds of a step in which all of `batch` requests get a token, the median of three runs of steps."""
         rng = random.Random(batch)
         for _ in range(batch):
             engine.add(self.prompt(rng, context), 500, **sampling)
@@ -403,7 +405,7 @@ class Measurement:
     def profile(self, engine: Engine, batch: int) -> dict[str, Any]:
         """Ten steps under torch.profiler: the time of each kernel per step, and the share of time in which none runs.
 
-        The trace is kept beside the results.
+        The trace is kept next to the results.
         """
         from torch.profiler import ProfilerActivity, profile
 
@@ -430,7 +432,7 @@ class Measurement:
         }
 
     def prefill(self, engine: Engine, length: int) -> dict[str, Any]:
-        """Seconds from a prompt to its first token, alone; the median of three after one."""
+        """Return seconds from a prompt to its first token, alone; the median of three after one."""
         rng, times = random.Random(length), []
         for _ in range(4):
             engine.add(self.prompt(rng, length), max_tokens=1)
@@ -458,7 +460,7 @@ class Measurement:
         return [(prompt, rng.randint(*self.lengths)) for prompt in prompts]
 
     def offline(self) -> None:
-        """The workload through `LLM`, all requests at once. A first run with other prompts compiles and records."""
+        """Run the workload through `LLM`, all requests at once. A first run with other prompts compiles and records."""
         from quire.server.offline.llm import LLM
         from quire.server.offline.params import SamplingParams
 
@@ -482,8 +484,8 @@ class Measurement:
         self.note(offline={"requests": len(requests), "output_tokens": num_tokens, "seconds": seconds})
 
     def http(self) -> None:
-        """The workload through HTTP, streamed, and the seconds from the command to readiness and to the first token.
-        Random weights are made on the device.
+        """Run the workload through HTTP, streamed, and measure the seconds from the command to readiness and to the
+        first token. Random weights are made on the device.
         """
         self.note(startup=asyncio.run(self.serve(self.folder, ["--load-format", "dummy"], with_load=True)))
 

@@ -1,4 +1,5 @@
-"""What it costs to verify drafts on a GPU: `python benchmarks/gpu_drafts.py [--device cuda] [--results FILE] MODEL`.
+"""Measures the cost of verifying drafts on a GPU: `python benchmarks/gpu_drafts.py [--device cuda] [--results FILE]
+MODEL`.
 
 For steps of m tokens: milliseconds with one token each of m requests, which replay one CUDA graph, and of one request
 that verifies m - 1 drafts, which runs in pieces. Drafts of which a share p is right then give (1 + m p) tokens in the

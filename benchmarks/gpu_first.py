@@ -1,4 +1,4 @@
-"""The first command on a GPU: in five minutes, whether the CUDA path works at all and every way to run a step agrees.
+"""The first command on a GPU: checks in five minutes that the CUDA path works and that all ways to run a step agree.
 
 python benchmarks/gpu_first.py [--device cuda] [--results FILE] [STAGE ...]
 
@@ -9,7 +9,7 @@ probe      versions and packages, the rates of a copy and a product, each attent
 attention  every backend next to dense float32 attention, also in a cache of 2^32 entries
 tokens     float32: eager and recorded steps, one and two in flight, give the CPU's tokens
 families   which families' steps wait for the device, and which sizes cannot be recorded
-layers     Llama 8B's layers: milliseconds of each next to its floor, and of a step beside them
+layers     Llama 8B's layers: milliseconds of each next to its floor, and of the rest of a step
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Checks:
             self.failed.append(name)
 
     def attempt(self, name: str, function: Callable[[], Any]) -> Any:
-        """The result of `function`; an exception is a failed check."""
+        """Return the result of `function`; an exception is a failed check."""
         try:
             return function()
         except Exception as error:
@@ -265,7 +265,7 @@ def _watch(checks: Checks, name: str, folder: str) -> None:
 
 
 def layers(checks: Checks) -> None:
-    """Models of 2 and 6 layers: the difference is four layers, the rest of a step is beside them."""
+    """Models of 2 and 6 layers: the difference is four layers, the remainder is the rest of a step."""
     times = {}
     for count, eager in ((2, False), (6, False), (6, True)):
         label = f"{count} layers, {'eager' if eager else 'recorded'}"

@@ -53,8 +53,8 @@ def write_model(name: str, folder: Path) -> Path:
 
 
 def _tokenizer(size: int):
-    """A byte-level tokenizer, which encodes any text. The ids above the bytes are words of realistic length, which only
-    random ids reach.
+    """Return a byte-level tokenizer, which encodes any text. The ids above the bytes are words of realistic length,
+    which only random ids reach.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -19,7 +19,7 @@ from quire.worker.layers.quantization.packing import E2M1_TABLE
 from quire.worker.spec.moe import MoESpec, RoutingSpec
 
 ROWS = (1, 8, 64, 1024)
-# of gpt-oss-20b and Qwen3-30B-A3B: experts, experts per token, hidden size, intermediate size, activation, biases
+# for gpt-oss-20b and Qwen3-30B-A3B: experts, experts per token, hidden size, intermediate size, activation, biases
 EXPERTS = {
     "gpt-oss-20b": (32, 4, 2880, 2880, "clamped_silu", True),
     "Qwen3-30B-A3B": (128, 8, 2048, 768, "silu", False),
@@ -28,8 +28,8 @@ EXPERT_FORMS = ("bfloat16", "MXFP4", "NVFP4", "int4 in groups of 64", "fp8, a sc
 
 
 def products(device: str, seconds: Callable[[Callable[[], Any], str], float]) -> dict[str, dict[str, Any]]:
-    """For each kind of weight its bytes and the seconds of products with ROWS rows. The matrix is that of Llama 3.1
-    8B's gate and up projections; on the CPU, where plain torch multiplies, everything is small.
+    """Return for each kind of weight its bytes and the seconds of products with ROWS rows. The matrix is that of Llama
+    3.1 8B's gate and up projections; on the CPU, where plain torch multiplies, everything is small.
     """
     n, k, numbers = (28672, 4096, ROWS) if device == "cuda" else (64, 256, ROWS[:2])
     found = {}

@@ -43,11 +43,11 @@ def _merge(into: dict[str, Any], changes: dict[str, Any]) -> None:
 def decode_limit(
     spec: ModelSpec, batch: int, context: int, dtype_bytes: int, copy_rate: float, matmul_rate: float
 ) -> float:
-    """Seconds that one token for each of `batch` requests takes at best: weights and keys and values read once, or
-    multiplied, whichever is slower.
+    """Return seconds that one token for each of `batch` requests takes at best: weights and keys and values read once,
+    or multiplied, whichever is slower.
 
-    The embedding table is not read (a few rows are) unless it is the output head, too. Of experts, those are read that
-    some token chose, and each token passes its own.
+    The embedding table is not read (a few rows are) unless it is the output head, too. Only experts that some token
+    chose are read, and each token passes its own.
     """
     weights = _matrix_parameters(spec) - _idle_experts(spec, batch)
     read = weights * dtype_bytes + batch * context * kv_bytes_per_token(spec, dtype_bytes)
@@ -56,8 +56,8 @@ def decode_limit(
 
 
 def prefill_limit(spec: ModelSpec, length: int, matmul_rate: float) -> float:
-    """Seconds that a prompt of `length` takes at best: its products, with the output head for the last token only, and
-    the triangle of attention.
+    """Return seconds that a prompt of `length` takes at best: its products, with the output head for the last token
+    only, and the triangle of attention.
     """
     head = spec.vocab_size * spec.hidden_size
     products = 2 * (_matrix_parameters(spec) - _idle_experts(spec, 1) - head) * length + 2 * head
@@ -67,12 +67,14 @@ def prefill_limit(spec: ModelSpec, length: int, matmul_rate: float) -> float:
 
 
 def experts_hit(num_experts: int, top_k: int, num_tokens: int) -> float:
-    """The expected number of experts that `num_tokens` tokens pass, each `top_k` of them, if all are as likely."""
+    """Return the expected number of experts that `num_tokens` tokens pass, each `top_k` of them, if all are as
+    likely.
+    """
     return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
 
 
 def _idle_experts(spec: ModelSpec, num_tokens: int) -> float:
-    """Weights of the experts that none of `num_tokens` tokens passes."""
+    """Return weights of the experts that none of `num_tokens` tokens passes."""
     layers = [layer.moe for layer in spec.layers if layer.moe]
     return sum(
         3
@@ -100,7 +102,7 @@ def busy_and_gaps(events: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The results that `report` has, as Markdown."""
+    """Return the results that `report` has, as Markdown."""
     device = report.get("device", {})
     lines = [
         f"{device.get('name', 'no device was measured')}; torch {device.get('torch')}, triton {device.get('triton')}"

@@ -1,5 +1,5 @@
-"""Measures what a decode step costs the engine's process, without model, workers and HTTP: scheduling it, updating the
-requests with its tokens, and encoding both for the other processes.
+"""Measures the cost of a decode step in the engine's process, without model, workers and HTTP: scheduling it, updating
+the requests with its tokens, and encoding both for the other processes.
 
 python benchmarks/host_cost.py [--streams 256] [--steps 300] [--block-size 16] [--profile]
 
@@ -71,7 +71,7 @@ class Engine:
 
 
 def measure(streams: int, steps: int, block_size: int) -> dict[str, list[float]]:
-    """Seconds of each step, by part and in all."""
+    """Return seconds of each step, by part and in all."""
     engine = Engine(streams, steps, block_size)
     gc.collect()
     gc.freeze()  # as the engine does when it is ready

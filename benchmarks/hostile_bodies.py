@@ -4,10 +4,10 @@
 
 Starts a server of its own with the model that comes with quire; needs psutil.
 
-Prints a table: what was sent, the answer, the time of the innocent streams and their longest gap between two events
-(medians of all streams) beside those of the same streams alone just before, whether their texts are those of an
-undisturbed run, and the memory of server and engine behind it. The streams run with --deterministic, so that any
-difference of text is somebody's doing.
+Prints a table: the body, the answer, the time of the innocent streams and their longest gap between two events
+(medians of all streams) next to those of the same streams alone just before, whether their texts are those of an
+undisturbed run, and the memory of server and engine afterwards. The streams run with --deterministic, so that a
+different text is an effect of the body.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def fields(count: int, length: int) -> dict:
 
 
 SCORED = {"echo": True, "logprobs": 20, "max_tokens": 1}
-KINDS = [  # found from outside since: a 500, a process killed, a wrong refusal, or other clients that waited
+KINDS = [  # found since: a 500, a killed process, a wrong refusal, or delays of other clients
     Row("history: half a surrogate pair in arguments", CHAT, called('{"city": "\\ud83d"}')),
     Row("schema: 300 fields", CHAT, schema(fields(300, 12))),
     Row("schema: 89 kB", CHAT, schema(fields(900, 50))),
@@ -164,7 +164,7 @@ KINDS = [  # found from outside since: a 500, a process killed, a wrong refusal,
     Row("images: 66,000,000 pixels asked for", CHAT, chat(mm_processor_kwargs={"max_pixels": 66_000_000})),
     Row("chat_template: a width of 1,000,000,000", CHAT, chat(chat_template="{{ 'a'.ljust(1000000000) }}")),
 ]
-ECHOES = [  # of 30,400 positions: garbage collections of what they hold are longer than other work on the loop
+ECHOES = [  # with 30,400 positions: garbage collections of their objects are longer than other work on the loop
     Row(
         "16 echoes of 1,900 tokens with 20 logprobs", TEXT, text(prompt=[[300 + i] * 1900 for i in range(16)], **SCORED)
     ),
@@ -178,7 +178,7 @@ LISTS = {"audit": AUDIT, "bounds": BOUNDS, "kinds": KINDS, "echoes": ECHOES}
 
 
 def post(url: str, body: bytes) -> int:
-    """The status, 0 for a connection that the server closed."""
+    """Return the status, 0 for a connection that the server closed."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
@@ -191,7 +191,7 @@ def post(url: str, body: bytes) -> int:
 
 
 def send(url: str, name: str) -> int:
-    """Runs in its own process, so that writing the body does not slow the streams."""
+    """Send a body from a process of its own, so that writing the body does not slow the streams."""
     row = next(row for rows in LISTS.values() for row in rows if row.name == name)
     return post(url + row.path, row.make())
 
@@ -219,7 +219,7 @@ def innocent_body(number: int, num_tokens: int) -> dict:
 async def innocent(
     client: httpx.AsyncClient, number: int, num_tokens: int, under_way: asyncio.Event | None = None
 ) -> Stream:
-    """Raises AssertionError for a stream that does not end as it should. `under_way` is set at its first text."""
+    """Read one stream; raises AssertionError if it is lost or has an error. `under_way` is set at its first text."""
     started = last = time.perf_counter()
     pieces, gap, done = [], 0.0, False
     async with client.stream("POST", CHAT, json=innocent_body(number, num_tokens)) as answer:
@@ -246,7 +246,7 @@ async def crowd(
     num_tokens: int,
     disturb: Callable[[], asyncio.Future[int]] | None = None,
 ) -> tuple[list[Stream], int | None]:
-    """The results of the streams and of `disturb`, which starts after all streams have started."""
+    """Return the results of the streams and of `disturb`, which starts after all streams have started."""
     events = [asyncio.Event() for _ in range(num_streams)]
     tasks = [asyncio.create_task(innocent(client, number, num_tokens, event)) for number, event in enumerate(events)]
     disturbance = None
@@ -265,26 +265,16 @@ async def _all_set(events: list[asyncio.Event]) -> None:
 
 
 def memory(process: psutil.Process) -> tuple[int, int]:
-    """Resident MiB of the server and of its engine."""
+    """Return the resident MiB of the server and of its engine."""
     engine = max((child.memory_info().rss for child in process.children(recursive=True)), default=0)
     return process.memory_info().rss >> 20, engine >> 20
 
 
 async def measure(arguments: argparse.Namespace) -> bool:
-    """Whether every stream kept its text."""
+    """Print the table; returns whether every stream kept its text."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "quire",
-        "serve",
-        "--port",
-        str(port),
-        "--deterministic",
-        "--log-level",
-        "warning",
-        *arguments.server_options,
-    ]
+    command = [sys.executable, "-m", "quire", "serve", "--port", str(port), "--deterministic", "--log-level", "warning"]
+    command += arguments.server_options
     well = True
     with ServerProcess(command, port) as server, multiprocessing.get_context("spawn").Pool(1) as pool:
         await server.wait_for("/health", timeout=120)
@@ -298,7 +288,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
                 "texts | MiB: server, engine |\n|---|---|---|---|---|---|---|"
             )
             for row in [row for name in arguments.lists for row in LISTS[name]]:
-                alone, beside, statuses, same = [], [], set(), True
+                alone, together, statuses, same = [], [], set(), True
                 for _ in range(arguments.rounds):
                     control, _ = await crowd(client, arguments.streams, arguments.output_len)
                     streams, status = await crowd(
@@ -310,12 +300,12 @@ async def measure(arguments: argparse.Namespace) -> bool:
                         ),
                     )
                     alone += control
-                    beside += streams
+                    together += streams
                     statuses.add(status)
                     same = same and [stream.text for stream in streams] == references
                 well = well and same
-                times = [statistics.median(stream.duration for stream in group) for group in (alone, beside)]
-                gaps = [1000 * statistics.median(stream.gap for stream in group) for group in (alone, beside)]
+                times = [statistics.median(stream.duration for stream in group) for group in (alone, together)]
+                gaps = [1000 * statistics.median(stream.gap for stream in group) for group in (alone, together)]
                 print(
                     f"| {row.name} | {', '.join(str(status or 'closed') for status in sorted(statuses))} | "
                     f"{times[0]:.2f}, {times[1]:.2f} | {times[1] / times[0]:.1f} | "

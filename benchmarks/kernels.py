@@ -46,7 +46,7 @@ class Race:
         self.rounds, self.clock = rounds, clock
 
     def run(self, ways: dict[str, Callable[[], None]], repeats: int = 1) -> dict[str, float]:
-        """Seconds per unit of work of each alternative; one call does `repeats` units."""
+        """Return seconds per unit of work of each alternative; one call does `repeats` units."""
         best = dict.fromkeys(ways, float("inf"))
         for _ in range(self.rounds):
             for name, way in ways.items():

@@ -1,10 +1,10 @@
-"""Measures what clients lose when processes are killed, stopped or signalled, and when connections are abused. Prints
+"""Measures losses of clients when processes are killed, stopped or signalled, and when connections are abused. Prints
 the tables of RELIABILITY.md.
 
 python benchmarks/kill_rounds.py [--tree FOLDER] [--rounds NAME,...]
 
 Needs httpx and psutil, and some four minutes. FOLDER is another checkout of quire, to compare with. The engine has the
-fake executor, which computes nothing: 20 ms a step, and what a request's tokens are depends on the request alone. Every
+fake executor, which computes nothing: 20 ms a step, and a request's tokens depend on the request alone. Every
 load is bounded in number and time.
 """
 
@@ -13,14 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import resource
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,114 +28,35 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
-from quire.cli.bench.process import free_port
+from benchmarks.server import LATE, ROOT, Server, until
 from quire.configs.sources import EMBEDDED_MODEL
 from tests.helpers.engine.fake_executor import BACKEND
 
-ROOT = Path(__file__).parent.parent
 CHAT = "/v1/chat/completions"
 HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
 UPLOAD = HEAD.encode() + b"60000000\r\n\r\n"  # the rest of this body is never sent
-LATE = 2.0  # seconds within which a probe must answer
 
 
-class Server:
-    """`quire serve` of the checkout `tree`."""
-
-    def __init__(
-        self,
-        tree: Path,
-        fake: str | None,
-        options: Sequence[str],
-        max_files: int | None,
-        model: str = str(EMBEDDED_MODEL),
-        prefix: Sequence[str] = (),
-        variables: Mapping[str, str] = MappingProxyType({}),
-    ):
-        """`fake` are the options of the fake executor; None: none. `prefix` is a command that runs the server's."""
-        self.port, self.folder = free_port(), Path(tempfile.mkdtemp(prefix="kr"))
-        self.log_path = self.folder / "log"
-        (self.folder / "tmp").mkdir()
-        environment = os.environ | {"PYTHONPATH": str(tree), "TMPDIR": str(self.folder / "tmp")} | variables
-        if fake is not None:
-            # checkouts before the fake executor moved to tests/ have it in the package
-            moved = not (tree / "engine/executor/fake.py").exists()
-            environment["FAKE_EXECUTOR" if moved else "QUIRE_FAKE"] = fake
-            options = ["--distributed-executor-backend", BACKEND if moved else "fake", *options]
-        command = [
-            *prefix,
-            sys.executable,
-            "-m",
-            "quire",
-            "serve",
-            model,
-            "--port",
-            str(self.port),
-            "--max-model-len",
-            "2048",
-            "--max-num-seqs",
-            "64",
-            *options,
-        ]
-        limits = (max_files, max_files)
-        limit = None if max_files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        with open(self.log_path, "wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=tree,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                preexec_fn=limit,
-                start_new_session=True,
-            )
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
-
-    def children(self, text: str = "") -> list[psutil.Process]:
-        """The processes below it whose command line has `text`."""
-        found = []
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if child.status() != psutil.STATUS_ZOMBIE and text in " ".join(child.cmdline()):
-                    found.append(child)
-        return found
-
-    def engine(self) -> psutil.Process:
-        return self.children("quire.engine.core")[0]
-
-    def status(self, path: str = "/health") -> int | None:
-        """None if there was no answer in time."""
-        try:
-            return httpx.get(self.url + path, timeout=LATE, trust_env=False).status_code
-        except httpx.HTTPError:
-            return None
-
-    def exit_code(self, timeout: float = 60.0) -> int | None:
-        """None while it runs."""
-        with suppress(subprocess.TimeoutExpired):
-            return self.process.wait(timeout)
-
-    def end(self) -> None:
-        for process in [*(self.children() if self.process.poll() is None else []), self.process]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+def start(
+    tree: Path,
+    *flags: str,
+    model: str = str(EMBEDDED_MODEL),
+    fake: str | None = "step_delay=0.02",
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **settings: Any,
+) -> Server:
+    """Start a server. `fake` are the options of the fake executor; None: the real one."""
+    command = [model, "--max-model-len", "2048", "--max-num-seqs", "64"]
+    if fake is not None:
+        command += ["--distributed-executor-backend", BACKEND]
+        variables = {**variables, "FAKE_EXECUTOR": fake}
+    return Server([*command, *flags], tree=tree, variables=variables, **settings)
 
 
 @contextmanager
-def serving(
-    tree: Path, *options: str, fake: str | None = "step_delay=0.02", max_files: int | None = None, **others: Any
-) -> Iterator[Server]:
-    server = Server(tree, fake, options, max_files, **others)
+def serving(tree: Path, *flags: str, **settings: Any) -> Iterator[Server]:
+    """Run a server until the block ends."""
+    server = start(tree, *flags, **settings)
     try:
         until(lambda: "ready in " in server.log and server.status() == 200, 60)
         yield server
@@ -148,21 +64,12 @@ def serving(
         server.end()
 
 
-def until(condition: Callable[[], object], timeout: float) -> float | None:
-    """The seconds until `condition` holds, or None."""
-    start = time.monotonic()
-    while not condition():
-        if time.monotonic() - start > timeout:
-            return None
-        time.sleep(0.05)
-    return time.monotonic() - start
-
-
 def streams(
     server: Server, count: int, num_tokens: int, disturb: Callable[[], object] = lambda: None
 ) -> tuple[list[str], float]:
-    """The texts of `count` concurrent streams, "" for one that did not end with [DONE], and the seconds until the last
-    ended. `disturb` runs one second after the start."""
+    """Return the texts of `count` concurrent streams, "" for one that did not end with [DONE], and the seconds until
+    the last ended. `disturb` runs one second after the start.
+    """
 
     async def one(http: httpx.AsyncClient, number: int) -> str:
         body = {
@@ -196,7 +103,7 @@ def streams(
 
 
 def completed(texts: list[str], expected: list[str] | None = None) -> str:
-    """How many streams were completed, and how many with the expected text."""
+    """Return how many streams were completed, and how many with the expected text."""
     text = f"{sum(map(bool, texts))} of {len(texts)} streams completed"
     if expected is None:
         return text
@@ -220,7 +127,7 @@ def connect(server: Server, data: bytes = b"", receive_buffer: int | None = None
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the server keeps the connection open. Discards received data."""
+    """Return whether the server keeps the connection open. Discards received data."""
     connection.setblocking(False)
     try:
         while connection.recv(65536):

@@ -4,8 +4,8 @@
     [--rounds N] [--cpu-time] [--load-format dummy] [--quantization int8|int4] [--device cpu|cuda]
 
 MODEL is a folder; with `--load-format dummy` its config.json is enough. The adapters are random, for all linear layers.
-Streams take turns to choose one; steps of all numbers of adapters take turns, so that what else the machine does
-slows all of them; `--cpu-time` counts what one thread computes, which a busy machine changes least. Prints medians in
+Streams take turns to choose one; steps of all numbers of adapters take turns, so that other work of the machine
+slows all of them; `--cpu-time` counts the CPU time of one thread, which a busy machine changes least. Prints medians in
 milliseconds per step, and per prompt of `--prompt` tokens, and how much longer than without an adapter.
 """
 
@@ -24,17 +24,14 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.worker_steps import BLOCK, Rows, num_groups, start_worker
 from quire.checkpoints.lora_files import content_hash
-from quire.configs.config import Config
-from quire.worker.messages import LoraUse, NewRequest, SamplingParams, StepInput
-from quire.worker.startup.preview import preview
+from quire.worker.messages import LoraUse, SamplingParams
 from quire.worker.worker import Worker
-
-BLOCK = 16
 
 
 def write_adapters(worker: Worker, folder: Path, number: int, rank: int) -> list[LoraUse]:
-    """Random adapters for every linear layer of the model, in bfloat16."""
+    """Write random adapters for every linear layer of the model, in bfloat16."""
     uses = []
     for i in range(number):
         tensors, generator = {}, torch.Generator().manual_seed(i)
@@ -50,36 +47,6 @@ def write_adapters(worker: Worker, folder: Path, number: int, rank: int) -> list
         save_file(tensors, place / "adapter_model.safetensors")
         uses.append(LoraUse(content_hash(place), str(place)))
     return uses
-
-
-class Streams:
-    """Rows of the worker's tables that have the same adapters in every step; they share their blocks with others."""
-
-    steps, clock = 0, staticmethod(time.perf_counter)
-
-    def __init__(self, worker: Worker, first: int, number: int, tokens: tuple[int, int], adapters: list[LoraUse]):
-        self.worker, self.rows, (self.context, self.count) = worker, range(first, first + number), tokens
-        blocks, groups = -(-sum(tokens) // BLOCK), len(worker.runner.table.groups)
-        new = []
-        for i, row in enumerate(self.rows):
-            ids = [100 + (i * 37 + k) % 1000 for k in range(sum(tokens))]
-            places = [[1 + (i * groups + g) * blocks + k for k in range(blocks)] for g in range(groups)]
-            chosen = [adapters[i % len(adapters)]] if adapters else []
-            sampling = SamplingParams(temperature=0.0, seed=1)
-            new.append(NewRequest(row, ids, len(ids), places, sampling, adapters=chosen))
-        self.run(new)
-
-    def run(self, new: list[NewRequest] | None = None) -> float:
-        """Milliseconds of one step."""
-        Streams.steps += 1
-        number = len(self.rows)
-        step = StepInput(
-            Streams.steps, new or [], [*self.rows], [self.context] * number, [self.count] * number,
-            [[] for _ in self.rows], [*range(number)],
-        )  # fmt: skip
-        start = self.clock()
-        self.worker.execute(step).result()
-        return (self.clock() - start) * 1e3
 
 
 def main() -> int:
@@ -98,7 +65,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.cpu_time:
         torch.set_num_threads(1)
-        Streams.clock = staticmethod(time.thread_time)
+    clock = time.thread_time if args.cpu_time else time.perf_counter
     most, longest = max(args.streams), max(args.context + 1, args.prompt + 1)
     flags = {
         "model": args.model,
@@ -108,31 +75,28 @@ def main() -> int:
         "quantization": args.quantization,
         "max_num_seqs": most * len(args.adapters),
         "max_num_batched_tokens": max(2048, args.prompt),
-        "block_size": BLOCK,
         "enable_lora": True,
         "max_loras": max(8, *args.adapters),
         "max_lora_rank": args.rank,
     }
-    groups = len(preview(Config.from_flat(**flags, max_model_len=str(longest))).groups)
-    blocks = (most * -(-(args.context + 1) // BLOCK) + -(-longest // BLOCK) + 1) * groups
-    worker = Worker(Config.from_flat(**flags, max_model_len=str(longest), num_gpu_blocks_override=blocks))
-    worker.initialize(lambda phase, fraction: None)
-    while worker.runner.platform.ops.name == "torch" and args.device == "cpu":
-        worker.runner.platform.poll_ops()
-        time.sleep(0.5)
-    worker.runner.model.use(worker.runner.platform.ops)
+    blocks = (most * -(-(args.context + 1) // BLOCK) + -(-longest // BLOCK) + 1) * num_groups(**flags)
+    worker = start_worker(**flags, max_model_len=str(longest), num_gpu_blocks_override=blocks)
     with tempfile.TemporaryDirectory() as folder:
         adapters = write_adapters(worker, Path(folder), max(args.adapters), args.rank)
-        loads = {f"{number} streams": (number, (args.context, 1)) for number in args.streams}
-        loads[f"prompt of {args.prompt}"] = 1, (0, args.prompt)
+        loads = {f"{number} streams": (number, args.context, 1) for number in args.streams}
+        loads[f"prompt of {args.prompt}"] = 1, 0, args.prompt
         print(f"{worker.runner.platform.ops.name} kernels, {torch.get_num_threads()} threads, rank {args.rank}")
         print("| ms per step | " + " | ".join(f"{number} adapters" for number in args.adapters) + " |")
         print("|---" * (len(args.adapters) + 1) + "|")
-        for load, (number, tokens) in loads.items():
+        for load, (number, context, count) in loads.items():
+            shape = number, context + count, context
             streams = [
-                Streams(worker, i * most, number, tokens, adapters[:count]) for i, count in enumerate(args.adapters)
+                Rows(worker, i * most, *shape, sampling=SamplingParams(temperature=0.0), adapters=adapters[:num])
+                for i, num in enumerate(args.adapters)
             ]
-            times = [[one.run() for one in streams] for _ in range(args.rounds)]
+            for one in streams:
+                one.run(count)
+            times = [[1e3 * one.run(count, clock) for one in streams] for _ in range(args.rounds)]
             medians = [median(column) for column in zip(*times)]
             ratios = [median(each / row[0] for each, row in zip(column, times)) for column in zip(*times)]
             cells = (f"{ms:.1f} ({100 * ratio - 100:+.0f} %)" for ms, ratio in zip(medians, ratios))

@@ -5,7 +5,7 @@ has `--load-format dummy`).
     qwen3.5-0.8b,lfm2.5-350m,bert-base,modernbert-base,tiny} OUT_DIR [--layers N]
 
 The text that such a model writes means nothing; its speed is that of the real one. `tiny` has one layer of next to no
-work: what is measured with it is everything but the model. Experts of gpt-oss are in MXFP4, as in its checkpoints.
+work: it serves to measure everything but the model. Experts of gpt-oss are in MXFP4, as in its checkpoints.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -36,129 +37,68 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-_COMMON = {"bos_token_id": 0, "eos_token_id": 0, "head_dim": 128, "num_key_value_heads": 8, "tie_word_embeddings": True}
+_NO_HEAD_DIM = {"bos_token_id": 0, "eos_token_id": 0, "num_key_value_heads": 8, "tie_word_embeddings": True}
+_COMMON = _NO_HEAD_DIM | {"head_dim": 128, "rms_norm_eps": 1e-6}
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+
+
+def _shape(
+    config: type[PreTrainedConfig], sizes: tuple[int, ...], more: dict[str, Any], base: dict[str, Any] = _COMMON
+):
+    return config(**base | dict(zip(_SIZES, sizes, strict=True)) | more)
+
+
+_ROPE_75 = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+_LFM2_LAYERS = ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)]
 SHAPES: dict[str, PreTrainedConfig] = {
-    "qwen3-0.6b": Qwen3Config(
-        **_COMMON,
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
+    "qwen3-0.6b": _shape(Qwen3Config, (151936, 1024, 3072, 28, 16, 40960), {}),
+    "llama-1b": _shape(LlamaConfig, (128256, 2048, 8192, 16, 32, 131072), {"head_dim": 64, "rms_norm_eps": 1e-5}),
+    "qwen3-4b": _shape(Qwen3Config, (151936, 2560, 9728, 36, 32, 40960), {}),
+    "gemma3-1b": _shape(
+        Gemma3TextConfig,
+        (262144, 1152, 6912, 26, 4, 32768),
+        {"head_dim": 256, "num_key_value_heads": 1, "sliding_window": 512},
     ),
-    "llama-1b": LlamaConfig(
-        **_COMMON | {"head_dim": 64},
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
+    "phi4-mini": _shape(
+        Phi3Config,
+        (200064, 3072, 8192, 32, 24, 4096),
+        {"pad_token_id": 0, "rms_norm_eps": 1e-5, "rope_parameters": _ROPE_75},
+        _NO_HEAD_DIM,
     ),
-    "qwen3-4b": Qwen3Config(
-        **_COMMON,
-        vocab_size=151936,
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
+    "qwen3-30b-a3b": _shape(
+        Qwen3MoeConfig,
+        (151936, 2048, 6144, 48, 32, 40960),
+        {"num_key_value_heads": 4, "tie_word_embeddings": False, "moe_intermediate_size": 768, "num_experts": 128}
+        | {"num_experts_per_tok": 8, "norm_topk_prob": True},
     ),
-    "gemma3-1b": Gemma3TextConfig(
-        **_COMMON | {"head_dim": 256, "num_key_value_heads": 1},
-        vocab_size=262144,
-        hidden_size=1152,
-        intermediate_size=6912,
-        num_hidden_layers=26,
-        num_attention_heads=4,
-        sliding_window=512,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
+    "gpt-oss-20b": _shape(
+        GptOssConfig,
+        (201088, 2880, 2880, 24, 64, 131072),
+        {"head_dim": 64, "tie_word_embeddings": False, "pad_token_id": 0, "num_local_experts": 32}
+        | {"sliding_window": 128, "rms_norm_eps": 1e-5},
     ),
-    "phi4-mini": Phi3Config(
-        **{key: value for key, value in _COMMON.items() if key != "head_dim"},
-        pad_token_id=0,
-        vocab_size=200064,
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=32,
-        num_attention_heads=24,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+    "qwen3.5-0.8b": _shape(
+        Qwen3_5TextConfig,
+        (248320, 1024, 3584, 24, 8, 32768),
+        {"head_dim": 256, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 16},
     ),
-    "qwen3-30b-a3b": Qwen3MoeConfig(
-        **_COMMON | {"num_key_value_heads": 4, "tie_word_embeddings": False},
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-    ),
-    "gpt-oss-20b": GptOssConfig(
-        **_COMMON | {"head_dim": 64, "tie_word_embeddings": False},
-        pad_token_id=0,
-        num_hidden_layers=24,
-        num_local_experts=32,
-        vocab_size=201088,
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_attention_heads=64,
-        sliding_window=128,
-    ),
-    "qwen3.5-0.8b": Qwen3_5TextConfig(
-        **_COMMON | {"head_dim": 256, "num_key_value_heads": 2},
-        vocab_size=248320,
-        hidden_size=1024,
-        intermediate_size=3584,
-        num_hidden_layers=24,
-        num_attention_heads=8,
-        linear_num_key_heads=16,
-        linear_num_value_heads=16,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-    ),
-    "lfm2.5-350m": Lfm2Config(
-        **{key: value for key, value in _COMMON.items() if key != "head_dim"},
-        pad_token_id=0,
-        vocab_size=65536,
-        hidden_size=1024,
-        intermediate_size=6656,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        max_position_embeddings=32768,
-        layer_types=["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+    "lfm2.5-350m": _shape(
+        Lfm2Config, (65536, 1024, 6656, 16, 16, 32768), {"pad_token_id": 0, "layer_types": _LFM2_LAYERS}, _NO_HEAD_DIM
     ),
     "bert-base": BertConfig(),
     "modernbert-base": ModernBertConfig(),
-    "tiny": Qwen3Config(
-        **_COMMON | {"head_dim": 64, "num_key_value_heads": 1},
-        vocab_size=4096,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-6,
-    ),
+    "tiny": _shape(Qwen3Config, (4096, 64, 64, 1, 1, 4096), {"head_dim": 64, "num_key_value_heads": 1}),
 }
 ENCODERS = ("bert-base", "modernbert-base")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def write_weights(config: PreTrainedConfig, folder: Path, *, generates: bool = True) -> None:
-    """Norms are 1 and matrices are Gaussian of the config's initializer range, drawn in place: no second copy of the
-    model is ever in memory.
+    """Write weights: norms of 1, Gaussian matrices of the config's initializer range. They are drawn in place, so that
+    memory never holds a second copy of the model.
     """
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -204,7 +144,7 @@ def write_mxfp4(model: PreTrainedModel, folder: Path) -> None:
 
 
 def write_tokenizer(vocab_size: int, folder: Path, *, generates: bool = True) -> None:
-    """Byte-level BPE trained on Python's standard library, padded so that every id of the model has a text."""
+    """Write a byte-level BPE trained on Python's standard library, padded so that every id of the model has a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -5,8 +5,8 @@ python benchmarks/overhead.py MODEL_FOLDER [--max-concurrency 1,16,64] [--output
 (MODEL_FOLDER for its tokenizer and vocabulary; needs psutil)
 
 Prints the ceiling in tokens per second, and microseconds of CPU time per token in the server (all its frontends), the
-engine and this client. Several frontends gain something only where each has a core beside those of the engine and of
-this client, which is one process: on two cores they lose.
+engine and this client. Several frontends gain something only where each has a core of its own in addition to those of
+the engine and of this client, which is one process: on two cores they lose.
 """
 
 from __future__ import annotations
@@ -62,36 +62,20 @@ def main(argv: Sequence[str]) -> int:
 
 async def measure(arguments: argparse.Namespace, num_frontends: int) -> None:
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "quire",
-        "serve",
-        arguments.model,
-        "--distributed-executor-backend",
-        BACKEND,
-        "--port",
-        str(port),
-        "--max-num-seqs",
-        "256",
-        "--num-gpu-blocks-override",
-        "65536",
-        "--served-model-name",
-        "fake",
-        "--api-server-count",
-        str(num_frontends),
-    ]
+    flags = {
+        "--port": port, "--distributed-executor-backend": BACKEND, "--max-num-seqs": 256,
+        "--num-gpu-blocks-override": 65536, "--served-model-name": "fake", "--api-server-count": num_frontends,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "quire", "serve", arguments.model]
+    command += [str(part) for flag in flags.items() for part in flag]
     with ServerProcess(command, port, environment={"FAKE_EXECUTOR": "validate=0"}) as server:
         await server.wait_for("/health", timeout=60)
         target = Target(server.client, "/v1/completions", "fake", ignore_eos=True, temperature=0.0)
         encoder = serve.load_encoder(arguments.model, None)
         for streams in arguments.max_concurrency:
             samples = make_samples(dataset(arguments, streams * arguments.requests_per_stream), encoder, seed=streams)
-            groups = [
-                servers_of(server.process.pid, num_frontends),
-                [engine_of(server.process.pid)],
-                [psutil.Process()],
-            ]
+            pid = server.process.pid
+            groups = servers_of(pid, num_frontends), [engine_of(pid)], [psutil.Process()]
             before = [cpu_seconds(group) for group in groups]
             results, duration = await run_load(target, samples, [0.0] * len(samples), streams, lambda result: None)
             spent = [cpu_seconds(group) - start for group, start in zip(groups, before, strict=True)]
@@ -109,16 +93,8 @@ async def measure(arguments: argparse.Namespace, num_frontends: int) -> None:
 
 
 def dataset(arguments: argparse.Namespace, num_prompts: int) -> argparse.Namespace:
-    return serve.parser().parse_args(
-        [
-            "--num-prompts",
-            str(num_prompts),
-            "--input-len",
-            str(arguments.input_len),
-            "--output-len",
-            str(arguments.output_len),
-        ]
-    )
+    sizes = f"--num-prompts {num_prompts} --input-len {arguments.input_len} --output-len {arguments.output_len}"
+    return serve.parser().parse_args(sizes.split())
 
 
 def engine_of(pid: int) -> psutil.Process:
@@ -127,7 +103,7 @@ def engine_of(pid: int) -> psutil.Process:
 
 
 def servers_of(pid: int, num_frontends: int) -> list[psutil.Process]:
-    """The server's process, and its frontends if they are separate processes."""
+    """Return the server's process, and its frontends if they are separate processes."""
     frontends = [
         child for child in psutil.Process(pid).children() if "quire.server.frontends.member" in child.cmdline()
     ]

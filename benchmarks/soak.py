@@ -1,4 +1,4 @@
-"""Whether a server stays as it is under mixed traffic: `python -m benchmarks.soak [--minutes 30] [serve flags]`.
+"""Tests that a server stays healthy under mixed traffic: `python -m benchmarks.soak [--minutes 30] [serve flags]`.
 
 Some clients send requests of all dialects, with images, grammars and tools, leave early or read slowly. At the end:
 the slope of the resident memory of every process with its noise, whether all blocks of the KV cache are free, answers
@@ -23,13 +23,14 @@ from pathlib import Path
 import httpx
 
 from benchmarks import soak_memory
-from benchmarks.soak_memory import Server, slope
+from benchmarks.server import Server
+from benchmarks.soak_memory import slope
 from benchmarks.soak_traffic import KINDS, Kind, Outcome, send
 
 FLAGS = ["--kv-cache-memory-bytes", "32M", "--max-model-len", "2048", "--max-num-seqs", "16"]
 FLAGS += ["--mm-processor-cache-gb", "0.02", "--responses-store-size", "2M", "--log-stats-interval", "0"]
 WARM_UP = 0.3  # fraction of the time before the measurement
-NUM_BLOCKS = 12  # of samples, whose means are independent enough for the noise of a slope
+NUM_BLOCKS = 12  # blocks of samples, whose means are independent enough for the noise of a slope
 DRAIN_SECONDS = 60.0
 Samples = dict[str, list[tuple[float, float]]]  # (hours, MB) of each process
 
@@ -79,7 +80,7 @@ async def traffic(server: Server, kinds: list[Kind], minutes: float, num_clients
 
 
 def is_idle(server: Server) -> dict[str, object]:
-    """What the server still holds after all requests; empty if nothing."""
+    """Return the requests and blocks that the server still holds after all requests; empty if none."""
     end, left = time.monotonic() + DRAIN_SECONDS, {}
     with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as http:
         while time.monotonic() < end:
@@ -131,13 +132,13 @@ def main(argv: list[str] | None = None) -> int:
     kinds = [kind for kind in KINDS if args.kinds is None or kind.name in args.kinds.split(",")]
     with tempfile.TemporaryDirectory() as name:
         model = args.model or write_model(Path(name))
-        server = Server([model, *FLAGS, *flags], Path(name))
+        server = Server([model, *FLAGS, *flags])
         try:
             server.wait_ready()
             outcomes, samples = asyncio.run(traffic(server, kinds, args.minutes, args.clients))
             is_bad = report(outcomes, samples, is_idle(server), args.limit)
         finally:
-            server.end()
+            server.stop()
         for kind in args.distinct:
             is_bad |= bool(soak_memory.main(["--kind", kind, model, *FLAGS[2:], *flags]))
     return int(is_bad)

@@ -23,7 +23,9 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`make` is a body for a random generator. `stream` is what makes it a stream, None if nothing does."""
+    """`make` is a body for a random generator. `stream` are the fields that make it a stream; None: it has no
+    stream.
+    """
 
     name: str
     path: str

@@ -121,7 +121,9 @@ def acceptance(url: str) -> tuple[float, float]:
 
 
 async def compare(url: str, load: str, streams: int, max_tokens: int, rounds: int) -> str:
-    """The cells of a row: rates without and with drafts, gain, times to the first token, acceptance, differences."""
+    """Return the cells of a row: rates without and with drafts, gain, times to the first token, acceptance,
+    differences.
+    """
     await run(url, load, streams, 2, False)  # the prompts are in the prefix cache then
     before, done = acceptance(url), {False: [], True: []}
     for _ in range(rounds):

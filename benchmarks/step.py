@@ -6,7 +6,7 @@ of them.
     [--kv-cache-dtype auto|int8|fp8]
 
 A load is a prompt of that many tokens (`1024`), or requests x tokens of context that each decode one token (`32x128`).
-Prints the median step in milliseconds, the share of each kernel, and what is left for Python and torch. All layers are
+Prints the median step in milliseconds, the share of each kernel, and the rest for Python and torch. All layers are
 one native call; `--in-turn` has attention called from here, so that it is seen by itself. The KV cache holds random
 numbers: memory that was never written would be read from one page of zeros.
 """
@@ -25,14 +25,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.worker_steps import Rows, num_groups, start_worker
 from quire.checkpoints.gguf.folder import gguf_folder
-from quire.configs.config import Config
 from quire.worker.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from quire.worker.attention.scaled import ScaledCache, as_bytes
 from quire.worker.cache.allocation import attention_layers
 from quire.worker.cpu.native import KERNELS
-from quire.worker.messages import NewRequest, SamplingParams, StepInput
-from quire.worker.startup.preview import preview
+from quire.worker.messages import SamplingParams
 from quire.worker.worker import Worker
 
 
@@ -79,44 +78,12 @@ class InTurn(AttentionBackend):
 
 
 def label(name: str, args: tuple) -> str:
-    """The shape of a product, the name of any other function."""
+    """Return the shape of a product, the name of any other function."""
     return (
         f"{args[8]} x {args[7]}".replace(" x ", " -> ")
         if name.startswith("quire_gemm_run")
         else name.removeprefix("quire_")
     )
-
-
-class Requests:
-    """Rows of the worker's tables that run the same step again and again."""
-
-    def __init__(self, worker: Worker, block_size: int, temperature: float) -> None:
-        self.worker, self.block_size, self.temperature = worker, block_size, temperature
-        self.steps = 0
-
-    def step(self, num_requests: int, context: int, count: int, new: bool) -> StepInput:
-        """A step of `count` tokens after `context` for each of `num_requests` requests; `new` admits them first."""
-        blocks = -(-(context + count) // self.block_size)
-        sampling = SamplingParams(temperature=self.temperature, seed=1)
-        admitted = []
-        for row in range(num_requests if new else 0):
-            token_ids = [100 + (row * 37 + i) % 1000 for i in range(context + count)]
-            table, first = self.worker.runner.table, 1 + row * len(self.worker.runner.table.groups) * blocks
-            block_ids = [[first + g * blocks + i for i in range(blocks)] for g in range(len(table.groups))]
-            for g, group in enumerate(table.groups):
-                if group.kind == "state":  # a page that is read and written
-                    block_ids[g] = [table.first_state + 1 + row] * 2
-            admitted.append(NewRequest(row, token_ids, context + count, block_ids, sampling))
-        self.steps += 1
-        return StepInput(
-            self.steps,
-            admitted,
-            list(range(num_requests)),
-            [context] * num_requests,
-            [count] * num_requests,
-            [[] for _ in range(num_requests)],
-            list(range(num_requests)),
-        )
 
 
 def parse_load(text: str) -> tuple[int, int, int]:
@@ -174,28 +141,23 @@ def main() -> int:
         "cpu_level": args.cpu_level,
         "cpu_activation_bits": args.cpu_activation_bits,
         "kv_cache_dtype": args.kv_cache_dtype,
-        "block_size": 16,
     }
     longest = max(2048, *(context + count for _, context, count in loads.values()))
     blocks = max(longest // 16 + 1, *(num * -(-(context + count) // 16) + 1 for num, context, count in loads.values()))
-    groups = len(preview(Config.from_flat(**flags, max_model_len="auto")).groups)
-    config = Config.from_flat(**flags, max_model_len=str(longest), num_gpu_blocks_override=max(256, blocks * groups))
-    worker = Worker(config)
-    worker.initialize(lambda phase, fraction: None)
+    num_blocks = max(256, blocks * num_groups(**flags))
+    worker = start_worker(**flags, max_model_len=str(longest), num_gpu_blocks_override=num_blocks)
     fill_cache(worker)
     if args.in_turn:
         worker.runner.backend = InTurn(worker.runner.backend)
-    requests = Requests(worker, 16, args.temperature)
+    sampling = SamplingParams(temperature=args.temperature)
     print(f"{KERNELS.status}, {args.threads} threads")
-    for load, shape in loads.items():
-        worker.execute(requests.step(*shape, new=True)).result()
+    for load, (number, context, count) in loads.items():
+        rows = Rows(worker, 0, number, context + count, context, sampling=sampling)
+        rows.run(count)
         totals, parts = [], defaultdict(list)
         for _ in range(args.rounds):
-            step = requests.step(*shape, new=False)
             timed.seconds.clear()
-            start = clock()
-            worker.execute(step).result()
-            totals.append(clock() - start)
+            totals.append(rows.run(count, clock))
             for name, seconds in timed.seconds.items():
                 parts[name].append(seconds)
             parts["the rest"].append(totals[-1] - sum(timed.seconds.values()))

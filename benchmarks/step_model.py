@@ -4,8 +4,9 @@ python benchmarks/step_model.py      prints the table of docs/gpu.md
 
 A decode step reads the weights once (those of the experts that a batch is expected to hit) and every request's keys and
 values, and multiplies; it takes the longer of both times, plus a launch gap for each kernel in the graph and each call
-outside it. A prompt multiplies, and attends with half of the squares. The rates are the data sheets' times what good
-kernels reach (`REACHED`), the gaps what an H100 takes between kernels of a graph and between calls of the host.
+outside it. A prompt multiplies, and attends with half of the squares. The rates are the data sheets' times the fraction
+that good kernels reach (`REACHED`), the gaps what an H100 takes between kernels of a graph and between calls of the
+host.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.gpu_models import MODELS
 
-REACHED = 0.85  # of the data sheet's bandwidth, of a decode step that reads weights
-MATMUL_REACHED = 0.65  # of the data sheet's rate, of large products
+REACHED = 0.85  # share of the data sheet's bandwidth, in a decode step
+MATMUL_REACHED = 0.65  # share of the data sheet's rate, in large products
 GAP_IN_GRAPH, GAP_OUTSIDE = 1.0e-6, 5.0e-6  # seconds per kernel of a graph, and per call of the host
 # launches of tests/worker/cuda/test_launches.py: outside the graph, and per layer inside it
 OUTSIDE, DENSE_LAYER, EXPERTS_LAYER, AROUND_LAYERS = 9, 9, 12, 2
@@ -43,7 +44,7 @@ H100, H200 = Device("H100", 3.35e12, 989e12), Device("H200", 4.8e12, 989e12)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step takes: bytes read, operations, kernels in the graph and calls outside it."""
+    """The work of a step: bytes read, operations, kernels in the graph and calls outside it."""
 
     bytes: float
     flops: float
@@ -79,7 +80,7 @@ class Shapes:
         return self.layers * (EXPERTS_LAYER if self.experts else DENSE_LAYER) + AROUND_LAYERS
 
     def products(self, tokens: int) -> float:
-        """Weights times tokens of all layers, each two operations."""
+        """Return weights times tokens of all layers, each two operations."""
         return tokens * self.layers * (self.attention + self.router + self.expert * (self.top_k or 1))
 
 

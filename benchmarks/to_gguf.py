@@ -4,7 +4,7 @@
     it)
 
 The converter needs `pip install gguf sentencepiece`. It refuses tokenizers that it does not know by their hash. Ours
-splits text as GPT-2 does, which is what it is told here.
+splits text as GPT-2 does, as it is told here.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.checkpoints.rules import FLAG, MAX_LAYERS, OBJECT, TEXT, TEXTS, Kind, Number, Rule, Whole, shown
 
-TEXT_PARTS = ("text_config", "language_config", "llm_config")  # of wrappers that add an encoder to a language model
+TEXT_PARTS = ("text_config", "language_config", "llm_config")  # for wrappers that add an encoder to a language model
 _PARTS = (*TEXT_PARTS, "linear_attn_config")
 _DEEPEST = 64  # nested objects and lists
 
@@ -20,7 +20,7 @@ _SIZE, _COUNT, _POSITIONS = Whole(1, 1 << 20), Whole(0, 1 << 16), Whole(1, (1 <<
 _TOKENS = Kind("a token id or a list of them", (int, list), (int,))
 _EPSILON, _FACTOR = Number(0, 1), Number(-1e9, 1e9)
 
-# of layers with recurrent states
+# for layers with recurrent states
 _STATE_SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim", "linear_num_heads", "linear_head_dim", "conv_L_cache", "n_groups", "state_size",
@@ -97,7 +97,7 @@ KEYS: dict[str, Rule] = {
 
 
 def check_config(raw: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError naming the file, the key and what it must be, for the first key of another kind or size."""
+    """Raise ValueError naming the file, the key and its valid values, for the first key of another kind or size."""
     _check_depth(raw, path)
     for part, values in (("", raw), *((f"{name}.", raw.get(name)) for name in _PARTS)):
         if not isinstance(values, Mapping):

@@ -33,7 +33,7 @@ def refuse_early(folder: str, tensor_parallel: int, pipeline_parallel: int, max_
 
 
 def _context(raw: dict[str, Any], text: dict[str, Any]) -> int | None:
-    """The longest context of a model that generates, unless scaled rotary embeddings stretch it."""
+    """Return the longest context of a model that generates, unless scaled rotary embeddings stretch it."""
     names = raw.get("architectures")
     if not (isinstance(names, list) and names and str(names[0]).endswith(_GENERATES)):
         return None
@@ -47,6 +47,6 @@ def longer_than_model(asked: str, most: int, why: str = "") -> str:
 
 
 def _count(raw: dict[str, Any], key: str) -> int | None:
-    """The value of a key that is the same for all layers; None if it is missing or of another kind."""
+    """Return the value of a key that is the same for all layers; None if it is missing or of another kind."""
     value = raw.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,4 +1,4 @@
-"""One-line explanations of unreadable model files, with what to do about them. Torch-free."""
+"""One-line explanations of unreadable model files and their remedies. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POINTER = (
 
 
 def denied(path: str | os.PathLike) -> str:
-    """Why `path` cannot be read: its permissions and our user id."""
+    """Return why `path` cannot be read: its permissions and our user id."""
     try:
         status = os.stat(path)
         theirs = f"{stat.filemode(status.st_mode)}, of user {status.st_uid} and group {status.st_gid}"
@@ -30,12 +30,14 @@ def denied(path: str | os.PathLike) -> str:
 
 
 def unreadable(path: str | os.PathLike, error: OSError) -> str:
-    """The operating system's reason why `path` cannot be read."""
+    """Return the operating system's reason why `path` cannot be read."""
     return denied(path) if isinstance(error, PermissionError) else f"cannot read {path}: {error.strerror or error}"
 
 
 def damaged_weights(path: Path, error: Exception) -> str:
-    """Why `path` could not be read as safetensors. Permissions are checked first: the library reports them wrongly."""
+    """Return why `path` could not be read as safetensors. Permissions are checked first: the library reports them
+    wrongly.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(len(GIT_LFS))

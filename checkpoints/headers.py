@@ -32,7 +32,7 @@ class HubFile:
         self.size = 0  # known after the first request
 
     def read(self, start: int, length: int) -> bytes:
-        """The bytes from `start` on, fewer at the end of the file."""
+        """Return the bytes from `start` on, fewer at the end of the file."""
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
         headers = build_hf_headers() | {"Range": f"bytes={start}-{start + length - 1}"}
@@ -62,7 +62,9 @@ def are_complete(folder: str) -> bool:
 
 
 def with_headers(folder: str, model: str, revision: str | None, target: Path) -> str:
-    """A folder below `target` like the downloaded one, with the small files of `folder` and headers of weights."""
+    """Return a folder below `target` like the downloaded one, with the small files of `folder` and headers of
+    weights.
+    """
     for path in Path(folder).iterdir():
         if path.is_file():
             os.symlink(path.resolve(), target / path.name)
@@ -73,7 +75,7 @@ def with_headers(folder: str, model: str, revision: str | None, target: Path) ->
 
 
 def gguf_with_header(repository: str, names: list[str], revision: str | None, target: Path) -> str:
-    """The folder of the GGUF model whose shards `names` are, below `target`."""
+    """Return the folder of the GGUF model whose shards `names` are, below `target`."""
     files = {name: HubFile(repository, name, revision) for name in names}
     for name, file in files.items():
         file.copy_header(target / "files" / name, header_length)

@@ -25,11 +25,11 @@ from quire.checkpoints.library.resuming import fetch_large
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.jsonl"]
-ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "*.gguf"]  # of LoRA
+ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "*.gguf"]  # for LoRA
 MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
 # other precisions and formats of the same weights; folders like 1_Pooling are sentence-transformers' steps
 UNUSED_FILES = ["[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]*/*.txt", "consolidated*"]
-DEFAULT_QUANTIZATION = "Q4_K_M"  # of a repository of GGUF files
+DEFAULT_QUANTIZATION = "Q4_K_M"  # for a repository of GGUF files
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Progress = Callable[[str, float], None]
@@ -106,8 +106,8 @@ def resolve(
     progress: Progress = lambda phase, fraction: None,
     on_bytes: OnBytes | None = None,
 ) -> str:
-    """The folder of `model`, downloaded first if it is a Hub id. Blocks; `progress` and `on_bytes`, which gets the
-    digest of a download, the bytes that arrived and their total, are called from other threads.
+    """Return the folder of `model`, downloaded first if it is a Hub id. Blocks; `progress` and `on_bytes`, which gets
+    the digest of a download, the bytes that arrived and their total, are called from other threads.
 
     huggingface_hub reads HF_HUB_OFFLINE, HF_TOKEN and HF_HOME as usual. Raises ValueError with the cause and the
     remedy.
@@ -167,7 +167,9 @@ def _tell_bytes(on_bytes: OnBytes, digest: str, total: int, done: int) -> None:
 
 
 def _digest_of(repository: str, revision: str | None, names: list[str]) -> str:
-    """The SHA-256 of a file of the Hub, or of the list of the digests of several, which tells downloads apart."""
+    """Return the SHA-256 of a file of the Hub, or of the list of the digests of several, which tells downloads
+    apart.
+    """
     from huggingface_hub import HfApi
 
     found: dict[str, str] = {}
@@ -182,8 +184,8 @@ def _digest_of(repository: str, revision: str | None, names: list[str]) -> str:
 
 
 def _default_gguf(model: str, revision: str | None, folder: str | None) -> str | None:
-    """The name of the GGUF file that the id of a repository without safetensors stands for: Q4_K_M, as for Ollama and
-    llama.cpp, or the only file. None if there is no such file. `folder` is the repository in the cache.
+    """Return the name of the GGUF file that the id of a repository without safetensors stands for: Q4_K_M, as for
+    Ollama and llama.cpp, or the only file. None if there is no such file. `folder` is the repository in the cache.
     """
     found = _files_on_hub(model, revision)
     if found is None and folder is not None:
@@ -197,7 +199,9 @@ def _default_gguf(model: str, revision: str | None, folder: str | None) -> str |
 
 
 def adapter_folder(path: str, download_dir: str | None = None) -> str:
-    """The path of a LoRA adapter on this machine, downloaded first if it is a Hub id. Blocks. Raises ValueError."""
+    """Return the path of a LoRA adapter on this machine, downloaded first if it is a Hub id. Blocks. Raises
+    ValueError.
+    """
     if not names.is_hub_adapter(path):
         return path
     import huggingface_hub as hub
@@ -210,8 +214,8 @@ def adapter_folder(path: str, download_dir: str | None = None) -> str:
 
 
 def resolve_headers(model: str, *, revision: str | None, download_dir: str | None, target: str) -> tuple[str, bool]:
-    """(the folder of `model`, whether it has the headers of all weights). Of a Hub model that is not in the cache, the
-    small files are downloaded, and headers are written to a folder below `target`; without a Hub there are none.
+    """Return (the folder of `model`, whether it has the headers of all weights). If a Hub model is not in the cache,
+    its small files are downloaded, and headers are written to a folder below `target`; without a Hub there are none.
 
     Raises ValueError as `resolve` does.
     """
@@ -242,7 +246,7 @@ def resolve_headers(model: str, *, revision: str | None, download_dir: str | Non
 
 
 def _files_on_hub(repository: str, revision: str | None) -> list[str] | None:
-    """The names of the files of a repository, None if the Hub does not list them."""
+    """Return the names of the files of a repository, None if the Hub does not list them."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
@@ -256,7 +260,9 @@ def _files_on_hub(repository: str, revision: str | None) -> list[str] | None:
 
 
 def _gguf_files(repository: str, model: str, revision: str | None) -> list[str] | None:
-    """The files that `model` names, None if the Hub does not list them. Raises ValueError if there is no such model."""
+    """Return the files that `model` names, None if the Hub does not list them. Raises ValueError if there is no such
+    model.
+    """
     files = _files_on_hub(repository, revision)
     return None if files is None else gguf_folder.chosen_files(gguf_folder.gguf_names(files), model)
 
@@ -278,7 +284,7 @@ def _require_safetensors(model: str, revision: str | None) -> None:
 def _sizes_to_download(
     model: str, revision: str | None, download_dir: str | None, patterns: dict[str, Any]
 ) -> dict[str, int]:
-    """The bytes of the files that the cache lacks; none if the Hub is unreachable and only the cache is used."""
+    """Return the bytes of the files that the cache lacks; none if the Hub is unreachable and only the cache is used."""
     import huggingface_hub as hub
     from huggingface_hub import constants, errors
 
@@ -312,7 +318,7 @@ class _Reports:
 
 
 def _bar_class(report: Callable[[float], None], begun: int = 0) -> type:
-    """A silent tqdm that reports how much has arrived, `begun` bytes included, which came before.
+    """Return a silent tqdm that reports how much has arrived, `begun` bytes included, which came before.
 
     The library makes several bars; the one with the highest count is the one that counts bytes.
     """

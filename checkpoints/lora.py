@@ -48,9 +48,9 @@ _REFUSED = {
 
 
 def read_lora(folder: str | Path) -> LoraFiles:
-    """The adapter in a folder, or a GGUF file. Reads the header of its weights, not the weights.
+    """Return the adapter in a folder, or a GGUF file. Reads the header of its weights, not the weights.
 
-    Raises ValueError with what is wrong or not supported.
+    Raises ValueError with the error or the unsupported feature.
     """
     folder = Path(folder)
     require_adapter(folder)
@@ -110,7 +110,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _no_config(folder: Path) -> str:
-    """Why a folder without adapter_config.json is no adapter: `gguf_of` found no GGUF file in it either."""
+    """Return why a folder without adapter_config.json is no adapter: `gguf_of` found no GGUF file in it either."""
     names = sorted(path.name for path in folder.glob("*.gguf"))
     if len(names) > 1:
         return f"there is no {CONFIG}, and more than one GGUF file ({', '.join(names[:3])}): give one of them"
@@ -239,7 +239,7 @@ def _parameter_holder(module: str, config: Mapping[str, Any]) -> bool:
 
 
 def _of_pattern(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
-    """The value of the first pattern that fits the end of a module's name, as PEFT reads rank_pattern."""
+    """Return the value of the first pattern that fits the end of a module's name, as PEFT reads rank_pattern."""
     for pattern, value in (patterns or {}).items():
         if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):
             return value
@@ -289,7 +289,7 @@ def parse_module(text: str) -> tuple[str, str, str | None]:
 
 
 def default_scales(modules: list[str]) -> dict[str, float]:
-    """The scale of each adapter of --lora-modules that requests for the model itself use. Raises ValueError."""
+    """Return the scale of each adapter of --lora-modules that requests for the model itself use. Raises ValueError."""
     found: dict[str, float] = {}
     for text in modules:
         scale = json.loads(text).get("default_scale", 0) if text.lstrip().startswith("{") else 0
@@ -364,12 +364,12 @@ def max_rank(setting: int | None, modules: list[str], folder: str | None) -> int
 
 
 def most_values(modules: list[str], folder: str | None) -> int:
-    """The largest number of values of an adapter at start."""
+    """Return the largest number of values of an adapter at start."""
     return max((lora.num_values for lora in _readable(modules, folder)), default=0)
 
 
 def _readable(modules: list[str], folder: str | None) -> Iterator[LoraFiles]:
-    """The adapters at start, without those that cannot be read: they are reported when they are loaded."""
+    """Yield the adapters at start, without those that cannot be read: they are reported when they are loaded."""
     for _, path, _ in folders_at_start(modules, folder):
         with contextlib.suppress(ValueError):
             yield read_lora(path)

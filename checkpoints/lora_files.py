@@ -26,7 +26,7 @@ class LoraMatrices:
     out_features: int
     scale: float
     num_experts: int | None = None  # None: of one weight
-    index: int | None = None  # of tensors of all experts, [E, rank, in] and [E, out, rank]
+    index: int | None = None  # for tensors of all experts, [E, rank, in] and [E, out, rank]
     swapped: bool = False  # rows of B are in llama.cpp's order of the pairs of a rotary embedding
 
 
@@ -47,14 +47,14 @@ class LoraFiles:
 
     @property
     def num_values(self) -> int:
-        """Of all matrices."""
+        """Return the sum over all matrices."""
         return sum(
             (one.num_experts or 1) * one.rank * (one.in_features + one.out_features) for one in self.modules.values()
         )
 
 
 def content_hash(folder: Path) -> str:
-    """A hash of the adapter's files: equal hashes mean equal results."""
+    """Return a hash of the adapter's files: equal hashes mean equal results."""
     digest = hashlib.sha256()
     for path in (folder / name for name in FILES):
         if path.is_file():

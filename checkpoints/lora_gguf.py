@@ -19,7 +19,7 @@ _SERVED = re.compile(
 
 
 def gguf_of(path: Path) -> Path | None:
-    """The GGUF adapter that a path is, or the only one in its folder if that has no PEFT adapter."""
+    """Return the GGUF adapter that a path is, or the only one in its folder if that has no PEFT adapter."""
     if path.is_file():
         return path if is_gguf(path) else None
     files = [] if (path / CONFIG).is_file() or not path.is_dir() else sorted(path.glob("*.gguf"))
@@ -27,7 +27,7 @@ def gguf_of(path: Path) -> Path | None:
 
 
 def read_gguf_lora(path: Path) -> LoraFiles:
-    """Raises ValueError, with no path, for what is wrong or not supported."""
+    """Read an adapter. Raises ValueError, without the path, for errors and unsupported features."""
     try:
         return _read(read_gguf(path))
     except ValueError as error:

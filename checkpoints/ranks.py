@@ -1,4 +1,4 @@
-"""How a model is divided over ranks: shares of its sizes, and refusals that name what can be divided. Torch-free."""
+"""Division of a model over ranks: shares of its sizes, and refusals that name what can be divided. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How files of models are read: JSON objects, and one line naming the file and the key for whatever goes wrong."""
+"""Reading of model files: JSON objects, and one line naming the file and the key for each error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class KeptReads(dict):
 
 @contextmanager
 def reading(path: str | Path, content: KeptReads | None = None) -> Iterator[None]:
-    """The last resort while the file or folder `path` is read: any error that is no ValueError, of unexpected
+    """Yield the last resort while the file or folder `path` is read: any error that is no ValueError, of unexpected
     values, becomes one that names `path` and, of `content`, the key that was asked for last.
     """
     try:
@@ -63,12 +63,12 @@ def _one_line(error: Exception) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, {} if there is none. Raises ValueError."""
+    """Return the JSON object in a file, {} if there is none. Raises ValueError."""
     return _object(read_json(path, {}), path)
 
 
 def read_json(path: Path, missing: Any = None) -> Any:
-    """The content of a JSON file; `missing` if there is none. Raises ValueError, also if there is none and no
+    """Return the content of a JSON file; `missing` if there is none. Raises ValueError, also if there is none and no
     `missing`.
     """
     try:

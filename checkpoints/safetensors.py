@@ -32,7 +32,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by name. Raises ValueError if it is damaged."""
+    """Return the tensors of a file by name. Raises ValueError if it is damaged."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -57,7 +57,7 @@ def _tensor(name: str, entry: Any, begin: int, size: int) -> StoredTensor:
 
 
 def read_index(folder: Path) -> Mapping[str, str] | None:
-    """The file of each tensor, as the index of the folder has it; None without an index.
+    """Return the file of each tensor, as the index of the folder has it; None without an index.
 
     Raises ValueError for an index that is damaged, or that names a file outside the folder.
     """
@@ -82,8 +82,8 @@ def _is_inside(name: str) -> bool:
 
 
 def weight_names(folder: Path) -> list[str] | None:
-    """The names of the files with the model's weights, None if there is neither an index nor a single file. A single
-    file is preferred, as transformers does. Raises ValueError as `read_index` does.
+    """Return the names of the files with the model's weights, None if there is neither an index nor a single file. A
+    single file is preferred, as transformers does. Raises ValueError as `read_index` does.
     """
     index = read_index(folder)
     single = (folder / SINGLE).is_file()
@@ -100,6 +100,6 @@ def weight_names(folder: Path) -> list[str] | None:
 
 
 def stored_files(folder: Path) -> list[Path]:
-    """The files of weights that are there."""
+    """Return the files of weights that are there."""
     names = weight_names(folder)
     return sorted(folder.glob("*.safetensors")) if names is None else [p for n in names if (p := folder / n).is_file()]

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.checkpoints.reading import read_object
 
-# of the module Transformer, under the names that versions of the library have given it
+# for the module Transformer, under the names that versions of the library have given it
 TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -27,8 +27,8 @@ class TextLimit:
 
 
 def read_text_limit(folder: Path, transformer: Path, max_positions: int) -> TextLimit:
-    """Where sentence-transformers cuts texts, in a folder with modules.json; `transformer` is the folder of its first
-    module. The tokenizer's own limit counts where it is below `max_positions`.
+    """Return where sentence-transformers cuts texts, in a folder with modules.json; `transformer` is the folder of its
+    first module. The tokenizer's own limit counts where it is below `max_positions`.
 
     Raises ValueError naming the file and the key.
     """
@@ -68,7 +68,7 @@ def is_shortened(folder: Path, raw: Mapping[str, Any]) -> tuple[bool, list[int]]
 
 
 def transformer_settings(transformer: Path) -> tuple[dict[str, Any], Path]:
-    """The settings of the module Transformer, and their file; none if there is no such file."""
+    """Return the settings of the module Transformer, and their file; none if there is no such file."""
     for name in TRANSFORMER_FILES:
         if (transformer / name).is_file():
             return read_object(transformer / name), transformer / name

@@ -12,9 +12,10 @@ _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
 def model_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates by name; a single one is "default". A model with a processor (of images, say) has the template of
-    processor_config.json, then that of chat_template.json, then those in files; any other has those in files, then that
-    of tokenizer_config.json. The others are tried last: a text model may come with a chat_template.json.
+    """Return the templates by name; a single one is "default". A model with a processor (of images, say) has the
+    template of processor_config.json, then that of chat_template.json, then those in files; any other has those in
+    files, then that of tokenizer_config.json. The others are tried last: a text model may come with a
+    chat_template.json.
 
     Raises ValueError naming the file if what it holds is no template.
     """
@@ -46,13 +47,13 @@ def _text(path: Path) -> str:
 
 
 def _of_json(path: Path) -> dict[str, str]:
-    """The templates under `chat_template` of a JSON file, none if there is no such file or key."""
+    """Return the templates under `chat_template` of a JSON file, none if there is no such file or key."""
     content = read_object(path)
     return _named(content.get("chat_template"), path)
 
 
 def _named(declared: Any, path: Path) -> dict[str, str]:
-    """A text, a list of {name, template}, or an object of templates by name."""
+    """Return a text, a list of {name, template}, or an object of templates by name."""
     match declared:
         case None:
             return {}

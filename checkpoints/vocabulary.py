@@ -23,7 +23,7 @@ def check_same_vocabulary(model: str, other: str, setting: str) -> None:
 
 
 def _tokens(path: Path) -> dict[int, str] | None:
-    """The tokens by id; None if there is no such file."""
+    """Return the tokens by id; None if there is no such file."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -33,6 +33,6 @@ def _tokens(path: Path) -> dict[int, str] | None:
     vocab = content.get("model", {}).get("vocab", {})
     if isinstance(vocab, dict):
         tokens = {i: token for token, i in vocab.items()}
-    else:  # of Unigram: [token, score]
+    else:  # for Unigram: [token, score]
         tokens = {i: pair[0] for i, pair in enumerate(vocab)}
     return tokens | {added["id"]: added["content"] for added in content.get("added_tokens", ())}

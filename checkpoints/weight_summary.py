@@ -14,8 +14,8 @@ _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def weight_summary(folder: str, config: dict[str, Any], num_weights: int) -> str:
-    """One line about the weights of the model in `folder`, whose parsed config.json is `config`. `num_weights` are
-    those of the unquantized model.
+    """Return one line about the weights of the model in `folder`, whose parsed config.json is `config`. `num_weights`
+    are those of the unquantized model.
     """
     settings = config.get("quantization_config") or config.get("compression_config") or {}
     if settings.get("quant_method") == "gguf":
@@ -40,7 +40,7 @@ def _count(number: int) -> str:
 
 
 def describe_format(settings: dict[str, Any], sizes: Counter[str]) -> str:
-    """The format that `quantization_config` declares, in words; `sizes` are the bytes of each type of tensor."""
+    """Return the format that `quantization_config` declares, in words; `sizes` are the bytes of each type of tensor."""
     method = settings.get("quant_method", "")
     match method:
         case "":

@@ -316,6 +316,6 @@ class Config:
         return cls(**sections)
 
     def with_draft_model(self, folder: str) -> Config:
-        """The same with the folder of the draft model that `--speculative-config` names."""
+        """Return the same with the folder of the draft model that `--speculative-config` names."""
         settings = json.loads(self.scheduler.speculative_config) | {"model": folder}
         return replace(self, scheduler=replace(self.scheduler, speculative_config=json.dumps(settings)))

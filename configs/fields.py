@@ -27,8 +27,8 @@ def opt(
     removed: bool = False,
     check: Callable[[Any], object] | None = None,
 ):
-    """A dataclass field that is also a flag. `everyday` fields appear in `--help`, the others in `--help-all`; `repeat`
-    fields take several values.
+    """Return a dataclass field that is also a flag. `everyday` fields appear in `--help`, the others in `--help-all`;
+    `repeat` fields take several values.
 
     `unit` is "bytes" (suffixes allowed), "length" (a number of tokens, or auto) or "mapping" (`image=4`, or a JSON
     object; the value is JSON). `minimum`, `above` (exclusive) and `maximum` bound a number. `hidden_choices` are

@@ -23,7 +23,7 @@ _KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class KVEventsSettings:
-    """Where KV events are published. `event_format` is how an event is written: as vLLM did until 0.23, which every
+    """The destination of KV events. `event_format` is how an event is written: as vLLM did until 0.23, which every
     router reads, or as a map with names, as it does since.
     """
 
@@ -36,7 +36,9 @@ class KVEventsSettings:
     event_format: str = "array"
 
     def of_engine(self, index: int) -> KVEventsSettings:
-        """The settings of one of several engines: its ports are `index` higher, its other addresses end in it."""
+        """Return the settings of one of several engines: its ports are `index` higher, its other addresses end
+        in it.
+        """
         if not index:
             return self
         replay = self.replay_endpoint and _offset(self.replay_endpoint, index)
@@ -45,7 +47,7 @@ class KVEventsSettings:
 
 
 def read_kv_events(text: str) -> KVEventsSettings | None:
-    """Read the JSON object `text`; None: no events. Raises ValueError naming the key and what it may be."""
+    """Read the JSON object `text`; None: no events. Raises ValueError naming the key and its valid values."""
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError(f"must be a JSON object, got {text}")

@@ -1,4 +1,4 @@
-"""How a line of the log is written: as text, or as a JSON object for programs that collect logs."""
+"""The format of a log line: as text, or as a JSON object for programs that collect logs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Json(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= getattr(record, "fields", {})  # of the access log
+        line |= getattr(record, "fields", {})  # for the access log
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-MAX_IMAGES = 32  # of a prompt by default
+MAX_IMAGES = 32  # per prompt by default
 _MODALITIES = ("image", "video", "audio")  # vLLM's
 _SIZES = ("width", "height", "num_frames", "length")  # by which vLLM plans memory
 
 
 def read_media_limits(text: str | None) -> int:
-    """Return the maximum number of images of a prompt. Raises ValueError naming the modality and what it may be."""
+    """Return the maximum number of images of a prompt. Raises ValueError naming the modality and its valid values."""
     given = json.loads(text or "{}")
     if not isinstance(given, dict):
         raise ValueError(f"must be a JSON object, got {text}")
@@ -31,7 +31,7 @@ def unused_sizes(text: str | None) -> list[str]:
 
 
 def _count(name: str, value: Any) -> int:
-    """The number of items of a modality: a number, or vLLM's object with `count` and sizes."""
+    """Return the number of items of a modality: a number, or vLLM's object with `count` and sizes."""
     if isinstance(value, dict):
         if unknown := sorted(value.keys() - {"count", *_SIZES}):
             raise ValueError(f"{name}: unknown key {', '.join(unknown)}; the keys are count, {', '.join(_SIZES)}")

@@ -26,7 +26,7 @@ from quire.configs.peers.table import rows
 logger = logging.getLogger("quire")
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
-NEAR = 0.8  # of 1: the likeness of names that are typing errors
+NEAR = 0.8  # least likeness, at most 1, of names that are typing errors
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -154,7 +154,7 @@ class Option:
 
 
 def _json_list(value: Any) -> list[Any]:
-    """The items of a list that is written as JSON, as vLLM has it, or the one value."""
+    """Return the items of a list that is written as JSON, as vLLM has it, or the one value."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             found = json.loads(value)
@@ -215,14 +215,14 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def setting_suggestion(word: str, known: Iterable[str]) -> str:
-    """The nearest of `known`, or of other servers' flags, in their spelling."""
+    """Return the nearest of `known`, or of other servers' flags, in their spelling."""
     others = {name: name for name in rows() if name.startswith("--")}
     return suggestion(word, known) or suggestion(word, others)
 
 
 @cache
 def all_options() -> dict[str, Option]:
-    """Every option by name, in the order of `Config`."""
+    """Return every option by name, in the order of `Config`."""
     return {
         option.name: option
         for section in fields(Config)
@@ -254,14 +254,14 @@ def _value_type(hint: Any) -> tuple[type, bool, bool]:
 
 
 def find_option(name: str) -> Option | None:
-    """The option that `name` means (dashes or underscores)."""
+    """Return the option that `name` means (dashes or underscores)."""
     options = all_options()
     plain = name.replace("-", "_")
     return options.get(plain) or next((one for one in options.values() if one.other_name == plain), None)
 
 
 def unknown_setting(name: str, spelling: str | None = None) -> ValueError:
-    """The error for `name`, with the nearest name."""
+    """Return the error for `name`, with the nearest name."""
     return ValueError(f"unknown setting {spelling or name}{setting_suggestion(name.replace('-', '_'), all_options())}")
 
 
@@ -292,7 +292,7 @@ def removed_settings(config: Config) -> list[str]:
 
 
 def no_effect(option: Option, value: Any, spelling: str) -> str | None:
-    """The warning for another server's value that has no effect here. Raises ValueError if it is refused."""
+    """Return the warning for another server's value that has no effect here. Raises ValueError if it is refused."""
     try:
         reason = other_meaning(option.name, value)
     except ValueError as error:
@@ -301,8 +301,8 @@ def no_effect(option: Option, value: Any, spelling: str) -> str | None:
 
 
 def config_from(settings: Mapping[str, Any]) -> Config:
-    """A checked `Config` from Python values by field name, for the offline API. Settings of other servers without
-    effect are reported in the log.
+    """Return a checked `Config` from Python values by field name, for the offline API. Settings of other servers
+    without effect are reported in the log.
 
     Raises ValueError naming the setting.
     """

@@ -6,7 +6,7 @@ import ipaddress
 
 
 def read_proxies(text: str) -> list[str]:
-    """Addresses and networks, or `*`. Raises ValueError for anything else: uvicorn would trust no proxy."""
+    """Return addresses and networks, or `*`. Raises ValueError for anything else: uvicorn would trust no proxy."""
     found = [one.strip() for one in text.split(",")]
     for one in found:
         if one == "*" and len(found) == 1:

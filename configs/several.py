@@ -33,7 +33,7 @@ def read_duration(value: str | float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ModelsConfig:
-    """Which models a server has, and how long they stay loaded."""
+    """The models of a server, and how long they stay loaded."""
 
     models: list[str] = opt(
         [], "further models, which load when a request names them: `quire serve A B` is the same", repeat=True
@@ -75,9 +75,7 @@ class ModelsConfig:
         minimum=0,
         maximum=19,
     )
-    enable_sleep_mode: bool = opt(
-        False, "let /sleep unload the model; /wake_up or the next request loads it again"
-    )
+    enable_sleep_mode: bool = opt(False, "let /sleep unload the model; /wake_up or the next request loads it again")
 
     @property
     def are_several(self) -> bool:

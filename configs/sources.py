@@ -116,7 +116,7 @@ def _add_environment(settings: Settings, environ: Mapping[str, str]) -> None:
 
 
 def _hint(variable: str, variables: Mapping[str, Option]) -> str:
-    """The setting that another server's name in a QUIRE_ variable means, or the nearest name."""
+    """Return the setting that another server's name in a QUIRE_ variable means, or the nearest name."""
     row = rows().get("--" + variable.removeprefix("QUIRE_").lower().replace("_", "-"))
     if row is None:
         return suggestion(variable, variables)
@@ -141,7 +141,9 @@ def _add_yaml(settings: Settings, path: Path) -> None:
 
 
 def find_config_file(name: str) -> Path:
-    """A path, or the name of a preset in `configs/` ("cpu" or "cpu.yaml"). Raises ValueError naming the presets."""
+    """Return a path, or the name of a preset in `configs/` ("cpu" or "cpu.yaml"). Raises ValueError naming the
+    presets.
+    """
     presets = {path.name: path for path in sorted(PRESETS.glob("*.yaml"))}
     for candidate in (Path(name), presets.get(name), presets.get(f"{name}.yaml")):
         if candidate is not None and candidate.is_file():
@@ -150,7 +152,7 @@ def find_config_file(name: str) -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in `path`. Raises ValueError for anything else, and for a key that is given twice."""
+    """Return the mapping in `path`. Raises ValueError for anything else, and for a key that is given twice."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -177,12 +179,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def embedded_model() -> str | None:
-    """The folder of the embedded model, or None if this copy of quire does not include it."""
+    """Return the folder of the embedded model, or None if this copy of quire does not include it."""
     return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model.safetensors").is_file() else None
 
 
 def describe(settings: Settings) -> str:
-    """Every setting with its value and source, as YAML that `--config` accepts. Secrets are commented out."""
+    """Return every setting with its value and source, as YAML that `--config` accepts. Secrets are commented out."""
     lines, section = [], None
     for option in all_options().values():
         if option.section != section:

@@ -42,7 +42,7 @@ class SpeculationSettings:
 
 
 def read_speculation(text: str) -> SpeculationSettings:
-    """Read the JSON object `text`. Raises ValueError naming the key and what it may be."""
+    """Read the JSON object `text`. Raises ValueError naming the key and its valid values."""
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError(f"must be a JSON object, got {text}")
@@ -66,7 +66,7 @@ def read_speculation(text: str) -> SpeculationSettings:
 
 
 def draft_model_of(text: str | None) -> str | None:
-    """The draft model, or the EAGLE-3 head, that `--speculative-config` names, if it does."""
+    """Return the draft model, or the EAGLE-3 head, that `--speculative-config` names, if it does."""
     return read_speculation(text).model if text is not None else None
 
 
@@ -91,7 +91,7 @@ def from_parts(given: Mapping[str, str]) -> str:
 
 
 def _method(text: str) -> str:
-    """The method of llama.cpp's and SGLang's types, which may be several, separated by commas."""
+    """Return the method of llama.cpp's and SGLang's types, which may be several, separated by commas."""
     types = [name.strip().lower() for name in text.split(",")]
     for name in types:
         if name not in (*_TYPES, *METHODS):

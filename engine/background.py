@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 
-# Background requests get one token for so many of the others in a step, and at least one, so that they neither slow the
-# others nor starve. When they are alone their steps have this fraction of the budget, because an arriving request waits
-# for the steps in flight. For some seconds after the last other request, when the next one is likely, their steps are
-# shorter still, and one at a time.
+# Background requests get one token per BACKGROUND_SHARE tokens of other requests in a step, and at least one, so that
+# they neither slow the others nor starve. When they are alone their steps have this fraction of the budget, because an
+# arriving request waits for the steps in flight. For some seconds after the last other request, when the next one is
+# likely, their steps are shorter still, and one at a time.
 BACKGROUND_SHARE, BACKGROUND_STEP = 4, 8
 SHORT_STEP, SHORT_STEP_SECONDS = 256, 5.0
 
@@ -21,12 +21,12 @@ class Background:
         self._last_other = -math.inf  # time.monotonic() when another request was last here
 
     def note_other(self) -> None:
-        """A request that is not a background one is here."""
+        """Record the arrival of a foreground request."""
         self._last_other = time.monotonic()
 
     @property
     def expects_others(self) -> bool:
-        """Return whether a request that is not a background one was here lately."""
+        """Return whether a foreground request was here lately."""
         return time.monotonic() - self._last_other < SHORT_STEP_SECONDS
 
     def start_step(self, are_others: bool, num_tokens: int, token_budget: int) -> None:

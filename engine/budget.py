@@ -1,4 +1,4 @@
-"""How many tokens the step being scheduled may have, and how many of them are for whose requests."""
+"""The token budget of a step, and its division among tenants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.engine.shares import LEAD, Shares, parts_of_prompts
 from quire.engine.step import Step
 
 STEP_SECONDS = 0.12  # that a step should take while several tenants send requests
-LEAST_TOKENS = 96  # of prompts in such a step: with fewer, a CPU computes much less per second
+LEAST_TOKENS = 96  # for prompts in such a step: with fewer, a CPU computes much less per second
 MIXED_SECONDS = 60.0  # after a request of another tenant than the one before, when the next one is likely
 _NEW = 0.3  # weight of the newest step in the measured speed
 
@@ -22,15 +22,17 @@ class StepBudget:
     def __init__(self, most: int, whole_prompts: bool, shares: Shares):
         self.most, self.whole_prompts, self._shares = most, whole_prompts, shares
         self.pace, self.background = Pace(), Background()
-        self.tokens = most  # of the step being scheduled
-        self._parts: dict[str, int] = {}  # of a short step, for prompts of each tenant
+        self.tokens = most  # for the step being scheduled
+        self._parts: dict[str, int] = {}  # for a short step, for prompts of each tenant
 
     def start_step(self, num_running: int) -> None:
         limit = self.most if self.whole_prompts else self.pace.limit(self.most)
         self.tokens, self._parts = min(limit + num_running, self.most), {}
 
     def divide(self, prefills: list[Request], admitted: Request | None, budget: int) -> dict[str, int]:
-        """Tokens of `budget` for the prompts of each tenant (`parts_of_prompts`), from which the caller subtracts."""
+        """Return tokens of `budget` for the prompts of each tenant (`parts_of_prompts`), from which the caller
+        subtracts.
+        """
         is_short = self.tokens < self.most
         parts = parts_of_prompts(prefills, admitted, budget, LEAD * self.most, self._shares, is_short)
         if is_short:
@@ -38,12 +40,14 @@ class StepBudget:
         return parts
 
     def of_waiting(self, request: Request, num_scheduled: int) -> int:
-        """The most tokens of a waiting request in the step, which has `num_scheduled` so far. 0: it must wait."""
+        """Return the most tokens of a waiting request in the step, which has `num_scheduled` so far. 0: it must
+        wait.
+        """
         budget = self.tokens - num_scheduled
         budget = min(budget, self._parts.get(request.tenant, budget))
         if request.background:
             budget = min(budget, self.background.budget)
-        if budget > 0 and self.whole_prompts:  # of a background request, too, which would starve otherwise
+        if budget > 0 and self.whole_prompts:  # for a background request, too, which would starve otherwise
             budget = self.most - num_scheduled
             return budget if request.num_tokens <= budget else 0
         return max(budget, 0)
@@ -64,30 +68,30 @@ class Pace:
     def __init__(self) -> None:
         self._last_end = 0.0  # time.monotonic() of the last results
         self._seconds = 0.0  # measured, per token of a prompt; 0: unknown
-        self._tenant: str | None = None  # of the last request
+        self._tenant: str | None = None  # for the last request
         self._mixed_at = -math.inf  # time.monotonic() of the last request of another tenant than the one before
 
     def note_request(self, tenant: str) -> None:
-        """A request arrives."""
+        """Record the arrival of a request."""
         if self._tenant not in (None, tenant):
             self._mixed_at = time.monotonic()
         self._tenant = tenant
 
     def note_end(self, step: Step) -> None:
-        """The results of a step are there."""
+        """Record the end of a step."""
         ended = time.monotonic()
         if not step.input.encode:
             self.note_step(step.num_tokens, len(step.requests), ended - max(step.scheduled, self._last_end))
         self._last_end = ended
 
     def note_step(self, num_tokens: int, num_requests: int, seconds: float) -> None:
-        """A step without images took this long."""
+        """Record the duration of a step without images."""
         if num_tokens >= max(LEAST_TOKENS // 2, 2 * num_requests):  # most of it was prompts
             new = seconds / num_tokens
             self._seconds = new if not self._seconds else (1 - _NEW) * self._seconds + _NEW * new
 
     def limit(self, token_budget: int) -> int:
-        """The most tokens of prompts in the next step."""
+        """Return the most tokens of prompts in the next step."""
         if not self._seconds or time.monotonic() - self._mixed_at > MIXED_SECONDS:
             return token_budget
         return min(max(int(STEP_SECONDS / self._seconds), LEAST_TOKENS), token_budget)

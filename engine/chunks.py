@@ -1,4 +1,4 @@
-"""How many tokens of a prompt run in a step."""
+"""The number of tokens of a prompt that run in a step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Chunks:
 
     def __init__(self, kv: KVCacheManager, images: EncoderCache, threshold: int, whole_images: bool):
         self.kv, self.images, self.threshold, self.whole_images = kv, images, threshold, whole_images
-        self._scored_room = SCORED_CHUNK  # of the step being scheduled
+        self._scored_room = SCORED_CHUNK  # for the step being scheduled
 
     def start_step(self) -> None:
         """Call this before scheduling a step."""
         self._scored_room = SCORED_CHUNK
 
     def size(self, request: Request, start: int, budget: int, room: int, alone: bool) -> int:
-        """Number of tokens of a request, whose first `start` tokens are computed, to run in this step. 0 if it must
-        wait for an image: `_end_at_images` says why.
+        """Return the number of tokens of a request to run in this step after its first `start`, which are computed. 0
+        if it must wait for an image: `_end_at_images` says why.
         """
         num_new = min(request.num_tokens + request.num_in_flight - start, budget)
         if self.threshold and not alone:

@@ -66,7 +66,7 @@ from quire.engine.startup import make_scheduler, warm_up
 logger = logging.getLogger(__name__)
 
 EXIT_SIGNAL = signal.SIGUSR1  # the thread that watches stdin sends it to the main thread
-FETCH_POLL_INTERVAL = 0.001  # seconds between looks for fetched blocks when nothing else is to do
+FETCH_POLL_INTERVAL = 0.001  # seconds between looks for fetched blocks when there is no other work
 CONNECT_TIMEOUT = 1.0  # seconds that a failing engine waits for a server to connect
 
 
@@ -98,7 +98,7 @@ class EngineCore:
         Raises RuntimeError if a worker process died while the engine slept.
         """
         if not self.in_flight and not self.scheduler.requests:
-            run_due([self.stats], self.is_idle)  # of the last step, before a sleep
+            run_due([self.stats], self.is_idle)  # for the last step, before a sleep
             if self.socket.wait(seconds_until_due(self.chores, self.is_idle)):
                 raise RuntimeError("a worker process died")
         for client, message in self.socket.receive():

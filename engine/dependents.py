@@ -16,8 +16,8 @@ from quire.engine.step import Step
 def dependents(
     in_flight: Iterable[Step], step: Step, failed: Collection[int], kv: KVCacheManager
 ) -> tuple[set[Request], set[int]]:
-    """Requests that read blocks filled, in `step` or later, by the requests at its batch positions `failed`, and all
-    blocks that are invalid. The results of these requests in the steps in flight, of which `step` is the first, are
+    """Return requests that read blocks filled, in `step` or later, by the requests at its batch positions `failed`, and
+    all blocks that are invalid. The results of these requests in the steps in flight, of which `step` is the first, are
     discarded.
 
     Other requests can find such a block only since `step`, and all later steps are still in flight, so no token that

@@ -126,7 +126,7 @@ class AddRequest(_Message):
     ] = []  # images of the prompt, by offset; the server keeps their features until the last output
     tenant: str = ""  # who shares the engine with others (`engine/shares.py`)
     weight: float = 1.0  # the tenant's share, above 0
-    adapters: list[LoraUse] = []  # of LoRA; what they add is summed
+    adapters: list[LoraUse] = []  # LoRA adapters, whose products are summed
     report_prefill: bool = False  # outputs without tokens tell how much of the prompt is computed
     # tenant/name of the conversation whose blocks are kept before others' for `cache_seconds`; without a name, how the
     # prompt begins stands for it
@@ -140,7 +140,7 @@ class AddRequest(_Message):
         """All sequences, including the first."""
         return [Choice(self.request_id, self.sampling.seed, self.output_token_ids), *self.siblings]
 
-    def having(self, choices: Iterable[Choice], age: float) -> AddRequest:
+    def with_choices(self, choices: Iterable[Choice], age: float) -> AddRequest:
         """Return a copy of this request with other choices and a new age."""
         first, *others = choices
         sampling = (
@@ -227,25 +227,25 @@ class EngineCalls(Protocol):
         """Forget the contents of llama.cpp's slot. Returns as `save_slot`."""
 
     def waiting(self, request_ids: list[str]) -> list[str]:
-        """Those of the requests that were never scheduled."""
+        """Return those of the requests that were never scheduled."""
 
     def log_lines(self) -> list[dict[str, object]]:
-        """The newest lines of the engine's log that are warnings or worse (`kept_lines`)."""
+        """Return the newest lines of the engine's log that are warnings or worse (`kept_lines`)."""
 
     def requests(self) -> list[dict[str, object]]:
-        """Every request (`Request.describe`)."""
+        """Return every request (`Request.describe`)."""
 
     def abort(self, request_ids: list[str]) -> list[str]:
         """End requests of any server with finish reason abort. Returns the ids of those that there were."""
 
     def stats(self) -> dict[str, object]:
-        """The fields of `EngineStats`."""
+        """Return the fields of `EngineStats`."""
 
     def describe_tiers(self) -> dict[str, object] | None:
-        """Totals of the tiers below the pool since the start; None without any."""
+        """Return totals of the tiers below the pool since the start; None without any."""
 
     def describe_ops(self) -> dict[str, object]:
-        """The operations in use, the state of faster ones, and since when those are in use (time.time())."""
+        """Return the operations in use, the state of faster ones, and since when those are in use (time.time())."""
 
 
 # ---- engine -> server
@@ -256,7 +256,7 @@ class Progress(_Message):
 
     # "starting", "loading weights", "profiling memory", "allocating KV cache", "recording CUDA graphs", "warming up"
     phase: str
-    fraction: float  # of this phase, 0 to 1
+    fraction: float  # for this phase, 0 to 1
 
 
 class Ready(_Message):

@@ -38,8 +38,8 @@ def set_name(name: str) -> None:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection while large packages are imported: it would go through the same objects again and again. In
-    the end all objects are excluded from later collections, because modules live as long as the process.
+    """Suspend garbage collection while large packages are imported: it would go through the same objects again and
+    again. In the end all objects are excluded from later collections, because modules live as long as the process.
     """
     gc.disable()
     try:

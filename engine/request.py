@@ -178,7 +178,7 @@ class Request:
         return f"{self.cache_key}\0{self.cache_salt or ''}" if named else ""
 
     def images(self, start: int, end: int) -> list[MediaItem]:
-        """The images whose spans overlap tokens [start, end)."""
+        """Return the images whose spans overlap tokens [start, end)."""
         return [item for item in self.media if item.offset < end and item.offset + item.length > start]
 
     def finish_reason(self) -> str | None:
@@ -197,7 +197,7 @@ class Request:
         return "length" if num_tokens >= self.max_total_tokens else None
 
     def as_new(self) -> NewRequest:
-        """All that a worker needs to compute it."""
+        """Return all that a worker needs to compute it."""
         return NewRequest(
             self.row,
             list(self.token_ids),
@@ -235,10 +235,10 @@ class Request:
         return len(token_ids), None
 
     def take_back_drafts(self, num_draft: int, num_tokens: int) -> int:
-        """A step verified `num_draft` drafts and gave `num_tokens` tokens: those drafts that are not among them were
-        not computed. Their slots in the KV cache will be written again. Returns the number of accepted ones.
+        """Account for a step that verified `num_draft` drafts and gave `num_tokens` tokens: drafts that are not among
+        them were not computed. Their slots in the KV cache will be written again. Returns the number of accepted ones.
         """
-        if self.status is Status.RUNNING:  # else it was preempted meanwhile, and nothing of it is computed
+        if self.status is Status.RUNNING:  # else it was preempted meanwhile, and none of it is computed
             self.num_computed_tokens -= num_draft - (num_tokens - 1)  # the last token is not computed yet
         num_accepted = max(num_tokens - 1, 0)
         if num_draft:
@@ -247,7 +247,7 @@ class Request:
         return num_accepted
 
     def output(self, token_ids: list[int], finish_reason: str | None = None, **fields: Any) -> EngineOutput:
-        """New tokens for its client."""
+        """Return new tokens for its client."""
         return EngineOutput(
             self.request_id,
             token_ids,
@@ -257,14 +257,14 @@ class Request:
             **fields,
         )
 
-    def goes_on(
+    def unfinished_output(
         self,
         token_ids: list[int],
         logprobs: list[TokenLogprobs] | None,
         prompt_logprobs: list[TokenLogprobs] | None,
         timing: RequestTiming | None,
     ) -> EngineOutput:
-        """`output` of a request that is not finished: of every request in every step, hence without keywords."""
+        """Return `output` of an unfinished request. Positional: runs for each request in each step."""
         fields = token_ids, None, None, logprobs, prompt_logprobs, self.counts, None, timing
         return EngineOutput(self.request_id, *fields)
 

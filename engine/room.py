@@ -17,8 +17,8 @@ class Room:
         self.kv, self.running, self.max_running, self.max_loras = kv, running, max_running, max_loras
 
     def reserve(self) -> int:
-        """Number of free blocks that admission leaves to running requests, so that a new request does not take blocks
-        that they need soon, which would cause a preemption.
+        """Return the number of free blocks that admission leaves to running requests, so that a new request does not
+        take blocks that they need soon, which would cause a preemption.
         """
         return sum(map(self.kv.num_expected, self.running))
 
@@ -38,8 +38,8 @@ class Room:
         return self.kv.num_missing(request, Match()) + self.reserve() <= self.kv.pool.num_free + obtainable
 
     def victims(self, request: Request, num_tenants: int) -> list[Request]:
-        """The running requests that a waiting one may preempt, the last one first: those of higher rank, or else of a
-        tenant that has more than its part of the engine. Empty if even all of them would not free enough.
+        """Return the running requests that a waiting one may preempt, the last one first: those of higher rank, or else
+        of a tenant that has more than its part of the engine. Empty if even all of them would not free enough.
         """
         found = [other for other in self.running if other.rank > request.rank]
         if not found and num_tenants > 1:
@@ -47,7 +47,9 @@ class Room:
         return found if found and self.could_admit(request, found) else []
 
     def _crowding(self, request: Request) -> list[Request]:
-        """If none of a waiting request's tenant runs: the running ones, but one, of the tenant with most of them."""
+        """Return the requests to preempt for a tenant without running requests: all but one of the tenant with most of
+        them.
+        """
         counts = Counter(other.tenant for other in self.running)
         if request.background or counts[request.tenant] or not counts:
             return []
@@ -55,13 +57,15 @@ class Room:
         return [other for other in self.running if other.tenant == most and other.rank >= request.rank][1:]
 
     def next_waiting(self, waiting: FairQueue) -> Request | None:
-        """The first waiting request, or while that waits for another adapter to be done, the first one without any."""
+        """Return the first waiting request, or while that waits for another adapter to be done, the first one without
+        any.
+        """
         if self._has_slots(first := waiting.first):
             return first
         return next((request for request in waiting if not request.adapters), None)
 
     def next_admitted(self, waiting: FairQueue, prefills: Sequence[Request]) -> Request | None:
-        """The first waiting request, if it is of a tenant without `prefills` and can be admitted now."""
+        """Return the first waiting request, if it is of a tenant without `prefills` and can be admitted now."""
         first = waiting.first if waiting else None
         if first is None or first.background or any(request.tenant == first.tenant for request in prefills):
             return None
@@ -75,9 +79,9 @@ class Room:
         return len({use.key for use in request.adapters}.union(others)) <= self.max_loras
 
     def num_draft(self, request: Request, limit: int) -> int:
-        """Number of drafts of a decoding request to verify, at most `limit`: as many as the worker has, as long as the
-        request may get one token more than that, and none if their blocks are scarce. With states, a step ends at
-        the next block boundary at the latest: the state there is a checkpoint for the conversation's next turn.
+        """Return the number of drafts of a decoding request to verify, at most `limit`: as many as the worker has, as
+        long as the request may get one token more than that, and none if their blocks are scarce. With states, a step
+        ends at the next block boundary at the latest: the state there is a checkpoint for the conversation's next turn.
         """
         num_tokens = len(request.token_ids)
         num_draft = min(request.num_draft, limit, request.max_total_tokens - num_tokens - 1)

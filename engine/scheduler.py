@@ -12,7 +12,7 @@ outputs of those steps.
 (c) A preempted request keeps `num_in_flight`, still receives those tokens, and is admitted again when it reaches 0.
 (d) Blocks and rows can be reused as soon as they are freed, because the worker runs steps in order.
 (e) A request of which the worker has drafts waits for its tokens in flight, and then for those of the step that
-verifies the drafts: until then nobody knows how many there are. Others overlap meanwhile.
+verifies the drafts: until then their number is unknown. Others overlap meanwhile.
 """
 
 from __future__ import annotations
@@ -153,19 +153,19 @@ class Scheduler:
                 self._remove(request)
 
     def not_begun(self, request_ids: list[str]) -> list[str]:
-        """Those of the requests that were never scheduled."""
+        """Return those of the requests that were never scheduled."""
         asked = set(request_ids)
         return [one.request_id for one in self.waiting if not one.scheduled_time and one.request_id in asked]
 
     def end(self, request_ids: list[str]) -> Outputs:
-        """Abort requests whoever their client is. Returns their last outputs."""
+        """Abort requests of any client. Returns their last outputs."""
         asked, now, outputs = set(request_ids), time.time(), {}
         for request in [one for one in self.requests.values() if one.request_id in asked]:
             self._finish(request, "abort", now, outputs, [])
         return outputs
 
     def describe(self) -> list[dict[str, object]]:
-        """Every request as plain data."""
+        """Return every request as plain data."""
         return [request.describe(time.time()) for request in self.requests.values()]
 
     def abort_client(self, client: bytes) -> None:
@@ -381,7 +381,7 @@ class Scheduler:
         self._add_to_step(step, request, num_new, [])
 
     def _add_decodes(self, step: Step, requests: list[Request], new_blocks: dict[Request, list[list[int]]]) -> None:
-        """`_add_to_step` for requests that decode without drafts, together: most requests of most steps."""
+        """Call `_add_to_step` for requests that decode without drafts, together: most requests of most steps."""
         step.add_decodes(requests, new_blocks)
         self.shares.charge_one_each(requests)
         size = self.kv.block_size
@@ -434,7 +434,9 @@ class Scheduler:
         self._free_row(request)
 
     def _note_published(self, request: Request, published: list[int]) -> None:
-        """Steps in flight fill these blocks of the request, which became visible after they were scheduled."""
+        """Record that steps in flight fill these blocks of the request, which became visible after the steps were
+        scheduled.
+        """
         if published and self._in_flight:
             self._in_flight[-1].published.setdefault(request, []).extend(published)
 
@@ -483,7 +485,9 @@ class Scheduler:
                 self._finish(request, reason, now, outputs, token_ids, logprobs=logprobs, prompt_logprobs=entries)
             else:
                 timing = request.timing(now) if is_first else None
-                outputs.setdefault(request.client, []).append(request.goes_on(token_ids, logprobs, entries, timing))
+                outputs.setdefault(request.client, []).append(
+                    request.unfinished_output(token_ids, logprobs, entries, timing)
+                )
         for request, entries in prompt_logprobs.items():
             if request.sampling.max_tokens:
                 _report(request, outputs, prompt_logprobs=entries)
@@ -553,7 +557,7 @@ class Scheduler:
     # ---- statistics
 
     def stats(self) -> EngineStats:
-        """Current gauges, and counts since the last `flush_stats`."""
+        """Return current gauges, and counts since the last `flush_stats`."""
         num_running = len(self.running)
         stats = self.counts.snapshot(num_running, len(self.requests) - num_running, self.kv.usage, self.images.usage)
         return with_adapters(stats, self.running, self.waiting) if self.max_loras else stats

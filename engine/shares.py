@@ -1,4 +1,5 @@
-"""How tenants share the engine: tokens scheduled per weight, and the queue that serves the tenant that had least.
+"""Fair sharing of the engine by tenants: tokens scheduled per weight, and the queue that serves the tenant that had
+least.
 
 This is start-time fair queueing, the form of deficit round robin that needs no rounds: every scheduled token is charged
 to its tenant, divided by the tenant's weight, and the tenant with the smallest sum is next. A tenant that was idle
@@ -34,7 +35,7 @@ class Shares:
         return self._used[tenant]
 
     def enter(self, request: Request) -> None:
-        """A request of the tenant arrives."""
+        """Record the arrival of a request of the tenant."""
         tenant = request.tenant
         if tenant not in self._num_requests:
             if not self._num_requests or len(self._used) - len(self._num_requests) > _MAX_IDLE:
@@ -44,7 +45,7 @@ class Shares:
         self._num_requests[tenant] = self._num_requests.get(tenant, 0) + 1
 
     def leave(self, request: Request) -> None:
-        """A request of the tenant has ended."""
+        """Record the end of a request of the tenant."""
         left = self._num_requests[request.tenant] - 1
         if left:
             self._num_requests[request.tenant] = left
@@ -55,7 +56,7 @@ class Shares:
         self._used[request.tenant] += num_tokens / request.weight
 
     def charge_one_each(self, requests: list[Request]) -> None:
-        """`charge` one token of each request."""
+        """Charge one token of each request."""
         used = self._used
         for request in requests:
             used[request.tenant] += 1 / request.weight
@@ -75,7 +76,7 @@ class FairQueue:
         return self._len
 
     def __iter__(self) -> Iterator[Request]:
-        """In order of service, as if there was one tenant."""
+        """Yield all requests in order of service, as if there was one tenant."""
         for rank in sorted(self._ranks):
             yield from merge(*self._ranks[rank].values(), key=by_key)
 
@@ -87,7 +88,7 @@ class FairQueue:
         return min(tenants, key=lambda one: (self._shares.used(one.tenant), one.key))
 
     def first_of_tenants(self) -> list[Request]:
-        """The first request of each tenant, of the lowest rank."""
+        """Return the first request of each tenant, of the lowest rank."""
         return [queue[0] for queue in self._ranks[min(self._ranks)].values()]
 
     def add(self, request: Request) -> None:
@@ -124,8 +125,8 @@ def fair_parts(needs: dict[str, int], weights: dict[str, float], total: int) -> 
 def parts_of_prompts(
     prefills: list[Request], admitted: Request | None, budget: int, lead: int, shares: Shares, is_short: bool = False
 ) -> dict[str, int]:
-    """Tokens of a step's `budget` for the prompts of each tenant, so that the long prompt of one does not delay the
-    first token of another, whose prompt is running or `admitted` next. Empty if there is one tenant.
+    """Return tokens of a step's `budget` for the prompts of each tenant, so that the long prompt of one does not delay
+    the first token of another, whose prompt is running or `admitted` next. Empty if there is one tenant.
 
     The tenant that needs least has `_PREFERENCE` times its weight, and the whole step if its prompts end with it: so of
     two tenants with long prompts the shorter one takes 1.17 times as long as alone, not twice. A tenant that had `lead`

@@ -1,4 +1,4 @@
-"""From the sizes that the workers found to a scheduler that has run its first request."""
+"""The start of the engine: from the workers' sizes to a scheduler that has run its first request."""
 
 from __future__ import annotations
 

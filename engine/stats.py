@@ -41,7 +41,7 @@ class Counts:
             accepted[i] += 1
 
     def count_admission(self, request: Request, reads_cache: bool) -> None:
-        """A request is scheduled for the first time, with the tokens that were found in the cache."""
+        """Count a request that is scheduled for the first time, with the tokens that were found in the cache."""
         request.scheduled_time = time.time()
         cached = min(request.num_computed_tokens, request.num_prompt_tokens)
         request.counts = msgspec.structs.replace(request.counts, cached=cached) if cached else request.counts
@@ -82,6 +82,6 @@ class Counts:
 
 
 def with_adapters(stats: EngineStats, running: Iterable[Request], waiting: Iterable[Request]) -> EngineStats:
-    """`stats` with the names of the LoRA adapters that requests use."""
+    """Return `stats` with the names of the LoRA adapters that requests use."""
     names = (sorted({use.name for request in queue for use in request.adapters}) for queue in (running, waiting))
     return msgspec.structs.replace(stats, **dict(zip(("running_adapters", "waiting_adapters"), names, strict=True)))

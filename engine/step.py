@@ -31,7 +31,7 @@ class Step:
     scheduled: float = field(default_factory=time.monotonic)
 
     def contents(self) -> str:
-        """The contents of the step, for the log."""
+        """Return the contents of the step, for the log."""
         counts = self.input.num_scheduled
         num_decodes = sum(count == 1 for count in counts)
         text = f"{len(counts)} requests with {self.num_tokens} tokens, of which {num_decodes} had one each"
@@ -58,14 +58,14 @@ class Step:
         self.num_tokens += num_new
 
     def note_encoded(self, begin: float, end: float) -> None:
-        """Its images were encoded between these times (time.time())."""
+        """Record the times (time.time()) between which its images were encoded."""
         keys = {item.key for item in self.input.encode}
         for request in self.requests:
             if not keys.isdisjoint(item.key for item in request.media):
                 request.encoded = (request.encoded[0] if request.encoded else begin, end)
 
     def add_decodes(self, requests: list[Request], new_blocks: dict[Request, list[list[int]]]) -> None:
-        """`add` one token of requests that decode without drafts."""
+        """Add one token of requests that decode without drafts."""
         batch, first, num = self.input, len(self.requests), len(requests)
         batch.rows.extend([request.row for request in requests])
         batch.num_computed.extend([request.num_computed_tokens for request in requests])
@@ -85,7 +85,7 @@ class Step:
             request.num_in_flight -= 1
 
     def sampled(self, output: StepOutput) -> Iterator[tuple[int, Request, list[int], list[TokenLogprobs] | None]]:
-        """(batch position, request, token ids, log-probabilities) of requests that still wait for these."""
+        """Yield (batch position, request, token ids, log-probabilities) of requests that still wait for these."""
         logprobs = output.logprobs or [None] * len(output.token_ids)
         for i, token_ids, entries in zip(self.input.samples, output.token_ids, logprobs, strict=True):
             request = self.requests[i]
@@ -93,7 +93,7 @@ class Step:
                 yield i, request, token_ids, entries
 
     def unsampled(self) -> Iterator[tuple[int, Request]]:
-        """(batch position, request) of requests with max_tokens=0."""
+        """Yield (batch position, request) of requests with max_tokens=0."""
         if len(self.input.samples) == len(self.requests):
             return
         for i, request in enumerate(self.requests):
@@ -117,8 +117,8 @@ class Step:
         return entries_of
 
     def unfinished_prompts(self) -> Iterator[tuple[Request, int]]:
-        """Requests that want reports of their prompts, and how many tokens of each are computed: not all, because the
-        last chunk comes with a token.
+        """Yield requests that want reports of their prompts, and how many tokens of each are computed: not all, because
+        the last chunk comes with a token.
         """
         for i, request in enumerate(self.requests):
             if not request.report_prefill or request.first_token_time or request.status is Status.FINISHED:

@@ -30,7 +30,7 @@ CLIENT_CLOSED = 499  # nginx's code, for the log: the client has disconnected
 
 
 def create_routes(state: ServerState, routes: Sequence[Route] = ROUTES) -> FastAPI:
-    """The routes over `state`."""
+    """Return the routes over `state`."""
     app = FastAPI(title="quire", version=state.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = state
     for route in routes:
@@ -49,7 +49,7 @@ def create_routes(state: ServerState, routes: Sequence[Route] = ROUTES) -> FastA
 
 
 def _with_state(function: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """A handler of FastAPI's kind."""
+    """Return a handler of FastAPI's kind."""
 
     async def handler(request: Request) -> Response:
         return await function(request, request.app.state.server)
@@ -58,7 +58,7 @@ def _with_state(function: Handler) -> Callable[[Request], Awaitable[Response]]:
 
 
 def protected(app: ASGIApp, state: ServerState, routes: Sequence[Route] = ROUTES) -> ASGIApp:
-    """The routes wrapped in the configured middleware. `RequestBoundary` is added around it."""
+    """Return the routes wrapped in the configured middleware. `RequestBoundary` is added around it."""
     layers = app
     server = state.config.server
     if state.keys is not None:
@@ -114,7 +114,7 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
 
 
 def _hint(path: str) -> str:
-    """The path that was probably meant: under /v1, or without duplicate slashes."""
+    """Return the path that was probably meant: under /v1, or without duplicate slashes."""
     plain = "/" + "/".join(part for part in path.split("/") if part)
     known = {route.path for route in ROUTES}
     meant = next((candidate for candidate in (plain, f"/v1{plain}") if candidate in known and candidate != path), None)

@@ -13,7 +13,7 @@ _TIMEOUT = 30.0  # seconds that a transaction waits for those of other processes
 
 
 def connect(path: Path | None, *pragmas: str, timeout: float = _TIMEOUT) -> sqlite3.Connection:
-    """The database of a file, or of memory without one. Raises OSError, sqlite3.Error."""
+    """Return the database of a file, or of memory without one. Raises OSError, sqlite3.Error."""
     if path is not None:
         private_database(path)
     # the single thread that uses it is not the one that opens it
@@ -25,7 +25,7 @@ def connect(path: Path | None, *pragmas: str, timeout: float = _TIMEOUT) -> sqli
 
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """One transaction, which ends with the block: a change that raises is none."""
+    """Yield one transaction, which ends with the block: a change that raises is none."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield db

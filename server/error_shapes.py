@@ -52,5 +52,5 @@ def anthropic_body(status: int, message: str) -> bytes:
 
 
 def internal_body(path: str) -> bytes:
-    """For unexpected exceptions; the traceback goes to the log, not to the client."""
+    """Answer an unexpected exception; the traceback goes to the log, not to the client."""
     return dialect_body(path, 500, INTERNAL, "server_error", None, "internal_error")

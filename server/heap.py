@@ -9,10 +9,9 @@ _OWN_MAPPING = 128 << 10  # bytes from which an allocation is a mapping of its o
 
 
 def keep_large_blocks_apart() -> None:
-    """Keep the size from which an allocation gets a mapping of its own, which glibc would raise up to 32 MiB.
-
-    asyncio reads from a socket into a new object of 256 KiB and shrinks it to what arrived. On the heap each leaves a
-    hole of another size, and texts of many lengths made the process grow without end, though nothing was leaked.
+    """Keep the size from which an allocation gets a mapping of its own, which glibc would raise up to 32 MiB. asyncio
+    reads from a socket into a new object of 256 KiB and shrinks it to the received size. On the heap each leaves a hole
+    of another size, and texts of many lengths made the process grow without end, though nothing was leaked.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING)

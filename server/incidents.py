@@ -36,7 +36,7 @@ class Restarts(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class Incidents:
-    """Of one server process. Written by its event loop."""
+    """The incidents of one server process, written by its event loop."""
 
     since: float = field(default_factory=time.time)
     num_deaths: int = 0
@@ -44,17 +44,17 @@ class Incidents:
     errors: deque[Failure] = field(default_factory=lambda: deque(maxlen=NUM_ERRORS))
 
     def note_death(self) -> None:
-        """An engine died."""
+        """Record the death of an engine."""
         self.num_deaths += 1
         self.last_death = time.time()
 
     def note_error(self, **facts: Json) -> None:
-        """A request was answered with an error; `facts` are the fields of `Failure` but the time."""
+        """Record an answer with an error; `facts` are the fields of `Failure` but the time."""
         self.errors.append(Failure(time=time.time(), **facts))
 
     def restarts(self) -> Restarts:
         return Restarts(since=self.since, engine=self.num_deaths, last=self.last_death)
 
     def recent_errors(self) -> list[Failure]:
-        """The newest first."""
+        """Return the newest first."""
         return list(reversed(self.errors))

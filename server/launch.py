@@ -100,7 +100,7 @@ def _close(config: ServerConfig, listener: socket.socket) -> None:
 
 
 def _announce_address(path: str, listener: socket.socket, scheme: str) -> None:
-    """A file that cannot be written is only logged: the server is usable without it."""
+    """Write the file. Failures are only logged: the server is usable without it."""
     try:
         address_file.write_address(path, listener, scheme)
     except OSError as error:
@@ -124,7 +124,7 @@ async def _run(make: type[Launcher], config: Config, listener: socket.socket, st
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A listening socket: connections wait in its backlog until the server accepts. Raises OSError."""
+    """Return a listening socket: connections wait in its backlog until the server accepts. Raises OSError."""
     if (given := _socket_of_systemd()) is not None:
         return given
     if config.uds:
@@ -148,8 +148,8 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def _socket_of_systemd() -> socket.socket | None:
-    """The socket of a systemd socket unit, which stays open while the service restarts. Its variables are removed, so
-    that no process that we start takes it for its own. Raises OSError for several sockets.
+    """Return the socket of a systemd socket unit, which stays open while the service restarts. Its variables are
+    removed, so that no process that we start takes it for its own. Raises OSError for several sockets.
     """
     if os.environ.pop("LISTEN_PID", None) != str(os.getpid()):
         return None
@@ -264,7 +264,7 @@ class Launcher:
         self._announce(ready)
 
     def _start_logging(self, device: str) -> None:
-        """The throughput lines of each engine."""
+        """Log the throughput lines of each engine."""
         from quire.server.metrics.stats_log import StatsLog
 
         self.stats_logs = [
@@ -358,7 +358,7 @@ class Launcher:
 
 
 def _seconds_since_exec() -> float:
-    """The age of this process, Python's own start included; 0 on systems without /proc."""
+    """Return the age of this process, Python's own start included; 0 on systems without /proc."""
     try:
         with open("/proc/self/stat", encoding="ascii") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What the model's name adds (`quire create`, Ollama's store) to requests that leave it open. `sampling` has the
+    """Values that the model's name adds (`quire create`, Ollama's store) to requests without them. `sampling` has the
     parameters that generation_config.json may have, under our names, `options` the other fields of GenerationOptions.
     """
 
@@ -35,7 +35,7 @@ class ModelInfo:
     priorities: bool  # whether the scheduler uses them
     pooling: PoolingInfo | None = None  # None: it makes no embeddings
     keeps_states: bool = False  # whether layers have recurrent states, whose checkpoints are sparse
-    other_defaults: dict[str, Any] = field(default_factory=dict)  # of sampling, where the model's files have none
+    other_defaults: dict[str, Any] = field(default_factory=dict)  # for sampling, where the model's files have none
     preset: Preset = field(default_factory=Preset)
     transcribes: bool = False  # it writes what it hears, and answers no prompt
 
@@ -56,7 +56,7 @@ def context_length(worker: WorkerReady) -> int:
 
 
 def known_token_ids(token_ids: list[int], vocab_size: int) -> list[int]:
-    """The end-of-sequence ids that the model can sample; others are logged and dropped.
+    """Return the end-of-sequence ids that the model can sample; others are logged and dropped.
 
     Some models list ids beyond their vocabulary.
     """

@@ -24,7 +24,7 @@ _RETRY_AFTER = {
 }
 _IN_EVERY_BODY = msgspec.json.schema_components([TimeLimit])[1]["TimeLimit"]["properties"]
 _PARAMETER = re.compile(r"{(\w+)(?::path)?}")
-_RAISES = re.compile(r"\s*\bRaises\b.*?\.(?=\s|$)", re.DOTALL)  # of docstrings: for readers of the code
+_RAISES = re.compile(r"\s*\bRaises\b.*?\.(?=\s|$)", re.DOTALL)  # in docstrings: for readers of the code
 _SENTENCE = re.compile(r".+?\.(?=\s|$)", re.DOTALL)
 EXAMPLES = Path(__file__).with_name("examples.json")  # tools/api_examples.py writes them
 _PARAMETERS = {
@@ -107,7 +107,7 @@ def _operation(route: Route, path: str, schemas: dict[int, Json]) -> Json:
 
 @cache
 def _examples() -> dict[str, Json]:
-    """By route: a request and what a server answered to it."""
+    """Return by route a request and the server's answer."""
     return json.loads(EXAMPLES.read_bytes())
 
 

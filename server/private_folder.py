@@ -15,7 +15,7 @@ _LOCK = "lock"
 
 
 def make_folder(base: Path, prefix: str) -> tuple[Path, int]:
-    """A new folder, and the descriptor that holds its lock. It gets its name when it is locked."""
+    """Return a new folder, and the descriptor that holds its lock. It gets its name when it is locked."""
     folder = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=base))  # mode 0700
     mark = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -27,7 +27,7 @@ def make_folder(base: Path, prefix: str) -> tuple[Path, int]:
 def remove_abandoned(base: Path, prefix: str) -> None:
     """Remove the folders of this user's processes that have ended without doing so."""
     for folder in base.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # of another user, or removed by another process just now
+        with contextlib.suppress(OSError):  # another user's, or removed by another process just now
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             mark = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""How long a request would wait in the queue, from the rate at which running ones end."""
+"""An estimate of a request's wait in the queue, from the rate at which running ones end."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ class QueueWait:
 
 
 def retry_after(seconds: float) -> int:
-    """The Retry-After header of a wait."""
+    """Return the Retry-After header of a wait."""
     return min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER)

@@ -62,7 +62,7 @@ class ServerState:
     formats: Formats | None = None  # known with the tokenizer
     client: EngineHandle | None = None
     metrics: MetricsSink | None = None
-    details: LazyDetails | None = None  # of the model's files; known with the tokenizer
+    details: LazyDetails | None = None  # for the model's files; known with the tokenizer
     ready: Ready | None = None  # None while loading, and again while a new engine starts
     stats: EngineStats = field(default_factory=EngineStats)  # the engine's latest gauges
     draining: bool = False
@@ -86,7 +86,7 @@ class ServerState:
     batches: Batches | None = None  # with --batch-dir
     responses: Responses | None = None  # set with the routes
     pulls: Pulls = field(default_factory=Pulls)  # downloads that clients asked for
-    history: History = field(default_factory=History)  # of the metrics
+    history: History = field(default_factory=History)  # for the metrics
     streams: Streams = field(default_factory=Streams)
     images: Images = None  # made from the settings
     speech: Speech = None  # the same
@@ -123,7 +123,7 @@ class ServerState:
         return "ready" if self.stalled is None else "stalled"
 
     def health(self) -> dict[str, Any]:
-        """The JSON body of /health and /ready; 200 exactly when `status` is "ready"."""
+        """Return the JSON body of /health and /ready; 200 exactly when `status` is "ready"."""
         body: dict[str, Any] = {"status": self.status}
         if self.status == "loading":
             body |= {"phase": self.phase, "percent": round(100 * self.fraction)}
@@ -177,7 +177,7 @@ class ServerState:
         return self.ready.worker.max_num_seqs if self.ready is not None else 0
 
     def would_wait(self, num_choices: int = 0) -> int:
-        """The number of choices that wait, or would with so many more."""
+        """Return the number of choices that wait, or would with `num_choices` more."""
         num_open = max(self.client.load, self.num_reserved) + num_choices
         num_waiting = max(num_open - self.num_rows, 0)
         if stuck := min(self.stats.num_waiting, self.client.load):  # the KV cache is full but rows are free
@@ -201,11 +201,11 @@ class ServerState:
         return dict.fromkeys(self.names, self.config.model.model)
 
     def answering(self, name: str | None) -> str:
-        """The name of the model in an answer of OpenAI's form: that of the adapter asked for, else the first."""
+        """Return the name of the model in an answer of OpenAI's form: that of the adapter asked for, else the first."""
         return name if name in self.adapters.loaded else self.names[0]
 
     def shown_name(self, name: str | None) -> str:
-        """The name for the answer to a request for `name`: the same if it is listed, else the first."""
+        """Return the name for the answer to a request for `name`: the same if it is listed, else the first."""
         return name if name in self.all_names else self.names[0]
 
     def require_model(self, name: str | None, known: Sequence[str]) -> None:

@@ -95,7 +95,9 @@ def _attributes(requests: Sequence[GenerationRequest]) -> dict[str, Any]:
 
 
 def _phases(timing: RequestTiming, pools: bool) -> list[tuple[str, float, float]]:
-    """(name, begin, end). `encode` is what an encoder computes: a text's vector, or the images of a prompt."""
+    """Return (name, begin, end) of each phase. `encode` is the work of an encoder: a text's vector, or the images of a
+    prompt.
+    """
     scheduled, first = timing.scheduled or timing.finished, timing.first_token or timing.finished
     phases = [("queue", timing.queued, scheduled), ("encode" if pools else "prefill", scheduled, first)]
     phases += [("encode", *timing.encoded)] if timing.encoded else []

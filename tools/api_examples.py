@@ -1,4 +1,4 @@
-"""`python -m tools.api_examples`: records, for every route, a request and what a running server answers, as the
+"""`python -m tools.api_examples`: records, for every route, a request and a running server's answer, as the
 examples of the OpenAPI document (server/examples.json). Servers of the embedded model answer; classes and infilling
 come from its layers with random weights. The Whisper model in WHISPER_MODEL hears the WAV file SPEECH; without these
 variables its examples stay as they are.
@@ -28,10 +28,10 @@ from quire.server.openapi import EXAMPLES
 from tools.site.endpoints import HELLO, SECTIONS, Example, lookup
 
 TIMEOUT, START_TIMEOUT = 60.0, 600.0  # seconds
-MOST_NUMBERS, MOST_ENTRIES, MOST_TEXT, MOST_LINES = 8, 2, 400, 30  # of lists, texts and streams in an answer
+MOST_NUMBERS, MOST_ENTRIES, MOST_TEXT, MOST_LINES = 8, 2, 400, 30  # for lists, texts and streams in an answer
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the servers are on this machine
 LINE = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": HELLO, "max_tokens": 8}}
-FRAME = "quire-example"  # of the parts of an upload
+FRAME = "quire-example"  # for the parts of an upload
 UPLOAD = (
     f'--{FRAME}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     f'--{FRAME}\r\nContent-Disposition: form-data; name="file"; filename="requests.jsonl"\r\n\r\n'
@@ -55,7 +55,7 @@ def _delete(path: str, **other: Any) -> Example:
     return Example("DELETE", path, "", **other)
 
 
-# what the pages of docs/ do not ask, in this order
+# requests that the pages of docs/ do not make, in this order
 MORE = [
     _get("/v1/streams/none-such"),
     _delete("/v1/streams/none-such"),
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def heard(place: Path) -> dict[str, dict[str, Any]]:
-    """The examples of routes that hear, recorded if the variables name a model and a file."""
+    """Return the examples of routes that hear, recorded if the variables name a model and a file."""
     model, speech, found = os.environ.get("WHISPER_MODEL"), os.environ.get("SPEECH"), {}
     if model is None or speech is None:
         before = json.loads(EXAMPLES.read_text(encoding="utf-8"))
@@ -136,7 +136,7 @@ def heard(place: Path) -> dict[str, dict[str, Any]]:
 
 
 def variant(folder: Path, **config: Any) -> str:
-    """A copy of the embedded model with other keys of config.json."""
+    """Return a copy of the embedded model with other keys of config.json."""
     shutil.copytree(EMBEDDED_MODEL, folder)
     (folder / "model.safetensors").unlink()
     path = folder / "config.json"
@@ -155,7 +155,7 @@ def add_tokens(folder: Path, *tokens: str) -> None:
 
 
 def write_adapter(folder: Path) -> None:
-    """A LoRA adapter of the embedded model that changes nothing."""
+    """Write a LoRA adapter of the embedded model that changes nothing."""
     folder.mkdir()
     config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
     settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj"]}
@@ -170,7 +170,7 @@ def write_adapter(folder: Path) -> None:
 
 @contextlib.contextmanager
 def running(model: str, place: Path, *flags: str) -> Iterator[str]:
-    """The URL of a server, which ends with the block."""
+    """Yield the URL of a server, which ends with the block."""
     address, log = place / "address", place / "log"
     command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", "--address-file", str(address)]
     with log.open("wb") as output:
@@ -219,7 +219,7 @@ def asked_patiently(url: str, method: str, path: str, body: Any) -> tuple[int, s
 
 
 def route_of(path: str, routes: dict[str, Any]) -> str:
-    """The route in the document that a path is of: the one with the most literal parts."""
+    """Return the route in the document that a path is of: the one with the most literal parts."""
     parts = path.partition("?")[0].split("/")
     fitting = [
         route
@@ -248,7 +248,7 @@ def ask(url: str, method: str, path: str, body: Any = None) -> tuple[int, str, s
 
 
 def shortened(value: Any) -> Any:
-    """An answer with fewer numbers, entries and lines."""
+    """Return an answer with fewer numbers, entries and lines."""
     match value:
         case str():
             lines = value.splitlines(keepends=True)

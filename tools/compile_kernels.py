@@ -50,7 +50,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a variant of a kernel takes: registers per thread, bytes of spills per thread and of shared memory."""
+    """The resources of a kernel's variant: registers per thread, bytes of spills per thread and of shared memory."""
 
     name: str
     variant: str
@@ -74,8 +74,8 @@ class Compiled:
 
 
 def compile_launches(capability: int, found: Callable[[Compiled], None], first_only: bool = False) -> None:
-    """From now on in this process every launch compiles its kernel for `capability` with the given arguments, without
-    running it, and passes the result to `found`; equal variants once, with `first_only` one variant of each kernel.
+    """Let every later launch in this process compile its kernel for `capability` with the given arguments, without
+    running it, and pass the result to `found`; equal variants once, with `first_only` one variant of each kernel.
     """
     seen: set[tuple | str] = set()
     target = GPUTarget("cuda", capability, 32)
@@ -105,7 +105,7 @@ def compile_launches(capability: int, found: Callable[[Compiled], None], first_o
 
     knobs.compilation.always_compile = True  # a kernel from the cache has no log
     knobs.nvidia.dump_ptxas_log = True
-    limits.of = lambda device: limits.KNOWN[capability]
+    limits.for_device = lambda device: limits.KNOWN[capability]
     JITFunction.run = run
 
 

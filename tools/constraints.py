@@ -27,7 +27,7 @@ UNRESOLVABLE_EXTRAS = {"cuda"}
 
 
 def extras() -> list[str]:
-    """The extras of pyproject.toml that can be resolved without building a package."""
+    """Return the extras of pyproject.toml that can be resolved without building a package."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return sorted(project["optional-dependencies"].keys() - UNRESOLVABLE_EXTRAS)
 

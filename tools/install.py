@@ -72,7 +72,7 @@ class KernelBuild:
 
 
 class InstallError(Exception):
-    """The installation failed; the text says why and what to do."""
+    """The installation failed; the text gives the reason and the remedy."""
 
 
 class Installer:
@@ -119,7 +119,7 @@ class Installer:
             )
 
     def _pip(self, title: str, arguments: list[str]) -> None:
-        """One call of `pip install`. Raises InstallError with its output."""
+        """Call `pip install`. Raises InstallError with its output."""
         started = time.monotonic()
         say(f"installing {title}")
         command = [
@@ -155,7 +155,7 @@ class Installer:
         say(f"  done in {time.monotonic() - started:.0f} s")
 
     def _follow(self, process: subprocess.Popen) -> str:
-        """The whole output, which is also written to the log. Prints the long phases."""
+        """Return the whole output, which is also written to the log. Prints the long phases."""
         lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=read_lines, args=(process, lines), daemon=True).start()
         output, doing, last = [], "pip starts", time.monotonic()
@@ -183,7 +183,9 @@ class Installer:
 
 
 def without_dependencies(extras: str) -> list[str]:
-    """The packages of `extras` (separated by commas) that pyproject.toml wants without those that they require."""
+    """Return the packages of `extras` (separated by commas) that pyproject.toml wants without those that they
+    require.
+    """
     import tomllib  # needs Python 3.11, which main() has checked
 
     table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["quire"]
@@ -198,7 +200,7 @@ def read_lines(process: subprocess.Popen, lines: queue.Queue[str | None]) -> Non
 
 
 def progress_of(line: str) -> str | None:
-    """The message for a line of pip's output, or None."""
+    """Return the message for a line of pip's output, or None."""
     if (match := _DOWNLOAD.match(line)) and float(match[2]) * {"MB": 1, "GB": 1000}[match[3]] >= LARGE_MB:
         return (
             f"downloading {match[1]} ({match[2]} {match[3]})"
@@ -212,7 +214,7 @@ def progress_of(line: str) -> str | None:
 
 
 def note_on_torch(venv: Path) -> str:
-    """One line about PyTorch's build if it does not fit the machine, else ""."""
+    """Return one line about PyTorch's build if it does not fit the machine, else ""."""
     version = next(venv.glob("lib/python3.*/site-packages/torch/version.py"), None)
     has_cuda_build = version is not None and re.search(
         r"^cuda\b[^=]*= *'", version.read_text(encoding="utf-8"), re.MULTILINE

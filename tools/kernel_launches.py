@@ -123,7 +123,7 @@ def operations() -> None:
 
 
 def step() -> None:
-    """Decode of 256 requests with a context of 4096, and a prompt beside them."""
+    """Decode of 256 requests with a context of 4096, next to a prompt."""
     buffers = InputBuffers(256, 8192, 256, torch.device("cpu"))
     for lengths in ([1] * 250, [1] * 250 + [4096]):
         tensors = buffers.of_step(256, sum(lengths) + 256 - len(lengths), 256)
@@ -179,7 +179,7 @@ def experts() -> None:
 
 
 def stack_of(kind: str, shape: tuple[int, int, int]) -> triton_experts.Stack:
-    """A stack of weights without memory of its own."""
+    """Return a stack of weights without memory of its own."""
 
     def empty(dtype: torch.dtype, columns: int) -> torch.Tensor:
         return torch.empty(1, dtype=dtype).expand(*shape[:2], columns)
@@ -234,13 +234,13 @@ def quantized() -> None:
 
 
 def floats8() -> None:
-    """FP8 in blocks of 128 x 128: Qwen3-8B's MLP and the experts of Qwen3-30B-A3B, with what rounds for them."""
+    """FP8 in blocks of 128 x 128: Qwen3-8B's MLP and the experts of Qwen3-30B-A3B, with the rounding for them."""
     for rounding in (Rounding(128), Rounding()):
         x = torch.zeros(20, 4096, dtype=torch.bfloat16)
         triton_fp8.round_rows(x, rounding)
         triton_ops.add_rms_norm(x, x.clone(), x[0], 1e-6, rounding)
         triton_ops.silu_and_mul(torch.zeros(20, 2 * 12288, dtype=torch.bfloat16), rounding)
-    if limits.of(x.device).capability < 89:
+    if limits.for_device(x.device).capability < 89:
         return
     for rows in (300, 48):
         x = triton_fp8.empty_rounded(torch.empty(rows, 4096), Rounding(128))
@@ -293,7 +293,7 @@ def states() -> None:
 
 
 def state_step(counts: list[int]) -> StateStep:
-    """The step of requests that compute these numbers of tokens."""
+    """Return the step of requests that compute these numbers of tokens."""
     starts, pages = torch.tensor([0, *counts]).cumsum(0).int(), torch.arange(len(counts))
     spans = [Span(i, int(starts[i]), int(starts[i + 1]), False) for i, count in enumerate(counts) if count > 1]
     ones = pages[starts.diff() == 1], starts[:-1][starts.diff() == 1].long()

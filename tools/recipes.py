@@ -1,7 +1,7 @@
-"""How many of the recipes for models of text that vLLM's collection gained since February 2026 quire serves:
+"""Counts the recipes for models of text, of those in vLLM's collection since February 2026, that quire serves:
 `python -m tools.recipes`.
 
-`recipes.json` has them by what their config.json names: an architecture, of a wrapper also the `model_type` of its text
+`recipes.json` has them by names in their config.json: an architecture, of a wrapper also the `model_type` of its text
 part, or, of models that quire has no file for, their `model_type`, for which transformers' implementation may do.
 """
 

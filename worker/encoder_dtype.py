@@ -25,7 +25,7 @@ from quire.worker.weights.gguf_tensors import read_tensor
 from quire.worker.weights.loader import load_weights
 
 MOST_DISTANCE = 1e-3  # 1 - cosine
-MIN_BYTES = 32 << 20  # of the files; a smaller model takes no less time in bfloat16
+MIN_BYTES = 32 << 20  # for the files; a smaller model takes no less time in bfloat16
 _MEMORY_SHARE = 4  # the weights in both types may take 1 / 4 of the memory that is available
 _LENGTHS = 8, 32, 96, 256  # tokens of the texts
 
@@ -65,14 +65,14 @@ def resolve_encoder_dtype(config: Config, spec: ModelSpec, platform: Platform) -
 
 
 def embedding_distance(config: Config, spec: ModelSpec, platform: Platform) -> float:
-    """The largest 1 - cosine between embeddings of random tokens in float32 and in bfloat16."""
+    """Return the largest 1 - cosine between embeddings of random tokens in float32 and in bfloat16."""
     exact, rounded = (_embeddings(config, spec, dtype, platform) for dtype in (torch.float32, torch.bfloat16))
     distance = (1 - torch.nn.functional.cosine_similarity(exact, rounded)).max()
     return float(distance.clamp(min=0)) if distance.isfinite() else float("inf")
 
 
 def _embeddings(config: Config, spec: ModelSpec, dtype: torch.dtype, platform: Platform) -> torch.Tensor:
-    """The embeddings of texts of random tokens, `[texts, D]` float64. The model is in memory meanwhile."""
+    """Return the embeddings of texts of random tokens, `[texts, D]` float64. The model is in memory meanwhile."""
     folder, device = config.model.model, platform.device
     lengths = [min(length, spec.max_model_len) for length in _LENGTHS]
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -98,6 +98,6 @@ def _embeddings(config: Config, spec: ModelSpec, dtype: torch.dtype, platform: P
 
 
 def _result_of(files: list[Path]) -> Path:
-    """The file of the cache that holds the distance of a model with these weights."""
+    """Return the file of the cache that holds the distance of a model with these weights."""
     state = "\n".join(f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files)
     return cache_folder().with_name("encoders") / f"{hashlib.sha256(state.encode()).hexdigest()[:16]}.distance"

@@ -29,7 +29,7 @@ _KEPT_AUDIO = 16  # pieces of audio whose encoder output is kept, for requests t
 def estimate_weights(
     spec: ModelSpec, dtype: torch.dtype, world_size: int, quantization: str | None = None, ops: Ops | None = None
 ) -> int:
-    """Bytes of the weights on each rank, estimated before loading; with `quantization`, their quantized size. An
+    """Return bytes of the weights on each rank, estimated before loading; with `quantization`, their quantized size. An
     encoder of images is whole on every rank. `ops` decide which quantized weights stay so.
     """
     text = weight_bytes(replace(spec, vision=None), dtype, quantization, ops)
@@ -37,14 +37,14 @@ def estimate_weights(
 
 
 def estimate_draft_weights(config: Config, limits: Limits, ops: Ops) -> int:
-    """Bytes of the weights of a draft model."""
+    """Return bytes of the weights of a draft model."""
     if limits.draft is None:
         return 0
     return weight_bytes(limits.draft, limits.dtype, draft_quantization(config, limits.draft), ops)
 
 
 def media_info(spec: ModelSpec, limits: Limits, platform: Platform) -> MediaInfo | None:
-    """The images that requests may have, and how many embeddings are computed and kept."""
+    """Return the images that requests may have, and how many embeddings are computed and kept."""
     if spec.vision is None:
         return None
     if cross := spec.vision.cross:
@@ -56,7 +56,7 @@ def media_info(spec: ModelSpec, limits: Limits, platform: Platform) -> MediaInfo
 
 
 def estimate_images(spec: ModelSpec, limits: Limits, platform: Platform) -> int:
-    """Bytes of the embeddings that are kept, and of what encoding the largest batch, or the largest image, needs."""
+    """Return bytes of the kept embeddings, and of encoding the largest batch or the largest image."""
     media = media_info(spec, limits, platform)
     if media is None:
         return 0
@@ -66,13 +66,16 @@ def estimate_images(spec: ModelSpec, limits: Limits, platform: Platform) -> int:
 
 
 def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
-    """Bytes that the largest step needs in addition to weights and KV cache, of the draft model if that needs more."""
+    """Return bytes that the largest step needs in addition to weights and KV cache, of the draft model if that needs
+    more.
+    """
     specs = (spec,) if limits.draft is None else (spec, limits.draft)
     return max(_activations(one, limits, tp) for one in specs)
 
 
 def _activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
-    """Bytes that the largest step of a model needs: the widest layer, the logits, gathered keys and values, and tables.
+    """Return bytes that the largest step of a model needs: the widest layer, the logits, gathered keys and values, and
+    tables.
 
     The logits exist in three copies: in the model's dtype or this rank's share, in float32, and raw, before penalties
     and masks, for log-probabilities.
@@ -89,15 +92,15 @@ def _activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
 
 
 def estimate_workspace(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> int:
-    """Bytes of temporary memory that the attention backend allocates for steps of the largest batch."""
+    """Return bytes of temporary memory that the attention backend allocates for steps of the largest batch."""
     specs = attention_specs(config, spec, platform, limits.dtype, limits.kv, limits.draft)
     workspace = limits.attention.backend.workspace
     return max((workspace(one, limits.max_num_seqs, limits.max_model_len) for one in specs), default=0)
 
 
 def estimate_graphs(config: Config, spec: ModelSpec, limits: Limits, tp: int) -> int:
-    """Bytes that CUDA graphs need once all sizes are recorded, with LoRA each a second time: their results, one set of
-    activations (they share a pool, which fragments), workspaces, and the driver's memory per graph.
+    """Return bytes that CUDA graphs need once all sizes are recorded, with LoRA each a second time: their results, one
+    set of activations (they share a pool, which fragments), workspaces, and the driver's memory per graph.
     """
     sizes = padded_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
     sizes += [size for size in mixed_graphs.SIZES if size <= limits.max_num_batched_tokens]  # in pieces
@@ -107,7 +110,7 @@ def estimate_graphs(config: Config, spec: ModelSpec, limits: Limits, tp: int) ->
 
 
 def _layer_bytes(spec: ModelSpec, limits: Limits, tp: int) -> int:
-    """Bytes that one token needs inside the widest layer."""
+    """Return bytes that one token needs inside the widest layer."""
     widest = max(3 * (layer.num_heads * layer.head_dim + layer.intermediate_size) // tp for layer in spec.layers)
     experts = max(_expert_bytes(layer.moe, spec.hidden_size, limits.dtype.itemsize) for layer in spec.layers)
     layer = limits.dtype.itemsize * (4 * spec.hidden_size + 2 * _kv_width(spec, tp) + widest)
@@ -115,7 +118,7 @@ def _layer_bytes(spec: ModelSpec, limits: Limits, tp: int) -> int:
 
 
 def _expert_bytes(moe: MoESpec | None, hidden_size: int, itemsize: int) -> int:
-    """Bytes that one token needs for its experts: their inputs and activations, and results in float32."""
+    """Return bytes that one token needs for its experts: their inputs and activations, and results in float32."""
     return moe.routing.top_k * (itemsize * (hidden_size + 3 * moe.intermediate_size) + 4 * hidden_size) if moe else 0
 
 
@@ -125,7 +128,7 @@ def _kv_width(spec: ModelSpec, tp: int) -> int:
 
 
 def estimate_adapters(spec: ModelSpec, lora: LoraLimits | None, tp: int, pp: int) -> int:
-    """Bytes of as many LoRA adapters of the largest rank as may be loaded, on each rank. Raises ValueError."""
+    """Return bytes of as many LoRA adapters of the largest rank as may be loaded, on each rank. Raises ValueError."""
     if lora is None:
         return 0
     model = build_model(spec, torch.float32, torch.device("meta"))

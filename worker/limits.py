@@ -39,7 +39,7 @@ class Limits:
     auto_model_len: bool
     deterministic: bool
     speculation: Speculation
-    draft: ModelSpec | None  # of a draft model or an EAGLE-3 head
+    draft: ModelSpec | None  # for a draft model or an EAGLE-3 head
     choices: list[Choice]
 
     def with_drafts(self, spec: ModelSpec) -> ModelSpec:

@@ -24,13 +24,13 @@ from quire.worker.transformer.decoder import stage_layers
 # if there is room.
 _STATES_PER_REQUEST, _MOST_PER_REQUEST, _MOST_STATES, _CHECKPOINTS = 2, 10, 0.5, 0.1
 _ENDLESS = 1 << 60  # bytes
-_SHORT = 4  # a context is short below 1 / _SHORT of what was asked for
+_SHORT = 4  # a context is short below 1 / _SHORT of the requested size
 # The default KV cache on CPU has room for --max-num-seqs requests of _CPU_TOKENS, and for _CPU_REQUESTS of full length.
 _CPU_TOKENS, _CPU_REQUESTS = 2048, 4
 
 
 def cache_plan(config: Config, spec: ModelSpec, limits: Limits) -> CachePlan:
-    """The groups of layers that share block tables, the same on every rank."""
+    """Return the groups of layers that share block tables, the same on every rank."""
     tp, kv = config.parallel.tensor_parallel_size, limits.kv
     plan = plan_cache(cache_specs(spec, kv.dtype.itemsize, tp, kv.scale_bytes), state_specs(spec, tp))
     if limits.speculation.head:
@@ -41,14 +41,14 @@ def cache_plan(config: Config, spec: ModelSpec, limits: Limits) -> CachePlan:
 
 
 def bytes_per_block(config: Config, spec: ModelSpec, limits: Limits) -> int:
-    """Bytes of one KV block on the pipeline stage that needs the most."""
+    """Return bytes of one KV block on the pipeline stage that needs the most."""
     plan, num_stages = cache_plan(config, spec, limits), config.parallel.pipeline_parallel_size
     stages = (stage_layers(spec.layers, rank, num_stages) for rank in range(num_stages))
     return max(plan.page_bytes(limits.attention.block_size, layers) for layers in stages)
 
 
 def bytes_per_state(config: Config, spec: ModelSpec, limits: Limits) -> int:
-    """Bytes of the recurrent states of one request on the pipeline stage that needs the most."""
+    """Return bytes of the recurrent states of one request on the pipeline stage that needs the most."""
     plan, num_stages = cache_plan(config, spec, limits), config.parallel.pipeline_parallel_size
     stages = (stage_layers(spec.layers, rank, num_stages) for rank in range(num_stages))
     return max(plan.state_bytes(layers) for layers in stages)
@@ -172,12 +172,12 @@ def _num_states(config: Config, limits: Limits, state: int, kv_bytes: int, block
 
 
 def _most_states(limits: Limits) -> int:
-    """The number of pages for states that a model has if there is room."""
+    """Return the number of pages for states that a model has if there is room."""
     return _MOST_PER_REQUEST * limits.max_num_seqs + _step_drafts(limits)
 
 
 def _step_drafts(limits: Limits) -> int:
-    """The most drafts that a step verifies."""
+    """Return the most drafts that a step verifies."""
     if not limits.speculation.is_on:
         return 0
     asked = limits.speculation.num_draft
@@ -185,8 +185,8 @@ def _step_drafts(limits: Limits) -> int:
 
 
 def spare_states(limits: Limits, num_states: int) -> int:
-    """How many of the pages for states are for drafts: as many as a step verifies, out of half of those that running
-    requests do not need. The other half is for checkpoints of prefixes.
+    """Return how many of the pages for states are for drafts: as many as a step verifies, at most half of the pages
+    that running requests do not need. The other half is for checkpoints of prefixes.
     """
     return max(min(_step_drafts(limits), (num_states - _STATES_PER_REQUEST * limits.max_num_seqs) // 2), 0)
 

@@ -22,7 +22,7 @@ NO_TOKEN_ERROR = (
     "the logits of this request are not finite, or its constraints (allowed_token_ids, bad_words, min_tokens, "
     "logit_bias, structured output) exclude every token"
 )
-# what the matcher of a grammar may cost, in llguidance's units (LLParserLimits): to compile, and per step
+# limits of a grammar's matcher, in llguidance's units (LLParserLimits): to compile, and per step
 GRAMMAR_LIMITS = {
     "initial_lexer_fuel": 1_000_000,  # about 20 ms
     "max_grammar_size": 200_000,  # symbols
@@ -86,7 +86,7 @@ class SamplerChain(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     the request are among them.
     """
 
-    order: tuple[str, ...]  # of SAMPLERS
+    order: tuple[str, ...]  # for SAMPLERS
     typical_p: float = 1.0  # 1 is off
     top_n_sigma: float = 0.0  # 0 is off
     xtc_probability: float = 0.0
@@ -118,8 +118,8 @@ class SpeechRules(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """How one sequence is sampled. The server fills in every default, so that a request can be replayed after a
-    restart: `seed` is always a number.
+    """The sampling parameters of one sequence. The server fills in every default, so that a request can be replayed
+    after a restart: `seed` is always a number.
 
     Values are not checked here: the server (`server/api/openai/protocol.py`) and the engine (`engine/validation.py`)
     reject values out of range.
@@ -170,7 +170,7 @@ class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     """
 
     task: str = "embed"
-    num_dimensions: int = 0  # of an embedding: the first ones are kept; 0 keeps all
+    num_dimensions: int = 0  # for an embedding: the first ones are kept; 0 keeps all
     normalize: bool = False  # scale an embedding to length 1, after the cut
     second_start: int = 0  # index of the first token of a pair's second text, 0 for one text
 
@@ -178,12 +178,12 @@ class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
 class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The results of a model for requests with `PoolingParams`."""
 
-    tasks: list[str]  # of PoolingParams.task
+    tasks: list[str]  # for PoolingParams.task
     method: str  # how the hidden states of the prompt become one vector, see `worker/transformer/pooling.py`
-    num_dimensions: int  # of an embedding
+    num_dimensions: int  # for an embedding
     normalize: bool = True  # whether an embedding is scaled to length 1 by default
-    labels: list[str] = []  # of the classifier
-    activation: str = "softmax"  # of the classifier by default: softmax, sigmoid or identity
+    labels: list[str] = []  # for the classifier
+    activation: str = "softmax"  # for the classifier by default: softmax, sigmoid or identity
     generates: bool = True  # whether the model can also generate text
     template: bool = False  # a cross-encoder whose chat template joins a query and a document
     prompt: str = ""  # precedes every text by default; with `template` it is a system message
@@ -238,7 +238,7 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         return self.kind != "full" or not self.window
 
     def first_block(self, position: int, block_size: int) -> int:
-        """Index of the first block that a token at `position` or later attends to."""
+        """Return the index of the first block that a token at `position` or later attends to."""
         match self.kind:
             case "window":
                 return max(position - self.window + 1, 0) // block_size
@@ -247,8 +247,8 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         return 0
 
     def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
-        """Maximum number of blocks that a request of `num_tokens` tokens holds at once while it is computed in chunks
-        of at most `chunk` tokens.
+        """Return the maximum number of blocks that a request of `num_tokens` tokens holds at once while it is computed
+        in chunks of at most `chunk` tokens.
         """
         if self.kind == "state":
             return 0
@@ -261,14 +261,16 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
 
 def most_blocks(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, chunk: int) -> int:
-    """Maximum number of blocks of all groups that a request of `num_tokens` tokens holds at once, pages with states
-    aside, see `CacheGroup.most_blocks`.
+    """Return the maximum number of blocks of all groups that a request of `num_tokens` tokens holds at once, pages with
+    states aside, see `CacheGroup.most_blocks`.
     """
     return sum(group.most_blocks(num_tokens, block_size, chunk) for group in groups)
 
 
 def longest_request(groups: Sequence[CacheGroup], num_blocks: int, block_size: int, chunk: int, limit: int) -> int:
-    """Maximum number of tokens, at most `limit`, of a request that fits into `num_blocks` blocks; 0 if none fits."""
+    """Return the maximum number of tokens, at most `limit`, of a request that fits into `num_blocks` blocks; 0 if none
+    fits.
+    """
     low, high = 0, limit  # a request of `low` tokens fits
     while low < high:
         middle = (low + high + 1) // 2
@@ -374,7 +376,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the device's memory is used, in bytes."""
+    """The use of the device's memory, in bytes."""
 
     device: str
     total: int
@@ -387,8 +389,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     graphs: int = 0  # estimate of what CUDA graphs will need
     states: int = 0  # recurrent states of running requests and checkpoints of them, in addition to `kv_cache`
     images: int = 0  # estimate of the embeddings of images that are kept, and of what one encoder batch needs
-    adapters: int = 0  # of LoRA, as many as may be loaded
-    offload: int = 0  # of blocks that leave the pool, where the device's memory is the RAM
+    adapters: int = 0  # for LoRA, as many as may be loaded
+    offload: int = 0  # for blocks that leave the pool, where the device's memory is the RAM
     shares_ram: bool = False  # the device's memory is the machine's RAM
 
 
@@ -465,7 +467,7 @@ class WorkerCalls(Protocol):
         """Switch to faster operations that became available. Returns whether more may follow."""
 
     def describe_ops(self) -> dict[str, object]:
-        """The operations in use, the state of faster ones, and since when those are in use (time.time())."""
+        """Return the operations in use, the state of faster ones, and since when those are in use (time.time())."""
 
     def wants_memory_back(self, idle: float) -> bool:
         """Return whether the KV cache's memory should be given back, after `idle` seconds without a request."""
@@ -477,10 +479,10 @@ class WorkerCalls(Protocol):
         """Return the memory of these blocks to the system, and of those made resident ahead."""
 
     def memory_short(self) -> int:
-        """Bytes by which the machine is short of memory."""
+        """Return bytes by which the machine is short of memory."""
 
     def encoded(self) -> tuple[float, float]:
-        """When the images of the last step that had some were encoded, (begin, end) by time.time()."""
+        """Return when the images of the last step that had some were encoded, (begin, end) by time.time()."""
 
 
 class TierReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -497,7 +499,7 @@ class TierCalls(Protocol):
     """Methods of `TierStore`, the tiers below the KV cache. Only if there are any."""
 
     def lookup(self, keys: list[bytes]) -> list[int]:
-        """Where each key is: 1 for the last tier, 2 for the one before it ..., 0: nowhere."""
+        """Return where each key is: 1 for the last tier, 2 for the one before it ..., 0: nowhere."""
 
     def store(self, blocks: list[tuple[int, bytes]]) -> None:
         """Keep the contents of blocks (id, key) that are about to be reused."""
@@ -528,10 +530,10 @@ class TierCalls(Protocol):
         """Forget every block of this model in every tier."""
 
     def watch(self) -> None:
-        """From now on `stats` has the `changes`."""
+        """Add the `changes` to later `stats`."""
 
     def stats(self, take: bool = True) -> TierReport:
-        """The contents and the traffic; without `take` the next report has the sizes and changes, too."""
+        """Return the contents and the traffic; without `take` the next report has the sizes and changes, too."""
 
 
 class SlotReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -539,7 +541,7 @@ class SlotReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
     size: int  # bytes of the file; below 0: it failed
     note: bytes = b""  # that was restored
-    keys: list[bytes] = []  # of the file's blocks, for `TierCalls.load`
+    keys: list[bytes] = []  # for the file's blocks, for `TierCalls.load`
 
 
 class SlotCalls(Protocol):

@@ -101,7 +101,9 @@ class AsyncOutput:
         )
 
     def _verified(self, speculator: Speculator, token_ids: list[int]) -> StepOutput:
-        """The output of a step that may have verified drafts. With d drafts a request has d + 1 sampling rows."""
+        """Return the output of a step that may have verified drafts. With d drafts a request has d + 1 sampling
+        rows.
+        """
         errors, sampled, firsts, first = dict(self.errors), [], [], 0
         for i in self.step.samples:
             draft = self.drafts.get(i, [])
@@ -177,7 +179,7 @@ class ModelRunner:
             num_pages = len(state_layers(model)[0].pages[0])
             self.spare_states = SpareStates(model, table, num_pages - num_spares, num_spares)
         self.sampler = sampler or Sampler(table, platform)
-        self.measurement: Measurement | None = None  # of the costs of drafts
+        self.measurement: Measurement | None = None  # for the costs of drafts
         self._unsettled: deque[Output] = deque()  # steps whose tokens the speculator may not have seen
         self.speculator = None
         if speculation is not None and self.stage.last:
@@ -395,7 +397,7 @@ class ModelRunner:
         )
 
     def _sampling_errors(self, batch: InputBatch, sampled: Sampled) -> dict[int, str]:
-        """The sampler's errors by batch position; it names the first sampling row of a request."""
+        """Return the sampler's errors by batch position; it names the first sampling row of a request."""
         position, j = {}, 0
         for i in batch.step.samples:
             position[j] = i
@@ -413,8 +415,8 @@ class ModelRunner:
         return self.sampler.sample(logits, sampling)
 
     def _sampled_rows(self, batch: InputBatch) -> torch.Tensor | None:
-        """Indices of the tokens whose successor is sampled, or None for all tokens. Never empty, because kernels take
-        no empty batch.
+        """Return the indices of the tokens whose successor is sampled, or None for all tokens. Never empty, because
+        kernels take no empty batch.
         """
         if len(batch.sampling.rows) == len(batch.input_ids):  # every token is a request that samples
             return None
@@ -426,10 +428,8 @@ class ModelRunner:
         record: Callable[[Callable[[], None]], Replay] | None = None,
         record_pieces: RecordPieces | None = None,
     ) -> None:
-        """From now on replay recorded forward passes in steps where every request has one token, and in those of few
-        tokens.
-
-        `record` and `record_pieces` replace the CUDA recorder in tests without a GPU, which record no pieces without.
+        """Replay recorded forward passes in later steps where every request has one token, and in those of few tokens.
+        Tests without a GPU replace the CUDA recorder by `record` and `record_pieces`; None records no pieces.
         """
         self.model.model.keep_captured(self.buffers.max_num_tokens)
         if record is None:
@@ -458,12 +458,12 @@ class ModelRunner:
         return self.measurement is not None and self.measurement.go_on()
 
     def _run_alone(self, step: StepInput) -> None:
-        """Run a step whose results nobody needs."""
+        """Run a step and discard its results."""
         self.execute(step).result()
 
     def run_eagerly(self, batch: InputBatch, adapted: bool = False) -> torch.Tensor:
-        """Hidden states `[T, H]` of the step's tokens, or of `needed_rows`, after this stage's layers; `adapted`: some
-        rows have LoRA adapters.
+        """Return hidden states `[T, H]` of the step's tokens, or of `needed_rows`, after this stage's layers;
+        `adapted`: some rows have LoRA adapters.
         """
         if adapted:
             self.adapters.place_rows(batch)

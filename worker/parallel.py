@@ -68,7 +68,7 @@ class SmallSums(Protocol):
         """Return whether it sums x: it depends on the shape and dtype only, so that all ranks decide alike."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks."""
+        """Return the sum over all ranks."""
 
 
 class ProcessGroup(Group):
@@ -83,7 +83,7 @@ class ProcessGroup(Group):
     def use_small_sums(
         self, device: torch.device, obstacle: str | None, make: Callable[[Any], SmallSums]
     ) -> str | None:
-        """From now on sum small tensors with what `make` returns for the process group. Returns why not: `obstacle`,
+        """Sum small tensors with the result of `make` for the process group. Returns why not: `obstacle`,
         or an error, of this or another rank. All ranks of the group must call it together.
 
         The ranks vote before `make`, in which they wait for each other, and after it: a rank that sums in another way
@@ -140,18 +140,18 @@ _ep: Group = Group()
 
 
 def tp() -> Group:
-    """The tensor-parallel group of this rank: the ranks that share every layer."""
+    """Return the tensor-parallel group of this rank: the ranks that share every layer."""
     return _tp
 
 
 def pp() -> Group:
-    """The pipeline group of this rank: one rank per stage."""
+    """Return the pipeline group of this rank: one rank per stage."""
     return _pp
 
 
 def ep() -> Group:
-    """The ranks over which the experts of a layer are divided: those of `tp()`, or this rank alone if every expert is
-    split over them.
+    """Return the ranks over which the experts of a layer are divided: those of `tp()`, or this rank alone if every
+    expert is split over them.
     """
     return _ep
 

@@ -1,10 +1,10 @@
 """This rank's pipeline stage: the tensors it receives from the previous stage and those it sends to others.
 
 Hidden states travel from stage to stage. The last stage samples and sends the token ids, and drafts, to the first
-stage, the only one that embeds them; no other stage needs token ids. Waiting is minimal: a stage starts the next step
-while its messages are still in transit.
+stage, the only one that embeds them; no other stage needs token ids. A stage waits as little as possible: a stage
+starts the next step while its messages are still in transit.
 
-W is the width of what travels between two stages: the hidden size, and more in some families.
+W is the width of the tensors that travel between two stages: the hidden size, and more in some families.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class SingleStage:
         """Send the sampled ids `[S]` int64 to the first stage, for `RequestTable.append`. On the last stage only."""
 
     def send_drafts(self, drafts: list[list[int]]) -> None:
-        """Send the drafts for the next step of each request that sampled, after its token ids. On the last stage only.
+        """Send the drafts for the next step of each request that sampled, after its token ids. On the last
+        stage only.
         """
 
     def drafts(self, step: StepInput) -> dict[int, list[int]]:

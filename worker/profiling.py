@@ -39,7 +39,7 @@ class StepProfiler:
         return ""
 
     def step(self) -> None:
-        """A step begins."""
+        """Mark the beginning of a step."""
         if not self._is_taking:
             return
         self._num_steps += 1

@@ -210,13 +210,15 @@ class Worker:
             self.warmer, self.gave_back = None, True
 
     def encoded(self) -> tuple[float, float]:
-        """When the images of the last step that had some were encoded, (begin, end) by time.time(); on a GPU, when that
-        was launched.
+        """Return when the images of the last step that had some were encoded, (begin, end) by time.time(); on a GPU,
+        when that was launched.
         """
         return self.runner.images.encoded
 
     def memory_short(self) -> int:
-        """Bytes by which the machine is short of memory. With enough of it, memory is made resident ahead again."""
+        """Return bytes by which the machine is short of memory. With enough of it, memory is made resident
+        ahead again.
+        """
         short = self.runner.platform.memory_short()
         if self.warmer is not None and -short > self.warmer.most_ahead:
             self.warmer.resume()
@@ -228,7 +230,7 @@ class Worker:
             self.warmer.give_back_blocks(block_ids)
 
     def describe_ops(self) -> dict[str, object]:
-        """The operations in use, the state of faster ones, and since when those are in use (time.time())."""
+        """Return the operations in use, the state of faster ones, and since when those are in use (time.time())."""
         platform = self.runner.platform
         return {"name": platform.ops.name, "status": platform.ops_status(), "since": platform.ops_since()}
 

@@ -1,5 +1,5 @@
-"""The architectures of GGUF files: what a config.json says beyond sizes, how their tensors are called, and what
-llama.cpp's converter did to values, which the checkpoint reader undoes. Torch-free.
+"""The architectures of GGUF files: keys of a config.json beyond sizes, names of tensors, and changes of values by
+llama.cpp's converter, which the checkpoint reader undoes. Torch-free.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GgufArchitecture:
     one weight for q, k and v.
     """
 
-    architecture: str  # of config.json
+    architecture: str  # in config.json
     model_type: str
     settings: Callable[[Metadata], Settings] = lambda metadata: {}
     names: Mapping[str, str] = field(default_factory=lambda: PRE)
@@ -34,7 +34,7 @@ class GgufArchitecture:
     fused_qkv: bool = False
 
     def tensor_names(self, tensors: Collection[str], num_layers: int) -> dict[str, str]:
-        """The decoder's names of the tensors of a file, by their own."""
+        """Return the decoder's names of the tensors of a file, by their own."""
         marker = f".{next(iter(self.of_states))}.weight" if self.of_states else None
         layers = [name.removesuffix(marker) + "." for name in tensors if name.endswith(marker)] if marker else []
         with_states, both = tuple(layers), self.names | self.of_states
@@ -48,9 +48,7 @@ _FUSED_UP = {"ffn_up": "mlp.gate_up_proj"}
 # general.architecture of GGUF files
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "arcee": GgufArchitecture("ArceeForCausalLM", "arcee", swapped=True),
-    "bailingmoe3": GgufArchitecture(
-        "BailingHybridForCausalLM", "bailing_hybrid", recurrent.bailing3, recurrent.LING
-    ),
+    "bailingmoe3": GgufArchitecture("BailingHybridForCausalLM", "bailing_hybrid", recurrent.bailing3, recurrent.LING),
     "bert": GgufArchitecture("BertModel", "bert", encoder.bert, AFTER),
     "chatglm": GgufArchitecture("GlmForCausalLM", "glm", dense.attention_bias, PRE | _FUSED_UP),
     "cohere2": GgufArchitecture("Cohere2ForCausalLM", "cohere2", lambda m: dense.cohere(m) | m.listed_windows()),
@@ -70,9 +68,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gemma3": GgufArchitecture("Gemma3ForCausalLM", "gemma3_text", dense.gemma3, SANDWICH, shifted=True),
     "gemma3n": GgufArchitecture("Gemma3nForCausalLM", "gemma3n_text", dense.gemma3n, SANDWICH),
     "gemma4": GgufArchitecture("Gemma4ForCausalLM", "gemma4_text", mixture.gemma4, MIXED),
-    "glm5-next": GgufArchitecture(
-        "Glm5NextForCausalLM", "glm5_next_text", recurrent.glm5_next, recurrent.GLM5_NEXT
-    ),
+    "glm5-next": GgufArchitecture("Glm5NextForCausalLM", "glm5_next_text", recurrent.glm5_next, recurrent.GLM5_NEXT),
     "glm-dsa": GgufArchitecture("GlmMoeDsaForCausalLM", "glm_moe_dsa", mixture.indexed),
     "glm4": GgufArchitecture("Glm4ForCausalLM", "glm4", dense.attention_bias, SANDWICH | _FUSED_UP),
     "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", "glm4_moe", mixture.glm4_moe),

@@ -9,7 +9,7 @@ import math
 from quire.checkpoints.gguf.header import GgufFile
 from quire.checkpoints.gguf.metadata import FULL, Default, Metadata
 
-_LATENT = "attn_kv_a_mqa.weight"  # of layers with latent attention
+_LATENT = "attn_kv_a_mqa.weight"  # for layers with latent attention
 
 
 def metadata_of(file: GgufFile) -> Metadata:

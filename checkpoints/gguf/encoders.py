@@ -65,7 +65,7 @@ def _encoder(m: Metadata) -> Settings:
 
 
 def _classifier(m: Metadata, prefix: str, **settings: Any) -> Settings:
-    """The settings of a classifier; none if the file has no logits."""
+    """Return the settings of a classifier; none if the file has no logits."""
     count = m.rows("cls.output.weight")
     if not count:
         return {}
@@ -83,7 +83,7 @@ def _classifier(m: Metadata, prefix: str, **settings: Any) -> Settings:
 
 
 def pooling_method(m: Metadata) -> str | None:
-    """How the hidden states of a text become its vector, or None if the file does not say.
+    """Return how the hidden states of a text become its vector, or None if the file does not say.
 
     Raises:
         ValueError: not by a method that is supported.

@@ -30,7 +30,7 @@ _QUANTIZATION = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w.-]+)")
 _FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _LATER_SHARD = re.compile(r"-0000[2-9]-of-|-000[1-9]\d-of-")
-_VERSION = 7  # of the folder's contents
+_VERSION = 7  # for the folder's contents
 CONVERTING = "reading the GGUF file"  # a phase of the start
 Progress = Callable[[str, float], None]
 
@@ -49,7 +49,7 @@ def gguf_names(names: Iterable[str]) -> list[str]:
 
 
 def chosen_files(names: list[str], model: str) -> list[str]:
-    """The one of a repository's GGUF files that `model` names; of a sharded one all shards, in their order.
+    """Return the one of a repository's GGUF files that `model` names; of a sharded one all shards, in their order.
 
     Raises ValueError if there is none, or more than one, or a shard is missing.
     """
@@ -63,14 +63,16 @@ def chosen_files(names: list[str], model: str) -> list[str]:
 
 
 def first_file(folder: str, model: str) -> str:
-    """The downloaded file of `model`, or its first shard. Raises ValueError if there is none, or more than one."""
+    """Return the downloaded file of `model`, or its first shard. Raises ValueError if there is none, or more
+    than one.
+    """
     names = [path.relative_to(folder).as_posix() for path in sorted(Path(folder).rglob("*.gguf"))]
     return str(Path(folder, chosen_file(names, model)))
 
 
 def chosen_file(names: list[str], model: str) -> str:
-    """The one of a repository's GGUF files that `model` names, or its first shard. Raises ValueError if there is none,
-    or more than one.
+    """Return the one of a repository's GGUF files that `model` names, or its first shard. Raises ValueError if there is
+    none, or more than one.
     """
     if match := _FILE.fullmatch(model):
         if match["path"] not in names:
@@ -81,8 +83,8 @@ def chosen_file(names: list[str], model: str) -> str:
 
 
 def chosen_in(names: list[str], quantization: str, model: str) -> str:
-    """The one GGUF file of `names`, or its first shard, with this quantization. Raises ValueError, which names `model`
-    and the files, if there is none or more than one.
+    """Return the one GGUF file of `names`, or its first shard, with this quantization. Raises ValueError, which names
+    `model` and the files, if there is none or more than one.
     """
     found = quantized(names, quantization)
     if len(found) != 1:
@@ -94,7 +96,9 @@ def chosen_in(names: list[str], quantization: str, model: str) -> str:
 
 
 def quantized(names: list[str], quantization: str) -> list[str]:
-    """The first shards among `names` with this quantization, in any case: whose name ends with it, else has it."""
+    """Return the first shards among `names` with this quantization, in any case: whose name ends with it, else
+    has it.
+    """
     name = quantization.lower()
     found = [path for path in names if name in path.lower() and is_first(path)]
     return [
@@ -108,7 +112,7 @@ def is_first(path: str) -> bool:
 
 
 def made_folder(path: str) -> str | None:
-    """The folder that `gguf_folder` made of the file `path` before, or None."""
+    """Return the folder that `gguf_folder` made of the file `path` before, or None."""
     folder = _folder_of(path)
     return str(folder) if folder.is_dir() else None
 
@@ -121,8 +125,8 @@ def _folder_of(path: str) -> Path:
 
 
 def gguf_folder(path: str, progress: Progress = lambda phase, fraction: None) -> str:
-    """The folder of the model in the GGUF file `path`, made in the cache if it is not there yet, which takes seconds
-    for a large vocabulary.
+    """Return the folder of the model in the GGUF file `path`, made in the cache if it is not there yet, which takes
+    seconds for a large vocabulary.
 
     Raises:
         ValueError: the file cannot be read, or its model or tokenizer is not supported.
@@ -141,7 +145,9 @@ def gguf_folder(path: str, progress: Progress = lambda phase, fraction: None) ->
 
 
 def _temporary_folder(file: GgufFile, folder: Path, error: OSError) -> str:
-    """A folder for this run alone, if the cache cannot be written for `error`. Raises ValueError if no folder can."""
+    """Return a folder for this run alone, if the cache cannot be written for `error`. Raises ValueError if no folder
+    can.
+    """
     remedy = "set QUIRE_CACHE to a folder with some MB of space"
     try:
         root = tempfile.mkdtemp(prefix="quire-gguf-")
@@ -202,7 +208,7 @@ def _write_json(folder: str, name: str, content: dict[str, Any]) -> None:
 
 
 def rope_factors(file: GgufFile) -> dict[str, list[float]]:
-    """The values of the tensors that scale rotary embeddings."""
+    """Return the values of the tensors that scale rotary embeddings."""
     found = {}
     for name in IGNORED:
         if tensor := file.tensors.get(name):

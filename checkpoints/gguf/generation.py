@@ -19,7 +19,7 @@ _ENDS = frozenset(
         "<|repo_name|>", "<fim-repo>", "<REPO>", "<|file_sep|>",
     )
 )  # fmt: skip
-_CONTROL = 3  # of tokenizer.ggml.token_type
+_CONTROL = 3  # in tokenizer.ggml.token_type
 # a text that ends no answer in a vocabulary with all of the others
 _UNLESS = (
     ("<|end|>", {"<|return|>", "<|call|>"}),  # harmony: it ends a message
@@ -38,7 +38,7 @@ _UNKNOWN_SAMPLERS = ("xtc_probability", "mirostat")
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:
-    """The file's content. Settings that have no effect here are logged."""
+    """Return the file's content. Settings that have no effect here are logged."""
     metadata = file.metadata
     for key in _UNKNOWN_SAMPLERS:
         if metadata.get(f"general.sampling.{key}"):
@@ -56,12 +56,12 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
 
 
 def ends(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end an answer: those that the metadata names, then those with well-known texts."""
+    """Return the tokens that end an answer: those that the metadata names, then those with well-known texts."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, types = metadata.get("tokenizer.ggml.tokens") or [], metadata.get("tokenizer.ggml.token_type") or []
     known = {text: i for i, text in enumerate(tokens) if text in _ENDS}
     if "</s>" in known and types and types[known["</s>"]] != _CONTROL:
-        del known["</s>"]  # of HTML
+        del known["</s>"]  # an HTML tag
     for text, others in _UNLESS:
         if others <= known.keys():
             known.pop(text, None)

@@ -116,7 +116,7 @@ def _read(path: Path) -> GgufFile:
 
 
 def header_length(data: bytes) -> int | None:
-    """The length of the header of the file that begins with `data`, or None if it is longer than that.
+    """Return the length of the header of the file that begins with `data`, or None if it is longer than that.
 
     Raises:
         ValueError: it is not a GGUF file that can be read.
@@ -145,7 +145,7 @@ class _Header:
         return GgufFile(self.path, KeptReads(metadata), tensors)
 
     def entries(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
-        """The metadata, and (name, shape, type, offset) of the tensors."""
+        """Return the metadata, and (name, shape, type, offset) of the tensors."""
         if self.data[:4] != MAGIC:
             raise ValueError(f"{self.path} is not a GGUF file")
         self.at = 4

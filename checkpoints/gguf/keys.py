@@ -1,5 +1,5 @@
-"""Every key of a GGUF file that llama.cpp reads for an architecture that is served: what its value must be, and what it
-does here. `check_types` looks at all of them before anything is computed; `refuse_unread` at those that nothing read.
+"""Every key of a GGUF file that llama.cpp reads for a served architecture: its valid values and its effect here.
+`check_types` looks at all of them before anything is computed; `refuse_unread` at those that nothing read.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ _STILL_WITHOUT = ("granite", "granitemoe", "granite_swa")  # files of granitehyb
 
 
 def check_types(metadata: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError naming the file, the key and what it must be, for the first key of another type or size."""
+    """Raise ValueError naming the file, the key and its valid values, for the first key of another type or size."""
     kind = metadata.get("general.architecture")
     for name, value in metadata.items():
         known = GENERAL.get(name) or (ARCHITECTURE.get(name[len(kind) + 1 :]) if _is_of(name, kind) else None)
@@ -324,7 +324,7 @@ def _changes_nothing(suffix: str, value: Any, known: Key, kind: str, config: Map
     if suffix in ("attention.value_length", "attention.value_length_swa", "rope.dimension_count_swa"):
         return bool(config.get("kv_lora_rank")) or value in (_head_dim(config), config.get("global_head_dim"))
     if suffix == "expert_used_count" and not config.get("num_experts"):
-        return True  # of no experts
+        return True  # a count of 0 experts
     if suffix == "rope.freq_base_swa":
         return _is_close(value, config.get("rope_theta", 0.0))
     if suffix == "attention.scale":

@@ -52,9 +52,7 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
         config["rope_scaling"] = _rope_scaling(m, config, factors) or {"rope_type": "default"}
     names = found.tensor_names(file.tensors, config["num_hidden_layers"])
     types = {
-        part: tensor.type
-        for name, tensor in file.tensors.items()
-        for part in row_names(names[name], found.fused_qkv)
+        part: tensor.type for name, tensor in file.tensors.items() for part in row_names(names[name], found.fused_qkv)
     }
     refuse_unread(file.metadata, file.metadata.asked, config, file.path)
     config["quantization_config"] = {
@@ -70,7 +68,7 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
 
 
 def _sizes(m: Metadata, found: GgufArchitecture) -> dict[str, Callable[[], Any]]:
-    """How to read the keys that all architectures have."""
+    """Return how to read the keys that all architectures have."""
 
     def heads() -> int:
         return m.one("attention.head_count")
@@ -121,7 +119,7 @@ def _rope_scaling(m: Metadata, config: dict[str, Any], factors: Factors) -> dict
 def _yarn(m: Metadata, factor: float) -> dict[str, Any]:
     scaling = {"original_max_position_embeddings": m.get("rope.scaling.original_context_length")}
     scale = (m.get("rope.scaling.attn_factor") or 1.0) * (m.find("rope.scaling.yarn_attn_factor") or 1.0)
-    if scale != 1.0:  # of what the type itself computes
+    if scale != 1.0:  # for values that the type itself computes
         scaling["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
     for key in ("beta_fast", "beta_slow"):
         scaling[key] = m.get(f"rope.scaling.yarn_{key}")
@@ -136,7 +134,7 @@ def _yarn(m: Metadata, factor: float) -> dict[str, Any]:
 
 
 def _llama3_scaling(config: dict[str, Any], factors: list[float]) -> dict[str, Any]:
-    """The settings of Llama 3 from which the divisors of the frequencies were computed."""
+    """Return the settings of Llama 3 from which the divisors of the frequencies were computed."""
     dim, theta = 2 * len(factors), config["rope_theta"]
     largest = max(factors)
     for original in (8192, 256, 4096, 16384, 32768):

@@ -15,8 +15,8 @@ _TYPE = "sentence_transformers.models."
 
 
 def write_modules(file: GgufFile, folder: Path) -> None:
-    """Write modules.json and what it names, if the file says how to pool. A vector's length becomes 1. The weights of
-    layers after pooling stay in the GGUF file.
+    """Write modules.json and the files it names, if the file says how to pool. A vector's length becomes 1. The weights
+    of layers after pooling stay in the GGUF file.
 
     Raises:
         ValueError: the method is not supported.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies; config.json says what they were computed from
+ROPE_FACTORS = (
+    "rope_freqs.weight"  # divisors of the frequencies; config.json has the settings that they were computed from
+)
 LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 IGNORED = (ROPE_FACTORS, *LONG_FACTORS.values())
 DENSE = ("dense_2", "dense_3")  # layers after pooling
@@ -66,7 +68,7 @@ _LAYER = {
     "laurel_r": "laurel.linear_right",
     "laurel_post_norm": "laurel.post_laurel_norm",
 }
-# of a layer that drafts tokens, by the decoder's names of its parts (`worker/transformer/mtp.py`)
+# for a layer that drafts tokens, by the decoder's names of its parts (`worker/transformer/mtp.py`)
 _DRAFTING = {
     "nextn.eh_proj": "fc",
     "nextn.enorm": "pre_fc_norm_embedding",
@@ -78,7 +80,7 @@ PRE = {"ffn_norm": "post_attention_layernorm", "post_attention_norm": "post_atte
 POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 SANDWICH = POST | {"ffn_norm": "pre_feedforward_layernorm"}
 AFTER = {"attn_output_norm": "post_attention_layernorm", "layer_output_norm": "post_feedforward_layernorm"}
-# of Gemma 4's layers with experts next to the MLP
+# for Gemma 4's layers with experts next to the MLP
 MIXED = SANDWICH | {
     "ffn_gate_inp": "router.proj",
     "ffn_gate_inp.scale": "router.scale",
@@ -103,11 +105,11 @@ _OF_STACK = re.compile(rf"({'|'.join(map(re.escape, _STACKS))})(\d+)\.")
 
 
 def tensor_name(name: str, own: Mapping[str, str], num_layers: int | None = None) -> str:
-    """The decoder's name of a GGUF tensor; `own` are names of a layer's modules, or of whole tensors, that depend on
-    the architecture. Layers from `num_layers` on draft tokens. Tensors that it does not know keep the last parts of
-    their name.
+    """Return the decoder's name of a GGUF tensor; `own` are names of a layer's modules, or of whole tensors, that
+    depend on the architecture. Layers from `num_layers` on draft tokens. Tensors that it does not know keep the last
+    parts of their name.
     """
-    if name.endswith(".exp_probs_b"):  # of Hunyuan 3, written without an end
+    if name.endswith(".exp_probs_b"):  # for Hunyuan 3, written without an end
         name += ".bias"
     if re.fullmatch(r"blk\.\d+\.\w+", name):  # ssm_a and ssm_d, norms of Falcon-H1 and PLaMo
         name += ".weight"
@@ -131,19 +133,19 @@ def is_stack(name: str) -> bool:
 
 
 def of_stack(name: str) -> str:
-    """The tensor that has the tensor `name` of one module: ".experts.up_proj" for ".experts.3.up_proj"."""
+    """Return the tensor that has the tensor `name` of one module: ".experts.up_proj" for ".experts.3.up_proj"."""
     return _OF_STACK.sub(r"\1", name)
 
 
 def stack_names(name: str, count: int) -> Iterator[str]:
-    """The names of the modules' parts of such a tensor."""
+    """Return the names of the modules' parts of such a tensor."""
     stack = next(stack for stack in _STACKS if stack in name)
     return (name.replace(stack, f"{stack}{i}.") for i in range(count))
 
 
 def row_names(name: str, fused_qkv: bool) -> tuple[str, ...]:
-    """The names of the weights whose rows a tensor has one after another; else the name itself. With `fused_qkv` the
-    decoder, too, has one weight for q, k and v.
+    """Return the names of the weights whose rows a tensor has one after another; else the name itself. With `fused_qkv`
+    the decoder, too, has one weight for q, k and v.
     """
     if ".experts." in name and ".gate_up_proj." in name:
         return tuple(name.replace(".gate_up_proj.", f".{half}_proj.") for half in ("gate", "up"))

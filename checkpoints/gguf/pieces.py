@@ -1,6 +1,6 @@
 """The tokenizers of GGUF files that have pieces of text in place of bytes, by `tokenizer.ggml.model`:
 
-- llama: SentencePiece BPE: the pair with the best score is merged first, and what no piece has is bytes.
+- llama: SentencePiece BPE: the pair with the best score is merged first, and characters without a piece are bytes.
 - gemma4: BPE with merges, without words.
 - t5: SentencePiece unigram: the pieces with the best sum of scores.
 - plamo2: pieces with the best sum of scores, by rules of their own (`server/text/plamo.py`).
@@ -46,7 +46,7 @@ def gemma_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
 
 
 def plamo_lines(metadata: Mapping[str, Any], tokens: list[str]) -> str:
-    """The lines of tokenizer.jsonl."""
+    """Return the lines of tokenizer.jsonl."""
     names = {UNKNOWN: "UNKNOWN", CONTROL: "CONTROL", _BYTE: "BYTE"}
     kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     entries = zip(tokens, _scores(metadata, tokens), (names.get(kind, "NORMAL") for kind in kinds))
@@ -101,13 +101,13 @@ def _with_bytes(
 
 
 def read_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The pairs, each of which may begin with a space."""
+    """Return the pairs, each of which may begin with a space."""
     merges = metadata.get("tokenizer.ggml.merges", [])
     return [(merge[:at], merge[at + 1 :]) for merge in merges if (at := merge.find(" ", 1)) > 0]
 
 
 def merges_by_score(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, that with the best score first, as SentencePiece merges."""
+    """Return every pair of pieces that makes a piece, that with the best score first, as SentencePiece merges."""
     find, ranked = vocabulary.get, []
     for piece, token_id in vocabulary.items():
         pairs = []

@@ -1,4 +1,5 @@
-"""How byte-level tokenizers of GGUF files split a text into words before they merge bytes, by `tokenizer.ggml.pre`.
+"""Splitting of text into words by byte-level tokenizers of GGUF files, before bytes are merged, by
+`tokenizer.ggml.pre`.
 
 The patterns are those of the tokenizers' own files (tokenizer.json), of which llama.cpp has variants.
 """
@@ -27,7 +28,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _cased(upper: str, lower: str, digits: str = r"\p{N}{1,3}", symbols: str = r" ?[^\s\p{L}\p{N}]+[\r\n/]*") -> str:
-    """The pattern of GPT-4o: words end where a capital follows a small letter."""
+    """Return the pattern of GPT-4o: words end where a capital follows a small letter."""
     begin = r"[^\r\n\p{L}\p{N}]?"
     words = (f"{begin}{upper}{a}{lower}{b}{_CONTRACTIONS}?" for a, b in ("*+", "+*"))
     return "|".join([*words, digits, symbols, _SPACES])
@@ -156,7 +157,7 @@ ALIASES = {other: name for name, others in _SAME.items() for other in others}
 
 
 def find_split(name: str) -> Split:
-    """The split that `tokenizer.ggml.pre` names. Raises ValueError if there is none."""
+    """Return the split that `tokenizer.ggml.pre` names. Raises ValueError if there is none."""
     found = SPLITS.get(ALIASES.get(name, name))
     if found is None:
         raise ValueError(

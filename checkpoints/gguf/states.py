@@ -97,7 +97,7 @@ MINIMAX_STATES = {
 
 
 def _attending(m: Metadata, others: str) -> Settings:
-    """The kinds of layers: those without KV heads do not attend."""
+    """Return the kinds of layers: those without KV heads do not attend."""
     heads = m.each("attention.head_count_kv")
     return {"layer_types": [FULL if number else others for number in heads], "num_key_value_heads": max(1, *heads)}
 

@@ -32,7 +32,7 @@ _MORE_IDS = {"sep_token": "seperator", "mask_token": "mask", "cls_token": "cls"}
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The files of the tokenizer, by name.
+    """Return the files of the tokenizer, by name.
 
     Raises:
         ValueError: the kind of tokenizer is not supported.
@@ -47,7 +47,9 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer, of another kind than PLaMo's, and its tokenizer_config.json. Raises as `tokenizer_files` does."""
+    """Return the tokenizer, of another kind than PLaMo's, and its tokenizer_config.json. Raises as `tokenizer_files`
+    does.
+    """
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
     if kind not in _MODELS or not tokens:
         raise ValueError(f"tokenizer.ggml.model {kind!r} is not supported; supported: {', '.join((*_MODELS, PLAMO))}")
@@ -77,7 +79,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     split = find_split(metadata.get("tokenizer.ggml.pre", "default"))
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = read_merges(metadata)
-    if "tokenizer.ggml.merges" not in metadata:  # of tiktoken, whose ids are the ranks
+    if "tokenizer.ggml.merges" not in metadata:  # for tiktoken, whose ids are the ranks
         merges = merges_by_score(vocabulary, [-float(i) for i in range(len(tokens))])
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.whole_words))
     if split.nfc:

@@ -30,7 +30,7 @@ def canonical(name: str) -> str:
 
 
 def entries() -> dict[str, Entry]:
-    """Return all names with what they stand for. Raises ValueError if the file is damaged."""
+    """Return all names with their entries. Raises ValueError if the file is damaged."""
     found: dict[str, Entry | None] = {name: from_json(value) for name, value in _read().items()}
     if None in found.values():
         raise _damaged()
@@ -79,7 +79,7 @@ def remove(name: str) -> bool:
 def _read() -> dict[str, Any]:
     try:
         found = json.loads(path().read_text(encoding="utf-8"))
-    except (FileNotFoundError, PermissionError):  # of another user: its names are not ours
+    except (FileNotFoundError, PermissionError):  # another user's: its names are not ours
         return {}
     except ValueError:
         found = None

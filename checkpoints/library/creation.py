@@ -17,11 +17,11 @@ TEMPLATE_NOTE = "TEMPLATE is kept, but not used: it is not in Jinja, and the mod
 
 
 def placed(entry: Entry, folder: Path | None, served: str | None = None) -> Entry:
-    """Return an entry of a Modelfile with the base and the adapters as they are kept: relative paths are those of
-    `folder`. None: paths are refused. What a base of the user's names adds is taken over. `served` is the model that a
-    server has under the name that is the entry's base; it may be a path.
+    """Return an entry of a Modelfile with the base and the adapters as they are kept: relative paths are relative to
+    `folder`. None: paths are refused. Settings of a base that is itself a user's name are taken over. `served` is the
+    model that a server has under the name that is the entry's base; it may be a path.
 
-    Raises ValueError if the base is a name that is known but not to be had, or there is no such file.
+    Raises ValueError if the base is a known name without a model, or there is no such file.
     """
     adapters = tuple(_adapter(path, folder) for path in entry.adapters)
     if served is not None:

@@ -1,4 +1,4 @@
-"""What a name adds to the files of its model: system prompt, parameters, adapters, first messages. It comes from
+"""Additions of a name to the files of its model: system prompt, parameters, adapters, first messages. It comes from
 `quire create` (`aliases.py` keeps it) or from the layers of a model in Ollama's store.
 """
 
@@ -30,7 +30,7 @@ class Entry:
         return "{%" in self.template
 
     def over(self, below: Entry) -> Entry:
-        """Return the entry with what it leaves open as `below` has it, on the base of `below`."""
+        """Return the entry with missing values from `below`, on the base of `below`."""
         given = {one.name: getattr(self, one.name) or getattr(below, one.name) for one in fields(Entry)}
         return Entry(**given | {"base": below.base, "parameters": below.parameters | self.parameters})
 
@@ -52,7 +52,7 @@ def from_json(found: object) -> Entry | None:
 
 
 def to_json(entry: Entry) -> str | dict[str, Any]:
-    """Return the value of aliases.json: the base alone if there is nothing else."""
+    """Return the value of aliases.json: the base alone without other values."""
     if entry.is_plain:
         return entry.base
     found = {one.name: getattr(entry, one.name) for one in fields(Entry)}

@@ -22,7 +22,7 @@ _SHARD = re.compile(r"-00001-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """`name` is what commands take; `modified` is in seconds since 1970."""
+    """A model of this machine. Commands take `name`; `modified` is in seconds since 1970."""
 
     name: str
     size: int

@@ -9,7 +9,7 @@ from typing import Any
 from quire.checkpoints.library.entries import Entry
 
 _COMMANDS = ("FROM", "PARAMETER", "TEMPLATE", "SYSTEM", "ADAPTER", "MESSAGE", "LICENSE")
-_SHOWN_ONLY = ("RENDERER", "PARSER", "REQUIRES")  # of newer releases; quire reads the model's own template instead
+_SHOWN_ONLY = ("RENDERER", "PARSER", "REQUIRES")  # for newer releases; quire reads the model's own template instead
 _ROLES = ("system", "user", "assistant")
 _QUOTES = '"""'
 MAX_CHARS = 1 << 20

@@ -18,7 +18,7 @@ _HUB_HOSTS = ("hf.co", "huggingface.co")
 _LAYER = "application/vnd.ollama.image."
 NAME = re.compile(r"(?:(?P<org>[\w.-]+)/)?(?P<name>[\w.-]+)(?::(?P<tag>[\w.-]+))?")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_MAX_BYTES = 1 << 20  # of a manifest, and of a layer with text
+_MAX_BYTES = 1 << 20  # per manifest, and per layer with text
 
 
 @dataclass(frozen=True, slots=True)

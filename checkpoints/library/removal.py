@@ -59,7 +59,7 @@ def _remove_repository(repository: CachedRepoInfo) -> int:
     from huggingface_hub import scan_cache_dir
 
     hashes = [revision.commit_hash for revision in repository.revisions]
-    # of this repository alone: a copy of it may have the same commits
+    # for this repository alone: a copy of it may have the same commits
     found = dataclasses.replace(scan_cache_dir(names.hub_cache()), repos=frozenset({repository}))
     strategy = found.delete_revisions(*hashes)
     strategy.execute()

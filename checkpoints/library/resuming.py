@@ -93,7 +93,7 @@ def _digest(path: Path) -> str:
 
 
 def _counting(add: Callable[[int], None]) -> type:
-    """A silent tqdm that tells each step to `add`."""
+    """Return a silent tqdm that tells each step to `add`."""
     from huggingface_hub.utils import tqdm
 
     class Counting(tqdm):

@@ -15,7 +15,7 @@ from quire.checkpoints.library import ollama_store
 
 OLLAMA, LLAMA_CPP, LM_STUDIO = "Ollama", "llama.cpp", "LM Studio"
 _FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)", re.IGNORECASE)
-_MAX_FILES = 10_000  # of a store, so that a wrong variable (LLAMA_CACHE=/) does not walk the whole disk
+_MAX_FILES = 10_000  # per store, so that a wrong variable (LLAMA_CACHE=/) does not walk the whole disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def find(name: str) -> Path | None:
 
 
 def stored() -> Iterator[Stored]:
-    """Yield every model of the stores. What cannot be read is left out."""
+    """Yield every readable model of the stores."""
     for folder in ollama_store.folders():
         for manifest in sorted(_files(folder / "manifests")):
             with contextlib.suppress(ValueError):  # damaged: `quire show` has the reason

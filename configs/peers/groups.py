@@ -39,22 +39,24 @@ class Group:
 
 
 def same(names: str) -> Group:
-    """Flags that quire has, too."""
+    """Return flags that quire has, too."""
     return Group(Kind.SAME, names)
 
 
 def renamed(
     option: str, names: str, convert: Convert | None = None, *, key: str = "", value: Any = None, note: str = ""
 ) -> Group:
-    """Flags that have another name here; `note` says how the meaning differs."""
+    """Return flags that have another name here; `note` says how the meaning differs."""
     return Group(Kind.RENAMED, names, option, key, convert, value, note)
 
 
 def no_effect(note: str, names: str) -> Group:
-    """Flags that ask for what is done anyway, or tune what quire does not have."""
+    """Return flags that ask for default behavior, or tune features that quire does not have."""
     return Group(Kind.NO_EFFECT, names, note=note)
 
 
 def refused(note: str, names: str, harmless: str = "") -> Group:
-    """Flags that change answers, routes or safety in a way that quire cannot, except with the values `harmless`."""
+    """Return flags that change answers, routes or safety in a way that quire cannot, except with the values
+    `harmless`.
+    """
     return Group(Kind.REFUSED, names, note=note, harmless=tuple(harmless.split()))

@@ -59,7 +59,7 @@ VALUES: dict[str, dict[str, str]] = {
 
 
 def other_meaning(option: str, value: Any) -> NoEffect | None:
-    """The reason for which another server's value has no effect here; None for a value of quire's.
+    """Return the reason for which another server's value has no effect here; None for a value of quire's.
 
     Raises ValueError with the reason if it is refused.
     """

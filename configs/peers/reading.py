@@ -39,7 +39,8 @@ class Translation:
 
 
 def take(arguments: list[str], start: int) -> tuple[Given, int] | None:
-    """The other server's flag at `start` of the command line, and the position after its values; None if there is none.
+    """Return the other server's flag at `start` of the command line, and the position after its values; None if there
+    is none.
 
     Raises ValueError if its value is missing.
     """
@@ -72,7 +73,7 @@ def is_flag(argument: str) -> bool:
 
 
 def from_python(name: str, value: Any) -> Given | None:
-    """The flag of a setting of a YAML file or of `LLM`; None if no server has it."""
+    """Return the flag of a setting of a YAML file or of `LLM`; None if no server has it."""
     row = rows().get("--" + name.replace("_", "-"))
     if row is None or row.kind == Kind.SAME:
         return None
@@ -85,7 +86,7 @@ def from_python(name: str, value: Any) -> Given | None:
 
 
 def from_environment(environ: Mapping[str, str]) -> list[Given]:
-    """The variables of llama.cpp and Ollama in `environ`. An empty one is none."""
+    """Return the variables of llama.cpp and Ollama in `environ`. An empty one is none."""
     known = rows()
     return [
         Given(name, (environ[name],))
@@ -95,7 +96,7 @@ def from_environment(environ: Mapping[str, str]) -> list[Given]:
 
 
 def translate(given: Iterable[Given]) -> Translation:
-    """Settings of other servers' flags.
+    """Return settings of other servers' flags.
 
     Raises ValueError for a flag that is refused, with the reason.
     """
@@ -122,7 +123,7 @@ def translate(given: Iterable[Given]) -> Translation:
 
 
 def _value(row: Row, given: Given) -> Any:
-    """The value of the setting, None to leave it alone, or the reason for which the flag has no effect."""
+    """Return the value of the setting, None to leave it alone, or the reason for which the flag has no effect."""
     group, text = row.group, " ".join(given.texts)
     if row.takes == SWITCH and given.texts == ("false",):
         return None  # a switch of a YAML file that is off
@@ -152,7 +153,7 @@ def _add(found: dict[str, tuple[Given, Any]], row: Row, given: Given, value: Any
 
 
 def _combine(option: str, parts: dict[str, Any]) -> Any:
-    """The value of a setting of which flags set parts. Raises ValueError if they do not go together."""
+    """Return the value of a setting of which flags set parts. Raises ValueError if they do not go together."""
     if option == "speculative_config":
         return parts[""] if set(parts) == {""} else from_parts(parts)
     if option == "override_generation_config":

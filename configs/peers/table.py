@@ -39,7 +39,7 @@ class Row:
 
 
 def rows_of(server: str) -> Iterator[Row]:
-    """The rows of a server of `SERVERS`, in the order of its file."""
+    """Yield the rows of a server of `SERVERS`, in the order of its file."""
     for group in SERVERS[server]:
         for spec in group.names.split():
             name, takes = re.fullmatch(r"([^=]+)(=?.*)", spec).groups()
@@ -52,7 +52,7 @@ def rows_of(server: str) -> Iterator[Row]:
 
 @cache
 def rows() -> dict[str, Row]:
-    """The first row of each name. The rows of one name, of several servers, agree in their meaning."""
+    """Return the first row of each name. The rows of one name, of several servers, agree in their meaning."""
     found: dict[str, Row] = {}
     for server in SERVERS:
         for row in rows_of(server):

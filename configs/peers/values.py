@@ -20,7 +20,7 @@ class NoEffect(str):
 
 
 def unless(*words: str) -> Callable[[str], str | None]:
-    """The text itself, except for `words`, which stand for the default."""
+    """Return the text itself, except for `words`, which stand for the default."""
     return lambda text: None if text in words else text
 
 
@@ -32,7 +32,7 @@ def number(text: str) -> float:
 
 
 def switch(text: str) -> bool:
-    """The value of a variable that turns something on or off."""
+    """Return the value of a variable that turns something on or off."""
     if text.lower() not in _TRUE + _FALSE:
         raise ValueError(f"expected true or false, got {text!r}")
     return text.lower() in _TRUE
@@ -43,14 +43,14 @@ def opposite(text: str) -> bool:
 
 
 def words(text: str) -> list[str]:
-    """A list, separated by commas or as JSON."""
+    """Return a list, separated by commas or as JSON."""
     if text.lstrip().startswith("["):
         return [str(word) for word in json.loads(text)]
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def scaled(factor: float, whole: bool = False) -> Callable[[str], Any]:
-    """A number times `factor`."""
+    """Return a number times `factor`."""
 
     def convert(text: str) -> Any:
         result = number(text) * factor
@@ -98,7 +98,7 @@ def chunk(text: str) -> str | NoEffect:
 
 
 def cache_type(text: str) -> str | None:
-    """Types of keys and values of llama.cpp and Ollama. 16 bits are what activations have."""
+    """Types of keys and values of llama.cpp and Ollama. Activations have 16 bits."""
     if text.lower() not in _CACHE_TYPES:
         raise ValueError(f"{text}: keys and values have the type of the activations, or 8 bits (q8_0, here int8)")
     return _CACHE_TYPES[text.lower()]
@@ -167,7 +167,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def images(text: str) -> str:
-    """The limits of SGLang, whose names are those of vLLM."""
+    """Return the limits of SGLang, whose names are those of vLLM."""
     return json.dumps(json_object(text))
 
 
@@ -186,5 +186,5 @@ def policy(text: str) -> str | NoEffect:
 
 
 def above_one(text: str) -> bool:
-    """A number of ranks, of which one is none."""
+    """Return a number of ranks, of which one is none."""
     return number(text) > 1

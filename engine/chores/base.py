@@ -11,7 +11,7 @@ from quire.engine.step import Step
 
 class Chore:
     def due(self, idle: bool) -> float:
-        """When to run next, by time.monotonic(); math.inf: not in this state. `idle`: no request is here."""
+        """Return when to run next, by time.monotonic(); math.inf: not in this state. `idle`: no request is here."""
         return math.inf
 
     def run(self, now: float, idle: bool) -> None:

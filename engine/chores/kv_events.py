@@ -12,7 +12,7 @@ from quire.engine.kv.manager import KVCacheManager
 from quire.engine.kv.publisher import KVEventPublisher
 from quire.engine.kv.tiers import Tiers
 
-LEFT_POOLS = 4  # the tokens of so many pools of blocks that left the pool are known
+LEFT_POOLS = 4  # number of pools' worth of departed blocks whose tokens stay known
 
 
 class PublishKVEvents(Chore):

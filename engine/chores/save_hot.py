@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL, IDLE_INTERVAL = 1.0, 0.01  # seconds between writes while requests run, and while none does
 RETRY = 5.0  # seconds after a write that was not possible
-BUSY_BYTES = 8 << 20  # of one write while requests run
+BUSY_BYTES = 8 << 20  # per write while requests run
 WRITTEN_AFTER = 1.0  # seconds until blocks that were given to the disk are written, unless it is slow
 END_TIMEOUT = 15.0  # seconds of writing before the engine ends
 

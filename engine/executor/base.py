@@ -68,8 +68,8 @@ class Executor(ABC):
 
 
 def steps_in_flight(config: Config, ready: WorkerReady) -> int:
-    """Number of steps scheduled before the first result is awaited: 1 is synchronous, 2 overlaps scheduling with the
-    device.
+    """Return the number of steps scheduled before the first result is awaited: 1 is synchronous, 2 overlaps scheduling
+    with the device.
     """
     return config.scheduler.steps_in_flight or ready.default_depth
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @functools.cache
 def method_names(protocol: type) -> tuple[str, ...]:
-    """The methods that a protocol declares."""
+    """Return the methods that a protocol declares."""
     return tuple(name for name, value in vars(protocol).items() if inspect.isfunction(value) and name[0] != "_")
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints of recurrent states: the tokens at which a step leaves one, besides the state after its last token.
+"""Checkpoints of recurrent states: the tokens at which a step leaves one, in addition to the state after its last
+token.
 
 A request holds two pages with states: the next step reads one and writes the other, or the same. A chunk of a prompt
 also leaves its state at *marks*, block boundaries within it, in pages of their own:
@@ -12,7 +13,7 @@ A mark takes a free page when all requests of the step have theirs, so that none
 but found, after the step. Sparse ones, and the ends of chunks within a prompt, are reused before others, and take no
 page of others (`eviction.py`).
 
-Of the checkpoints that outputs leave, only the newest stays, and one every CHECKPOINT_TOKENS tokens.
+Outputs leave checkpoints, of which only the newest stays, and one every CHECKPOINT_TOKENS tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAX_SEEN = 1 << 16  # hashes of blocks, of a model in which no group keeps all b
 class _Mark:
     request: Request
     position: int  # in the batch
-    num_tokens: int  # of the chunk before it
+    num_tokens: int  # for the chunk before it
     block: int  # the index of the block that ends at it
     key: bytes
     sparse: bool
@@ -46,7 +47,7 @@ class Checkpoints:
         self.pool, self.block_size, self.tags, self.finds_shared = pool, block_size, tags, finds_shared
         # state pages that the step being scheduled writes; visible to other requests from the next step on
         self.pending: dict[int, tuple[bytes, Request, int]] = {}  # key, whose state it is, index of its last block
-        self._marks: list[_Mark] = []  # of the step being scheduled
+        self._marks: list[_Mark] = []  # for the step being scheduled
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def clear(self) -> None:
@@ -67,16 +68,16 @@ class Checkpoints:
 
     # ---- prefixes that several requests have
 
-    def see(self, hashes: list[bytes]) -> None:
-        """A request computes these blocks."""
+    def observe(self, hashes: list[bytes]) -> None:
+        """Record that a request computes these blocks."""
         if self.tags and not self.finds_shared:
             self._seen.update(dict.fromkeys(hashes))
             while len(self._seen) > MAX_SEEN:
                 self._seen.popitem(last=False)
 
     def num_shared(self, hashes: list[bytes], found: int) -> int:
-        """Number of blocks at the front of a request that an earlier one had; `found`: that are cached in the other
-        groups.
+        """Return the number of blocks at the front of a request that an earlier one had; `found`: that are cached in
+        the other groups.
         """
         if self.finds_shared:
             return found
@@ -85,12 +86,12 @@ class Checkpoints:
     # ---- marks
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
-        """Where a chunk of tokens [start, end) ends: at its last block boundary, unless it ends the prompt."""
+        """Return where a chunk of tokens [start, end) ends: at its last block boundary, unless it ends the prompt."""
         boundary = end // self.block_size * self.block_size
         return boundary if self.tags and end < request.num_tokens and boundary > start else end
 
     def plan(self, request: Request, position: int, start: int, end: int, limit: int) -> list[int]:
-        """The step being scheduled computes tokens [start, end), of which the first `limit` of the request may be
+        """Record that the step being scheduled computes tokens [start, end); the first `limit` of the request may be
         shared. Returns the block boundaries in it at which to leave a checkpoint, sparse ones last.
         """
         size = self.block_size
@@ -107,7 +108,7 @@ class Checkpoints:
                 self._marks.append(_Mark(request, position, stop - start, block, key, stop in sparse))
 
     def _places(self, request: Request) -> tuple[int, int]:
-        """Where its prompt leaves checkpoints that are worth as much as the one at its end."""
+        """Return where its prompt leaves checkpoints that are worth as much as the one at its end."""
         return request.junction, request.turn_start // self.block_size * self.block_size
 
     def awaits(self, hashes: list[bytes]) -> bool:
@@ -121,7 +122,7 @@ class Checkpoints:
         """
         taken = []
         for mark in sorted(self._marks, key=lambda mark: mark.sparse):
-            page = self.pool.take_mark(mark.sparse)
+            page = self.pool.allocate_mark(mark.sparse)
             if page is not None:
                 self.pending[page] = mark.key, mark.request, mark.block
                 taken.append((mark.request, mark.position, mark.num_tokens, page))

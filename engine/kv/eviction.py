@@ -1,4 +1,4 @@
-"""The order in which free pages are reused: the one rule for what stays cached.
+"""The order in which free pages are reused: the only rule of retention.
 
 A free page has a worth, which decides first:
 
@@ -23,7 +23,7 @@ _NOT_FREE = 255
 
 
 class EvictionOrder:
-    """The free ones of `pages`, at first all of them, and what makes pages worth more or less than others.
+    """The free ones of `pages`, at first all of them, and the worth of each page.
 
     An OrderedDict is a hash map over a doubly linked list, in C, so that every operation takes constant time. Hot pages
     last for `turnover` pages longer than others. It is 0 for states: the newest one of a conversation, which no request
@@ -38,7 +38,7 @@ class EvictionOrder:
         self._num_taken = 0
         self.hot: set[int] = set()
         self.sparse: set[int] = set()
-        self.levels: dict[int, int] = {}  # of pages to keep
+        self.levels: dict[int, int] = {}  # for pages to keep
         self.clear()
 
     def clear(self) -> None:
@@ -84,11 +84,11 @@ class EvictionOrder:
         return self._next()
 
     def __iter__(self) -> Iterator[int]:
-        """The free pages, roughly the next to be reused first."""
+        """Return the free pages, roughly the next to be reused first."""
         return (page for queue in self._queues for page in queue)
 
     def _next(self) -> int:
-        """Index of the queue whose first page is reused next."""
+        """Return the index of the queue whose first page is reused next."""
         queues, place = self._queues, 0
         while not queues[place]:
             place += 1
@@ -98,7 +98,7 @@ class EvictionOrder:
         return place
 
     def _worth(self, page: int) -> int:
-        """Index of the queue for a page that is not empty."""
+        """Return the index of the queue for a page that is not empty."""
         if level := self.levels.get(page):
             return KEPT + level
         if page in self.sparse:
@@ -120,8 +120,8 @@ class EvictionOrder:
             self.push(page)
 
     def found(self, page: int, by_others: bool) -> bool:
-        """A request found a page, which it holds; `by_others`: another than those of its publisher's group. Returns
-        whether the page became hot.
+        """Record that a request found a page, which it holds; `by_others`: another than those of its publisher's group.
+        Returns whether the page became hot.
         """
         self.sparse.discard(page)
         if not by_others or page in self.hot:

@@ -43,7 +43,7 @@ class BlockHashes:
         )
 
     def _root(self, request: Request) -> bytes:
-        """The start of the hash chain: everything besides tokens that the values depend on."""
+        """Return the start of the hash chain: everything besides tokens that the values depend on."""
         group = request.group if self.per_group else None
         adapters = [(use.key, use.scale) for use in request.adapters]
         return sha256(msgspec.msgpack.encode((request.cache_salt, group, adapters))).digest()

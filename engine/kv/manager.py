@@ -92,7 +92,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Maximum number of blocks that a request of `num_tokens` tokens holds at once, states aside."""
+        """Return the maximum number of blocks that a request of `num_tokens` tokens holds at once, states aside."""
         return most_blocks(self.groups, num_tokens, self.block_size, self.chunk)
 
     def start_step(self) -> None:
@@ -148,7 +148,7 @@ class KVCacheManager:
         return max(n for n in range(longest + 1) if fits[n])
 
     def _cut_images(self, request: Request, longest: int) -> set[int]:
-        """Numbers of blocks, at most `longest`, that end inside an image."""
+        """Return numbers of blocks, at most `longest`, that end inside an image."""
         cut: set[int] = set()
         for item in request.media:
             end = min(self.num_blocks(item.offset + item.length), longest + 1)
@@ -156,8 +156,8 @@ class KVCacheManager:
         return cut
 
     def to_fetch(self, request: Request, lookup: Callable[[list[bytes]], list[int]]) -> tuple[list[bytes], int]:
-        """(keys of the blocks that would make the request's cached prefix longer, by how many tokens), of those that
-        `lookup` finds in lower tiers: it returns a number per key, 0 for a missing one.
+        """Return (keys of the blocks that would extend the request's cached prefix, number of these tokens), of those
+        that `lookup` finds in lower tiers: it returns a number per key, 0 for a missing one.
         """
         num_full = (request.num_tokens - 1) // self.block_size
         if not request.reads_cache or not num_full:
@@ -184,7 +184,7 @@ class KVCacheManager:
         ]
         return wanted, (num_blocks - before) * self.block_size
 
-    def take_for(self, keys: list[bytes]) -> dict[bytes, int]:
+    def allocate_for(self, keys: list[bytes]) -> dict[bytes, int]:
         """Take free blocks and pages for the contents of these keys. The caller has checked that they are free."""
         states = sum(map(self.is_state_key, keys))
         blocks, pages = self.pool.take(len(keys) - states), self.pool.take(states, True)
@@ -199,8 +199,8 @@ class KVCacheManager:
             self.pool.publish(block_id, key, request, places.get(key[1:]))
 
     def cached_blocks(self, request: Request, num_blocks: int) -> list[tuple[int, bytes]]:
-        """The (block, key)s of all groups in the first `num_blocks` blocks of a request that was matched: also those
-        from which only a shorter prefix could continue.
+        """Return the (block, key)s of all groups in the first `num_blocks` blocks of a request that was matched: also
+        those from which only a shorter prefix could continue.
         """
         keys = [group.tag + one for group in self.by_group for one in request.block_hashes[:num_blocks]]
         return [(block_id, key) for key in keys if (block_id := self.pool.find(key)) is not None]
@@ -224,8 +224,8 @@ class KVCacheManager:
         return self.checkpoints.awaits(request.block_hashes[match.num_blocks : last])
 
     def num_missing(self, request: Request, match: Match) -> int:
-        """Number of free blocks that a request without blocks would use until all its known tokens are computed, states
-        aside.
+        """Return the number of free blocks that a request without blocks would use until all its known tokens are
+        computed, states aside.
         """
         held = [block_id for block_id in match.held if not self.pool.is_state(block_id)]
         return max(self.most_blocks(request.num_tokens) - len(held), 0) + self.pool.num_free_among(held)
@@ -250,7 +250,9 @@ class KVCacheManager:
     # ---- allocation
 
     def plan_checkpoints(self, request: Request, position: int, start: int, end: int) -> None:
-        """The step being scheduled computes tokens [start, end) of the request at a batch position, drafts aside."""
+        """Record that the step being scheduled computes tokens [start, end) of the request at a batch position, drafts
+        aside.
+        """
         if self.checkpoints.tags and end - start > 1:
             limit = self._num_shareable(request)
             self.hashes.extend(request, min(end, limit) // self.block_size)
@@ -283,12 +285,12 @@ class KVCacheManager:
         return added if any(added) else []
 
     def num_held(self, request: Request) -> int:
-        """Number of blocks that a request holds, over all groups, states aside."""
+        """Return the number of blocks that a request holds, over all groups, states aside."""
         return sum(group.num_held(request) for group in self.by_group)
 
     def num_expected(self, request: Request) -> int:
-        """Number of blocks that a running request still needs for the rest of its prompt, plus one per group for
-        outputs.
+        """Return the number of blocks that a running request still needs for the rest of its prompt, plus one per group
+        for outputs.
         """
         return sum([group.num_expected(request) for group in self.by_group])
 
@@ -305,7 +307,7 @@ class KVCacheManager:
         if num_full <= first:
             return []
         self.hashes.extend(request, num_full)
-        self.checkpoints.see(request.block_hashes[first:num_full])
+        self.checkpoints.observe(request.block_hashes[first:num_full])
         published = []
         for group in self.by_group:
             published += group.publish(request, first, num_full)
@@ -313,7 +315,7 @@ class KVCacheManager:
         return published
 
     def _num_shareable(self, request: Request) -> int:
-        """Number of known tokens at the front of a request whose blocks others may read."""
+        """Return the number of known tokens at the front of a request whose blocks others may read."""
         return request.num_tokens if self._shares_outputs else request.num_prompt_tokens
 
     def publish_late(self, request: Request) -> list[int]:
@@ -348,8 +350,8 @@ class KVCacheManager:
         request.num_computed_tokens = 0
 
     def free_key(self, key: str) -> list[bytes] | None:
-        """Forget a conversation that clients asked to keep. Returns the keys of its blocks that are found no more, of
-        all groups, or None if it was not known.
+        """Forget a conversation that clients asked to keep. Returns the keys of its unpublished blocks, of all groups,
+        or None if it was not known.
         """
         hashes = self.retention.free(key)
         if hashes is None:

@@ -18,24 +18,26 @@ from quire.engine.request import Request
 
 
 class PoolObserver:
-    """Told of changes in what requests find in a pool. Each method does nothing unless it is overridden."""
+    """An observer of the pages that requests find in a pool. Each method does nothing unless it is overridden."""
 
     copies_hot: ClassVar[bool] = False  # it copies hot pages before they are overwritten
 
     def published(self, page: int, key: bytes, request: Request, i: int | None) -> None:
-        """Requests find `page` from now on: block `i` of a request, None if that is unknown."""
+        """Called when requests can find `page`: block `i` of a request, None if that is unknown."""
 
     def became_hot(self, page: int, used: int) -> None:
-        """Another request than its own found `page`, at the time `used` in ns; earlier for the end of a prefix."""
+        """Called when another request than its own found `page`, at the time `used` in ns; earlier for the end of a
+        prefix.
+        """
 
     def taken(self, page: int, key: bytes, hot: bool) -> None:
-        """`page`, which was published under `key`, is to be overwritten; `unpublished` follows."""
+        """Called before `page`, which was published under `key`, is overwritten; `unpublished` follows."""
 
     def unpublished(self, page: int, key: bytes) -> None:
-        """Requests do not find `page` any more, which was published under `key`."""
+        """Called when requests no longer find `page`, which was published under `key`."""
 
     def unpublished_all(self) -> None:
-        """Requests find no page any more."""
+        """Called when requests no longer find any page."""
 
 
 class BlockPool:
@@ -101,7 +103,7 @@ class BlockPool:
             taken.append(page)
         return taken
 
-    def take_mark(self, sparse: bool) -> int | None:
+    def allocate_mark(self, sparse: bool) -> int | None:
         """Take a page for a state, if there is a free one, for a sparse one: one that others do not need more."""
         order = self.free_states
         if not order.num_free or (sparse and order.next_worth > SPARSE):
@@ -139,7 +141,7 @@ class BlockPool:
         return self.pages.num_refs[page] > 0
 
     def num_free_among(self, pages: list[int]) -> int:
-        """Number of these pages that are free now and would not be once shared."""
+        """Return the number of these pages that are free now and would not be once shared."""
         return self.pages.num_free_among(pages)
 
     # ---- finding pages
@@ -148,15 +150,15 @@ class BlockPool:
         return self.pages.by_key.get(key)
 
     def hash_of(self, page: int) -> bytes | None:
-        """The key under which a page is published."""
+        """Return the key under which a page is published."""
         return self.pages.keys[page]
 
     def is_published(self, page: int) -> bool:
         return self.pages.keys[page] is not None
 
     def note_hits(self, pages: list[int], group: int) -> None:
-        """A request of this group of choices found these pages, which are in the order of a prefix. They are hot if
-        another one published them.
+        """Record that a request of this group of choices found these pages, which are in the order of a prefix. They
+        are hot if another one published them.
         """
         now, publishers = time.time_ns(), self.pages.publishers
         for i, page in enumerate(pages):
@@ -233,5 +235,5 @@ class BlockPool:
         return given
 
     def give_back_all(self) -> None:
-        """The memory of all pages was returned to the system."""
+        """Record that the memory of all pages was returned to the system."""
         self.pages.blank = bytearray(b"\1") * len(self.pages.blank)

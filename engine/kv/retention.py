@@ -29,7 +29,7 @@ TOOLS_SECONDS = 600.0
 class _Kept:
     until: float  # time.monotonic()
     level: int
-    hashes: dict[bytes, None] = field(default_factory=dict)  # of the conversation's blocks, from its beginning
+    hashes: dict[bytes, None] = field(default_factory=dict)  # for the conversation's blocks, from its beginning
     rest: dict[bytes, None] = field(default_factory=dict)  # beyond the quota: freed with the others, and not kept
 
 
@@ -53,7 +53,7 @@ class Retention:
         self._ended: OrderedDict[tuple[bytes, str], _Ended] = OrderedDict()
 
     def note(self, request: Request) -> None:
-        """A request is about to release its blocks: those of its key's conversation are kept from now on."""
+        """Keep the blocks of a request's conversation. Called before the request releases its blocks."""
         if request.cache_key is None and not request.may_call_tools:
             return
         ids = [i for row in request.block_ids for i in row if i != NULL_BLOCK and not self._pool.is_state(i)]
@@ -71,14 +71,14 @@ class Retention:
 
     @staticmethod
     def _name(request: Request) -> str | None:
-        """The conversation's name. A client that gave none is known by how its prompt begins."""
+        """Return the conversation's name. A client that gave none is known by how its prompt begins."""
         key = request.cache_key
         if key is None or not key.endswith("/") or key.count("/") > 1:
             return key
         return f"{key}\0{request.block_hashes[0].hex()}" if request.block_hashes else None
 
     def called_tools(self, client: bytes, request_ids: list[str]) -> None:
-        """The answers of these requests called tools: their blocks are kept for a while."""
+        """Keep the blocks of these requests for a while: their answers called tools."""
         for request_id in request_ids:
             if (ended := self._ended.pop((client, request_id), None)) is not None and ended.hashes:
                 level = TOOLS | ASKED if ended.key is not None else TOOLS
@@ -131,7 +131,7 @@ class Retention:
             self._due = min((entry.until for entry in self._keys.values()), default=float("inf"))
 
     def free(self, key: str) -> list[bytes] | None:
-        """Forget a conversation: blocks that no request and no other conversation holds are found no more. Returns
+        """Forget a conversation: unpublish its blocks without other holders. Returns
         their hashes, or None if it was not known.
         """
         if key not in self._keys:

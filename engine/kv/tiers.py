@@ -170,7 +170,7 @@ class Tiers:
 
     def fetch(self, owner: Request, keys: list[bytes], unsettled: set[int], of_slot: bool = False) -> Fetch:
         """Start to load keys of a request's prefix into free blocks. The caller has checked that there are as many."""
-        ids, now = list(self.kv.take_for(keys).values()), time.monotonic()
+        ids, now = list(self.kv.allocate_for(keys).values()), time.monotonic()
         self.store_evicted(unsettled)  # before these blocks are filled
         self._number += 1
         self.calls.load(self._number, keys, ids)

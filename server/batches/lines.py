@@ -37,7 +37,7 @@ _decode_streaming = msgspec.json.Decoder(_Streaming).decode
 
 
 def read_lines(path: Path, endpoint: str) -> tuple[list[Line], list[dict[str, Any]]]:
-    """The lines of an input file, and the errors of those that cannot be run. Blank lines do not count."""
+    """Return the lines of an input file, and the errors of those that cannot be run. Blank lines do not count."""
     lines: list[Line] = []
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()
@@ -100,7 +100,7 @@ def _check(text: bytes, endpoint: str, seen: set[str]) -> tuple[str | None, str 
 
 
 def read_body(path: Path, line: Line) -> bytes:
-    """The body of a line that `read_lines` accepted. Raises OSError, and BadRequest if it asks for a stream."""
+    """Return the body of a line that `read_lines` accepted. Raises OSError, and BadRequest if it asks for a stream."""
     with open(path, "rb") as file:
         file.seek(line.start)
         body = bytes(_decode(file.read(line.length)).body)

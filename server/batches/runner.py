@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 POLL_SECONDS = 1.0  # between looks at batches that other processes add and cancel
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0  # after a failure: doubled with each one
-# of a line that a ready server answers by 503, and of a batch that cannot be read or written: more than five minutes
+# for a line that a ready server answers by 503, and for a batch that cannot be read or written: more than five minutes
 MAX_ATTEMPTS = 10
 MAX_RUNNING = 256  # lines at once, whatever the engine could take
 _EXPIRED = b'{"code":"batch_expired","message":"The completion window ended before this request ran."}'
@@ -80,7 +80,7 @@ class Batches:
         self._failures: dict[str, int] = {}  # in a row, by batch id
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """The result of a function that uses the store, in the store's thread."""
+        """Return the result of a function that uses the store, in the store's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def add_file(
@@ -105,7 +105,7 @@ class Batches:
             pass
 
     def notify(self) -> None:
-        """A batch was added or cancelled."""
+        """Take note of a batch that was added or cancelled."""
         self._changed.set()
 
     async def serve(self, app: ASGIApp) -> None:
@@ -119,7 +119,7 @@ class Batches:
             os.close(lock)
 
     async def _run_batches(self, app: ASGIApp) -> None:
-        """All open batches run side by side, with equal numbers of lines."""
+        """Run all open batches side by side, with equal numbers of lines."""
         try:
             while True:
                 self._changed.clear()
@@ -143,7 +143,7 @@ class Batches:
             del self.active[batch.id]
 
     async def _try_later(self, batch: Batch, error: Exception) -> None:
-        """After an error that is not a line's own: wait, or end the batch after too many of them."""
+        """Wait after an error that is not a line's own, or end the batch after too many of them."""
         failures = self._failures[batch.id] = self._failures.get(batch.id, 0) + 1
         logger.error("%s could not continue (attempt %d of %d)", batch.id, failures, MAX_ATTEMPTS, exc_info=error)
         # results are not given up while there is hope for space
@@ -241,7 +241,7 @@ class _Run:
             await self.batches.run_steps(self.store.begin(self.batch.id, lines))
 
     async def _read(self, size: int, function: Callable[[], T]) -> T:
-        """The result of a function that reads the input, in a turn of the batch's owner."""
+        """Return the result of a function that reads the input, in a turn of the batch's owner."""
         return await self.batches.state.threads.run(size, function, self._caller().turn)
 
     def _caller(self) -> Caller:
@@ -330,8 +330,8 @@ class _Run:
             return 500, number, internal_body(self.batch.endpoint)
 
     def _may_retry(self, line: Line) -> bool:
-        """After 503. While the engine loads, restarts or drains, a line waits for as long as its batch may; a ready
-        server that is too busy for it has `MAX_ATTEMPTS`.
+        """Return whether to wait after 503. While the engine loads, restarts or drains, a line waits for as long as its
+        batch may; a ready server that is too busy for it has `MAX_ATTEMPTS`.
         """
         failures = 1
         if self.batches.state.status == "ready":

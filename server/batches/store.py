@@ -47,7 +47,7 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 _OPEN = "('validating', 'in_progress', 'finalizing', 'cancelling')"
 MAX_OPEN = 64  # batches of one owner
 ROWS = 1000  # per transaction
-STEP_BYTES = 2**23  # of results, written in a step
+STEP_BYTES = 2**23  # for results, written in a step
 FILE_BYTES = 1024  # per file's row, in addition to its content
 BATCH_BYTES = 4096  # per batch's row, with errors, in addition to its metadata
 LINE_BYTES = 512  # per line's row, and of the error that its output has if it does not run; its custom_id is extra
@@ -105,8 +105,8 @@ class Line:
 
 
 class Store(database.Store):
-    """`max_bytes` bounds what all owners take together. If there are `several` of them, one takes at most half of what
-    the others leave.
+    """Batches, their files and results. `max_bytes` bounds the bytes of all owners. One of `several` owners takes at
+    most half of the bytes that the others leave.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int, several: bool = False):
@@ -136,7 +136,7 @@ class Store(database.Store):
     # ---- space
 
     def used_bytes(self, owner: str | None = None) -> int:
-        """Bytes that an owner takes, or all (None), those reserved included."""
+        """Return bytes that an owner takes, or all (None), those reserved included."""
         condition = "TRUE" if owner is None else "owner = ?"
         given = () if owner is None else (owner,)
         sums = (("bytes", "files"), ("result_bytes", "batches"))
@@ -150,7 +150,7 @@ class Store(database.Store):
         return used[0][0] + FILE_BYTES * used[0][1] + used[1][0] + held
 
     def free_bytes(self, owner: str) -> int:
-        """Bytes that an owner may take in addition."""
+        """Return bytes that an owner may take in addition."""
         used, own = self.used_bytes(), self.used_bytes(owner)
         left = self.max_bytes - (used - own)
         return max((left // 2 if self.several else left) - own, 0)
@@ -185,7 +185,7 @@ class Store(database.Store):
         return self.folder / "files" / file_id
 
     def open(self, file_id: str) -> BinaryIO:
-        """A file's content, which stays readable when the file is deleted. Raises NotFound."""
+        """Return a file's content, which stays readable when the file is deleted. Raises NotFound."""
         try:
             return open(self.path(file_id), "rb")
         except FileNotFoundError:
@@ -241,7 +241,7 @@ class Store(database.Store):
         return File(*row)
 
     def files(self, owner: str, purpose: str | None, after: str | None, limit: int, ascending: bool) -> list[File]:
-        """At most `limit` files of an owner in the order of their creation, starting after the file `after`."""
+        """Return at most `limit` files of an owner in the order of their creation, starting after the file `after`."""
         rows = self._page("files", owner, "purpose = :value" if purpose else "TRUE", after, limit, ascending, purpose)
         return [File(*row) for row in rows]
 
@@ -299,8 +299,8 @@ class Store(database.Store):
         seconds: int,
         metadata: dict[str, str] | None,
     ) -> Batch:
-        """A new batch, to be validated by the runner. Raises NotFound for the file, BadRequest for its purpose or if
-        the owner has no space, TooManyRequests, InsufficientStorage.
+        """Return a new batch, to be validated by the runner. Raises NotFound for the file, BadRequest for its purpose
+        or if the owner has no space, TooManyRequests, InsufficientStorage.
         """
         file = self.file(input_file_id, owner)
         if file.purpose != "batch":
@@ -335,7 +335,9 @@ class Store(database.Store):
         return Batch(*row)
 
     def batches(self, owner: str, after: str | None, limit: int, endpoint: str | None = None) -> list[Batch]:
-        """At most `limit` batches of an owner (to one endpoint), newest first, starting after the batch `after`."""
+        """Return at most `limit` batches of an owner (to one endpoint), newest first, starting after the batch
+        `after`.
+        """
         condition = "endpoint = :value" if endpoint else "TRUE"
         return [Batch(*row) for row in self._page("batches", owner, condition, after, limit, False, endpoint)]
 
@@ -348,7 +350,7 @@ class Store(database.Store):
         self._db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
 
     def open_batches(self) -> list[Batch]:
-        """The unfinished ones of all owners, oldest first."""
+        """Return the unfinished ones of all owners, oldest first."""
         rows = self._db.execute(f"SELECT * FROM batches WHERE status IN {_OPEN} ORDER BY created_at, id")
         return [Batch(*row) for row in rows.fetchall()]
 
@@ -400,7 +402,7 @@ class Store(database.Store):
         )
 
     def missing_lines(self, batch_id: str, after: int, limit: int) -> list[Line]:
-        """At most `limit` lines with a number above `after` that have no result, in order."""
+        """Return at most `limit` lines with a number above `after` that have no result, in order."""
         rows = self._db.execute(
             "SELECT number, start, length, custom_id FROM lines WHERE batch = ? AND number > ? AND result IS NULL "
             "ORDER BY number LIMIT ?",
@@ -511,7 +513,7 @@ class Store(database.Store):
 
 
 def _own_bytes(batch: Batch) -> int:
-    """Bytes of the row of a batch."""
+    """Return bytes of the row of a batch."""
     return BATCH_BYTES + len(batch.metadata or b"")
 
 

@@ -45,7 +45,7 @@ T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 _MESSAGES_PER_TURN = 64  # messages read before other tasks of the event loop run
-_BYTES_PER_TURN = 2**16  # of log-probabilities, mostly
+_BYTES_PER_TURN = 2**16  # for log-probabilities, mostly
 _RECONNECT_MS = 20  # between attempts while the engine's socket does not exist yet
 _LEAVING = 4  # messages from the engine within which it may still run a request whose client left
 
@@ -131,7 +131,7 @@ class OutputStream:
             self._client._abort([request_id])
 
     def called_tools(self, request_id: str) -> None:
-        """The answer of a choice, which has ended, called tools."""
+        """Report that the answer of a choice, which has ended, called tools."""
         self._client._send(CalledTools([request_id]))
 
     async def aclose(self) -> None:
@@ -198,8 +198,8 @@ class EngineClient:
         # prompt tokens of our choices without output; each choice counts, because it needs its own rows and steps even
         # if the prompt is cached
         self.num_waiting_tokens = 0
-        self.num_background = 0  # our unfinished choices of background requests, which no limit of the queue counts
-        # deaths of engines that ran requests of ours: they are ended one by one (`quarantine.py`), the server is not
+        self.num_background = 0  # our unfinished choices of background requests, which no queue limit counts
+        # deaths of engines that ran our requests: they are ended one by one (`quarantine.py`), the server is not
         self.num_explained_deaths = 0
         self._vocabulary: bytes | None = None  # for grammars, once one was needed
         self._quarantine = Quarantine()
@@ -312,7 +312,7 @@ class EngineClient:
             (entry for entry in self._open.values() if entry.sent),
             key=lambda entry: (entry.prompt.request.background, entry.prompt.request.priority),
         )
-        # of each tenant, because the engine serves tenants in turns (`engine/shares.py`)
+        # for each tenant, because the engine serves tenants in turns (`engine/shares.py`)
         before: Counter[str] = Counter()
         suspects = []
         for entry in sent:
@@ -395,7 +395,7 @@ class EngineClient:
                 choices.append(choice)
                 entry.num_repeated, entry.num_received = entry.num_prompt_logprobs, 0
                 entry.sent, entry.waits = True, False
-            self._send(prompt.request.having(choices, age=time.monotonic() - prompt.created))
+            self._send(prompt.request.with_choices(choices, age=time.monotonic() - prompt.created))
 
     def _advance_trials(self) -> None:
         """Start the next trial, or send all requests that wait if no suspect is left. Called after every output."""
@@ -446,7 +446,7 @@ class EngineClient:
         return entry
 
     def _note_computed(self, entry: _Open) -> None:
-        """The choice's prompt was processed, or is no longer needed."""
+        """Record that the choice's prompt was processed, or is no longer needed."""
         if not entry.computed:
             entry.computed = True
             if not entry.prompt.request.background:
@@ -484,7 +484,7 @@ class EngineClient:
     async def call_each(
         self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
     ) -> list[T]:
-        """The answer of each engine, of which there is one. Raises as `call`."""
+        """Return the answer of each engine, of which there is one. Raises as `call`."""
         return [await self.call(method, *args, timeout=timeout)]
 
     # ---- the socket

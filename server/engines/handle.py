@@ -37,9 +37,7 @@ class EngineHandle(Protocol):
     def set_vocabulary(self, vocabulary: bytes) -> None:
         """Send the tokens that grammars need, a `Vocabulary` as msgpack, now and to every later engine."""
 
-    async def call(
-        self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
-    ) -> T | list[T]:
+    async def call(self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0) -> T | list[T]:
         """Call a method of the engine. Returns the answer, of several engines their common one or the list of differing
         ones. Raises EngineCallError, EngineUnavailable, TimeoutError.
         """
@@ -47,7 +45,7 @@ class EngineHandle(Protocol):
     async def call_each(
         self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
     ) -> list[T]:
-        """The answer of each engine. Raises as `call`."""
+        """Return the answer of each engine. Raises as `call`."""
 
     async def close(self, reason: str = ...) -> None:
         """Fail every open request, and every later one. Idempotent."""

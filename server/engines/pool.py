@@ -69,9 +69,7 @@ class EnginePool:
         for client in self.clients:
             client.set_vocabulary(vocabulary)
 
-    async def call(
-        self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
-    ) -> T | list[T]:
+    async def call(self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0) -> T | list[T]:
         """Call a method of every engine; returns the common answer, or the list of differing answers.
 
         Raises the same errors as `EngineClient.call`.
@@ -82,7 +80,7 @@ class EnginePool:
     async def call_each(
         self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
     ) -> list[T]:
-        """The answer of every engine. Raises as `call`."""
+        """Return the answer of every engine. Raises as `call`."""
         return await asyncio.gather(*(client.call(method, *args, timeout=timeout) for client in self.clients))
 
     async def close(self, reason: str = "the server is shutting down") -> None:
@@ -103,8 +101,8 @@ class PrefixRouter:
         self._num_chosen = 0
 
     def choose(self, token_ids: list[int], salt: Hashable, loads: list[int | None]) -> int:
-        """The index of the engine for a prompt. `loads` are open requests per engine, None if it is not ready; if none
-        is ready, all count as idle.
+        """Return the index of the engine for a prompt. `loads` are open requests per engine, None if it is not ready;
+        if none is ready, all count as idle.
 
         An engine is busy if it has more than 1.5 times the smallest load plus 8.
         """
@@ -123,7 +121,7 @@ class PrefixRouter:
         self._seen[engine].clear()
 
     def _num_seen(self, engine: int, hashes: list[int]) -> int:
-        """The number of leading chunks of the prompt that the engine has seen."""
+        """Return the number of leading chunks of the prompt that the engine has seen."""
         seen = self._seen[engine]
         return next((count for count, value in enumerate(hashes) if value not in seen), len(hashes))
 
@@ -137,7 +135,7 @@ class PrefixRouter:
 
 
 def prefix_hashes(token_ids: list[int], salt: Hashable) -> Iterator[int]:
-    """For every full chunk of a prompt's first `_MAX_PROMPT` tokens, the hash of all tokens up to its end."""
+    """Yield for each full chunk of a prompt's first `_MAX_PROMPT` tokens the hash of all tokens up to its end."""
     value = hash(salt)
     for end in range(_CHUNK, min(len(token_ids), _MAX_PROMPT) + 1, _CHUNK):
         value = hash((value, *token_ids[end - _CHUNK : end]))

@@ -75,7 +75,7 @@ class EngineProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The exit code, or None while the engine runs."""
+        """Return the exit code, or None while the engine runs."""
         return self._process.poll()
 
     def wait(self) -> int:
@@ -104,7 +104,7 @@ class EngineProcess:
             os.killpg(self._process.pid, signal.SIGUSR2)
 
     def stacks(self) -> dict[str, str]:
-        """The stacks written by `dump_stacks`, by process name.
+        """Return the stacks written by `dump_stacks`, by process name.
 
         Empty for a process that is stopped or blocked in the kernel.
         """
@@ -126,7 +126,7 @@ class EngineProcess:
 
 
 def python_environment() -> dict[str, str]:
-    """The environment for a child process that imports quire.
+    """Return the environment for a child process that imports quire.
 
     Threads of torch that spin after an operation would hold the cores that the threads of the native kernels need next:
     models that alternate between both were five times slower on two cores.
@@ -136,7 +136,7 @@ def python_environment() -> dict[str, str]:
 
 
 def _devices(config: Config, index: int, visible: str | None) -> str:
-    """The GPUs of engine `index`: one per rank, out of the `visible` ones (all if that is None).
+    """Return the GPUs of engine `index`: one per rank, out of the `visible` ones (all if that is None).
 
     Has no effect without GPUs.
     """
@@ -149,7 +149,7 @@ def _devices(config: Config, index: int, visible: str | None) -> str:
 
 
 def _socket_folder() -> str:
-    """A new private folder whose path is short enough for a Unix socket."""
+    """Return a new private folder whose path is short enough for a Unix socket."""
     folder = tempfile.mkdtemp(prefix="quire-")
     if len(folder) + len("/engine") > _MAX_SOCKET_PATH:
         os.rmdir(folder)

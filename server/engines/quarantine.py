@@ -27,7 +27,7 @@ class Suspect(Protocol):
     is_open: bool
     num_received: int  # tokens from the engine that it was last sent to
     num_crashes: int  # deaths of engines that ran it
-    num_solo_deaths: int  # deaths of engines that ran only this request of ours
+    num_solo_deaths: int  # deaths of engines that ran only this one of our requests
     runs_to_end: bool  # whether only its end clears it
 
 
@@ -69,15 +69,15 @@ class Quarantine:
         if suspect.num_solo_deaths < self.num_needed:
             self._groups.appendleft([suspect])
             return
-        self.culprit = suspect  # of the earlier deaths too
+        self.culprit = suspect  # also for the earlier deaths
         for group in self._groups:
             for one in group:
                 one.num_crashes = one.num_solo_deaths = 0
         self._groups.clear()
 
     def cleared(self, last: bool = False) -> list[Suspect]:
-        """The requests of a trial that has just ended well, to be paused during the next one; with `last` also if
-        there is no next one.
+        """Return the requests of a trial that has just ended well, to be paused during the next one; with `last` also
+        if there is no next one.
         """
         more = last or any(one.is_open for group in self._groups for one in group)
         if not more or any(map(_is_on_trial, self._trial)):
@@ -86,7 +86,7 @@ class Quarantine:
         return cleared
 
     def next_trial(self) -> list[Suspect]:
-        """The suspects to send now; [] during a trial, and when none are left."""
+        """Return the suspects to send now; [] during a trial, and when none are left."""
         if any(map(_is_on_trial, self._trial)):
             return []
         self._trial = []
@@ -100,7 +100,7 @@ def _is_on_trial(suspect: Suspect) -> bool:
 
 
 def _first_trials(suspects: list[Suspect]) -> list[list[Suspect]]:
-    """The groups of requests that were not on trial when the engine died: short trials first."""
+    """Return the groups of requests that were not on trial when the engine died: short trials first."""
     short = [one for one in suspects if not one.runs_to_end]
     far = [one for one in short if one.num_received >= PROGRESS]
     near = [one for one in short if one.num_received < PROGRESS]

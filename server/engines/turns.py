@@ -1,4 +1,4 @@
-"""Whose suspects are on trial at an engine that several frontends share (`quarantine.py`)."""
+"""Coordination of crash trials at an engine that several frontends share (`quarantine.py`)."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Channel:
         return self._writer.transport.get_write_buffer_size()
 
     async def receive(self) -> msgspec.Struct | None:
-        """The next message, or None once the other end is closed."""
+        """Return the next message, or None once the other end is closed."""
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "big")
             return self._decode(await self._reader.readexactly(size))

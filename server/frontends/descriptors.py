@@ -29,7 +29,7 @@ def raise_descriptor_limit() -> None:
 
 
 def max_connections() -> int:
-    """The number of connections that the limit of open files allows."""
+    """Return the number of connections that the limit of open files allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
     return max(soft - RESERVED_DESCRIPTORS, soft // 2)

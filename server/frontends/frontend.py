@@ -77,7 +77,7 @@ class Frontend:
     def connect(
         self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
     ) -> list[EngineClient]:
-        """A client per engine, not yet connected. The callbacks get the engine's index first."""
+        """Return a client per engine, not yet connected. The callbacks get the engine's index first."""
         return self.model.connect(on_stats, on_progress)
 
     def progress(self, phase: str, fraction: float) -> None:
@@ -122,7 +122,7 @@ class Frontend:
         self.http.end()
 
     def kill(self) -> None:
-        """No action: a `Frontend` has no child process."""
+        """Do nothing: a `Frontend` has no child process."""
 
 
 def make_state(config: Config) -> ServerState:

@@ -31,7 +31,7 @@ class FrontendHandle(Protocol):
     def connect(
         self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
     ) -> list[EngineClient]:
-        """A client per engine, not yet connected. The callbacks get the engine's index first."""
+        """Return a client per engine, not yet connected. The callbacks get the engine's index first."""
 
     def progress(self, phase: str, fraction: float) -> None:
         """Record the progress of startup."""

@@ -1,4 +1,4 @@
-"""The HTTP side of a server: connections, the start-up gate, and the routes with what is around them."""
+"""The HTTP side of a server: connections, the start-up gate, and the routes with their middleware."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class HttpSide:
                 await in_thread(self.state.traces.close)
 
     async def _metrics(self) -> bytes | None:
-        """All metrics, of all frontends if there are several; None while there are none."""
+        """Return all metrics, of all frontends if there are several; None while there are none."""
         state = self.state
         if state.metrics is None:
             return None
@@ -116,7 +116,7 @@ class HttpSide:
         return routes
 
     def _open_keys(self) -> None:
-        """The API keys, the audit log and the traces. Raises ValueError for a file that cannot be used."""
+        """Open the API keys, the audit log and the traces. Raises ValueError for a file that cannot be used."""
         from quire.server.keys.audit import AuditLog
         from quire.server.keys.ring import KeyRing
 
@@ -131,7 +131,7 @@ class HttpSide:
             self.state.traces = Traces(server.otlp_traces_endpoint, self.state.names[0], self.state.version)
 
     def _open_batches(self) -> Batches | None:
-        """The batches of --batch-dir. Raises ValueError for a folder that cannot be used."""
+        """Return the batches of --batch-dir. Raises ValueError for a folder that cannot be used."""
         server = self.config.server
         if server.batch_dir is None:
             return None
@@ -140,7 +140,7 @@ class HttpSide:
         return Batches(server.batch_dir, server.batch_disk, self.state)
 
     def _open_responses(self) -> Responses:
-        """The store of responses. Raises ValueError for a file that cannot be used."""
+        """Return the store of responses. Raises ValueError for a file that cannot be used."""
         from quire.server.api.openai.responses.service import Responses
 
         def observe_evicted(num: int) -> None:

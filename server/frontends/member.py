@@ -204,10 +204,10 @@ class ManagedFrontend:
 
     def _counts(self) -> list:
         metrics = self.frontend.state.metrics
-        return [] if metrics is None else [metrics.of(engine).counts() for engine in range(len(self.clients))]
+        return [] if metrics is None else [metrics.for_engine(engine).counts() for engine in range(len(self.clients))]
 
     async def _scrape(self, view: View) -> bytes:
-        """The metrics of all frontends. Raises TimeoutError if the parent does not answer."""
+        """Return the metrics of all frontends. Raises TimeoutError if the parent does not answer."""
         number = next(self._numbers)
         waiting = self._scrapes[number] = asyncio.get_running_loop().create_future()
         self.channel.send(Scrape(number, view))

@@ -144,7 +144,7 @@ class ExplainedDeath(_Message):
 
 
 class Suspects(_Message):
-    """Whether requests of this frontend are suspected to kill that engine. Answered by `Turn`."""
+    """A report whether requests of this frontend are suspected to kill that engine. Answered by `Turn`."""
 
     index: int
     active: bool

@@ -247,7 +247,7 @@ class FrontendGroup:
         """Keep the counts of a process that ended, and clear its load."""
         if self.metrics is not None:
             for engine, counts in enumerate(frontend.counts):
-                self.metrics.of(engine).add(counts)
+                self.metrics.for_engine(engine).add(counts)
         for engine in range(frontend.num_engines):
             self._note_suspects(engine, frontend, False)
         frontend.reset()
@@ -394,21 +394,23 @@ class FrontendGroup:
     def observe_stats(self, engine: int, stats: EngineStats) -> None:
         """Same as `Frontend.observe_stats`."""
         if self.metrics is not None:
-            self.metrics.of(engine).observe_stats(stats)
+            self.metrics.for_engine(engine).observe_stats(stats)
 
     def on_death(self, engine: int) -> None:
-        """No action: `_announce_death` has notified the frontends."""
+        """Do nothing: `_announce_death` has notified the frontends."""
 
     async def _answer_scrape(self, frontend: FrontendProcess, message: Scrape) -> None:
         frontend.send(Page(message.number, await self.render_metrics(message.view)))
 
     async def render_metrics(self, view: View = ALL) -> bytes:
-        """The engines' statistics, and the sum of the counts of all frontends, past and present."""
+        """Return the engines' statistics, and the sum of the counts of all frontends, past and present."""
         await self._collect()
         if self.metrics is None:
             return b""
         pages = [
-            self.metrics.of(engine).plus(frontend.counts[engine] for frontend in self.frontends if frontend.counts)
+            self.metrics.for_engine(engine).plus(
+                frontend.counts[engine] for frontend in self.frontends if frontend.counts
+            )
             for engine in range(len(self.addresses))
         ]
         return await in_thread(functools.partial(MetricsPool(pages).render, view))
@@ -441,16 +443,16 @@ class FrontendGroup:
 
     async def _answer_change(self, channel: Channel, message: ChangeAdapters) -> None:
         """Change the adapters, and answer when every frontend serves the new ones."""
-        held = list(self.adapters.loaded.values())  # keeps the files of what is removed until nobody copies them
+        held = list(self.adapters.loaded.values())  # keeps the files of removed adapters until all copies are made
         refusal = None
         try:
             await make(message.change, self.adapters, self._pool, served_names(self.config))
             await self._share_adapters()
         except ApiError as error:
-            refusal = Refusal.of(error)
+            refusal = Refusal.from_error(error)
         except Exception:
             logger.exception("a change of the LoRA adapters failed")
-            refusal = Refusal.of(ApiError("The adapters could not be changed because of an internal error."))
+            refusal = Refusal.from_error(ApiError("The adapters could not be changed because of an internal error."))
         held.clear()
         channel.send(AdaptersChanged(message.number, refusal))  # dropped if that process has ended
 

@@ -59,7 +59,7 @@ class ServedModel:
     def connect(
         self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
     ) -> list[EngineClient]:
-        """A client per engine, not yet connected. The callbacks get the engine's index first."""
+        """Return a client per engine, not yet connected. The callbacks get the engine's index first."""
         from quire.server.engines.client import EngineClient
         from quire.server.engines.pool import EnginePool
 
@@ -143,7 +143,7 @@ class ServedModel:
     def observe_stats(self, engine: int, stats: EngineStats) -> None:
         """Publish an engine's statistics. With several frontends only the parent does: each receives the same."""
         if self.state.metrics is not None:
-            self.state.metrics.of(engine).observe_stats(stats)
+            self.state.metrics.for_engine(engine).observe_stats(stats)
 
     def on_death(self, engine: int) -> None:
         """Called when an engine dies, after its client was notified."""

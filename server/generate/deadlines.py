@@ -1,4 +1,4 @@
-"""How long a request may wait: in the queue, for its first token, and in all."""
+"""Deadlines of a request: in the queue, for its first token, and in all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Deadlines:
         return any(one is not None for one in (self.queue, self.first_token, self.total, self.predict))
 
     def after(self, seconds: float) -> Deadlines:
-        """The deadlines `seconds` later, before the request is queued."""
+        """Return the deadlines `seconds` later, before the request is queued."""
         first, total = (None if one is None else max(one - seconds, 0.0) for one in (self.first_token, self.total))
         return replace(self, first_token=first, total=total)
 
@@ -62,7 +62,7 @@ async def prepared(work: Awaitable[None], limits: Deadlines) -> Deadlines:
 
 
 async def within(work: Awaitable[T], limits: Deadlines, waits: Callable[[], Awaitable[bool]]) -> T:
-    """The result of `work`, the first that a request answers. Cancels it when a deadline passes.
+    """Return the result of `work`, the first that a request answers. Cancels it when a deadline passes.
 
     Raises Unavailable if the request waits in the queue then, and GatewayTimeout if it is computed.
     """

@@ -22,7 +22,7 @@ PER_TURN = 128  # prompts of one request that are begun, ended, or copied, befor
 
 
 def identity(deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
-    """The stage that changes nothing."""
+    """Return the stage that changes nothing."""
     return deltas
 
 
@@ -31,7 +31,7 @@ async def run(
     limits: Deadlines = NO_DEADLINES,
     stage: Stage = identity,
 ) -> AsyncGenerator[Delta, None]:
-    """The deltas of all prompts after `stage`, `index` counting choices across prompts (prompt index * n + i).
+    """Yield the deltas of all prompts after `stage`, `index` counting choices across prompts (prompt index * n + i).
 
     A deadline that passes after the first delta ends every unfinished choice with stop_reason "timeout" and
     finish_reason "timeout", for `limits.predict` "length"; one before it raises Unavailable or GatewayTimeout. Closing
@@ -94,7 +94,7 @@ async def _merge(generations: list[Generation]) -> AsyncGenerator[Delta, None]:
 
 
 async def _copied(deltas: AsyncIterator[Delta], num_copies: int) -> AsyncGenerator[Delta, None]:
-    """Each delta for every choice that is equal to its own."""
+    """Yield each delta for every choice that is equal to its own."""
     async for delta in deltas:
         whole = dataclasses.replace(delta)  # later stages change the one that they get
         yield delta
@@ -182,7 +182,7 @@ POSITION_SIZE = 64  # bytes of work (`threads.py`) that the log-probabilities of
 
 
 def answer_size(choices: list[Choice]) -> int:
-    """How much work it is to write down the whole answer, for `Threads.run`."""
+    """Return how much work it is to write down the whole answer, for `Threads.run`."""
     return sum(
         16 + len(choice.token_ids) // 4 + (len(choice.logprobs) + len(choice.prompt_logprobs)) * POSITION_SIZE
         for choice in choices
@@ -190,7 +190,7 @@ def answer_size(choices: list[Choice]) -> int:
 
 
 async def collect(deltas: AsyncGenerator[Delta, None], num_choices: int) -> list[Choice]:
-    """Every choice, complete. Raises EngineError."""
+    """Return every choice, complete. Raises EngineError."""
     choices = [Choice(i) for i in range(num_choices)]
     try:
         async for delta in deltas:

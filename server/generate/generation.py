@@ -47,8 +47,8 @@ class Generation:
         self._metrics: EngineMetrics | None = None  # once an engine is chosen
         self._stream: OutputStream | None = None
         self._choices: dict[str, _Choice] = {}  # the unfinished ones, by their engine request
-        self._num_output_tokens = 0  # of the longest finished choice
-        self._rest: EngineOutput | None = None  # of a pile
+        self._num_output_tokens = 0  # for the longest finished choice
+        self._rest: EngineOutput | None = None  # for a pile
 
     @property
     def client(self) -> EngineHandle:
@@ -80,7 +80,7 @@ class Generation:
             return delta
 
     def _only_reports(self, output: EngineOutput) -> bool:
-        """Tell the progress; whether the output has nothing else."""
+        """Tell the progress; returns whether the output has only that."""
         progress, prompt = self.request.progress, self.request.request_id
         if output.new_token_ids:
             progress.note_first_token(prompt, output.counts)
@@ -117,7 +117,9 @@ class Generation:
             one.lease.release()
 
     def called_tools(self, index: int) -> None:
-        """The answer of a choice, which has ended, called tools: the engine keeps its cached prefix for a while."""
+        """Report that the answer of a choice, which has ended, called tools: the engine keeps its cached prefix for a
+        while.
+        """
         if self._stream is not None:
             self._stream.called_tools(self._ids[index // self.request.num_copies])
 
@@ -151,7 +153,7 @@ class Generation:
             raise BadRequest(str(error), param="request_id") from None
         self._choices = {request_id: _Choice(index, request, self._tokenizer) for index, request_id in enumerate(ids)}
         if self._sink is not None:
-            self._metrics = self._sink.of(self._stream.engine)
+            self._metrics = self._sink.for_engine(self._stream.engine)
             for one in request.media:
                 self._metrics.observe_image(one.item.num_embeds, one.lease.found, one.lease.seconds)
 
@@ -168,15 +170,13 @@ class Generation:
             return
         num_tokens = choice.detokenizer.num_tokens + choice.num_silent
         self._num_output_tokens = max(self._num_output_tokens, num_tokens)
-        self._metrics.observe_request(
-            self.request, delta.finish_reason, num_tokens, choice.first_token_time, timing
-        )
+        self._metrics.observe_request(self.request, delta.finish_reason, num_tokens, choice.first_token_time, timing)
         if not self._choices:
             self._metrics.observe_group(self.request, self._num_output_tokens)
 
 
 def _split(output: EngineOutput) -> tuple[EngineOutput, EngineOutput]:
-    """The first `SLICE` tokens, and the rest with all that ends the request."""
+    """Return the first `SLICE` tokens, and the rest with all that ends the request."""
     logprobs = output.logprobs
     first = EngineOutput(
         output.request_id,
@@ -195,7 +195,7 @@ def _int64(value: int) -> int:
 
 
 def _text_ends(request: GenerationRequest, tokenizer: Tokenizer) -> frozenset[int]:
-    """With `request.text_ends`, the stop tokens that are shown and are not text themselves."""
+    """Return, with `request.text_ends`, the stop tokens that are shown and are not text themselves."""
     if not request.include_stop_str_in_output:
         return request.text_ends
     sampling = request.sampling

@@ -46,7 +46,7 @@ class PoolingSpec:
     cache_seconds: float = 0.0
     tenant: str | None = None
     background: bool = False  # yields to every request that is not; no limit of the queue counts it
-    adapters: list[Chosen] = field(default_factory=list)  # of LoRA
+    adapters: list[Chosen] = field(default_factory=list)  # for LoRA
     prompt_param: str = "input"
 
 
@@ -67,7 +67,7 @@ class Vector:
 
 
 def require_task(model: ModelInfo, task: str) -> PoolingInfo:
-    """The model's tasks. Raises BadRequest if `task` is none of them."""
+    """Return the model's tasks. Raises BadRequest if `task` is none of them."""
     if model.pooling is None or task not in model.pooling.tasks:
         hint = "--pooling makes embeddings of its hidden states" if model.pooling is None and task == "embed" else ""
         what = {"embed": "makes no embeddings", "classify": "is no classifier"}[task]
@@ -104,7 +104,7 @@ def _check_dimensions(dimensions: int, pooling: PoolingInfo) -> None:
 
 
 def prepare(spec: PoolingSpec, state: needs.Encoding) -> list[GenerationRequest]:
-    """The requests for the engine, one per prompt. Runs in a thread. Raises BadRequest naming the parameter."""
+    """Return the requests for the engine, one per prompt. Runs in a thread. Raises BadRequest naming the parameter."""
     prompts, model, param = spec.prompts, state.model, spec.prompt_param
     if len(prompts) > MAX_PROMPTS:
         raise BadRequest(f"{param}: {len(prompts)} prompts are more than {MAX_PROMPTS}.", param=param)
@@ -117,13 +117,13 @@ def prepare(spec: PoolingSpec, state: needs.Encoding) -> list[GenerationRequest]
 
 
 def text_limit(model: ModelInfo) -> int:
-    """The number of tokens that the model reads of a text: its context length, or less by its files."""
+    """Return the number of tokens that the model reads of a text: its context length, or less by its files."""
     declared = model.pooling.max_tokens if model.pooling is not None else 0
     return min(declared or model.max_model_len, model.max_model_len)
 
 
 def truncated_size(spec: PoolingSpec, model: ModelInfo) -> int | None:
-    """The number of tokens to which texts are cut; None: they are not. Raises BadRequest."""
+    """Return the number of tokens to which texts are cut; None: they are not. Raises BadRequest."""
     size, limit = spec.truncate_prompt_tokens, text_limit(model)
     if size is None:
         declared = model.pooling is not None and model.pooling.max_tokens
@@ -137,12 +137,14 @@ def truncated_size(spec: PoolingSpec, model: ModelInfo) -> int | None:
 
 
 def side_of(spec: PoolingSpec, model: ModelInfo) -> str:
-    """The side on which texts are cut: right drops their end."""
+    """Return the side on which texts are cut: right drops their end."""
     return spec.truncation_side or (model.pooling.truncation_side if model.pooling is not None else "right")
 
 
 def _encode(spec: PoolingSpec, texts: Sequence[str], state: needs.Encoding, size: int | None) -> list[list[int]]:
-    """Token ids of each text. A text is truncated between its special tokens, as Hugging Face's tokenizers do."""
+    """Return token ids of each text. A text is truncated between its special tokens, as Hugging Face's
+    tokenizers do.
+    """
     special, param = spec.add_special_tokens, spec.prompt_param
     if prompt := state.model.pooling.prompt:
         texts = [prompt + text for text in texts]
@@ -165,7 +167,7 @@ def _encode(spec: PoolingSpec, texts: Sequence[str], state: needs.Encoding, size
 
 
 def special_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer puts before and after a text."""
+    """Return the special tokens that the tokenizer puts before and after a text."""
     plain, framed = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
     start = next(i for i in range(len(framed)) if framed[i : i + len(plain)] == plain)
     return framed[:start], framed[start + len(plain) :]
@@ -176,7 +178,7 @@ def _cut(ids: list[int], size: int, side: str) -> list[int]:
 
 
 def to_request(spec: PoolingSpec, ids: list[int], model: ModelInfo) -> GenerationRequest:
-    """The request for one prompt. Raises BadRequest."""
+    """Return the request for one prompt. Raises BadRequest."""
     param = spec.prompt_param
     if not ids:
         raise BadRequest(f"{param} must not be empty.", param=param)
@@ -204,7 +206,7 @@ def to_request(spec: PoolingSpec, ids: list[int], model: ModelInfo) -> Generatio
 
 
 async def run(state: needs.Running, requests: Sequence[GenerationRequest]) -> list[Vector]:
-    """The vectors of all requests. Cancelling it aborts what still runs.
+    """Return the vectors of all requests. Cancelling it aborts what still runs.
 
     Raises EngineError when a request fails, BadRequest when the engine refuses it.
     """
@@ -223,7 +225,7 @@ async def run(state: needs.Running, requests: Sequence[GenerationRequest]) -> li
         for stream in streams[len(vectors) :]:
             await stream.aclose()
             if state.metrics is not None:
-                state.metrics.of(stream.engine).observe_abort()
+                state.metrics.for_engine(stream.engine).observe_abort()
     return vectors
 
 
@@ -245,9 +247,9 @@ def _message(request: GenerationRequest) -> AddRequest:
 
 
 def _vector(state: needs.Metrics, request: GenerationRequest, stream: OutputStream, output: EngineOutput) -> Vector:
-    """The result of a request, which has one output."""
+    """Return the result of a request, which has one output."""
     if state.metrics is not None:
-        metrics = state.metrics.of(stream.engine)
+        metrics = state.metrics.for_engine(stream.engine)
         metrics.observe_prompt(len(request.prompt_token_ids), output.counts.cached)
         metrics.observe_request(request, output.finish_reason, 0, 0.0, output.timing)
         metrics.observe_group(request, 0)

@@ -28,7 +28,7 @@ _serial = itertools.count()
 
 
 def prepare(spec: GenerationSpec, state: needs.Prompting) -> list[GenerationRequest]:
-    """The requests for the engine, one per prompt. The model must be ready (`state.require_ready`).
+    """Return the requests for the engine, one per prompt. The model must be ready (`state.require_ready`).
 
     Raises BadRequest naming the parameter and its limit.
     """
@@ -73,7 +73,7 @@ def check_priority(priority: int, model: ModelInfo) -> None:
 
 
 def _prediction_ids(text: str | None, state: needs.Encoding) -> list[int] | None:
-    """Token ids of a predicted output, as many as the context holds; None without one."""
+    """Return token ids of a predicted output, as many as the context holds; None without one."""
     if text is None:
         return None
     text = text[: state.model.max_model_len * state.tokenizer.max_token_chars]
@@ -125,7 +125,7 @@ def _request(
 
 
 def truncate(ids: list[int], options: GenerationOptions, sampling: SamplingParams, model: ModelInfo) -> list[int]:
-    """`ids` cut to `truncate_prompt_tokens`; -1 cuts to what leaves room for max_tokens. Raises BadRequest."""
+    """Return `ids` cut to `truncate_prompt_tokens`; -1 leaves room for max_tokens. Raises BadRequest."""
     size = options.truncate_prompt_tokens
     if size is None:
         return ids

@@ -1,4 +1,4 @@
-"""How well documents answer queries: by a cross-encoder, which reads both together, or as the cosine of embeddings."""
+"""Scores of documents for queries: by a cross-encoder, which reads both together, or as the cosine of embeddings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Scoring:
     activation: str = "identity"
 
     def scores(self, vectors: Sequence[Vector]) -> list[float]:
-        """One score per pair, from the vectors of all requests."""
+        """Return one score per pair, from the vectors of all requests."""
         values = [vector.values for vector in vectors]
         if self.pairs is None:
             return [activated(logits, self.activation)[0] for logits in values]
@@ -88,9 +88,9 @@ def _cross_encoder(
 
 
 def _kept(spec: PoolingSpec, sequence_ids: list[int | None], size: int | None, side: str) -> Sequence[int]:
-    """The places of the tokens of a joined pair that stay if it is cut to `size` tokens. For a size that the request
-    names, tokens of the document are dropped; for the model's, those of the longer text, then of both, as transformers
-    does.
+    """Return the places of the tokens of a joined pair that stay if it is cut to `size` tokens. For a size that the
+    request names, tokens of the document are dropped; for the model's, those of the longer text, then of both, as
+    transformers does.
     """
     excess = 0 if size is None else len(sequence_ids) - size
     if excess <= 0:
@@ -109,7 +109,7 @@ def _kept(spec: PoolingSpec, sequence_ids: list[int | None], size: int | None, s
 
 
 def _balanced(first: int, second: int, room: int) -> tuple[int, int]:
-    """How much of two texts of `first` and `second` tokens is kept in `room`, if the longer one is cut first."""
+    """Return how much of two texts of `first` and `second` tokens is kept in `room`, if the longer one is cut first."""
     shorter = min(first, second)
     if shorter <= room // 2:
         return (shorter, room - shorter) if first <= second else (room - shorter, shorter)
@@ -118,8 +118,8 @@ def _balanced(first: int, second: int, room: int) -> tuple[int, int]:
 
 
 def _rendered(spec: PoolingSpec, query: str, document: str, state: needs.Encoding, size: int | None) -> list[int]:
-    """Token ids of a pair in the model's chat template, as messages of the roles query and document. The document is
-    shortened until they are at most `size`.
+    """Return token ids of a pair in the model's chat template, as messages of the roles query and document. The
+    document is shortened until they are at most `size`.
     """
     tokenizer, prompt = state.tokenizer, state.model.pooling.prompt
     before = [{"role": "system", "content": prompt}] if prompt else []
@@ -150,7 +150,7 @@ def _no_room(size: int) -> BadRequest:
 
 
 def activated(logits: Sequence[float], activation: str) -> list[float]:
-    """The outputs of a classifier: softmax over all labels, or sigmoid or identity of each."""
+    """Return the outputs of a classifier: softmax over all labels, or sigmoid or identity of each."""
     match activation:
         case "softmax":
             largest = max(logits)

@@ -30,7 +30,7 @@ logger = logging.getLogger("quire.structured")
 NUM_PROCESSES = 3
 PER_TENANT = 2  # processes that work for one tenant at once: the others' structures find a free one
 MAX_WAITING = 256  # structures of one tenant that wait for a process
-CACHE_BYTES = 2**24  # of structures and their grammars
+CACHE_BYTES = 2**24  # for structures and their grammars
 RETRY_AFTER = 10  # seconds
 WARM_AFTER = 5.0  # seconds from the start of a server, which has other work until then
 _ANY_LETTER = Structure(kind="regex", value="[a-z]", param="")
@@ -63,7 +63,7 @@ async def constrain(requests: Sequence[GenerationRequest], state: Served, tenant
 
 
 class _Refusal(msgspec.Struct):
-    """Why a structure has no grammar."""
+    """The reason for which a structure has no grammar."""
 
     reason: str
 
@@ -105,7 +105,7 @@ class Structures:
             logger.warning("structured output is not ready yet: %s", error.message)
 
     async def grammar(self, structure: Structure, state: Served, tenant: str = "") -> str:
-        """The grammar of `structure`. Raises BadRequest, Unavailable."""
+        """Return the grammar of `structure`. Raises BadRequest, Unavailable."""
         key = _key(structure)
         if (known := self._grammars.get(key)) is None:
             known = await self._wait(key, state, tenant)
@@ -162,8 +162,8 @@ class Structures:
     # ---- the processes
 
     async def _ask(self, key: bytes) -> str | _Refusal:
-        """One try with a process that is there, and one with a fresh one: the first may have been killed while it was
-        idle, or at its limit because of what it did before.
+        """Compile with an idle process, then with a fresh one: the first may have been killed while it was idle, or be
+        at its limit because of earlier work.
         """
         for process in (self._idle_process(), None):
             process = process or CompileProcess(self._specials)
@@ -185,7 +185,7 @@ class Structures:
         raise Unavailable("The grammar takes too much time or memory to compile now.", retry_after=RETRY_AFTER)
 
     def _idle_process(self) -> CompileProcess | None:
-        """An idle process that lives."""
+        """Return an idle process that lives."""
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
@@ -232,7 +232,7 @@ def _size(key: bytes, result: str | _Refusal) -> int:
 
 
 def _read(tokenizer: Tokenizer, model: ModelInfo) -> tuple[bytes, bytes]:
-    """The vocabulary for the compile processes, and all of it for the engines, as msgpack."""
+    """Return the vocabulary for the compile processes, and all of it for the engines, as msgpack."""
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(model.vocab_size)]
     special = sorted(token_id for token_id in tokenizer.special_ids if token_id < model.vocab_size)
     specials = {tokens[token_id].decode(): token_id for token_id in special if tokens[token_id]}

@@ -25,7 +25,7 @@ from quire.server.request.delta import Delta
 from quire.server.request.generation_request import Attached, GenerationRequest
 
 PARALLEL = 8  # pieces of one request at once
-TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the attempts
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # for the attempts
 MOST_COMPRESSION, LEAST_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6  # Whisper's thresholds
 PERHAPS_NO_SPEECH = 0.3  # the same after attempts of which none is likely: steady noise has 0.4
 _MOST_BEFORE = 224  # tokens of text before the audio, at most half of the context
@@ -37,7 +37,7 @@ Observed = Callable[[AsyncGenerator[Delta, None]], AsyncGenerator[Delta, None]]
 
 
 def most_before(model: ModelInfo) -> int:
-    """The most tokens of text before the audio."""
+    """Return the most tokens of text before the audio."""
     return min(_MOST_BEFORE, model.max_model_len // 2)
 
 
@@ -144,7 +144,7 @@ class Transcription:
             piece.lease.release()
 
     async def _attempts(self, piece: Piece, before: list[int]) -> Said:
-        """The first attempt that does not fail, or the last one."""
+        """Return the first attempt that does not fail, or the last one."""
         spec = self.spec
         for temperature in (spec.temperature,) if spec.temperature else TEMPERATURES:
             said = await self._attempt(piece, before if temperature <= _FORGETS else [], temperature)
@@ -155,7 +155,7 @@ class Transcription:
         return said.silenced() if said.is_silence(PERHAPS_NO_SPEECH) else said
 
     async def _detect(self, piece: Piece) -> str:
-        """The code of the likeliest language."""
+        """Return the code of the likeliest language."""
         names = {number: code for code, number in self.model.languages.items()}
         sampling = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=list(names))
         ids, _, _ = await self._run(piece, [self.model.start], sampling)
@@ -194,7 +194,7 @@ class Transcription:
         return said
 
     def _read(self, piece: Piece, ids: list[int], logprobs: list[TokenLogprobs]) -> Said:
-        """The text of an attempt, and its measures."""
+        """Return the text of an attempt, and its measures."""
         total = sum(entry.logprobs[0] for entry in logprobs)
         said = Said(piece, avg_logprob=total / max(len(ids), 1), num_output=len(ids))
         kept = [i for i, token in enumerate(ids) if token < self.model.end]
@@ -207,7 +207,7 @@ class Transcription:
         return said
 
     def _segments(self, piece: Piece, ids: list[int]) -> list[Segment]:
-        """The parts between timestamps. One that has no end lasts to the end of the piece."""
+        """Return the parts between timestamps. One that has no end lasts to the end of the piece."""
         begin, segments = self.model.timestamp_begin, []
         start, tokens = 0.0, []
         for token in [*ids, None]:

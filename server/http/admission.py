@@ -63,7 +63,7 @@ def admit(
 
 
 def cache_hint(request: Request) -> dict[str, Any]:
-    """The fields of a spec that say which conversation the request belongs to, if it says so."""
+    """Return the fields of a spec that say which conversation the request belongs to, if it says so."""
     who = caller(request)
     hint = who.hint
     return {} if hint is None else {"cache_key": who.engine_key(hint.key), "cache_seconds": hint.seconds}
@@ -76,8 +76,8 @@ async def generate(
     param: str,
     predict: float | None = None,
 ) -> AsyncGenerator[Delta, None]:
-    """The deltas of all choices, parsed as the requests say; the generation begins with the first one read. `param` is
-    the field that holds the prompt. `predict` is the time limit from the first token on, in seconds.
+    """Return the deltas of all choices, parsed as the requests say; the generation begins with the first one read.
+    `param` is the field that holds the prompt. `predict` is the time limit from the first token on, in seconds.
 
     Raises Unavailable, RequestTimeout, BadRequest for a structure that cannot be compiled, ClientGone.
     """

@@ -17,7 +17,7 @@ from quire.server.web.pages import PAGES
 
 class ApiKeys:
     """Requires a key of `keys`, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Everything except the probes and
-    the static pages, unknown routes included, returns 401 without it. Of `routes`, those with `admin` need an
+    the static pages, unknown routes included, returns 401 without it. Those of `routes` with `admin` need an
     administrator's key, and others get 403; they need it even if no other route needs a key.
 
     Sets the caller's `key`; with several keys `owner` per key, and `tenant` to the same unless `share_prefix_cache`.
@@ -36,7 +36,7 @@ class ApiKeys:
         await self.app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Why the request has no access; otherwise notes whose it is."""
+        """Return why the request has no access; otherwise notes whose it is."""
         presented, for_admins = _presented_key(scope), self._is_for_admins(scope)
         holder = None if presented is None else self.keys.find(presented)
         if holder is None:

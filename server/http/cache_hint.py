@@ -1,4 +1,4 @@
-"""Which conversation a request belongs to, and how long its cached prefix is wanted: `prompt_cache_key` of any body,
+"""The conversation of a request, and how long its cached prefix is wanted: `prompt_cache_key` of any body,
 else `session_id`, else the header X-Session-ID; `prompt_cache_retention`, or `ttl` of `prompt_cache_options`. Some
 dialects have hints of their own, without a name: `wanted_for`.
 """
@@ -36,7 +36,7 @@ _options = msgspec.json.Decoder(_Options).decode
 
 
 def read_hint(request: Request, body: bytes) -> CacheHint | None:
-    """The hint of a request with a valid body. Raises BadRequest."""
+    """Return the hint of a request with a valid body. Raises BadRequest."""
     given = _fields(body) if b'"prompt_cache_' in body or b'"session_id"' in body else _Fields()
     key, retention = given.prompt_cache_key, given.prompt_cache_retention
     if key is not None:
@@ -54,7 +54,7 @@ def read_hint(request: Request, body: bytes) -> CacheHint | None:
 
 
 def _ttl(options: msgspec.Raw | msgspec.UnsetType) -> float:
-    """Return the seconds that `prompt_cache_options` of a body says, if it is what OpenAI means by it."""
+    """Return the seconds in `prompt_cache_options` of a body, if it has OpenAI's meaning."""
     try:
         ttl = None if options is msgspec.UNSET else _options(options).ttl
     except msgspec.ValidationError:
@@ -63,8 +63,8 @@ def _ttl(options: msgspec.Raw | msgspec.UnsetType) -> float:
 
 
 def wanted_for(identity: dict[str, Any], seconds: float, name: str = "") -> dict[str, Any]:
-    """The fields of a spec with a hint that the dialect has: the cached prefix is wanted for `seconds`. The name of a
-    conversation that the client gave counts more than `name`; without any, how the prompt begins stands for it.
+    """Return the fields of a spec with a hint that the dialect has: the cached prefix is wanted for `seconds`. The name
+    of a conversation that the client gave counts more than `name`; without any, how the prompt begins stands for it.
     """
     if seconds <= 0:
         return identity

@@ -34,15 +34,15 @@ def set_caller(scope: Scope, of: Caller) -> None:
 
 
 def connection_of(scope: Scope) -> Connection | None:
-    """The connection that the request came by; None for a line of a batch."""
+    """Return the connection that the request came by; None for a line of a batch."""
     return scope.get("state", {}).get("connection")
 
 
 def arrival(scope: Scope) -> float | None:
-    """When the request arrived, by the event loop's time."""
+    """Return when the request arrived, by the event loop's time."""
     return scope.get("state", {}).get("arrived")
 
 
 def route_path(scope: Scope, default: str | None = None) -> str:
-    """The path of the route that takes the request; `default`, or its own path, if there is none."""
+    """Return the path of the route that takes the request; `default`, or its own path, if there is none."""
     return getattr(scope.get("route"), "path", scope["path"][:200] if default is None else default)

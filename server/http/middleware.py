@@ -90,9 +90,7 @@ class RequestBoundary:
         try:
             await self._answer(scope, receive, send_with_headers)
         except Exception:
-            logger.exception(
-                "%s %s failed (request %s)", scope["method"], _printable(scope["path"]), who.request_id
-            )
+            logger.exception("%s %s failed (request %s)", scope["method"], _printable(scope["path"]), who.request_id)
             if status is None:
                 await send_json(send_with_headers, 500, internal_body(scope["path"]), {})
             elif not complete:
@@ -105,9 +103,7 @@ class RequestBoundary:
                 if status is not None and status >= 400:
                     self._note_error(scope, status)
                 if self.state.metrics is not None and status is not None:
-                    self.state.metrics.observe_http(
-                        route_path(scope, "none"), scope["method"], status
-                    )
+                    self.state.metrics.observe_http(route_path(scope, "none"), scope["method"], status)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have the application answer. A method that HTTP does not define is "other", which no route allows: methods
@@ -146,7 +142,7 @@ class RequestBoundary:
         )
 
     def _fields(self, scope: Scope, status: int | None, seconds: float) -> dict[str, object]:
-        """For logs in JSON."""
+        """Return the fields of logs in JSON."""
         who = caller_in(scope)
         return {
             "method": scope["method"],
@@ -189,7 +185,7 @@ class Hosts:
 
 
 def host_name(host: bytes) -> str:
-    """The host of a Host header, without port and without the brackets of an IPv6 address."""
+    """Return the host of a Host header, without port and without the brackets of an IPv6 address."""
     text = host.decode("latin-1").strip().lower()
     return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
 
@@ -207,7 +203,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _usable(request_id: bytes | None) -> str | None:
-    """The client's id, if it is safe to put into headers and logs."""
+    """Return the client's id, if it is safe to put into headers and logs."""
     return request_id.decode("ascii") if request_id and re.fullmatch(rb"[\x21-\x7e]{1,256}", request_id) else None
 
 
@@ -229,7 +225,7 @@ def _extra_headers(scope: Scope, keep_alive: bytes) -> list[tuple[bytes, bytes]]
 
 
 def _warning(ignored: Ignored) -> str:
-    """The text of the Warning header: what of the request had no effect."""
+    """Return the text of the Warning header: what of the request had no effect."""
     what = {"unknown parameters ignored": ignored.unknown, "parameters without effect here": ignored.hints}
     text = "; ".join(f"{about}: {', '.join(names[:20])}" for about, names in what.items() if names)
     return "".join(

@@ -1,4 +1,4 @@
-"""Whose objects a request may see, and pages of lists of them."""
+"""Owners of objects, and pages of lists of objects."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from quire.server.http.numbers import bounded_int
 
 
 def owner(request: Request) -> str:
-    """Whose files and batches a request may see: those of its API key, or all if there is only one."""
+    """Return the owner of the files and batches that a request may see: its API key's, or all if there is only one."""
     return caller(request).owner or ""
 
 
 def page_size(request: Request, largest: int) -> int:
-    """The `limit` of a list. Raises BadRequest."""
+    """Return the `limit` of a list. Raises BadRequest."""
     given = request.query_params.get("limit", str(min(largest, 20) if largest < 10_000 else largest))
     return bounded_int(given, 1, largest, "limit")
 

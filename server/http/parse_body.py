@@ -2,9 +2,9 @@
 (`messages.0.role`).
 
 Only declared fields are decoded. Undeclared fields are skipped and then checked by name, so that a body with a million
-of them uses no memory. What has no effect is noted: unknown fields, the `hints` of a type unless they hold a neutral
-value, and what a type's method `without_effect` returns: paths of values of declared fields, below its own, and the
-type of each, "" for none.
+of them uses no memory. Fields without effect are noted: unknown fields, the `hints` of a type unless they hold a
+neutral value, and what a type's method `without_effect` returns: paths of values of declared fields, below its own, and
+the type of each, "" for none.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 MAX_NESTING = 64  # levels of JSON that is passed to templates
 MAX_FIELDS = 256  # per object
 MAX_MEMBERS = 2**16  # per body, over all objects; decoding them holds the interpreter for about 20 ms
-_MAX_BYTES = {"chat_template_kwargs": MAX_TEMPLATE_KWARGS_BYTES, "tools": 2**20, "functions": 2**20}  # of JSON
-# of every body: `cache_hint.py`, `time_limit.py`
+_MAX_BYTES = {"chat_template_kwargs": MAX_TEMPLATE_KWARGS_BYTES, "tools": 2**20, "functions": 2**20}  # as JSON
+# for every body: `cache_hint.py`, `time_limit.py`
 EVERYWHERE = frozenset({"prompt_cache_key", "prompt_cache_retention", "session_id", "timeout"})
 _NEUTRAL_BYTES = 64  # maximum length of a neutral value of an unsupported field
 _SHOWN_BYTES = 2**16  # longer bodies are not searched for the value to show in an error
@@ -39,7 +39,7 @@ _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, Ignored]:
-    """The request, and what of it has no effect.
+    """Return the request, and its fields without effect.
 
     Raises BadRequest; for unknown fields only when `strict`.
     """
@@ -72,7 +72,7 @@ def parse(body: bytes, cls: type[T], *, strict: bool = False) -> tuple[T, Ignore
 
 
 def _untyped(body: bytes) -> Any:
-    """The body's data, or None if it has a number that Python cannot hold as JSON means it (1e999)."""
+    """Return the body's data, or None if it has a number that Python cannot hold as JSON means it (1e999)."""
     try:
         return msgspec.json.decode(body)
     except (ValueError, RecursionError):  # or bytes that are no UTF-8, which typed decoding skips
@@ -109,7 +109,7 @@ def deeper_than(value: Json, levels: int) -> bool:
 
 
 def bad_request(error: msgspec.ValidationError, data: Json) -> BadRequest:
-    """The error for a value of the wrong type; it names the field and shows its value from `data`."""
+    """Return the error for a value of the wrong type; it names the field and shows its value from `data`."""
     match = _PATH.match(str(error))
     what, path = match["what"], match["path"] or ""
     keys = [
@@ -132,7 +132,7 @@ def _readable(what: str) -> str:
 
 
 def _value_at(data: Json, keys: list) -> str:
-    """The invalid value, if it is short."""
+    """Return the invalid value, if it is short."""
     for key in keys:
         try:
             data = data[key]
@@ -173,7 +173,7 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, ign
 
 
 class _Rules(NamedTuple):
-    """The names of fields of a type, by what becomes of them."""
+    """The names of fields of a type, by their treatment."""
 
     declared: dict[str, str]  # to the attribute
     unsupported: dict[str, tuple]

@@ -38,8 +38,9 @@ _RENDERED = frozenset({"messages", "instructions", "system"})  # fields of bodie
 
 
 async def use_body(request: Request, cls: type[T], state: needs.Body, use: Callable[[T], R | Deferred[R]]) -> R:
-    """The result of `use(body)`, with `body` parsed as `cls`, or of the work that it defers. The event loop frees the
-    parts of a large body that `use` keeps. What has no effect is noted for the response's `Warning` header.
+    """Return the result of `use(body)`, with `body` parsed as `cls`, or of the work that it defers. The event loop
+    frees the parts of a large body that `use` keeps. Fields without effect are noted for the response's `Warning`
+    header.
 
     Raises BadRequest, PayloadTooLarge, UnsupportedMediaType, the errors of `use`, and ClientGone if the client
     disconnects, which cancels work that still waits for a thread.
@@ -78,7 +79,9 @@ async def use_body(request: Request, cls: type[T], state: needs.Body, use: Calla
 
 
 async def in_turns(request: Request, state: needs.Threads, size: int, work: Callable[[], R | Deferred[R]]) -> R:
-    """The result of `work`, or of the work that it defers, for a part of a body of `size` bytes. Raises as `take`."""
+    """Return the result of `work`, or of the work that it defers, for a part of a body of `size` bytes. Raises as
+    `take`.
+    """
     used = await _run(request, state, size, work)
     while isinstance(used, Deferred):
         await sse.unless_disconnected(request, used.awaited(caller(request).turn))
@@ -87,7 +90,7 @@ async def in_turns(request: Request, state: needs.Threads, size: int, work: Call
 
 
 async def _run(request: Request, state: needs.Threads, size: int, work: Callable[[], R]) -> R:
-    """The result of `work`, whose errors keep no large body alive. Raises as it does."""
+    """Return the result of `work`, whose errors keep no large body alive. Raises as it does."""
 
     def guarded() -> tuple[R | None, ApiError | None]:
         try:
@@ -136,7 +139,7 @@ def max_body_bytes(state: needs.BodyLimit) -> int:
 
 
 async def read_body(request: Request, state: needs.Body, limit: int | None = None) -> bytes:
-    """The whole body, decompressed, of at most `limit` bytes (default: `max_body_bytes`).
+    """Return the whole body, decompressed, of at most `limit` bytes (default: `max_body_bytes`).
 
     Raises PayloadTooLarge, UnsupportedMediaType, BadRequest for bytes that are no gzip, and ClientGone if the client
     disconnects.

@@ -47,16 +47,16 @@ def _open_account(request: Request, state: needs.Reservation, requests: Sequence
 
 
 def priority(request: Request, given: int | None) -> int | None:
-    """The body's priority (`given`), else that of the X-Vllm-Priority header, else None. Raises BadRequest."""
+    """Return the body's priority (`given`), else that of the X-Vllm-Priority header, else None. Raises BadRequest."""
     if given is not None or (header := request.headers.get("x-vllm-priority")) is None:
         return given
     return bounded_int(header, -(2**63), 2**63 - 1, "X-Vllm-Priority")
 
 
 def deadlines(request: Request, state: needs.Settings, predict: float | None = None) -> Deadlines:
-    """How long the request has from now: the shortest of the server's time for requests, the body's field `timeout` and
-    the X-Request-Timeout header, all of which count from its arrival, and the server's for the queue and the first
-    token. Raises BadRequest, RequestTimeout if its time has passed.
+    """Return how long the request has from now: the shortest of the server's time for requests, the body's field
+    `timeout` and the X-Request-Timeout header, all of which count from its arrival, and the server's for the queue and
+    the first token. Raises BadRequest, RequestTimeout if its time has passed.
     """
     server = state.config.server
     who = caller(request)
@@ -78,7 +78,9 @@ def deadlines(request: Request, state: needs.Settings, predict: float | None = N
 
 
 def request_id(request: Request, given: str | None) -> str:
-    """The body's `request_id` (`given`), else the X-Request-Id header, else a generated id. The response repeats it."""
+    """Return the body's `request_id` (`given`), else the X-Request-Id header, else a generated id. The response repeats
+    it.
+    """
     if given is not None:
         caller(request).request_id = given
     return caller(request).request_id

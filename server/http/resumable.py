@@ -17,7 +17,7 @@ from quire.server.http.sse import EventStream, Progress, event
 
 HEADER = "X-Resumable-Stream"
 ABANDONED_AFTER = 60.0  # seconds without a reader, after which a stream is aborted, or forgotten if it has ended
-MAX_BYTES = 512 * 1024  # of the events kept of one stream
+MAX_BYTES = 512 * 1024  # for the events kept of one stream
 MAX_STREAMS, MAX_STREAMS_OF_ONE = 256, 16  # kept, in all and of one API key (without keys, of one address)
 _BATCH = 64  # events sent at once
 
@@ -78,7 +78,7 @@ class Kept:
         changed.set()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """The events with numbers above `after`, until the last."""
+        """Yield the events with numbers above `after`, until the last."""
         self._num_readers += 1
         try:
             while True:
@@ -185,5 +185,5 @@ class ResumableStream(EventStream):
 
 
 def gone(first: int) -> NotFound:
-    """The error for events before number `first`."""
+    """Return the error for events before number `first`."""
     return NotFound(f"Events before number {first} are no longer kept.", param="Last-Event-ID", code="events_gone")

@@ -60,7 +60,7 @@ class Route:
 
 
 def page(largest: int, *, after: str = "after", order: bool = False) -> dict[str, Schema]:
-    """The query parameters of a list: see `paging.py`."""
+    """Return the query parameters of a list: see `paging.py`."""
     query: dict[str, Schema] = {"limit": {"type": "integer", "minimum": 1, "maximum": largest}}
     query[after] = {"type": "string"}
     return query | ({"order": {"type": "string", "enum": ["asc", "desc"]}} if order else {})

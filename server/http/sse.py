@@ -37,11 +37,11 @@ class Progress(Protocol):
         """Until there is something to tell."""
 
     def take(self) -> bytes:
-        """The comment to send; empty if nothing changed since the last."""
+        """Return the comment to send; empty if nothing changed since the last."""
 
 
 def event(data: bytes, kind: str | None = None) -> bytes:
-    """One event with JSON as data."""
+    """Return one event with JSON as data."""
     head = b"data: " if kind is None else b"event: %b\ndata: " % kind.encode()
     return head + one_line(data) + b"\n\n"
 
@@ -151,7 +151,7 @@ class ClientGone(Exception):
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`. If the client disconnects, cancels it and raises ClientGone."""
+    """Return the result of `work`. If the client disconnects, cancels it and raises ClientGone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.create_task(_disconnected(request))
     try:

@@ -12,7 +12,7 @@ from quire.server.http import needs
 from quire.server.http.middleware import PROBES, send_error, send_json
 
 POLL_SECONDS = 0.02
-# what many clients ask first, and the pages, which a browser would not ask for again: held until the answer is known
+# first requests of many clients, and pages, which a browser does not request again: held until the answer is known
 _HELD = ("/v1/models", "/docs", "/ui/")
 
 

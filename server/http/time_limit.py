@@ -1,4 +1,4 @@
-"""How long a client gives its request: the field `timeout` of any body, and the header X-Request-Timeout."""
+"""A client's time limit of its request: the field `timeout` of any body, and the header X-Request-Timeout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _decode = msgspec.json.Decoder(TimeLimit).decode
 
 
 def read_timeout(body: bytes) -> float | None:
-    """Seconds from the arrival of a request with a valid body to the end of its answer. Raises BadRequest."""
+    """Return seconds from the arrival of a request with a valid body to the end of its answer. Raises BadRequest."""
     if b"timeout" not in body:
         return None
     try:
@@ -30,7 +30,7 @@ def read_timeout(body: bytes) -> float | None:
 
 
 def seconds_of_header(request: Request) -> float | None:
-    """The same of the header. Raises BadRequest."""
+    """Return the same of the header. Raises BadRequest."""
     if (header := request.headers.get("x-request-timeout")) is None:
         return None
     try:

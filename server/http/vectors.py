@@ -40,7 +40,7 @@ class VectorFields(msgspec.Struct, kw_only=True):
     """Fields that mean the same on all routes."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
-    # -1: to what the model reads; default: texts to the limit in the model's files (max_seq_length), if there is one
+    # -1: to the model's limit; default: texts to the limit in the model's files (max_seq_length), if there is one
     truncate_prompt_tokens: AtLeastMinusOne | None = None
     truncation_side: Literal["left", "right"] | None = None  # default: the model's; right drops the end of the text
     add_special_tokens: bool | None = None
@@ -73,7 +73,7 @@ def admit(request: Request, body: VectorFields, state: needs.Admission, prefix: 
 
 
 def to_spec(request: Request, body: VectorFields, state: needs.Adapters, request_id: str, param: str) -> PoolingSpec:
-    """The settings in `body` for its prompts, which are in its field `param`."""
+    """Return the settings in `body` for its prompts, which are in its field `param`."""
     return PoolingSpec(
         request_id=request_id,
         add_special_tokens=body.add_special_tokens is not False,
@@ -99,8 +99,8 @@ def to_requests(
     param: str,
     refuses_long: bool = False,
 ) -> list[GenerationRequest]:
-    """The requests for the engine. Runs in a thread. Raises BadRequest naming the field `param` that holds the prompts,
-    or another; with `refuses_long` for texts that would be cut by default, too.
+    """Return the requests for the engine. Runs in a thread. Raises BadRequest naming the field `param` that holds the
+    prompts, or another; with `refuses_long` for texts that would be cut by default, too.
     """
     spec = to_spec(request, body, state, request_id, param)
     spec.prompts, spec.params, spec.refuses_long = prompts, params, refuses_long
@@ -108,7 +108,9 @@ def to_requests(
 
 
 def prompts_of(given: str | list[str | int | list[int]], param: str) -> list[str] | list[list[int]]:
-    """The prompts of a field that takes texts, or token ids, of one or several. Raises BadRequest for a mixture."""
+    """Return the prompts of a field that takes texts, or token ids, of one or several. Raises BadRequest for a
+    mixture.
+    """
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
@@ -124,7 +126,7 @@ def prompts_of(given: str | list[str | int | list[int]], param: str) -> list[str
 async def vectors(
     request: Request, state: needs.Running, requests: Sequence[GenerationRequest], param: str
 ) -> list[Vector]:
-    """The vectors of all prompts.
+    """Return the vectors of all prompts.
 
     Raises Unavailable if the queue is full; RequestTimeout, GatewayTimeout and Unavailable if a deadline passes; and
     the errors of `pooling.run`.
@@ -143,19 +145,19 @@ class VectorUsage(msgspec.Struct):
     prompt_tokens_details: dict[str, int]
 
     @classmethod
-    def of(cls, vectors: Sequence[Vector]) -> VectorUsage:
+    def from_vectors(cls, vectors: Sequence[Vector]) -> VectorUsage:
         num_tokens = sum(vector.num_prompt_tokens for vector in vectors)
         cached = sum(vector.counts.cached for vector in vectors)
         return cls(num_tokens, num_tokens, 0, {"cached_tokens": cached})
 
 
 def answer_size(vectors: Sequence[Vector]) -> int:
-    """The work of writing the vectors down, for `Threads.run`."""
+    """Return the work of writing the vectors down, for `Threads.run`."""
     return sum(len(vector.data) for vector in vectors)
 
 
 def written(vector: Vector, encoding_format: str) -> list[float] | str:
-    """A vector in JSON: numbers, or base64 of little-endian float32."""
+    """Return a vector in JSON: numbers, or base64 of little-endian float32."""
     if encoding_format == "base64":
         return base64.b64encode(vector.data).decode("ascii")
     return vector.values.tolist()

@@ -34,12 +34,12 @@ def check_model(key: Key, model: str | None, state: needs.Names) -> None:
 
 
 def names_for(caller: Caller, state: needs.Choice) -> list[str]:
-    """The names that the API lists for the request's key."""
+    """Return the names that the API lists for the request's key."""
     return visible_names(key_of(caller, state), state)
 
 
 def visible_names(key: Key | None, state: needs.Names) -> list[str]:
-    """The same of a key; with aliases that it was given by name."""
+    """Return the same of a key; with aliases that it was given by name."""
     if key is None or key.models is None:
         return state.all_names
     return [name for name in (*state.all_names, *sorted(state.aliases)) if name in key.models]
@@ -63,7 +63,7 @@ def check_queue(key: Key, num_choices: int, state: needs.Reservation) -> None:
 
 
 def allowed_priority(key: Key, priority: int | None, are_used: bool) -> int | None:
-    """The priority of a request: by default 0, or the most urgent that the key may have, if the scheduler uses
+    """Return the priority of a request: by default 0, or the most urgent that the key may have, if the scheduler uses
     priorities. Raises BadRequest.
     """
     lowest = key.max_priority

@@ -28,7 +28,7 @@ logger = logging.getLogger("quire.keys")
 
 
 class Accounts(Protocol):
-    """Where requests are counted; each is None if it is not configured."""
+    """The counters of requests; each is None if it is not configured."""
 
     names: list[str]
     num_waiting_of: Counter[str]
@@ -47,9 +47,9 @@ class Account:
     key: Key | None
     requests: Sequence[GenerationRequest]
     route: str
-    headers: Mapping[str, str]  # of the request
+    headers: Mapping[str, str]  # for the request
     preparation: float = 0.0  # seconds from its arrival until it was accepted
-    num_waiting: int = 0  # choices without a token, which the key may have so many of
+    num_waiting: int = 0  # choices waiting for a first token, limited per key
     finish_reasons: set[str] = field(default_factory=set)
     opened: float = field(default_factory=time.time)
     used: TokenUsage = field(init=False)
@@ -129,7 +129,7 @@ class Account:
 
 
 def key_of(caller: Caller, state: Accounts) -> Key | None:
-    """Whose request it is: of a line of a batch, who began the batch."""
+    """Return the owner of the request; for a batch line, of the batch."""
     if caller.background and state.keys is not None and caller.owner:
         return state.keys.of_owner(caller.owner)
     return caller.key

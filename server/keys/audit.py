@@ -34,7 +34,7 @@ class AuditLog:
         return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
     def write(self, row: dict[str, object]) -> None:
-        """A line that cannot be written is an error in the log, once until one can be written again."""
+        """Write a line. Failures are logged as an error, once until a line can be written again."""
         line = msgspec.json.encode(row) + b"\n"
         try:
             self._reopen_if_moved()

@@ -1,4 +1,4 @@
-"""Who sent a request, and what the layers around the routes note about it: the one value of the server's own in an ASGI
+"""The sender of a request, and notes of the layers around the routes: the one value of the server's own in an ASGI
 scope (`quire.server.http.caller`).
 """
 
@@ -33,7 +33,7 @@ class Caller:
 
     # the connection (`RequestBoundary`), or the runner of batches; the body's or a header's id replaces `request_id`
     request_id: str
-    address: str = ""  # of the client
+    address: str = ""  # for the client
     arrived: float | None = None  # time of the event loop; None without a connection
     background: bool = False  # a line of a batch
     # the API key (`ApiKeys`)
@@ -43,7 +43,7 @@ class Caller:
     # the body (`use_body`)
     hint: CacheHint | None = None
     timeout: float | None = None  # seconds that the client gives it
-    ignored: Ignored | None = None  # what of the body has no effect
+    ignored: Ignored | None = None  # fields of the body without effect
     # admission, which the end of the answer settles
     priority: int = 0
     num_reserved: int = 0  # choices in `queue`
@@ -55,14 +55,14 @@ class Caller:
 
     @property
     def turn(self) -> str:
-        """Whose turn the work for the request takes: its API key's, or its address's if there is at most one key. Lines
-        of batches count apart, so that they do not delay other requests of the same key.
+        """Return the fair-queue key of the request: its API key's owner, or its address if there is at most one key.
+        Lines of batches count apart, so that they do not delay other requests of the same key.
         """
         name = self.owner or self.address
         return f"{name}/batch" if self.background else name
 
     def engine_key(self, key: str) -> str:
-        """The name of a conversation in the engine: a tenant is hexadecimal, so that names cannot collide."""
+        """Return the name of a conversation in the engine: a tenant is hexadecimal, so that names cannot collide."""
         return f"{self.tenant or ''}/{key}"
 
     def reserve(self, queue: Queue, num_choices: int) -> None:

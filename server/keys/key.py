@@ -27,7 +27,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_queued_requests: Limit | None = None  # choices that wait, per frontend, while the server is full
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None  # prompt and output
-    tokens_per_day: Limit | None = None  # of a day in UTC
+    tokens_per_day: Limit | None = None  # for a day in UTC
     models: list[str] | None = None  # names that it may ask for; None: all
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0  # its share of a busy server, relative to other keys
     max_priority: int | None = None  # the lowest `priority` that it may ask for: lower ones run first
@@ -46,7 +46,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def owner(self) -> str:
-        """Whose the files and batches are that it makes, and which prefixes it shares. It stays when the key of this
+        """The owner of the key's files, batches and shared prefixes. It stays when the key of this
         name is replaced.
         """
         return hashlib.sha256(b"named key " + self.name.encode()).hexdigest()[:32]
@@ -61,7 +61,7 @@ def digest(key: bytes) -> bytes:
 
 
 def hashed(key: str) -> str:
-    """The stored form of `key` in a file."""
+    """Return the stored form of `key` in a file."""
     return _HASH + digest(key.encode()).hex()
 
 
@@ -69,7 +69,9 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if
 
 
 def read_keys(path: str) -> list[Key]:
-    """The keys of a file. Raises ValueError naming the file, and the key and field at fault; no message has a key."""
+    """Return the keys of a file. Raises ValueError naming the file, and the key and field at fault; no message has a
+    key.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             data: Json = yaml.load(file, _Loader)

@@ -147,7 +147,7 @@ class Ledger:
         return None
 
     def _num_running(self, key: Key) -> int:
-        """In all processes that live; one that was killed leaves its count behind."""
+        """Return the count in all live processes; a killed process leaves its count."""
         rows = self._db.execute("SELECT pid, count FROM running WHERE name = ?", (key.name,)).fetchall()
         return sum(count for pid, count in rows if os.path.exists(f"/proc/{pid}"))
 
@@ -185,7 +185,7 @@ class _Bucket:
             db.execute("INSERT OR REPLACE INTO buckets VALUES (?, ?, ?, ?)", (name, self.unit, self.level, now))
 
     def seconds_until(self, needed: int) -> float:
-        """Until so many units are there; one that asks for more than a minute's worth waits for a full bucket."""
+        """Return the seconds until `needed` units are there; more than a minute's worth waits for a full bucket."""
         if self.limit is None:
             return 0.0
         missing = min(needed, self.limit) - self.level
@@ -221,7 +221,7 @@ def _no_count(error: sqlite3.Error) -> Unavailable:
 
 
 def _default_path(key_file: str) -> Path:
-    """One per file of keys, below $XDG_STATE_HOME or ~/.local/state."""
+    """Return one per file of keys, below $XDG_STATE_HOME or ~/.local/state."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     name = hashlib.sha256(os.path.abspath(key_file).encode()).hexdigest()[:16]
     return Path(state) / "quire" / f"usage-{name}.sqlite"

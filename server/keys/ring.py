@@ -23,7 +23,7 @@ _LARGE_FILE = 2**15  # bytes, which take some 20 ms
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who presents a key. `owner` is None if there is only one key, whose holder owns everything."""
+    """The holder of a key. `owner` is None if there is only one key, whose holder owns everything."""
 
     key: Key
     digest: bytes
@@ -64,14 +64,14 @@ class KeyRing:
             self._keep([*self._given, *self._holders(read_keys(self._path))])
 
     def find(self, presented: bytes) -> Holder | None:
-        """Whose key this is. The time tells of the key's hash only, which says nothing of the key, and is the same for
-        ten thousand keys as for one.
+        """Return the holder of a key. The time depends on the key's hash alone, which does not reveal the key, and is
+        the same for ten thousand keys as for one.
         """
         self._look()
         return self._by_digest.get(digest(presented))
 
     def of_owner(self, owner: str) -> Key | None:
-        """The key whose holder began a batch; None if it was removed, or there are no keys."""
+        """Return the key whose holder began a batch; None if it was removed, or there are no keys."""
         return self._by_owner.get(owner)
 
     def _keep(self, holders: list[Holder]) -> None:

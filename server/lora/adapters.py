@@ -47,7 +47,7 @@ class Adapters(Served):
         roots = [Path(lora.lora_dir).expanduser()] if lora.lora_dir else []
         given = [path for _, path, is_given in self._at_start if is_given]
         self._allowed = [Path(os.path.realpath(path)) for path in (*roots, *given)]
-        # ids of the Hub by what they would be as paths
+        # ids of the Hub by the paths that they would be
         self._on_hub = {Path(os.path.realpath(path)): path for path in given if is_hub_adapter(str(path))}
 
     # ---- start
@@ -130,7 +130,7 @@ class Adapters(Served):
             self._loading.discard(name)
 
     async def offline(self, client: EngineHandle, name: str, path: Path) -> Adapter:
-        """The adapter in the folder `path`, loaded if it is not known under this name. Raises BadRequest."""
+        """Return the adapter in the folder `path`, loaded if it is not known under this name. Raises BadRequest."""
         self.require_dynamic()
         known = self.loaded.get(name)
         if known is not None and known.source == path:
@@ -149,7 +149,7 @@ class Adapters(Served):
         return inside and _stays_inside(folder, self._allowed)
 
     def _allowed_folder(self, path: str) -> Path:
-        """The folder of a path, without links. Raises Forbidden unless it is one of the command line, or below
+        """Return the folder of a path, without links. Raises Forbidden unless it is one of the command line, or below
         --lora-dir; whether it exists is not told then.
         """
         try:
@@ -165,7 +165,7 @@ class Adapters(Served):
         return folder
 
     async def unload(self, client: EngineHandle, name: str) -> None:
-        """New requests for the adapter are refused from now on; running ones finish. Raises NotFound."""
+        """Remove an adapter: later requests for it are refused, running ones finish. Raises NotFound."""
         self.require_dynamic()
         adapter = self.loaded.pop(name, None)
         if adapter is None:

@@ -22,7 +22,7 @@ class Adapter:
     """An adapter under a name. Requests refer to it, and keep its files until they have ended."""
 
     name: str
-    id: int  # of llama.cpp's API: the place on the command line among those served, then the order of loading
+    id: int  # for llama.cpp's API: the place on the command line among those served, then the order of loading
     source: Path
     snapshot: Snapshot
     parent: str | None  # the base model's name, if it was given
@@ -48,7 +48,7 @@ class Served:
     def __init__(self, enabled: bool):
         self.enabled = enabled
         self.loaded: dict[str, Adapter] = {}
-        self.default_scales: dict[str, float] = {}  # of requests for the base model, set by /lora-adapters
+        self.default_scales: dict[str, float] = {}  # for requests for the base model, set by /lora-adapters
         self._snapshots = Snapshots()
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Served:
             )
 
     def choose(self, name: str | None, scales: Sequence[LoraScale] | None = None) -> list[Chosen]:
-        """The adapters of a request for the model `name`: that of the name, else those of `scales` by id, of a
+        """Return the adapters of a request for the model `name`: that of the name, else those of `scales` by id, of a
         request's `lora`. Raises BadRequest for an unknown id.
         """
         if name is not None and (adapter := self.loaded.get(name)) is not None:
@@ -111,7 +111,7 @@ class ChangeableAdapters(Protocol):
 
 
 def _summed(chosen: list[Chosen]) -> list[Chosen]:
-    """Adapters with equal contents as one."""
+    """Return adapters with equal contents as one."""
     by_key: dict[str, Chosen] = {}
     for one in chosen:
         known = by_key.get(one.adapter.snapshot.key)

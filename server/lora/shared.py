@@ -63,7 +63,7 @@ class Listing(_Part):
 
 
 class Refusal(_Part):
-    """Why a change was not made, as an `ApiError`."""
+    """The reason for which a change was not made, as an `ApiError`."""
 
     kind: str
     message: str
@@ -71,7 +71,7 @@ class Refusal(_Part):
     code: str | None
 
     @classmethod
-    def of(cls, error: ApiError) -> Refusal:
+    def from_error(cls, error: ApiError) -> Refusal:
         return cls(type(error).__name__, error.message, error.param, error.code)
 
     def error(self) -> ApiError:
@@ -81,7 +81,7 @@ class Refusal(_Part):
 
 
 def listing(adapters: Adapters) -> Listing:
-    """The adapters as the parent sends them."""
+    """Return the adapters as the parent sends them."""
     listed = [
         Listed(one.name, one.id, str(one.source), one.snapshot.folder, one.parent, one.created)
         for one in adapters.loaded.values()
@@ -124,7 +124,7 @@ class SharedAdapters(Served):
         self._known.set()
 
     async def _copy(self, one: Listed) -> Adapter:
-        """An own copy, so that running requests keep their files when the parent removes its copy."""
+        """Return an own copy, so that running requests keep their files when the parent removes its copy."""
         take = self._snapshots.take
         snapshot = await asyncio.get_running_loop().run_in_executor(None, lambda: take(Path(one.folder), link=True))
         return Adapter(one.name, one.id, Path(one.source), snapshot, one.parent, one.created)

@@ -43,7 +43,7 @@ class Snapshots:
     def take(self, source: Path, link: bool = False) -> Snapshot:
         """Copy and check an adapter; `link` shares the files, which must not change, where the file system can do it.
 
-        Raises ValueError with what is wrong.
+        Raises ValueError with the fault.
         """
         require_adapter(source)
         copy = Path(tempfile.mkdtemp(dir=self._own_folder()))

@@ -1,4 +1,4 @@
-"""Which addresses the server may connect to on behalf of a client: those of the public internet."""
+"""The addresses to which the server may connect on behalf of a client: those of the public internet."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _is_public(address: Address) -> bool:
 
 
 def _embedded(address: Address) -> list[ipaddress.IPv4Address]:
-    """The IPv4 addresses to which packets for an IPv6 address may go: mapped, 6to4, Teredo."""
+    """Return the IPv4 addresses to which packets for an IPv6 address may go: mapped, 6to4, Teredo."""
     if isinstance(address, ipaddress.IPv4Address):
         return []
     found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]

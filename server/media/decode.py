@@ -18,15 +18,15 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_SCANS = 100
 _SCAN = b"\xff\xda"
 WHITE = (255, 255, 255)
-# of the decoded image, the one in RGB and what is between; Pillow takes 4 for RGB and RGBA
+# for the decoded image, the one in RGB and intermediate ones; Pillow takes 4 for RGB and RGBA
 _BYTES_PER_PIXEL, _OTHER_BYTES = {"RGB": 12, "L": 8, "1": 8}, 20
 _STRIP_PIXELS = 2**16  # per image of numbers, converted at once
-# of damaged files, for the log of a program that opened them itself; Python would remember each text
+# for damaged files, for the log of a program that opened them itself; Python would remember each text
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 
 def decode(data: bytes, max_pixels: int) -> Image.Image:
-    """The first frame, in RGB, turned as EXIF says. Transparent parts are white, as in vLLM.
+    """Return the first frame, in RGB, turned as EXIF says. Transparent parts are white, as in vLLM.
 
     Raises ValueError, for the client, if the bytes are no image of `FORMATS`, are damaged, or have more than
     `max_pixels` pixels.
@@ -74,7 +74,7 @@ def _check_size(image: Image.Image, max_pixels: int) -> None:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """A new image in RGB, upright. Raises ValueError for numbers that are no brightness."""
+    """Return a new image in RGB, upright. Raises ValueError for numbers that are no brightness."""
     image.load()
     image = ImageOps.exif_transpose(image)
     if image.mode == "RGB" and "transparency" not in image.info:
@@ -89,8 +89,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _from_numbers(image: Image.Image) -> Image.Image:
-    """Of 16 or more bits per pixel, as brightness from 0 to 65,535, or to 255 if no number is larger. Pillow would
-    clip them.
+    """Return the image of 16 or more bits per pixel as brightness from 0 to 65,535, or to 255 if no number is larger.
+    Pillow would clip them.
     """
     values = np.asarray(image)
     low, high = float(values.min()), float(values.max())

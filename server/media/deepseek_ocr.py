@@ -69,7 +69,7 @@ class DeepseekOCRProcessor:
         return base, tile, most if cuts else 1
 
     def _grid(self, width: int, height: int, tile: int, most: int) -> tuple[int, int] | None:
-        """Columns and rows of the tiles of an image; None if it has none."""
+        """Return columns and rows of the tiles of an image; None if it has none."""
         return best_grid(width, height, tile, 2, most) if most > 1 and max(width, height) > tile else None
 
     def _mode(self, options: dict[str, Any], num_images: int) -> Mode:
@@ -110,12 +110,12 @@ class DeepseekOCRProcessor:
         return ProcessedImage(features, self.image_token, [count + self.num_embeds(base, 1, 1) + 1])
 
     def num_embeds(self, side: int, columns: int, rows: int) -> int:
-        """Number of embeddings of a grid of squares: each of its rows ends with one more."""
+        """Return the number of embeddings of a grid of squares: each of its rows ends with one more."""
         num = -(-side // _PATCH // 4)
         return rows * num * (columns * num + 1)
 
     def view(self, image: Image.Image, side: int) -> Image.Image:
-        """The image in the middle of a gray square."""
+        """Return the image in the middle of a gray square."""
         sizes = [max(1, self.scaled(length, max(image.size), side)) for length in image.size]
         canvas = Image.new("RGB", (side, side), _GRAY)
         resized = image.resize((sizes[0], sizes[1]), Image.Resampling.BICUBIC)
@@ -125,11 +125,11 @@ class DeepseekOCRProcessor:
     # rounding of the published code, which uses Pillow's ImageOps.pad
 
     def scaled(self, length: int, longest: int, side: int) -> int:
-        """A side of an image whose longest side becomes `side`."""
+        """Return a side of an image whose longest side becomes `side`."""
         return round(length / longest * side)
 
     def half(self, room: int) -> int:
-        """The part of the room around an image that is left of it or above it."""
+        """Return the part of the room around an image that is left of it or above it."""
         return round(room * 0.5)
 
 

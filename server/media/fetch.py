@@ -29,7 +29,7 @@ class Refused(ValueError):
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """The addresses of `host`. Raises OSError."""
+    """Return the addresses of `host`. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=1)  # SOCK_STREAM
     return list(dict.fromkeys(address[4][0] for address in found))
 
@@ -51,7 +51,7 @@ class Fetcher:
         self._slots = asyncio.Semaphore(MAX_FETCHES)
 
     async def fetch(self, url: str) -> bytes:
-        """The body of the answer to GET `url`. Raises Refused."""
+        """Return the body of the answer to GET `url`. Raises Refused."""
         try:
             async with asyncio.timeout(self._timeout):
                 async with self._slots:
@@ -110,7 +110,7 @@ class Fetcher:
 
 
 def _joined(url: str, location: str) -> str:
-    """The URL to which `location` leads from `url`."""
+    """Return the URL to which `location` leads from `url`."""
     try:
         return urljoin(url, location)
     except ValueError:
@@ -118,7 +118,7 @@ def _joined(url: str, location: str) -> str:
 
 
 def _ascii(url: str) -> str:
-    """The URL as it is sent: names in IDNA, other characters quoted."""
+    """Return the URL as it is sent: names in IDNA, other characters quoted."""
     parts = urlsplit(url)
     try:
         host = parts.hostname.encode("idna").decode() if not parts.hostname.isascii() else parts.hostname

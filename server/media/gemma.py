@@ -122,7 +122,7 @@ class Gemma4Processor:
 
 
 def fitting_grid(height: int, width: int, unit: int, budget: int) -> tuple[int, int]:
-    """Rows and columns of squares of `unit` pixels: the most, of an image's shape, that are at most `budget`."""
+    """Return rows and columns of squares of `unit` pixels: the most, of an image's shape, that are at most `budget`."""
     factor = math.sqrt(budget * unit**2 / (height * width))
     rows, columns = (math.floor(factor * side / unit) for side in (height, width))
     if not rows:

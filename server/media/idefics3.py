@@ -46,7 +46,7 @@ class Idefics3Processor:
         return [self._process(image, *self._chosen(options)) for image in images]
 
     def _chosen(self, options: dict[str, Any]) -> tuple[int, bool]:
-        """The longest side of an image, and whether it is split."""
+        """Return the longest side of an image, and whether it is split."""
         self._check_tile(chosen_edge(options, "max_image_size", self.side, _LONGEST))
         longest = chosen_edge(options, "size", self.longest, _LONGEST)
         return longest, chosen_bool(options, "do_image_splitting", self.splits and chosen_detail(options) != "low")
@@ -64,7 +64,7 @@ class Idefics3Processor:
         return ProcessedImage({"pixel_values": pixels}, text, [self.tokens] * (len(parts) + 1))
 
     def _text(self, rows: int, columns: int) -> str:
-        """The text of the tiles, which an empty line ends."""
+        """Return the text of the tiles, which an empty line ends."""
         lines = (
             "".join(f"{_AROUND}<row_{row}_col_{column}>{self.image_token}" for column in range(1, columns + 1))
             for row in range(1, rows + 1)
@@ -73,7 +73,7 @@ class Idefics3Processor:
 
 
 def scaled(height: int, width: int, longest: int) -> tuple[int, int]:
-    """The size of an image whose longer side becomes `longest` and whose other side becomes even."""
+    """Return the size of an image whose longer side becomes `longest` and whose other side becomes even."""
     ratio = width / height
     if width >= height:
         shorter = int(longest / ratio)
@@ -83,7 +83,7 @@ def scaled(height: int, width: int, longest: int) -> tuple[int, int]:
 
 
 def cut(height: int, width: int, side: int) -> tuple[int, int]:
-    """Rows and columns of the tiles of an image."""
+    """Return rows and columns of the tiles of an image."""
     ratio = width / height
     if width >= height:
         columns = math.ceil(width / side)

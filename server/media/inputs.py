@@ -42,8 +42,8 @@ class PreparedImage:
 
 
 class Lease:
-    """Keeps the file of an image until `release`, or until nobody holds the lease. `found`: the image was preprocessed
-    before, else it took `seconds`.
+    """A reference that keeps the file of an image until `release`, or until the lease is collected. `found`: the image
+    was preprocessed before, else it took `seconds`.
     """
 
     __slots__ = ("_end", "_lock", "found", "image", "seconds")

@@ -39,7 +39,7 @@ class InternVLProcessor:
         return [self._process(image, *self._tiles(options)) for image in images]
 
     def _tiles(self, options: dict[str, Any]) -> tuple[int, int]:
-        """The fewest and the most tiles of an image."""
+        """Return the fewest and the most tiles of an image."""
         most = chosen_int(options, "max_patches", self.most, _MOST_TILES)
         fewest = chosen_int(options, "min_patches", min(self.fewest, most), most)
         cut = chosen_bool(options, "crop_to_patches", chosen_detail(options) != "low") and most > 1
@@ -55,9 +55,9 @@ class InternVLProcessor:
 
 
 def best_grid(width: int, height: int, side: int, fewest: int, most: int) -> tuple[int, int]:
-    """Columns and rows, `fewest` to `most` tiles in all, whose shape is the closest to the image's.
+    """Return columns and rows, `fewest` to `most` tiles in all, whose shape is the closest to the image's.
 
-    Of several as close, the first, or the last one after it that has less than twice the pixels of the image.
+    Among equally close ones it is the first, or the last one after it that has less than twice the pixels of the image.
     """
     best, difference = (1, 1), float("inf")
     grids = [(c, r) for c in range(1, most + 1) for r in range(1, most // c + 1) if c * r >= fewest]

@@ -75,7 +75,7 @@ class Lfm2VLProcessor:
         return ProcessedImage(features, self._text(len(sizes), columns, rows), [*map(self._tokens, sizes)])
 
     def _patches(self, pixels: np.ndarray) -> np.ndarray:
-        """The patches of an image `[3, height, width]`, row by row: `[T, patch * patch * 3]`."""
+        """Return the patches of an image `[3, height, width]`, row by row: `[T, patch * patch * 3]`."""
         patch, (_, height, width) = self.patch, pixels.shape
         squares = pixels.reshape(3, height // patch, patch, width // patch, patch).transpose(1, 3, 2, 4, 0)
         return np.ascontiguousarray(squares).reshape(-1, 3 * patch**2)

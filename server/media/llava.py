@@ -56,6 +56,6 @@ class LlavaProcessor:
 
 
 def llava_processor(config: dict[str, Any], preprocessor: dict[str, Any]) -> ImageProcessor:
-    """The processor of `LlavaForConditionalGeneration`, whose encoder may be Pixtral's."""
+    """Return the processor of `LlavaForConditionalGeneration`, whose encoder may be Pixtral's."""
     pixtral = config["vision_config"].get("model_type") == "pixtral"
     return (PixtralProcessor if pixtral else LlavaProcessor)(config, preprocessor)

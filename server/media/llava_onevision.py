@@ -67,8 +67,8 @@ class LlavaOnevisionProcessor:
         return self.patches**2 + layout[4] * (layout[5] + 1)
 
     def layout(self, height: int, width: int, rows: int, columns: int) -> tuple[int, int, int, int, int, int]:
-        """How the encoder joins the tiles of an image of `height` x `width` pixels: rows and columns of tiles, rows and
-        columns of patches that are padding on each side, rows and columns of embeddings.
+        """Return how the encoder joins the tiles of an image of `height` x `width` pixels: rows and columns of tiles,
+        rows and columns of patches that are padding on each side, rows and columns of embeddings.
         """
         full_height, full_width = rows * self.patches, columns * self.patches
         top = left = 0
@@ -92,7 +92,7 @@ def most_tiles(aspect_ratio: str) -> int:
 
 
 def best_resolution(height: int, width: int, resolutions: list[tuple[int, int]]) -> tuple[int, int]:
-    """The resolution that keeps most pixels of the image, and of several such the one with the least padding."""
+    """Return the resolution that keeps most pixels of the image, and of several such the one with the least padding."""
 
     def worth(resolution: tuple[int, int]) -> tuple[int, int]:
         scale = min(resolution[1] / width, resolution[0] / height)
@@ -103,7 +103,7 @@ def best_resolution(height: int, width: int, resolutions: list[tuple[int, int]])
 
 
 def fitted(height: int, width: int, most_height: int, most_width: int) -> tuple[int, int]:
-    """The size of an image that is scaled to fit into another size."""
+    """Return the size of an image that is scaled to fit into another size."""
     if most_width / width < most_height / height:
         return min(math.ceil(height * (most_width / width)), most_height), most_width
     return most_height, min(math.ceil(width * (most_height / height)), most_width)

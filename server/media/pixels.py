@@ -57,7 +57,7 @@ class PixelReader:
 
 
 def tiles(image: Image.Image, side: int) -> list[Image.Image]:
-    """The squares of an image whose sides are multiples of `side`, row by row."""
+    """Return the squares of an image whose sides are multiples of `side`, row by row."""
     return [
         image.crop((left, top, left + side, top + side))
         for top in range(0, image.height, side)
@@ -66,21 +66,21 @@ def tiles(image: Image.Image, side: int) -> list[Image.Image]:
 
 
 def padded(image: Image.Image, height: int, width: int, color: tuple[int, int, int] = (0, 0, 0)) -> Image.Image:
-    """The image in the middle of a canvas."""
+    """Return the image in the middle of a canvas."""
     canvas = Image.new("RGB", (width, height), color)
     canvas.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
     return canvas
 
 
 def padded_to_square(image: Image.Image, mean: Sequence[float]) -> Image.Image:
-    """The image in the middle of a square of the mean color."""
+    """Return the image in the middle of a square of the mean color."""
     side = max(image.size)
     return padded(image, side, side, tuple(int(value * 255) for value in mean))
 
 
 def one_side(name: str, value: Json) -> int:
-    """The side of a square that a configuration gives as a number or as height and width. Raises ValueError if it is no
-    square.
+    """Return the side of a square that a configuration gives as a number or as height and width. Raises ValueError if
+    it is no square.
     """
     if isinstance(value, dict):
         value = [value[key] for key in ("shortest_edge", "height", "width") if value.get(key) is not None]
@@ -91,7 +91,7 @@ def one_side(name: str, value: Json) -> int:
 
 
 def chosen_int(options: dict[str, Any], name: str, default: int, limit: int) -> int:
-    """An option of a client. Raises ValueError unless it is from 1 to `limit`."""
+    """Return an option of a client. Raises ValueError unless it is from 1 to `limit`."""
     value = options.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
         raise ValueError(f"mm_processor_kwargs.{name} must be an integer from 1 to {limit}, not {value!r}")
@@ -99,7 +99,7 @@ def chosen_int(options: dict[str, Any], name: str, default: int, limit: int) -> 
 
 
 def chosen_bool(options: dict[str, Any], name: str, default: bool) -> bool:
-    """An option of a client. Raises ValueError unless it is true or false."""
+    """Return an option of a client. Raises ValueError unless it is true or false."""
     value = options.get(name, default)
     if not isinstance(value, bool):
         raise ValueError(f"mm_processor_kwargs.{name} must be true or false, not {value!r}")
@@ -107,7 +107,7 @@ def chosen_bool(options: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def chosen_edge(options: dict[str, Any], name: str, default: int, limit: int) -> int:
-    """An option of a client that is {"longest_edge": N}. Raises ValueError unless N is from 1 to `limit`."""
+    """Return an option of a client that is {"longest_edge": N}. Raises ValueError unless N is from 1 to `limit`."""
     value = options.get(name, {"longest_edge": default})
     if not isinstance(value, dict) or set(value) != {"longest_edge"}:
         raise ValueError(f'mm_processor_kwargs.{name} must be {{"longest_edge": N}}, not {value!r}')
@@ -115,7 +115,7 @@ def chosen_edge(options: dict[str, Any], name: str, default: int, limit: int) ->
 
 
 def chosen_detail(options: dict[str, Any]) -> str:
-    """The option `detail` of OpenAI's images: low, high or auto. Raises ValueError for another value."""
+    """Return the option `detail` of OpenAI's images: low, high or auto. Raises ValueError for another value."""
     value = options.get("detail", "auto")
     if value not in ("low", "high", "auto"):
         raise ValueError(f"mm_processor_kwargs.detail must be low, high or auto, not {value!r}")

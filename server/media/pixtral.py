@@ -49,7 +49,9 @@ class PixtralProcessor:
 
 
 def longest_edge(size: dict[str, int], default: int) -> int:
-    """The longest side of `size` of a preprocessor_config.json. Raises ValueError if it names different sides."""
+    """Return the longest side of `size` of a preprocessor_config.json. Raises ValueError if it names different
+    sides.
+    """
     sides = {size[key] for key in ("longest_edge", "height", "width") if size.get(key)} or {default}
     if len(sides) > 1:
         raise ValueError(f"preprocessor_config.json: size {size} is not supported: use longest_edge")
@@ -57,7 +59,7 @@ def longest_edge(size: dict[str, int], default: int) -> int:
 
 
 def grid(height: int, width: int, longest: int, unit: int) -> tuple[int, int]:
-    """Rows and columns of tokens of an image, which is made smaller to fit into a square of `longest` pixels."""
+    """Return rows and columns of tokens of an image, which is made smaller to fit into a square of `longest` pixels."""
     ratio = max(height / longest, width / longest)
     if ratio > 1:
         height, width = max(1, int(height / ratio)), max(1, int(width / ratio))

@@ -24,7 +24,7 @@ class ProcessedImage:
 
 
 class ImageProcessor(Protocol):
-    """Made once from the model's folder; called in threads, so that it changes nothing of itself."""
+    """A model's image processor, made once from its folder; called in threads, so that its state never changes."""
 
     placeholder: ClassVar[str]  # the placeholder in the chat template
     image_token: str  # the token that embeddings replace
@@ -39,13 +39,13 @@ class ImageProcessor(Protocol):
         """
 
     def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:
-        """The number of image tokens of each image of one prompt, by their widths and heights alone.
+        """Return the number of image tokens of each image of one prompt, by their widths and heights alone.
 
         Raises ValueError as `__call__` does.
         """
 
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
-        """The images of one prompt, in RGB and upright, in order; each on its own unless `sized_by_number`.
+        """Return the images of one prompt, in RGB and upright, in order; each on its own unless `sized_by_number`.
 
         Raises ValueError, for the client, for an image or an option that the model cannot take.
         """

@@ -41,7 +41,7 @@ class QwenVLProcessor:
         return [height * width // unit**2 for height, width in found]
 
     def size(self, height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
-        """The sides of the resized image; see `smart_size`."""
+        """Return the sides of the resized image; see `smart_size`."""
         return smart_size(height, width, unit, least, most)
 
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
@@ -49,7 +49,7 @@ class QwenVLProcessor:
         return [self._process(image, *limits) for image in images]
 
     def _limits(self, options: dict[str, Any]) -> tuple[int, int]:
-        """The fewest and the most pixels of an image."""
+        """Return the fewest and the most pixels of an image."""
         size = options.get("size", {})
         if not isinstance(size, dict) or not set(size) <= set(_EDGES.values()):
             raise ValueError(
@@ -73,7 +73,7 @@ class QwenVLProcessor:
         return ProcessedImage(features, self.image_token, [frames * rows * columns], (frames, rows, columns))
 
     def _patches(self, pixels: np.ndarray) -> np.ndarray:
-        """The patches of an image `[1, 3, height, width]`, token by token: `[T, 3, 1, patch ** 2]`."""
+        """Return the patches of an image `[1, 3, height, width]`, token by token: `[T, 3, 1, patch ** 2]`."""
         patch, merge = self.patch, self.merge
         rows, columns = pixels.shape[2] // (patch * merge), pixels.shape[3] // (patch * merge)
         squares = pixels.reshape(3, rows, merge, patch, columns, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)

@@ -44,7 +44,7 @@ TEXT_ONLY: dict[str, str] = {}
 
 
 def why_no_images(config: dict[str, Any]) -> str | None:
-    """Why the model of this config.json cannot take images, as the end of a sentence; None if it can."""
+    """Return why the model of this config.json cannot take images, as the end of a sentence; None if it can."""
     names = config.get("architectures") or []
     if (why := next((TEXT_ONLY[name] for name in names if name in TEXT_ONLY), None)) is not None:
         return why
@@ -60,8 +60,8 @@ def _find(config: dict[str, Any]) -> str | None:
 
 
 def load_processor(folder: str | Path) -> ImageProcessor:
-    """The processor of the model in `folder`. Raises ValueError if the model takes no images, naming a setting that is
-    not supported or a file that cannot be read.
+    """Return the processor of the model in `folder`. Raises ValueError if the model takes no images, naming a setting
+    that is not supported or a file that cannot be read.
     """
     config = read_config(folder)
     if (why := why_no_images(config)) is not None:

@@ -39,10 +39,10 @@ T = TypeVar("T")
 MAX_WAITING = 256  # prompts whose images wait or are being preprocessed
 MAX_NAMES = 2**14  # uuids that are remembered
 NUM_THREADS = min(4, os.cpu_count() or 1)
-MAX_BYTES = 2**30  # of images while they are decoded and preprocessed, all together
-# of an image while it becomes features: Qwen's 28 x 28 pixels, Gemma's 56 x 56, as bytes and twice as floats
+MAX_BYTES = 2**30  # for images while they are decoded and preprocessed, all together
+# for an image while it becomes features: Qwen's 28 x 28 pixels, Gemma's 56 x 56, as bytes and twice as floats
 _BYTES_PER_TOKEN = 56 * 56 * 3 * 9
-_SIDES = (28, 112, 336, 512, 896, 1024, 1536, 2048, 3072, 4096, 8192)  # of images, to find the most tokens of one
+_SIDES = (28, 112, 336, 512, 896, 1024, 1536, 2048, 3072, 4096, 8192)  # for images, to find the most tokens of one
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Images:
         self._num_waiting = 0
         self.may_enlarge = False  # whether options of a request may make images larger: offline they are our own
         self._most: int | None = None  # tokens of an image by the server's settings
-        self._mutex = threading.Lock()  # of what follows
+        self._mutex = threading.Lock()  # guards the fields below
         self._contents: OrderedDict[tuple[str | None, str], bytes] = OrderedDict()  # (tenant, uuid) -> digest
         self.num_images = self.num_hits = 0
 
@@ -156,7 +156,7 @@ class Images:
         turn: str,
     ) -> None:
         """Give every image of a prompt its `lease`. `options` are the request's mm_processor_kwargs, checked; `param`
-        is the field that holds the prompt; `max_tokens` is what its images must have less tokens than. Images are
+        is the field that holds the prompt; the images must have fewer tokens than `max_tokens`. Images are
         shared by content; the uuids of different tenants are different. `turn` is the tenant whose turns this takes.
 
         Sizes and tokens are known from the headers of the images: images that are too large are refused before they are
@@ -203,7 +203,9 @@ class Images:
             )
 
     def describe(self) -> dict[str, Any]:
-        """For /server_info: whether images are taken or why not, their limits and options, and how many came."""
+        """Return facts for /server_info: whether images are taken or why not, their limits and options, and how many
+        came.
+        """
         if self.why_not is not None:
             return {"accepted": False, "reason": self.why_not}
         return {
@@ -248,7 +250,7 @@ class Images:
             raise BadRequest(f"{param}: {_unknown(unknown[0], self._processor)}.", param=param)
 
     async def _fetch(self, image: ImageInput) -> bytes | None:
-        """The bytes of an image that has to be loaded by URL."""
+        """Return the bytes of an image that has to be loaded by URL."""
         if image.url is None or not image.url[:8].lower().startswith(("http:", "https:")):
             return None
         if not self._config.allowed_media_domains:
@@ -307,7 +309,7 @@ class Images:
         return min(sum(one) for one in counts)
 
     def _most_tokens(self) -> int:
-        """The most tokens of an image by the server's settings: those of the largest of many sizes."""
+        """Return the most tokens of an image by the server's settings: those of the largest of many sizes."""
         if self._most is None:
             pairs = [(width, height) for width in _SIDES for height in _SIDES]
             sizes = [(width, height) for width, height in pairs if max(width, height) <= 100 * min(width, height)]
@@ -356,7 +358,7 @@ class Images:
         return content
 
     def _content(self, image: ImageInput, fetched: bytes | None) -> bytes | None:
-        """The encoded image; None for a picture, and for a uuid alone."""
+        """Return the encoded image; None for a picture, and for a uuid alone."""
         limit, url = self._config.max_image_bytes, image.url
         try:
             if fetched is not None:
@@ -375,7 +377,7 @@ class Images:
         raise _refused(image, "its URL begins with none of data:, http:, https: and file:")
 
     def _digest(self, image: ImageInput, content: bytes | None, tenant: str | None) -> bytes:
-        """Of the content, under which `image.uuid` will be found from now on."""
+        """Return the key of the content, under which `image.uuid` is found from now on."""
         name = tenant, image.uuid
         if image.picture is not None:
             digest = _digest_of_picture(image.picture)
@@ -403,7 +405,7 @@ class Images:
             raise _refused(image, str(error)) from None
 
     def _detail(self, images: list[ImageInput]) -> dict[str, Any]:
-        """The option that stands for `detail`, for models that have one."""
+        """Return the option that stands for `detail`, for models that have one."""
         given = {image.detail for image in images if image.detail not in (None, "auto")}
         if not given or "detail" not in self._processor.options:
             return {}
@@ -413,7 +415,7 @@ class Images:
 
 
 async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
-    """The results; the first error cancels the others."""
+    """Return the results; the first error cancels the others."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

@@ -28,7 +28,7 @@ def from_base64(text: str, max_bytes: int) -> bytes:
 
 
 def from_data_url(url: str, max_bytes: int) -> bytes:
-    """The content of "data:image/png;base64,...". Raises ValueError, for the client."""
+    """Return the content of "data:image/png;base64,...". Raises ValueError, for the client."""
     head, comma, data = url.partition(",")
     kind, *parameters = head.partition(":")[2].split(";")
     if not comma or "base64" not in (one.strip().lower() for one in parameters):
@@ -39,8 +39,8 @@ def from_data_url(url: str, max_bytes: int) -> bytes:
 
 
 def from_file(url: str, root: str | None, max_bytes: int) -> bytes:
-    """The content of the file that a file:// URL names, which must lie below `root`. Raises ValueError, for the client;
-    the text does not tell whether other files exist.
+    """Return the content of the file that a file:// URL names, which must lie below `root`. Raises ValueError, for the
+    client; the text does not tell whether other files exist.
     """
     if root is None:
         raise ValueError("images by file:// URL need a server with --allowed-local-media-path")
@@ -73,7 +73,7 @@ def _is_below(path: str, root: str) -> bool:
 
 
 def _opened(descriptor: int, path: str) -> str:
-    """Where the open file is: a folder on the way may have become a link since the path was resolved."""
+    """Return where the open file is: a folder on the way may have become a link since the path was resolved."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:  # no /proc

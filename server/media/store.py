@@ -52,7 +52,7 @@ class ImageStore:
         self._closed = False
 
     def lease(self, key: str) -> Lease | None:
-        """A lease of the image `key`; None if it is not there."""
+        """Return a lease of the image `key`; None if it is not there."""
         with self._mutex:
             entry = self._entries.get(key)
             if entry is None:

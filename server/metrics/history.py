@@ -49,5 +49,5 @@ class History:
         self._readings.append((time.time(), zlib.compress(b"\n".join(_LINE.findall(text)), 1)))
 
     def readings(self) -> list[Reading]:
-        """The oldest first."""
+        """Return the oldest first."""
         return [Reading(when, zlib.decompress(packed).decode()) for when, packed in self._readings]

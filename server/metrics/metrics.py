@@ -84,7 +84,7 @@ class Histogram:
         self.total += total
 
     def buckets(self) -> list[tuple[str, int]]:
-        """Pairs (upper bound, number of observations up to it), in Prometheus' form."""
+        """Return pairs (upper bound, number of observations up to it), in Prometheus' form."""
         cumulative, rows = 0, []
         for bound, count in zip([*self.bounds, float("inf")], self.counts):
             cumulative += count
@@ -132,8 +132,8 @@ class Metrics(Collector):
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
-    def of(self, engine: int) -> Metrics:
-        """The metrics of `engine`: these, because there is only one engine."""
+    def for_engine(self, engine: int) -> Metrics:
+        """Return the metrics of `engine`: these, because there is only one engine."""
         return self
 
     # ---- recording
@@ -161,12 +161,12 @@ class Metrics(Collector):
             steps.observe(num_tokens)
 
     def observe_prompt(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """A sequence's prompt was processed."""
+        """Count a processed prompt."""
         self._counters["prompt_tokens"] += num_prompt_tokens
         self._counters["prompt_tokens_cached"] += num_cached_tokens
 
     def observe_image(self, num_tokens: int, found: bool, seconds: float) -> None:
-        """An image of a request: `found` among the preprocessed ones, or preprocessed in `seconds`."""
+        """Count an image of a request: `found` among the preprocessed ones, or preprocessed in `seconds`."""
         self._counters["prompt_image_tokens"] += num_tokens
         self._counters["mm_cache_queries"] += 1
         self._counters["mm_cache_hits"] += found
@@ -189,8 +189,7 @@ class Metrics(Collector):
         first_token_time: float,
         timing: RequestTiming | None,
     ) -> None:
-        """A sequence ended. `request` is its GenerationRequest, `first_token_time` is 0 without a token.
-        """
+        """Count the end of a sequence. `request` is its GenerationRequest, `first_token_time` is 0 without a token."""
         self._finished[finish_reason] += 1
         if finish_reason not in ("stop", "length"):
             return
@@ -213,27 +212,27 @@ class Metrics(Collector):
             histograms["request_time_per_output_token_seconds"].observe(decode_time / (num_output_tokens - 1))
 
     def observe_group(self, request: GenerationRequest, max_num_output_tokens: int) -> None:
-        """All n sequences of a request have ended; `max_num_output_tokens` is the maximum over them."""
+        """Count the end of all n sequences of a request; `max_num_output_tokens` is the maximum over them."""
         self._histograms["request_params_n"].observe(request.n)
         self._histograms["request_max_num_generation_tokens"].observe(max_num_output_tokens)
 
     def observe_abort(self) -> None:
-        """A sequence was aborted by the server or its client."""
+        """Count a sequence that the server or its client aborted."""
         self._finished["abort"] += 1
 
     def observe_http(self, handler: str, method: str, status: int) -> None:
-        """An HTTP request was answered. `handler` is the route, not the path: the number of paths is unbounded."""
+        """Count an answered HTTP request. `handler` is the route, not the path: the number of paths is unbounded."""
         key = (handler, method, f"{status // 100}xx")
         self._http[key] = self._http.get(key, 0) + 1
 
     def observe_key(self, name: str, num_prompt: int, num_cached: int, num_output: int) -> None:
-        """A request of an API key ended, which used so many tokens."""
+        """Count the end of a request of an API key and its tokens."""
         used = {"key_requests": 1, "key_prompt_tokens": num_prompt, "key_prompt_tokens_cached": num_cached}
         for metric, count in (used | {"key_generation_tokens": num_output}).items():
             self._count_key(metric, name, count)
 
     def observe_key_refusal(self, name: str, code: str) -> None:
-        """A request was refused because a limit of its API key was reached."""
+        """Count a request that was refused at a limit of its API key."""
         self._count_key("key_requests_refused", name, 1, code)
 
     def _count_key(self, metric: str, name: str, count: int, code: str = "") -> None:
@@ -252,7 +251,7 @@ class Metrics(Collector):
     # ---- aggregation
 
     def counts(self) -> Counts:
-        """The counts so far, without gauges."""
+        """Return the counts so far, without gauges."""
         return Counts(
             dict(self._counters),
             dict(self._finished),
@@ -285,7 +284,7 @@ class Metrics(Collector):
             accepted[i] += count
 
     def plus(self, others: Iterable[Counts]) -> Metrics:
-        """A new `Metrics` with our gauges, and the sum of our counts and `others`."""
+        """Return a new `Metrics` with our gauges, and the sum of our counts and `others`."""
         result = Metrics(*self._made_of)
         result._stats, result._cache_config = self._stats, self._cache_config
         result.max_loras = self.max_loras
@@ -297,11 +296,11 @@ class Metrics(Collector):
     # ---- publishing
 
     def histogram(self, name: str) -> Histogram:
-        """The histogram of this name, without a prefix."""
+        """Return the histogram of this name, without a prefix."""
         return self._histograms[name]
 
     def render(self, view: View = ALL) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return render(self.registry, view)
 
     def collect(self) -> Iterator[Any]:
@@ -351,7 +350,7 @@ class Metrics(Collector):
             yield family
 
     def _lora(self, prefix: str) -> GaugeMetricFamily:
-        """The adapters of running and of waiting requests as labels; the value is the time, as in vLLM."""
+        """Return the adapters of running and of waiting requests as labels; the value is the time, as in vLLM."""
         labels = {
             "max_lora": str(self.max_loras),
             "waiting_lora_adapters": ",".join(self._stats.waiting_adapters),
@@ -406,7 +405,7 @@ class Metrics(Collector):
             yield family
 
     def family(self, cls: type, name: str, documentation: str, samples: list[tuple[dict[str, str], float]]) -> Any:
-        """A family with one sample per (labels, value), in addition to the labels of all."""
+        """Return a family with one sample per (labels, value), in addition to the labels of all."""
         family = cls(name, documentation, labels=[*self.labels, *samples[0][0]])
         for labels, value in samples:
             family.add_metric([*self.labels.values(), *labels.values()], value)

@@ -17,7 +17,7 @@ from quire.server.request.sink import ALL, View
 
 
 def make_metrics(config: Config, model_name: str, worker: WorkerReady) -> Metrics | MetricsPool:
-    """One `Metrics` per engine, pooled if there are several."""
+    """Return one `Metrics` per engine, pooled if there are several."""
     every = [
         Metrics(model_name, worker.max_model_len, config.server.vllm_metrics, engine)
         for engine in range(config.parallel.data_parallel_size)
@@ -32,7 +32,7 @@ def make_metrics(config: Config, model_name: str, worker: WorkerReady) -> Metric
 
 
 def tier_limits(worker: WorkerReady) -> dict[str, int]:
-    """The bytes that the tiers below the KV cache may have."""
+    """Return the bytes that the tiers below the KV cache may have."""
     return {tier.name: tier.limit for tier in worker.tiers if tier.limit}
 
 
@@ -48,11 +48,11 @@ class MetricsPool(Collector):
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
-    def of(self, engine: int) -> Metrics:
+    def for_engine(self, engine: int) -> Metrics:
         return self.engines[engine]
 
     def render(self, view: View = ALL) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return render(self.registry, view)
 
     def collect(self) -> Iterator[Any]:

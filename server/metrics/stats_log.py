@@ -50,7 +50,7 @@ class StatsLog:
             self.log(time.monotonic())
 
     def log(self, now: float) -> None:
-        """One line about the time since the last one. `now` is time.monotonic()."""
+        """Log one line about the time since the last one. `now` is time.monotonic()."""
         elapsed = max(now - self._since, 1e-9)
         stats, was_idle = self._stats, self._was_idle
         self._was_idle = not (self._num_prompt or self._num_generation or stats.num_running or stats.num_waiting)

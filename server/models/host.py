@@ -127,9 +127,7 @@ class LoadedEngines:
     def load(self) -> int:
         return sum(client.load for client in self._clients())
 
-    async def call(
-        self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
-    ) -> T | list[T]:
+    async def call(self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0) -> T | list[T]:
         found = await self.call_each(method, *args, timeout=timeout)
         if not found:
             raise EngineUnavailable("no model is loaded")

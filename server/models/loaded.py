@@ -159,9 +159,7 @@ class Model:
         config = dataclasses.replace(self.entry.config, models=models)
         if need is None or not need.limits_cache:
             return config
-        return dataclasses.replace(
-            config, cache=dataclasses.replace(config.cache, kv_cache_memory_bytes=need.kv_cache)
-        )
+        return dataclasses.replace(config, cache=dataclasses.replace(config.cache, kv_cache_memory_bytes=need.kv_cache))
 
     async def _run(self, engines: EngineGroup, served: ServedModel) -> None:
         watch = asyncio.create_task(served.watch())
@@ -182,7 +180,7 @@ class Model:
         self.app = importlib.import_module("quire.server.app").create_routes(self.state)
         if self.metrics is not None:  # counters never fall
             for engine in range(self.entry.config.parallel.data_parallel_size):
-                self.state.metrics.of(engine).add(self.metrics.of(engine).counts())
+                self.state.metrics.for_engine(engine).add(self.metrics.for_engine(engine).counts())
         self.metrics = self.state.metrics
         for warning in ready.worker.warnings:
             logger.warning("%s: %s", self.name, warning)

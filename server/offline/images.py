@@ -19,7 +19,7 @@ MAX_TURNS = 64  # prompts with images at once
 
 
 def images_of_prompt(prompt: Mapping[str, Any]) -> list[ImageInput]:
-    """The images in a prompt's "multi_modal_data", with their "multi_modal_uuids". Raises ValueError."""
+    """Return the images in a prompt's "multi_modal_data", with their "multi_modal_uuids". Raises ValueError."""
     data = prompt.get("multi_modal_data") or {}
     for name in data:
         if name != "image":
@@ -41,7 +41,7 @@ def _as_list(value: object) -> list[Any]:
 
 
 def picture_input(picture: object, uuid: str | None, path: str) -> ImageInput:
-    """A PIL.Image.Image; None stands for one whose uuid is cached. Raises ValueError."""
+    """Return a PIL.Image.Image; None stands for one whose uuid is cached. Raises ValueError."""
     from PIL import Image
 
     if picture is None and uuid is None:
@@ -52,7 +52,7 @@ def picture_input(picture: object, uuid: str | None, path: str) -> ImageInput:
 
 
 def take_pictures(content: Json, path: str) -> tuple[Any, dict[int, ImageInput]]:
-    """A message's content with an empty text for every picture in it, and the pictures by their place. Raises
+    """Return a message's content with an empty text for every picture in it, and the pictures by their place. Raises
     ValueError.
     """
     if not isinstance(content, Sequence) or isinstance(content, str):

@@ -174,9 +174,9 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRARequests = None,
     ) -> list[pooled.PooledRequestOutput]:
-        """The embedding of every prompt, in order, as `outputs.embedding`. Prompts are as for `generate`, all texts or
-        all token ids. `normalize=None` is the model's default; `dimensions` keeps the first ones. `lora_request` is as
-        for `generate`.
+        """Return the embedding of every prompt, in order, as `outputs.embedding`. Prompts are as for `generate`, all
+        texts or all token ids. `normalize=None` is the model's default; `dimensions` keeps the first ones.
+        `lora_request` is as for `generate`.
 
         Raises ValueError for an invalid prompt or parameter, or a model that makes no embeddings.
         """
@@ -189,7 +189,9 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRARequests = None,
     ) -> list[pooled.PooledRequestOutput]:
-        """The probabilities of a classifier's labels for every prompt, as `outputs.probs`. Raises as `embed` does."""
+        """Return the probabilities of a classifier's labels for every prompt, as `outputs.probs`. Raises as `embed`
+        does.
+        """
         return self._run(self._classify(plain(prompts), truncate_prompt_tokens, lora_request))
 
     def transcribe(
@@ -220,7 +222,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[pooled.PooledRequestOutput]:
-        """How well each text of `data_2` answers the one of `data_1`, or the one at its place there, as
+        """Return how well each text of `data_2` answers the one of `data_1`, or the one at its place there, as
         `outputs.score`: by a cross-encoder, else the cosine of embeddings. Raises as `embed` does.
         """
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
@@ -245,8 +247,8 @@ class LLM:
     def _options(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[tuple[GenerationOptions, Structure | None]]:
-        """The options of each prompt, and the constraint on its output. Raises ValueError if there are not as many
-        `params` as prompts.
+        """Return the options of each prompt, and the constraint on its output. Raises ValueError if there are not as
+        many `params` as prompts.
         """
         if params is None:
             return [(GenerationOptions(), None)] * num_prompts

@@ -29,7 +29,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 async def chosen(state: _Server, requests: LoRARequests, num_prompts: int) -> list[list[Chosen]]:
-    """The adapters of each prompt, loaded if new; without one those of the model's name. Raises BadRequest."""
+    """Return the adapters of each prompt, loaded if new; without one those of the model's name. Raises BadRequest."""
     if requests is None or isinstance(requests, LoRARequest):
         requests = [requests] * num_prompts
     if len(requests) != num_prompts:

@@ -49,7 +49,7 @@ class StructuredOutputsParams:
 
 
 class SamplingParams(SamplingFields, kw_only=True):
-    """How to generate. Raises ValueError naming the parameter and its limit.
+    """Parameters of generation. Raises ValueError naming the parameter and its limit.
 
     `max_tokens=None` is all that the context holds; `top_k` 0 or -1 is off; `logprobs` is the number of most likely
     tokens to report in addition to the sampled one.
@@ -71,7 +71,7 @@ class SamplingParams(SamplingFields, kw_only=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
-    extra_args: dict[str, Any] | None = None  # of the processor for DeepSeek-OCR: ngram_size, window_size ...
+    extra_args: dict[str, Any] | None = None  # for the processor for DeepSeek-OCR: ngram_size, window_size ...
 
     def __post_init__(self) -> None:
         for name, value in NEUTRAL.items():
@@ -82,7 +82,7 @@ class SamplingParams(SamplingFields, kw_only=True):
         self.to_options()
 
     def to_options(self) -> GenerationOptions:
-        """The same parameters in dialect-neutral form. Raises ValueError for a type or a bound."""
+        """Return the same parameters in dialect-neutral form. Raises ValueError for a type or a bound."""
         fields = {
             name: value
             for name in self.__struct_fields__

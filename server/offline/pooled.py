@@ -67,7 +67,7 @@ def scoring(
     state: needs.Encoding,
     truncate_prompt_tokens: int | None,
 ) -> Scoring:
-    """One text of `first` for all of `second`, or as many. Raises BadRequest, ValueError."""
+    """Return one text of `first` for all of `second`, or as many. Raises BadRequest, ValueError."""
     if len(first) not in (1, len(second)):
         raise ValueError(f"data_1 has {len(first)} texts and data_2 {len(second)}: give one, or as many")
     pairs = list(zip(list(first) * len(second) if len(first) == 1 else first, second, strict=True))
@@ -107,7 +107,7 @@ def classification_outputs(
 
 
 def scoring_outputs(found: Scoring, vectors: Sequence[Vector]) -> list[PooledRequestOutput]:
-    """One per pair; its prompt is the pair, or the document if queries are read separately."""
+    """Return one per pair; its prompt is the pair, or the document if queries are read separately."""
     indices = range(len(vectors)) if found.pairs is None else [document for _, document in found.pairs]
     return [
         output(found.requests[i], vectors[i], ScoringOutput(score))

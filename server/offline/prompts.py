@@ -18,7 +18,7 @@ Prompt = str | Sequence[int] | dict[str, Any]
 
 
 def template_messages(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in OpenAI's form -> in the form that templates expect. Raises ValueError."""
+    """Return messages in OpenAI's form -> in the form that templates expect. Raises ValueError."""
     if not conversation:
         raise ValueError("messages: a conversation must not be empty")
     messages = []
@@ -47,7 +47,7 @@ def checked_options(given: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def checked_tools(definitions: Sequence[dict[str, Any]] | None) -> list[Tool]:
-    """Tools in OpenAI's form. Raises ValueError."""
+    """Return tools in OpenAI's form. Raises ValueError."""
     try:
         return tools_of(converted(list(definitions or ()), Tools, "tools."), None)
     except BadRequest as error:
@@ -69,7 +69,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def plain(prompts: Prompt | Sequence[Prompt]) -> list[str] | list[list[int]]:
-    """Prompts that are all texts, or all token ids. Raises ValueError."""
+    """Return prompts that are all texts, or all token ids. Raises ValueError."""
     inputs = [plain_and_fields(prompt) for prompt in as_list(prompts)]
     if any(fields["images"] for _, fields in inputs):
         raise ValueError("prompts: images are not supported here, only text")
@@ -80,7 +80,7 @@ def plain(prompts: Prompt | Sequence[Prompt]) -> list[str] | list[list[int]]:
 
 
 def plain_and_fields(prompt: Prompt) -> tuple[str | list[int], dict[str, Any]]:
-    """A prompt as text or token ids, and other fields of its spec. Raises ValueError."""
+    """Return a prompt as text or token ids, and other fields of its spec. Raises ValueError."""
     if not isinstance(prompt, dict):
         return prompt if isinstance(prompt, str) else list(prompt), {"images": []}
     known = {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"}

@@ -104,7 +104,7 @@ class Runtime:
         self._open()
 
     def on_death(self, engine: int) -> None:
-        """No action: the client keeps the requests for the next engine."""
+        """Do nothing: the client keeps the requests for the next engine."""
 
     def _open(self) -> None:
         """Mark the runtime as open if both the engine and the tokenizer are loaded."""

@@ -64,7 +64,7 @@ async def transcribe_file(
 
 
 def joined(said: list[Said], language: str | None) -> str:
-    """The texts of the pieces as one."""
+    """Return the texts of the pieces as one."""
     texts = (one.text.strip() for one in said)
     return gap(language).join(text for text in texts if text)
 

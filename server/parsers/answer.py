@@ -76,7 +76,7 @@ class _Answer:
                 return
 
     def _content(self) -> Wait[bool]:
-        """Content up to a block of thoughts or calls, and the block. False at the end of the text."""
+        """Yield content up to a block of thoughts or calls, and the block. False at the end of the text."""
         reader = self._reader
         while (marker := (yield from reader.text_until(self._markers, reader.content))) is not None:
             num_spaces = reader.text.index(marker, reader.position) - reader.position
@@ -107,7 +107,7 @@ class _Answer:
         return found or self._reader.num_calls > num_calls
 
     def _thoughts(self) -> Wait[None]:
-        """A block of thoughts from after its begin marker to after its end marker."""
+        """Yield a block of thoughts from after its begin marker to after its end marker."""
         reader, reasoning = self._reader, self._reasoning
         yield from reader.skip_space()
         while True:

@@ -12,7 +12,7 @@ from quire.server.parsers.model_json import NUMBER, WORDS, json_string
 from quire.server.values import Json
 
 _QUOTE = re.compile("[\"']")
-_MAX_DEPTH = 16  # of references and alternatives in a schema
+_MAX_DEPTH = 16  # nested references and alternatives in a schema
 _NAMES = {
     str: "string",
     bool: "boolean",
@@ -37,7 +37,7 @@ class ArgumentTypes:
         return list(self._properties)
 
     def types(self, name: str) -> frozenset[str]:
-        """The types that the schema allows; empty if it allows any, or does not say."""
+        """Return the types that the schema allows; empty if it allows any, or does not say."""
         return self._types(self._properties.get(name), _MAX_DEPTH)
 
     def is_text(self, name: str) -> bool:
@@ -63,7 +63,7 @@ class ArgumentTypes:
         return frozenset(["object"] if "properties" in schema else ["array"] if "items" in schema else [])
 
     def _resolve(self, reference: str) -> Any:
-        """The schema at a JSON pointer into the parameters; None if it is not there."""
+        """Return the schema at a JSON pointer into the parameters; None if it is not there."""
         place: Json = self._root
         for part in reference.removeprefix("#").split("/")[1:]:
             place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
@@ -85,7 +85,7 @@ class ArgumentTypes:
         return candidate if allowed or (kind == "integer" and "number" in types) else json_string(text)
 
     def begun(self, name: str, text: str) -> str:
-        """The usable part of a value that was cut off after `text`."""
+        """Return the usable part of a value that was cut off after `text`."""
         stripped, types = text.lstrip(), self.types(name)
         if stripped[:1] in "{[-0123456789":
             return stripped
@@ -99,8 +99,8 @@ def _is_text(value: Json) -> bool:
 
 
 def literal(text: str) -> str | None:
-    """The JSON of the value that `text` is in JSON or Python; None if it is a plain word or text. The first quote tells
-    which escapes are meant.
+    """Return the JSON of the value that `text` is in JSON or Python; None if it is a plain word or text. The first
+    quote tells which escapes are meant.
     """
     if NUMBER.fullmatch(text):
         return text
@@ -115,7 +115,7 @@ def literal(text: str) -> str | None:
 
 
 def _kind(text: str) -> str:
-    """The type of a JSON text."""
+    """Return the type of a JSON text."""
     first = text[0]
     if first in '"{[':
         return {'"': "string", "{": "object", "[": "array"}[first]

@@ -84,12 +84,12 @@ def _body() -> Format:
 
 
 def _message(channel: str) -> Format:
-    """A message that is not the last."""
+    """Return a message that is not the last."""
     return sequence(text(f"{_CHANNEL}{channel}{_MESSAGE}"), _body(), text(f"<|end|>{_START}assistant"))
 
 
 def _call(tool: Tool, required: bool) -> Format:
-    """A call up to its `<|call|>`, which ends generation and is no text of the grammar."""
+    """Return a call up to its `<|call|>`, which ends generation and is no text of the grammar."""
     header = f"{_CHANNEL}commentary to=functions.{tool.name} <|constrain|>json{_MESSAGE}"
     return sequence(text(header), arguments(tool, required, json_schema))
 
@@ -104,7 +104,7 @@ def read_harmony(reader: Reader, opened: bool = False, may_call: bool = True) ->
 
 
 def _read_stray(reader: Reader) -> Wait[None]:
-    """Text up to the next message; a marker that begins none is dropped."""
+    """Yield text up to the next message; a marker that begins none is dropped."""
     for marker in HARMONY.markers:
         if (yield from reader.accept(marker)):
             return
@@ -136,7 +136,7 @@ def _expect_header(reader: Reader) -> Wait[None]:
 
 
 def _read_body(reader: Reader, emit: Callable[[str], None]) -> Wait[None]:
-    """Text up to a marker, and the marker if it only ends the message."""
+    """Yield text up to a marker, and the marker if it only ends the message."""
     while True:
         marker = yield from reader.text_until(_MARKERS, emit, strip=False)
         if marker in _ENDS or marker in _STRAYS:

@@ -47,8 +47,8 @@ def value(reader: Reader, writer: JsonWriter, ends: Markers = _NO_MARKERS) -> Wa
 
 
 def _num_quoted(reader: Reader, quote: str, size: int) -> Wait[int]:
-    """How much of the text from a marker of `size` characters on, which is in a string, is text of the string: none of
-    it if the string does not end as one of a JSON text does.
+    """Return how much of the text from a marker of `size` characters on, which is in a string, is text of the string:
+    none if the string does not end as one of a JSON text does.
     """
     while True:
         ahead = reader.text[reader.position : reader.position + QUOTED_LIMIT]
@@ -63,7 +63,9 @@ def _num_quoted(reader: Reader, quote: str, size: int) -> Wait[int]:
 
 
 def arguments(reader: Reader, ends: Markers = _NO_MARKERS) -> Wait[None]:
-    """The arguments of the call that began last: an object; in a string, as some models write it; null for none."""
+    """Yield the arguments of the call that began last: an object; in a string, as some models write it; null
+    for none.
+    """
     yield from _arguments(reader, reader.call_arguments, ends)
 
 
@@ -97,7 +99,7 @@ def close(reader: Reader, marker: str) -> Wait[None]:
 
 
 def _short_string(reader: Reader, pattern: re.Pattern) -> Wait[str]:
-    """The value of a string of at most NAME_LIMIT characters, a name or a key, which `pattern` matches."""
+    """Yield the value of a string of at most NAME_LIMIT characters, a name or a key, which `pattern` matches."""
     text = (yield from reader.match(pattern)).group()
     if text[0] not in _UNESCAPED:
         return text
@@ -131,7 +133,7 @@ def _string_value(reader: Reader, emit: Emit, ends: Markers) -> Wait[None]:
 
 
 def _escape(reader: Reader) -> Wait[str]:
-    """One escape sequence, with the second half of a surrogate pair."""
+    """Yield one escape sequence, with the second half of a surrogate pair."""
     text = yield from _one_escape(reader)
     if text.startswith("\\u") and text[2:4].lower() in ("d8", "d9", "da", "db") and (yield from reader.sees("\\u")):
         text += yield from _one_escape(reader)
@@ -153,7 +155,7 @@ def _one_escape(reader: Reader) -> Wait[str]:
 def call(reader: Reader, names: frozenset[str] | None = None, ends: Markers = _NO_MARKERS) -> Wait[None]:
     """Read `{"name": ..., "arguments": {...}}`, in either order, and hand out the call. The last brace may be missing.
 
-    With `names`, other names are Malformed: that is for formats in which nothing else distinguishes a call from JSON.
+    With `names`, other names are Malformed: for formats in which only the name distinguishes a call from JSON.
     """
     yield from reader.expect("{")
     parts = _CallParts(reader, names, ends)

@@ -24,8 +24,8 @@ _NEEDLESS = re.compile(r"[\s}\])]*")
 
 
 def repaired(text: str, close: bool = False) -> str | None:
-    """The JSON text of the one value that `text` is, as a model writes JSON (`JsonWriter`) and with closing brackets
-    that close nothing; None if it is none. With `close`, brackets that it leaves open are closed.
+    """Return the JSON text of the one value that `text` is, as a model writes JSON (`JsonWriter`) and with closing
+    brackets that close nothing; None if it is none. With `close`, brackets that it leaves open are closed.
     """
     try:
         json.loads(text, parse_int=str, parse_constant=_no_constant)
@@ -55,13 +55,13 @@ class JsonWriter:
     def __init__(self, emit: Callable[[str], None], only_objects: bool = False):
         self._emit = emit
         self._only_objects = only_objects
-        self._out: list[str] = []  # of this push
+        self._out: list[str] = []  # for this push
         self._pending: list[str] = []  # brackets, keys and separators before a value
         self._closers: list[str] = []
-        self._num_closers = 0  # of the brackets that were handed out
+        self._num_closers = 0  # for the brackets that were handed out
         self._expects = "value"  # "key", "colon" or "next" (a comma or a closing bracket)
         self._after_opening = self._after_comma = False
-        self._quote = ""  # of the string that is being read
+        self._quote = ""  # for the string that is being read
         self._is_key = False
         self._rest = ""  # an escape or atom that may go on
         self.begun = False  # something was handed out
@@ -76,8 +76,8 @@ class JsonWriter:
         return self._quote
 
     def push(self, text: str) -> int:
-        """The number of characters that belong to the value: fewer than there are if it is `done`, or if the next one
-        cannot be in it.
+        """Return the number of characters that belong to the value: fewer than there are if it is `done`, or if the
+        next one cannot be in it.
         """
         known = len(self._rest)
         text, self._rest = self._rest + text, ""

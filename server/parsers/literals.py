@@ -44,7 +44,7 @@ PYTHON = Style()
 
 
 def to_json(text: str, style: Style = PYTHON) -> str | None:
-    """The JSON text of a literal; None if `text` is none."""
+    """Return the JSON text of a literal; None if `text` is none."""
     reader, pieces = Reader(), []
     reader.feed(text + "\n")  # the text of a number or word is known to be complete when something follows
     reader.ended = True
@@ -99,7 +99,7 @@ def _closes(reader: Reader, emit: Emit, closers: list[str]) -> Wait[bool]:
 
 
 def _key(reader: Reader, emit: Emit, style: Style, closers: list[str]) -> Wait[None]:
-    """In an object, the key and the colon before a value."""
+    """Read the key and the colon before a value in an object."""
     if closers[-1] != "}":
         return
     yield from reader.skip_space()
@@ -148,7 +148,7 @@ def _opening(reader: Reader) -> Wait[str]:
 
 
 def _string(reader: Reader, emit: Emit, quotes: str, raw: bool) -> Wait[None]:
-    """A Python string from after its opening quotes to after its closing ones."""
+    """Yield a Python string from after its opening quotes to after its closing ones."""
     plain = _PLAIN[quotes[0]]
     emit('"')
     while True:
@@ -180,7 +180,7 @@ def _escape(reader: Reader) -> Wait[str]:
 
 
 def _unescaped(text: str) -> str:
-    """The character of an escape sequence; other sequences are kept."""
+    """Return the character of an escape sequence; other sequences are kept."""
     kind = text[1]
     if kind in _HEX_DIGITS:
         try:
@@ -191,7 +191,7 @@ def _unescaped(text: str) -> str:
 
 
 def _quoted(reader: Reader, emit: Emit, style: Style) -> Wait[None]:
-    """A string between two markers, without escapes."""
+    """Yield a string between two markers, without escapes."""
     emit('"')
     while (marker := (yield from reader.value_until(style.quotes, lambda text: emit(escaped(text))))) != style.quote:
         if not (yield from reader.quoted(len(marker), style.next_quote)):

@@ -18,12 +18,16 @@ class Markers:
         self._max_partial = max(map(len, ordered), default=1) - 1
 
     def find(self, text: str, start: int) -> tuple[int, str | None]:
-        """Position and string of the first marker from `start` on; the length of the text and None without one."""
+        """Return the position and string of the first marker from `start` on; the length of the text and None
+        without one.
+        """
         found = self._found(text, start)
         return (found.start(), found.group()) if found else (len(text), None)
 
     def num_partial(self, text: str, start: int) -> int:
-        """Number of characters at the end of the text, which has no marker from `start` on, that may begin one."""
+        """Return the number of characters at the end of the text, which has no marker from `start` on, that may
+        begin one.
+        """
         for found in self._first.finditer(text, max(start, len(text) - self._max_partial)):
             if text[found.start() :] in self._prefixes:
                 return len(text) - found.start()
@@ -31,7 +35,7 @@ class Markers:
 
 
 class CodeSpans:
-    """Whether the place after the text so far is in a Markdown code block or code span, where markers are quoted.
+    """A detector of Markdown code blocks and code spans at the end of the text so far, where markers are quoted.
 
     A block begins with a line of at least three backticks or tildes and ends with such a line of at least that length.
     A span begins and ends with equal numbers of backticks on one line.
@@ -52,7 +56,7 @@ class CodeSpans:
         return bool(self._fence or (self._span and "\n" not in space))
 
     def end_line(self) -> None:
-        """The next text starts a new line: a call or a thought was read."""
+        """Let the next text start a new line: a call or a thought was read."""
         self.push("\n")
 
     def push(self, text: str) -> None:

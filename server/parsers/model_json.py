@@ -36,7 +36,7 @@ def has_half(text: str) -> bool:
 
 
 def read(text: str) -> Any:
-    """The value of JSON text. Raises ValueError if it is not JSON, or has a number that Python cannot hold."""
+    """Return the value of JSON text. Raises ValueError if it is not JSON, or has a number that Python cannot hold."""
     try:
         return json.loads(
             _HALF.sub(REPLACEMENT, without_halves(text)), parse_float=_finite, parse_constant=_no_constant
@@ -46,12 +46,14 @@ def read(text: str) -> Any:
 
 
 def raw_object(arguments: str) -> msgspec.Raw:
-    """A call's arguments, as the parsers hand them out, in one line, with numbers and strings as they are written."""
+    """Return a call's arguments, as the parsers hand them out, in one line, with numbers and strings as they are
+    written.
+    """
     return msgspec.Raw(msgspec.json.format(arguments.encode(), indent=-1))
 
 
 def json_string(text: str) -> str:
-    """The JSON text of a string. Halves of surrogate pairs are escaped, because the other half may follow."""
+    """Return the JSON text of a string. Halves of surrogate pairs are escaped, because the other half may follow."""
     return json.dumps(text, ensure_ascii=has_half(text))
 
 

@@ -60,7 +60,7 @@ class Reader:
         self.position = 0
 
     def take_events(self) -> list[Event]:
-        """The events since the last call, neighbours of one kind as one event."""
+        """Return the events since the last call, neighbours of one kind as one event."""
         events, self._events = self._events, []
         if len(events) <= 1:
             return events
@@ -113,7 +113,7 @@ class Reader:
         return self._call
 
     def end_call(self) -> None:
-        """The call that began last is complete: open brackets are closed, no arguments become an empty object."""
+        """Complete the call that began last: open brackets are closed, no arguments become an empty object."""
         call, self._call = self._call, None
         if call is not None:
             call.close()
@@ -181,7 +181,7 @@ class Reader:
             raise Cut if self.ends_within(string) else Malformed
 
     def ends_within(self, *strings: str) -> bool:
-        """After one of `strings` was not next: whether that is because the text ended."""
+        """Return whether the text ends within one of `strings`; call it when none of them was next."""
         rest = self.text[self.position : self.position + max(map(len, strings))]
         return any(string.startswith(rest) for string in strings)
 
@@ -191,7 +191,7 @@ class Reader:
             self.take(len(self.text) - self.position)
 
     def peek(self) -> Wait[str]:
-        """The next character, "" at the end of the text."""
+        """Yield the next character, "" at the end of the text."""
         yield from self.at_least(1)
         return self.text[self.position : self.position + 1]
 
@@ -246,7 +246,9 @@ class Reader:
         return marker
 
     def value_until(self, markers: Markers, emit: Callable[[str], None]) -> Wait[str]:
-        """Like `text_until`, for a value, which a marker must end. Raises Cut; half a marker is none of the value."""
+        """Read as `text_until` does, for a value, which a marker must end. Raises Cut; half a marker is not part of the
+        value.
+        """
         marker = yield from self._text_before(markers, emit, strip=False, in_value=True)
         if marker is None:
             raise Cut
@@ -265,7 +267,7 @@ class Reader:
                 return marker
 
     def _num_spaces(self, end: int) -> int:
-        """Number of unread white space characters just before `end`, at most SPACE_LIMIT."""
+        """Return the number of unread white space characters just before `end`, at most SPACE_LIMIT."""
         tail = self.text[max(self.position, end - SPACE_LIMIT) : end]
         return len(tail) - len(tail.rstrip(SPACE))
 
@@ -282,7 +284,7 @@ class Reader:
             self._held = []
 
     def release(self) -> None:
-        """The text held so far was syntax."""
+        """Discard the text held so far: it was syntax."""
         if self._head is None:
             self._held = None
 

@@ -125,17 +125,17 @@ REASONING_ALIASES: Mapping[str, tuple[str, ...]] = {
 
 
 def tool_format(name: str, template: str = "", has_token: HasToken = lambda token: False) -> ToolFormat:
-    """The tool format with this name or alias. Raises ValueError, which lists the names."""
+    """Return the tool format with this name or alias. Raises ValueError, which lists the names."""
     return _named(TOOL_FORMATS, TOOL_ALIASES, name, "tool-call", template, has_token)
 
 
 def reasoning_format(name: str, template: str = "", has_token: HasToken = lambda token: False) -> ReasoningFormat:
-    """The reasoning format with this name or alias. Raises ValueError, which lists the names."""
+    """Return the reasoning format with this name or alias. Raises ValueError, which lists the names."""
     return _named(REASONING_FORMATS, REASONING_ALIASES, name, "reasoning", template, has_token)
 
 
 def choose_tools(template: str | None, has_token: HasToken) -> tuple[ToolFormat | None, str]:
-    """The format in which this model writes calls, and why; None if its template knows no tools."""
+    """Return the format in which this model writes calls, and why; None if its template knows no tools."""
     if not template:
         return None, "the model has no chat template"
     if "tools" not in template:  # a mark alone may be that of history or thoughts
@@ -144,7 +144,7 @@ def choose_tools(template: str | None, has_token: HasToken) -> tuple[ToolFormat 
 
 
 def choose_reasoning(template: str | None, has_token: HasToken) -> tuple[ReasoningFormat | None, str]:
-    """The format in which this model writes its thoughts, and why; None if its template knows no thoughts."""
+    """Return the format in which this model writes its thoughts, and why; None if its template knows no thoughts."""
     if not template:
         return None, "the model has no chat template"
     return _chosen(REASONING_FORMATS, template, has_token, "the chat template has no markers of thoughts")

@@ -120,7 +120,7 @@ def check_conversation(conversation: Conversation, state: needs.Settings) -> Non
 def _fit_to(
     template: ChatTemplate, conversation: Conversation, tools: list[dict[str, Any]], state: needs.Prompting
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Messages and tools in a form that the template prints. Raises BadRequest if it cannot print them."""
+    """Return messages and tools in a form that the template prints. Raises BadRequest if it cannot print them."""
     messages = after_results(conversation.messages)
     if "developer" not in template.source:  # templates older than the role know it as system
         messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
@@ -162,7 +162,7 @@ def _without_generic(state: needs.Settings) -> str:
 
 @dataclass(slots=True)
 class Reading:
-    """How the answer to a conversation is parsed (None: as text), and its constraints."""
+    """The parsing of the answer to a conversation (None: as text), and its constraints."""
 
     parsing: Parsing | None = None
     structure: Structure | None = None
@@ -220,7 +220,7 @@ def _opened(prompt: str, conversation: Conversation, formats: Formats) -> bool:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """The text of a message's content."""
+    """Return the text of a message's content."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 

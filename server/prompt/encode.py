@@ -12,12 +12,12 @@ from quire.server.request.sampling import too_long
 
 
 def encode_conversation(conversation: Conversation, state: needs.Prompting, add_special_tokens: bool) -> list[int]:
-    """Token ids of the rendered template, of any number. Raises BadRequest naming the option at fault."""
+    """Return token ids of the rendered template, of any number. Raises BadRequest naming the option at fault."""
     return encode_rendered(render_conversation(conversation, state), state, add_special_tokens)
 
 
 def encode_rendered(rendered: Rendered, state: needs.Encoding, add_special_tokens: bool) -> list[int]:
-    """Token ids of a rendered template, of any number. Raises BadRequest."""
+    """Return token ids of a rendered template, of any number. Raises BadRequest."""
     (ids,) = encode_texts([rendered.text], state, add_special_tokens, "messages", may_truncate=True)
     return ids if rendered.illustrated is None else rendered.illustrated.expand(ids, "messages")[0]
 
@@ -25,7 +25,7 @@ def encode_rendered(rendered: Rendered, state: needs.Encoding, add_special_token
 def encode_texts(
     texts: Sequence[str], state: needs.Encoding, add_special_tokens: bool, param: str, *, may_truncate: bool = False
 ) -> list[list[int]]:
-    """Token ids of each text.
+    """Return token ids of each text.
 
     A text too long for the context under any tokenization is refused before tokenizing, unless it may be truncated.
     """

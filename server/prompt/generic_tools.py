@@ -16,7 +16,7 @@ The results come in the next message. If no call is needed, answer in plain text
 
 
 def with_generic_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as a template without tools takes them: a system message first, no calls, no role `tool`."""
+    """Return the messages as a template without tools takes them: a system message first, no calls, no role `tool`."""
     plain = _joined(messages)
     if not tools:
         return plain
@@ -46,7 +46,7 @@ def _call(function: dict[str, Any]) -> str:
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Write calls and results as text. Results and what the user says next to them are one message: many templates want
+    """Write calls and results as text. Results and the user's text next to them are one message: many templates want
     user and assistant in turn.
     """
     out: list[dict[str, Any]] = []

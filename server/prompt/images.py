@@ -40,8 +40,8 @@ def after_images(
 def loading(
     prompt: Conversation | GenerationSpec, state: needs.Images, tenant: str | None
 ) -> Callable[[str], Awaitable[None]] | None:
-    """A function that loads the images of `prompt`, in turns of the tenant that it is given; None if it has none.
-    Raises BadRequest for options that the model has not.
+    """Return a function that loads the images of `prompt`, in turns of the tenant that it is given; None if it has
+    none. Raises BadRequest for options that the model has not.
     """
     param, max_tokens = "messages", None
     if isinstance(prompt, GenerationSpec):
@@ -63,7 +63,7 @@ _UNSEEN = {"type": "text", "text": "[image: this model reads no images]"}
 
 
 def _unseen(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as a model that reads no images gets it: in the result of a tool, text stands for each image.
+    """Return the message as a model that reads no images gets it: in the result of a tool, text stands for each image.
 
     An agent cannot take back what a tool gave, and each of its further requests would be refused. Images that a user
     attaches are refused when they are loaded.
@@ -76,8 +76,8 @@ def _unseen(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def after_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the images in results of tools moved to a message of the user after them: templates print text
-    only in results.
+    """Return the messages with the images in results of tools moved to a message of the user after them: templates
+    print text only in results.
     """
     out: list[dict[str, Any]] = []
     moved: list[dict[str, Any]] = []
@@ -123,7 +123,7 @@ class Placeholders:
         return {self.hide(name): self.hide(item) for name, item in value.items()}
 
     def split(self, text: str) -> list[str]:
-        """The parts of a rendered text between its images."""
+        """Return the parts of a rendered text between its images."""
         return [part.replace(self._hidden, self._placeholder) for part in text.split(self._placeholder)]
 
 
@@ -136,7 +136,7 @@ class Illustrated:
 
     text: str
     leases: list[Lease]
-    owners: list[tuple[int, int] | None]  # of each image token in `text`: its image, and how often it is repeated
+    owners: list[tuple[int, int] | None]  # for each image token in `text`: its image, and how often it is repeated
     token: str
     token_id: int
 

@@ -9,7 +9,9 @@ from quire.server.text.infill import Infill, infill_of
 
 
 def infill_prompts(spec: GenerationSpec, state: needs.Encoding) -> tuple[list[list[int]], Infill]:
-    """Token ids of each prompt, which a middle follows. Raises BadRequest if the model or the request cannot do it."""
+    """Return token ids of each prompt, which a middle follows. Raises BadRequest if the model or the request cannot do
+    it.
+    """
     found = infill_of(state.tokenizer)
     if found is None:
         raise BadRequest(
@@ -31,7 +33,7 @@ def infill_prompts(spec: GenerationSpec, state: needs.Encoding) -> tuple[list[li
 
 
 def _context(spec: GenerationSpec, found: Infill, state: needs.Text) -> list[int]:
-    """The other files, each after the file token, or as plain text in formats without one."""
+    """Return the other files, each after the file token, or as plain text in formats without one."""
     ids: list[int] = []
     for name, text in spec.context:
         ids += [] if found.file is None else [found.file]

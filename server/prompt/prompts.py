@@ -62,8 +62,8 @@ def _of_conversation(spec: GenerationSpec, conversation: Conversation, state: ne
 def tokens_before_turn(
     conversation: Conversation, text: str, ids: list[int], state: needs.Encoding, add_special_tokens: bool
 ) -> int:
-    """Number of tokens of `ids`, the rendered `text`, before the user's last message: where a conversation goes on that
-    is edited there. 0 if the message cannot be found, or if nothing depends on it.
+    """Return the number of tokens of `ids`, the rendered `text`, before the user's last message: where a conversation
+    goes on that is edited there. 0 if the message cannot be found, or if nothing depends on it.
     """
     message = next((one for one in reversed(conversation.messages) if one["role"] == "user"), None)
     if not state.model.keeps_states or message is None or not (content := text_of(message).strip()):
@@ -82,7 +82,7 @@ def _of_text_with_images(spec: GenerationSpec, state: needs.Prompting) -> Prompt
 
 
 def _ids_of(spec: GenerationSpec, state: needs.Encoding) -> list[list[int]]:
-    """Token ids of each prompt, not yet truncated. Raises BadRequest for `spec.prompt_param`."""
+    """Return token ids of each prompt, not yet truncated. Raises BadRequest for `spec.prompt_param`."""
     prompts, may_truncate = spec.prompts, spec.options.truncate_prompt_tokens is not None
     if len(prompts) > MAX_PROMPTS:
         raise BadRequest(f"prompt: {len(prompts)} prompts are more than {MAX_PROMPTS}.", param="prompt")
@@ -98,13 +98,13 @@ def _ids_of(spec: GenerationSpec, state: needs.Encoding) -> list[list[int]]:
 
 
 def _whole(each: list[list[int]], spec: GenerationSpec) -> list[Prompt]:
-    """The prompts with their texts, if they were given as texts and are not truncated."""
+    """Return the prompts with their texts, if they were given as texts and are not truncated."""
     texts = isinstance(spec.prompts[0], str) and spec.options.truncate_prompt_tokens is None
     return [Prompt(ids, text if texts else None) for ids, text in zip(each, spec.prompts, strict=True)]
 
 
 def _expand(illustrated: Illustrated, ids: list[int], spec: GenerationSpec, state: needs.Model) -> Prompt:
-    """The prompt with the ids of its images in their places. Raises BadRequest."""
+    """Return the prompt with the ids of its images in their places. Raises BadRequest."""
     if spec.options.truncate_prompt_tokens is not None:
         raise BadRequest(
             "truncate_prompt_tokens is not available for a prompt with images.", param="truncate_prompt_tokens"

@@ -22,7 +22,7 @@ def fit_system_messages(messages: list[dict[str, Any]], template: ChatTemplate) 
     if (begin < 2 and not is_late) or template.takes_systems_anywhere:
         return messages
     out = [reduce(_joined, messages[:begin])] if begin else []
-    was_system = False  # of the last message
+    was_system = False  # for the last message
     for message in rest:
         role, is_system = message["role"], message["role"] in _ROLES
         if out and out[-1]["role"] == "user" and (is_system or (was_system and role == "user")):
@@ -34,7 +34,7 @@ def fit_system_messages(messages: list[dict[str, Any]], template: ChatTemplate) 
 
 
 def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The first message with the content of both."""
+    """Return the first message with the content of both."""
     one, other = first["content"], second["content"]
     if isinstance(one, str) and isinstance(other, str):
         return first | {"content": f"{one}\n\n{other}"}

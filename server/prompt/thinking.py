@@ -10,7 +10,7 @@ from quire.server.request.formats import Formats
 from quire.server.request.tools import Reasoning
 from quire.server.text.chat_template import ChatTemplate
 
-# of a `reasoning_effort` for which the template has no variable; above high: no limit
+# for a `reasoning_effort` for which the template has no variable; above high: no limit
 EFFORT_BUDGETS = {"none": 0, "minimal": 256, "low": 1024, "medium": 4096, "high": 16384}
 # variables by which templates turn thinking on and off
 _SWITCHES = ("enable_thinking", "thinking")

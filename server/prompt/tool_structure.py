@@ -14,11 +14,11 @@ from quire.server.request.tools import CUSTOM_PARAMETERS, Tool, ToolChoice
 from quire.server.structured.structure import Structure
 from quire.server.structured.text_grammar import LARK
 
-_SPACE = {"type": "regex", "pattern": r"[ \n]{0,2}"}  # between thoughts and what follows them
+_SPACE = {"type": "regex", "pattern": r"[ \n]{0,2}"}  # between thoughts and the text after them
 
 
 def called_tools(tools: Sequence[Tool], choice: ToolChoice) -> tuple[base.Tool, ...]:
-    """Those that the answer may call."""
+    """Return those that the answer may call."""
     if choice.mode == "none":
         return ()
     restricted = choice.names is not None and len(choice.names) < len(tools)
@@ -56,14 +56,14 @@ def structure_of(
     opened: bool,
     closed: bool,
 ) -> Structure | None:
-    """The structure that the answer must match: calls as the choice wants them, and otherwise `content`. `opened`: the
-    answer begins within thoughts; `closed`: the model will not think.
+    """Return the structure that the answer must match: calls as the choice wants them, and otherwise `content`.
+    `opened`: the answer begins within thoughts; `closed`: the model will not think.
     """
     wanted = _calls_and_content(tools, choice, content, formats)
     covered = bool(tools) and formats.tools.covers_reasoning and wanted is not content
     if wanted is None or formats.reasoning is None or closed or covered:
         return wanted
-    if opened or formats.reasoning is HARMONY:  # what comes after the thoughts has a marker of its own
+    if opened or formats.reasoning is HARMONY:  # the text after the thoughts has a marker of its own
         after = list(formats.end) if len(formats.end) == 1 else formats.reasoning.end
         return msgspec.structs.replace(wanted, after=after)
     return _structural_tag(_after_optional_thoughts(_format_of(wanted), formats), wanted)  # the model may think, or not
@@ -98,7 +98,7 @@ def _after_optional_thoughts(format: dict[str, Any], formats: Formats) -> dict[s
 
 
 def _format_of(content: Structure) -> dict[str, Any]:
-    """The same as a part of a structural tag."""
+    """Return the same as a part of a structural tag."""
     match content.kind:
         case "json_schema":
             return {"type": "json_schema", "json_schema": content.value}

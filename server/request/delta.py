@@ -24,7 +24,7 @@ class Delta:
     prompt_logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
-    counts: TokenCounts  # of the choice so far
+    counts: TokenCounts  # for the choice so far
     error: str | None
     error_kind: str = "engine"  # as in `EngineOutput`
     events: list[Event] | None = None  # events parsed from the text (`parse.py`)

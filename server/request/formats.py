@@ -40,7 +40,7 @@ class Formats:
     forced_to_calls: tuple[int, ...] = ()
 
     def describe(self) -> dict[str, dict[str, str | None]]:
-        """For /server_info."""
+        """Return facts for /server_info."""
         return {
             "tool_call_parser": {"name": self.tools and self.tools.name, "reason": self.tools_reason},
             "reasoning_parser": {"name": self.reasoning and self.reasoning.name, "reason": self.reasoning_reason},
@@ -48,7 +48,9 @@ class Formats:
 
 
 def choose_formats(server: ServerConfig, tokenizer: Tokenizer) -> Formats:
-    """As the settings say, else by what the chat template and the tokenizer show. Raises ValueError for a setting."""
+    """Return the formats of the settings, else those that fit the chat template and the tokenizer. Raises ValueError
+    for a setting.
+    """
     template = "\n".join(tokenizer.chat_templates.values())
     tools, why_tools = _tools(server.tool_call_parser, template, tokenizer)
     generic, why_generic = _generic(server, tokenizer)
@@ -115,7 +117,7 @@ def _reasoning(name: str, template: str, tokenizer: Tokenizer) -> tuple[Reasonin
 
 
 def _marker_ids(reasoning: ReasoningFormat, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The last fields of `Formats`.
+    """Return the last fields of `Formats`.
 
     A marker without a token of its own is found by its ids but the last, which may have merged with the text after it.
     """

@@ -47,7 +47,7 @@ class GenerationRequest:
     cache_seconds: float = 0.0
     turn_start: int = 0  # number of prompt tokens before the user's last message, 0: unknown
     background: bool = False
-    timing: RequestTiming | None = None  # of the choice that ended last
+    timing: RequestTiming | None = None  # for the choice that ended last
     tenant: str = ""  # who shares the engine with others, with `weight`
     weight: float = 1.0
     arrival_time: float = field(default_factory=time.time)
@@ -58,7 +58,7 @@ class GenerationRequest:
     text_ends: frozenset[int] = frozenset()  # tokens that end the text before them (`Detokenizer`)
     pooling: PoolingParams | None = None  # ask for a vector (`pooling.py`) instead of text
     media: list[Attached] = field(default_factory=list)
-    adapters: list[Chosen] = field(default_factory=list)  # of LoRA
+    adapters: list[Chosen] = field(default_factory=list)  # for LoRA
     progress: PrefillProgress | None = None  # is told how much of the prompt is computed
 
     @property

@@ -16,7 +16,7 @@ class CacheHint(msgspec.Struct, frozen=True):
 
 
 class Ignored(msgspec.Struct):
-    """Dotted names of what has no effect, at most `MAX_UNKNOWN` of each: fields that nobody knows, and known hints."""
+    """Dotted names of fields without effect, at most `MAX_UNKNOWN` of each: unknown fields, and known hints."""
 
     unknown: list[str] = []
     hints: list[str] = []

@@ -1,8 +1,9 @@
 """The parts of the server that reading and preparing a request uses, as protocols.
 
-A route or helper is typed with the smallest protocol that has the attributes it uses, so its signature says what it
-depends on, and a test passes an object with these attributes. `ServerState` has all of them. Its `model`, `tokenizer`,
-`formats` and `client` exist once the server is ready: after `require_ready`. Each folder has its own `needs.py`.
+A route or helper is typed with the smallest protocol that has the attributes it uses, so its signature shows its
+dependencies, and a test passes an object with these attributes. `ServerState` has all of them. Its `model`,
+`tokenizer`, `formats` and `client` exist once the server is ready: after `require_ready`. Each folder has its own
+`needs.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Text(Protocol):
 
 
 class Formats(Protocol):
-    """How the model writes thoughts and tool calls."""
+    """The formats of the model's thoughts and tool calls."""
 
     formats: FormatsOfModel
 

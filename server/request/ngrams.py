@@ -21,7 +21,7 @@ Positive = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 
 
 class NgramArguments(msgspec.Struct, kw_only=True):
-    """Of vLLM's and SGLang's processors. Without `ngram_size` they do nothing."""
+    """Parameters of vLLM's and SGLang's processors. Without `ngram_size` they have no effect."""
 
     ngram_size: Positive | None = None
     window_size: Positive | None = None
@@ -31,7 +31,7 @@ class NgramArguments(msgspec.Struct, kw_only=True):
     unsupported: ClassVar[dict[str, tuple]] = {}
 
     def parameter(self, default_window: int, *, reads_prompt: bool) -> NoRepeatNgram | None:
-        """The same, for the engine."""
+        """Return the same, for the engine."""
         if self.ngram_size is None:
             return None
         exempt = tuple(dict.fromkeys(self.whitelist_token_ids or ()))
@@ -39,13 +39,13 @@ class NgramArguments(msgspec.Struct, kw_only=True):
 
 
 def of_vllm(arguments: NgramArguments | None) -> NoRepeatNgram | None:
-    """The settings of vLLM's processor in `vllm_xargs`: only the output counts."""
+    """Return the settings of vLLM's processor in `vllm_xargs`: only the output counts."""
     return arguments and arguments.parameter(_VLLM_WINDOW, reads_prompt=False)
 
 
 def of_sglang(processor: str | None, arguments: NgramArguments | None) -> NoRepeatNgram | None:
-    """Settings of SGLang's processor in `custom_params`: the prompt counts, too. `processor` is the serialized object,
-    of which only the name is read. Raises BadRequest for another one.
+    """Return settings of SGLang's processor in `custom_params`: the prompt counts, too. `processor` is the serialized
+    object, of which only the name is read. Raises BadRequest for another one.
     """
     if processor is None:
         if arguments is not None and arguments.ngram_size is not None:
@@ -62,7 +62,7 @@ def of_sglang(processor: str | None, arguments: NgramArguments | None) -> NoRepe
 
 
 def _serialized(processor: str) -> bytes:
-    """The bytes of {"callable": hexadecimal digits}."""
+    """Return the bytes of {"callable": hexadecimal digits}."""
     try:
         return bytes.fromhex(json.loads(processor)["callable"])
     except (ValueError, TypeError, KeyError):
@@ -74,8 +74,8 @@ def _serialized(processor: str) -> bytes:
 def chosen_ngram(
     of_processor: NoRepeatNgram | None, size: int | None, window: int | None, max_model_len: int, vocab_size: int
 ) -> NoRepeatNgram | None:
-    """The parameter for the engine: that of a processor, or `no_repeat_ngram_size` and `no_repeat_ngram_window_size`
-    (0 is off, and no window). Raises BadRequest if both are given, or out of range.
+    """Return the parameter for the engine: that of a processor, or `no_repeat_ngram_size` and
+    `no_repeat_ngram_window_size` (0 is off, and no window). Raises BadRequest if both are given, or out of range.
     """
     if size and of_processor:
         raise BadRequest(

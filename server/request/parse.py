@@ -23,12 +23,12 @@ from quire.server.request.formats import Formats
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How the answers to one prompt are parsed.
+    """The parsing of the answers to one prompt.
 
-    tools: those that may be called; none: text that looks like a call is text. custom: the names of those that take a
-    text. separate: whether reasoning is told from content. opened: whether the prompt ends within thoughts. stream:
-    give reasoning in pieces, else whole. short_ids: the template takes ids of nine characters only. num_calls: calls
-    that the conversation has already.
+    tools: those that may be called; none: text that looks like a call is text. custom: those that take a text.
+    separate: whether reasoning is told from content. opened: whether the prompt ends within thoughts. stream: give
+    reasoning in pieces, else whole. short_ids: the template takes ids of nine characters only. num_calls: calls that
+    the conversation has already.
     """
 
     formats: Formats
@@ -50,7 +50,7 @@ class Parsing:
         )
 
     def call_id(self, event: ToolCallBegin) -> str:
-        """The id of a call: the model's own, the format's, or a new one."""
+        """Return the id of a call: the model's own, the format's, or a new one."""
         if event.call_id is not None:
             return event.call_id
         made = self.formats.tools.call_id(event.name, self.num_calls + event.index)
@@ -59,7 +59,7 @@ class Parsing:
         return uuid.uuid4().hex[:9] if self.short_ids else f"call_{uuid.uuid4().hex[:24]}"
 
     async def __call__(self, deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
-        """The stage (`deltas.Stage`)."""
+        """Yield the stage (`deltas.Stage`)."""
         choices: dict[int, _Choice] = {}
         async for delta in deltas:
             if delta.error is None:
@@ -95,7 +95,7 @@ class _Choice:
             delta.finish_reason = "tool_calls"
 
     def _as_sent(self, event: Event) -> list[Event]:
-        """The event as dialects need it: every call has an id, and a custom tool's arguments are its text."""
+        """Return the event as dialects need it: every call has an id, and a custom tool's arguments are its text."""
         if isinstance(event, ToolCallBegin):
             self.called = True
             if event.name in self.parsing.custom:
@@ -124,8 +124,8 @@ class _Choice:
 class ThoughtCounter:
     """Counts the tokens between the markers of thoughts, without the markers, as they arrive.
 
-    Markers are found by their ids. Where these do not tell (a marker that is spelled in several ways), what the parser
-    makes of the text does, up to the pieces in which the text comes.
+    Markers are found by their ids. Where these do not tell (a marker that is spelled in several ways), the parser's
+    reading of the text does, up to the pieces in which the text comes.
     """
 
     def __init__(self, parsing: Parsing):
@@ -137,7 +137,7 @@ class ThoughtCounter:
         self.num_inside = 0  # tokens since the thoughts began
 
     def count(self, token_ids: list[int], events: list[Event]) -> int:
-        """How many of the tokens are thoughts; a marker of several tokens is taken back when it is complete."""
+        """Return how many of the tokens are thoughts; a marker of several tokens is taken back when it is complete."""
         if not self.active:
             return 0
         before, counted = self.inside, 0

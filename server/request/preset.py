@@ -17,7 +17,7 @@ from quire.server.request.request import GenerationOptions, options_of
 logger = logging.getLogger("quire")
 
 _FIELDS = {one.encode_name for one in msgspec.structs.fields(Options)}
-_IN_FILES = frozenset(PARAMETERS.values())  # what generation_config.json may set
+_IN_FILES = frozenset(PARAMETERS.values())  # keys that generation_config.json may set
 
 
 def check_parameters(parameters: Mapping[str, Any]) -> tuple[Options, list[str]]:

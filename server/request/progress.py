@@ -1,4 +1,4 @@
-"""How much of the prompts of one request is in the KV cache, reported in its stream."""
+"""Progress of a request's prompts in the KV cache, reported in its stream."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class PromptProgress(msgspec.Struct, kw_only=True):
 
 
 def comment(now: PromptProgress) -> bytes:
-    """A comment of an event stream, such as `: prefill 4096/32768`."""
+    """Return a comment of an event stream, such as `: prefill 4096/32768`."""
     return b": prefill %d/%d\n\n" % (now.processed, now.total)
 
 
 class PrefillProgress:
-    """Of all prompts together; the choices of a prompt count once. Written by the `Generation`s, read by the stream.
-    `write` makes the frame that is sent.
+    """The progress of all prompts together; the choices of a prompt count once. Written by the `Generation`s, read by
+    the stream. `write` makes the frame that is sent.
     """
 
     def __init__(self, requests: Sequence[Prompted], write: Callable[[PromptProgress], bytes]):
@@ -53,7 +53,7 @@ class PrefillProgress:
         self._note(prompt, counts.prefilled, counts.cached)
 
     def note_first_token(self, prompt: str, counts: TokenCounts) -> None:
-        """The whole prompt is computed."""
+        """Record that the whole prompt is computed."""
         self._note(prompt, self._totals[prompt], counts.cached)
 
     def _note(self, prompt: str, num_tokens: int, num_cached: int) -> None:
@@ -67,7 +67,7 @@ class PrefillProgress:
         await self._changed.wait()
 
     def take(self) -> bytes:
-        """The frame to send; empty if nothing changed since the last."""
+        """Return the frame to send; empty if nothing changed since the last."""
         if not self._changed.is_set():
             return b""
         self._changed.clear()
@@ -89,7 +89,7 @@ def check_progress(wanted: bool | None, streams: bool | None) -> None:
 def report_progress(
     wanted: bool | None, requests: Sequence[Prompted], write: Callable[[PromptProgress], bytes] = comment
 ) -> PrefillProgress | None:
-    """The reports of these requests, for their stream; None if they are not `wanted`."""
+    """Return the reports of these requests, for their stream; None if they are not `wanted`."""
     if not wanted:
         return None
     progress = PrefillProgress(requests, write)

@@ -34,7 +34,7 @@ from quire.server.values import Json
 
 
 class GenerationOptions(SamplingFields, kw_only=True):
-    """How to generate. None means "not given": the model's default applies, else OpenAI's.
+    """Parameters of generation. None means "not given": the model's default applies, else OpenAI's.
 
     The types carry the bounds for `msgspec.convert`; the constructor does not check them.
     """
@@ -44,7 +44,7 @@ class GenerationOptions(SamplingFields, kw_only=True):
     allowed_token_ids: AllowedTokenIds | None = None
     bad_words: BadWords | None = None
     no_repeat_ngram: NoRepeatNgram | None = None  # `no_repeat_ngram_size` of a logits processor of another server
-    # where to stop
+    # stopping
     max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None
     stop: Stop | Stops | None = None
@@ -54,7 +54,7 @@ class GenerationOptions(SamplingFields, kw_only=True):
     # drafts
     speculation: bool | None = None  # False: none
     prediction: str | None = None  # a text that the output is likely to repeat
-    # what to return
+    # results
     logprobs: AtLeastMinusOne | None = None  # alternatives per sampled token; -1: the whole vocabulary
     prompt_logprobs: AtLeastMinusOne | None = None
     skip_special_tokens: bool | None = None
@@ -96,7 +96,7 @@ class Conversation:
 
     @property
     def images(self) -> list[ImageInput]:
-        """In the order in which the template prints them."""
+        """Return the images in the order in which the template prints them."""
         return [
             part["image"]
             for message in self.messages
@@ -122,7 +122,7 @@ class GenerationSpec:
     add_special_tokens: bool | None = None  # default: True for texts, False for conversations
     # the texts' continuations belong between them and this one; for models that were trained to fill in
     suffix: str | None = None
-    images: list[ImageInput] = field(default_factory=list)  # of one text, which holds their placeholders
+    images: list[ImageInput] = field(default_factory=list)  # for one text, which holds their placeholders
     processor_options: dict[str, Any] | None = None  # as in `Conversation`
     context: list[tuple[str, str]] = field(default_factory=list)  # with a suffix: (name, text) of other files
     echo: bool = False  # the answer begins with the prompt, and with its log-probabilities if `logprobs` is set
@@ -132,10 +132,11 @@ class GenerationSpec:
     cache_seconds: float = 0.0
     tenant: str | None = None  # requests of different tenants share no cached prefixes
     background: bool = False  # yields to every request that is not; no limit of the queue counts it
-    adapters: list[Chosen] = field(default_factory=list)  # of LoRA
+    adapters: list[Chosen] = field(default_factory=list)  # for LoRA
     prompt_param: str = "prompt"
     max_tokens_param: str = "max_tokens"
-    # of sampling, for what neither the request nor the model's files set; None: the format's, or OpenAI's
+    # defaults of sampling, where neither the request nor the model's files have a value; None: the format's, or
+    # OpenAI's
     dialect_defaults: Mapping[str, Any] | None = None
     clip_max_tokens: bool = False  # a max_tokens above the context length is reduced, not refused
     logprobs_param: str = "logprobs"

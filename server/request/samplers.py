@@ -11,7 +11,7 @@ from quire.server.text.breakers import BreakerIndex
 
 LAST_TOKENS = 64  # that llama.cpp's and Ollama's penalties count by default
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
-_LETTERS = {  # of `samplers` as one text
+_LETTERS = {  # for `samplers` as one text
     "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p",
     "x": "xtc", "t": "temperature",
 }  # fmt: skip

@@ -62,7 +62,7 @@ class SamplingDefaults(NamedTuple):
     preset: Preset = Preset()
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         rest = {name: value for name, value in self.others.items() if name not in self.declared}
         by_name = self.preset.sampling.keys() - self.overridden
         files = [
@@ -81,8 +81,8 @@ class SamplingDefaults(NamedTuple):
 
 
 def read_sampling_defaults(config: Config, model_folder: str) -> SamplingDefaults:
-    """The content of generation_config.json, as --generation-config says, and llama.cpp's defaults for a GGUF file,
-    under what the PARAMETERs of the model's name set, and then --override-generation-config.
+    """Return the content of generation_config.json, as --generation-config says, and llama.cpp's defaults for a GGUF
+    file, under what the PARAMETERs of the model's name set, and then --override-generation-config.
 
     Raises ValueError when the file asked for is missing, or not JSON, or a value is out of range.
     """
@@ -94,7 +94,7 @@ def read_sampling_defaults(config: Config, model_folder: str) -> SamplingDefault
 
 
 def _sampling_defaults(config: Config, model_folder: str) -> SamplingDefaults:
-    """The defaults without --override-generation-config."""
+    """Return the defaults without --override-generation-config."""
     if config.server.generation_config == "vllm":
         return SamplingDefaults({}, {}, "OpenAI's")
     settings = read_object(Path(model_folder, "config.json")).get("quantization_config")
@@ -119,7 +119,7 @@ def _declared_defaults(source: str, model_folder: str) -> dict[str, Any]:
 
 
 def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The parameters among `values`, by our names. Raises ValueError for one that is out of range."""
+    """Return the parameters among `values`, by our names. Raises ValueError for one that is out of range."""
     defaults = {}
     for key, name in PARAMETERS.items():
         if (value := values.get(key)) is None:
@@ -131,7 +131,8 @@ def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def to_sampling_params(spec: GenerationSpec, model: ModelInfo, tokenizer: BatchEncoder) -> SamplingParams:
-    """All parameters, not yet fitted into the context (`fit`). Raises BadRequest naming the parameter and the limit.
+    """Return all parameters, not yet fitted into the context (`fit`). Raises BadRequest naming the parameter and the
+    limit.
 
     With max_tokens 0, for an echo, the engine runs the prompt and samples nothing.
     """
@@ -222,7 +223,7 @@ def _amount(num_tokens: int, at_least: bool) -> str:
 
 
 def too_long_text(num_tokens: int, limit: int, param: str, at_least: bool = False) -> ContextLengthExceeded:
-    """The error for a text beyond the limit that the model's files set."""
+    """Return the error for a text beyond the limit that the model's files set."""
     return ContextLengthExceeded(
         f"This model reads at most {limit} tokens (max_seq_length in its files). However, your {param} resulted in "
         f"{_amount(num_tokens, at_least)} tokens.",
@@ -250,7 +251,7 @@ def _max_tokens(spec: GenerationSpec, model: ModelInfo) -> int | None:
 
 
 def _distinct_ids(ids: list[int] | None, param: str, model: ModelInfo) -> list[int] | None:
-    """Each once, in order. Raises BadRequest for one that the model does not have."""
+    """Return each once, in order. Raises BadRequest for one that the model does not have."""
     if not ids:
         return ids
     if (highest := max(ids)) >= model.vocab_size:
@@ -271,7 +272,7 @@ def _logit_bias(options: GenerationOptions, model: ModelInfo) -> dict[int, float
 
 
 def _bad_words_ids(options: GenerationOptions, tokenizer: BatchEncoder, model: ModelInfo) -> list[list[int]] | None:
-    """Each word as it is tokenized at the start of a text and after a space."""
+    """Return each word as it is tokenized at the start of a text and after a space."""
     texts = [text for word in options.bad_words or () for text in (word, " " + word.lstrip())]
     suppressed = [i for i in model.sampling_defaults.get("suppress_tokens", ()) if 0 <= i < model.vocab_size]
     sequences = (

@@ -52,8 +52,8 @@ class EngineMetrics(Protocol):
 
 
 class MetricsSink(Protocol):
-    def of(self, engine: int) -> EngineMetrics:
-        """The metrics that record the requests of engine `engine`."""
+    def for_engine(self, engine: int) -> EngineMetrics:
+        """Return the metrics that record the requests of engine `engine`."""
 
     def observe_http(self, handler: str, method: str, status: int) -> None: ...
 
@@ -64,4 +64,4 @@ class MetricsSink(Protocol):
     def observe_key_refusal(self, name: str, code: str) -> None: ...
 
     def render(self, view: View = ALL) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""

@@ -13,7 +13,7 @@ CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"
 
 
 def custom_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call of a custom tool with this text."""
+    """Return the arguments of a call of a custom tool with this text."""
     return {"input": text}
 
 
@@ -28,10 +28,12 @@ class Tool:
     parameters: dict[str, Any] | None = None  # JSON Schema of the arguments; None: an object without properties
     strict: bool = False  # the arguments are valid against `parameters`
     custom: bool = False
-    grammar: tuple[Literal["lark", "regex"], str] | None = None  # of a custom tool's text
+    grammar: tuple[Literal["lark", "regex"], str] | None = None  # for a custom tool's text
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as templates expect it. They know functions only: a custom tool is one with a text as `input`."""
+        """Return the tool as templates expect it. They know functions only: a custom tool is one with a text as
+        `input`.
+        """
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description

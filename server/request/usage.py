@@ -29,7 +29,7 @@ class TokenUsage:
     A prompt shared by n choices counts once, and as cached only as far as the choice that found least of it.
     """
 
-    num_prompt: int  # of all prompts
+    num_prompt: int  # for all prompts
     n: int = 1  # choices of each
     num_images: int = 0  # tokens of the prompts that stand for images
     num_predicted: int | None = None  # tokens of the longest prediction of the client's

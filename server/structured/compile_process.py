@@ -26,7 +26,7 @@ from quire.server.structured.structure import BEST_EFFORT, Answer, Structure, de
 from quire.server.structured.to_lark import to_lark
 from quire.server.values import Json
 
-MAX_SECONDS = 4.0  # of CPU time for one structure, whatever else the machine does
+MAX_SECONDS = 4.0  # for CPU time for one structure, whatever else the machine does
 MAX_MEMORY = 2 << 30  # bytes of address space
 MAX_ATTEMPTS = 50  # compilations to find the place of an error
 
@@ -68,7 +68,7 @@ class Compiler:
         self.tokens = LLTokenizer(_Tokens(vocabulary), n_vocab=vocabulary.size, eos_token=vocabulary.eos_ids)
 
     def compile(self, structure: Structure) -> Answer:
-        """The grammar if it compiles within the limits."""
+        """Return the grammar if it compiles within the limits."""
         try:
             return self._compile_parts(structure)
         except RecursionError:
@@ -116,7 +116,7 @@ class Compiler:
         return Answer(None, error)
 
     def _error(self, grammar: str, is_own: bool = False) -> str | None:
-        """Why a grammar does not compile; None if it does. `is_own`: a client wrote all but its first line."""
+        """Return why a grammar does not compile; None if it does. `is_own`: a client wrote all but its first line."""
         matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first step may exceed a limit, too
@@ -144,7 +144,9 @@ class Compiler:
         return f"at {path}: {keyword}{error}"
 
     def _keyword(self, structure: Structure, schema: Json, definitions: dict[str, Any], error: str) -> str:
-        """The keyword without which `schema` has no such error, before a colon; empty if no single one is the cause."""
+        """Return the keyword without which `schema` has no such error, before a colon; empty if no single one is the
+        cause.
+        """
         if NOTHING in error or error in OURS or not isinstance(schema, dict):
             return ""
         for keyword in [name for name in schema if name not in ("$defs", "type")]:
@@ -159,7 +161,7 @@ class Compiler:
 
 
 def _resolved(structure: Structure, enforced: Callable[[dict[str, Any]], bool]) -> Structure:
-    """The structure with the first or the second element of every best-effort part."""
+    """Return the structure with the first or the second element of every best-effort part."""
 
     def resolved(node: Json) -> Any:
         if isinstance(node, list):
@@ -201,7 +203,7 @@ def framed(message: Json) -> bytes:
 
 
 def _read(source: BinaryIO) -> bytes:
-    """The next frame; empty at the end of the input."""
+    """Return the next frame; empty at the end of the input."""
     return source.read(int.from_bytes(source.read(4), "big"))
 
 

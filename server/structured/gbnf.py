@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-MAX_DEPTH = 200  # of parentheses
+MAX_DEPTH = 200  # nested parentheses
 MAX_CHAR = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 
-Ranges = tuple[tuple[int, int], ...]  # of characters: sorted, apart
+Ranges = tuple[tuple[int, int], ...]  # ranges of characters: sorted, apart
 
 
 class GrammarError(ValueError):
@@ -71,7 +71,9 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "a": "\a", "b": "\b", "f
 
 
 def parse(text: str, token_of: Callable[[str], int | None]) -> dict[str, Node]:
-    """The rules by name; `root` is one of them. `token_of` gives the id of a token by its text. Raises GrammarError."""
+    """Return the rules by name; `root` is one of them. `token_of` gives the id of a token by its text. Raises
+    GrammarError.
+    """
     rules = _Parser(text, token_of).rules()
     if "root" not in rules:
         raise GrammarError("there is no rule root")
@@ -82,7 +84,7 @@ def parse(text: str, token_of: Callable[[str], int | None]) -> dict[str, Node]:
 
 
 def references(node: Node) -> list[str]:
-    """The names in a tree."""
+    """Return the names in a tree."""
     found, pending = [], [node]
     while pending:
         one = pending.pop()
@@ -96,7 +98,7 @@ def references(node: Node) -> list[str]:
 
 
 def chars(ranges: Iterable[tuple[int, int]], negated: bool = False) -> Chars:
-    """Without surrogates, which no text contains."""
+    """Return the ranges without surrogates, which no text contains."""
     given = _merged(ranges)
     if negated:
         return Chars(without([(0, MAX_CHAR)], [*given, _SURROGATES]))

@@ -28,7 +28,7 @@ _Places = dict[_Place, None]
 
 
 def rules_of(grammar: Mapping[str, Node], eos_ids: tuple[int, ...] = ()) -> str:
-    """The text of a Lark grammar whose start is `start`. Raises GrammarError."""
+    """Return the text of a Lark grammar whose start is `start`. Raises GrammarError."""
     used = _reachable(_productive(grammar))
     plan = _Plan(used)
     plan.divide()
@@ -36,7 +36,7 @@ def rules_of(grammar: Mapping[str, Node], eos_ids: tuple[int, ...] = ()) -> str:
 
 
 def _productive(grammar: Mapping[str, Node]) -> dict[str, Node]:
-    """The rules that match something, without alternatives that do not."""
+    """Return the rules that match something, without alternatives that do not."""
     known: set[str] = set()
 
     def matches(node: Node) -> bool:
@@ -106,7 +106,7 @@ class _Plan:
                 pending.extend(_refs(self.rules[name]))
 
     def _planned(self, node: Node) -> object:
-        """The tree with the largest regular parts as terminals."""
+        """Return the tree with the largest regular parts as terminals."""
         if self._is_regular(node):
             return Terminal(node) if node != Seq() else node
         match node:
@@ -167,7 +167,9 @@ class _Plan:
         raise AssertionError(node)
 
     def _conflicting(self) -> set[Terminal]:
-        """The terminals to divide: those that may read what follows another one that is read at the same place."""
+        """Return the terminals to divide: those that may read what follows another one that is read at the same
+        place.
+        """
         starts, after = self._following()
         found: set[Terminal] = set()
         try:
@@ -185,7 +187,7 @@ class _Plan:
         return {one for one in found if not isinstance(one.node, Chars)}
 
     def _read_together(self, starts: _Places, after: Mapping[_Place, _Places]) -> set[tuple[_Place, _Place]]:
-        """Pairs that may begin at the same place of a text, each with itself as well."""
+        """Return pairs that may begin at the same place of a text, each with itself as well."""
         pairs: set[tuple[_Place, _Place]] = set()
         groups, pending = set(), [frozenset(starts)]
         while pending:
@@ -200,7 +202,7 @@ class _Plan:
         return pairs
 
     def _sharing(self, pairs: list[tuple[_Place, _Place]]) -> list[tuple[_Place, _Place]]:
-        """The pairs of which both may read the same."""
+        """Return the pairs of which both may read the same."""
         found, asked = [], []
         for one, other in pairs:
             if isinstance(one, Terminal) and isinstance(other, Terminal) and one is not other:
@@ -215,7 +217,7 @@ class _Plan:
         return tuple(dict.fromkeys(pair for one in places for pair in self.terminals.first(one.node)))
 
     def _following(self) -> tuple[_Places, dict[_Place, _Places]]:
-        """The terminals that may come first, and after each one."""
+        """Return the terminals that may come first, and after each one."""
         ends = {name: _Ends() for name in self.rules}
         changed = True
         while changed:
@@ -270,7 +272,7 @@ class _Plan:
 
 
 def _regular_rules(grammar: Mapping[str, Node]) -> set[str]:
-    """The rules that do not lead to themselves, to one that does, or to a token."""
+    """Return the rules that do not lead to themselves, to one that does, or to a token."""
     uses = {name: set(references(node)) for name, node in grammar.items()}
     regular: set[str] = set()
     while more := {

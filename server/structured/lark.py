@@ -45,16 +45,16 @@ class Builder:
 
     specials: Mapping[str, int]
     eos_ids: Sequence[int] = ()
-    json_options: Mapping[str, Any] = field(default_factory=dict)  # of llguidance
+    json_options: Mapping[str, Any] = field(default_factory=dict)  # for llguidance
     close: bool = True  # objects that a schema describes
     lines: list[str] = field(default_factory=list)
-    grammars: list[dict[str, str]] = field(default_factory=list)  # of the user, with names of their own
+    grammars: list[dict[str, str]] = field(default_factory=list)  # the user's, with names of their own
     schemas: list[tuple[str, Json]] = field(default_factory=list)  # with their places for errors
     _names: int = 0
     _special_pattern: re.Pattern[str] | None = None
 
     def rule(self, body: str, options: str = "") -> str:
-        """The name of a new rule."""
+        """Return the name of a new rule."""
         name = self.name("r")
         self.lines.append(f"{name}{options}: {body}")
         return name
@@ -64,7 +64,7 @@ class Builder:
         self.lines.append(f"{name}: {body}")
 
     def terminal(self, body: str) -> str:
-        """The name of a new terminal: one regular expression."""
+        """Return the name of a new terminal: one regular expression."""
         name = self.name("T")
         self.lines.append(f"{name}: {body}")
         return name
@@ -82,13 +82,13 @@ class Builder:
         return [self.specials.get(part, part) for part in parts]
 
     def literal(self, text: str) -> str:
-        """An expression that matches `text`."""
+        """Return an expression that matches `text`."""
         pieces = (f"<[{piece}]>" if isinstance(piece, int) else quoted(piece) for piece in self.pieces(text))
         return " ".join(pieces) or '""'
 
     def choice(self, texts: Sequence[str]) -> str:
-        """The name of a rule for one of `texts`. Those without special tokens are terminals, of several texts each: the
-        parser's limits bound the alternatives of a rule, and the time of a terminal grows with their square.
+        """Return the name of a rule for one of `texts`. Those without special tokens are terminals, of several texts
+        each: the parser's limits bound the alternatives of a rule, and the time of a terminal grows with their square.
         """
         plain, others = [], []
         for text in dict.fromkeys(texts):
@@ -99,7 +99,9 @@ class Builder:
         return self.rule(" | ".join(terminals + others))
 
     def members(self, members: Sequence[tuple[bool, str]], separator: str) -> str:
-        """An expression for members in their order, each at most once: whether one is required, and its expression."""
+        """Return an expression for members in their order, each at most once: whether one is required, and its
+        expression.
+        """
         first, more = '""', '""'  # the members from the next on, after none and after others
         for is_required, member in reversed(members):
             one = self.rule(member)
@@ -108,7 +110,9 @@ class Builder:
         return first
 
     def json(self, schema: Json, where: str = "") -> str:
-        """The name of a rule that matches JSON for `schema`; `where` is its place for errors. Raises StructureError."""
+        """Return the name of a rule that matches JSON for `schema`; `where` is its place for errors. Raises
+        StructureError.
+        """
         if (grammar := lark_of_input(schema)) is not None:
             space = f"{self.terminal(f'/{WHITESPACE}/')}?"
             text = self.text_grammar(grammar, in_json, where)
@@ -143,13 +147,15 @@ class Builder:
         return self.terminal(f"/{regex_to_lark(_without_anchors(pattern), 'd') or '(?:)'}/")
 
     def grammar(self, text: str) -> str:
-        """An expression for a grammar of the user."""
+        """Return an expression for a grammar of the user."""
         name = self.name("g")
         self.grammars.append({"name": name, "lark_grammar": grammar_text(text, self.specials, self.eos_ids)})
         return self.rule(f"@{name}")
 
     def text_grammar(self, grammar: str, rewrite: Callable[[str], str], where: str = "") -> str:
-        """An expression for a tool's text by its own Lark grammar, `rewrite` as the text is written in a call."""
+        """Return an expression for a tool's text by its own Lark grammar, `rewrite` as the text is written in a
+        call.
+        """
         name = self.name("g")
         try:
             self.grammars.append({"name": name, "lark_grammar": f"{_HEADER}\n{rewrite(grammar)}\n"})
@@ -158,19 +164,19 @@ class Builder:
         return self.rule(f"@{name}")
 
     def other_specials(self, but: Sequence[int] = ()) -> str | None:
-        """An expression for one special token that does not end the output and is not in `but`."""
+        """Return an expression for one special token that does not end the output and is not in `but`."""
         ids = sorted(set(self.specials.values()) - set(self.eos_ids) - set(but))
         return f"<[{','.join(map(str, ids))}]>" if ids else None
 
     def text(self, start: str) -> str:
-        """The grammar whose whole is the expression `start`."""
+        """Return the grammar whose whole is the expression `start`."""
         lark = "\n".join([_HEADER, f"start: {start}", *self.lines]) + "\n"
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self.grammars]}) if self.grammars else lark
 
 
 def _escapes(schema: Json, where: str) -> str:
-    """The escapes of JSON strings. Constants and names with rare control characters need `\\u`, which names that are
-    free must not have. Raises StructureError.
+    """Return the escapes of JSON strings. Constants and names with rare control characters need `\\u`, which names that
+    are free must not have. Raises StructureError.
     """
     pending, needs_u, has_free_names = [schema], False, False
     while pending:
@@ -192,7 +198,7 @@ def _escapes(schema: Json, where: str) -> str:
 
 
 def grammar_text(text: str, specials: Mapping[str, int], eos_ids: Sequence[int]) -> str:
-    """A grammar of the user as Lark; EBNF has `::=`."""
+    """Return a grammar of the user as Lark; EBNF has `::=`."""
     if "::=" in text:
         try:
             text = rules_of(parse(text, specials.get), tuple(eos_ids))

@@ -6,7 +6,7 @@ import re
 
 NOTHING = "no value is valid"  # also a message of the other modules
 MAX_CHARS = 500
-# what the library appends to a message: its state, numbered lines of the grammar
+# appended to a message by the library: its state, numbered lines of the grammar
 _APPENDED = re.compile(r"\n?<(?:state|grammar|backtrace|non-verbose)|\n\s*\d+ \| |%llguidance|\"x-guidance\"")
 _PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 # the library's message -> ours
@@ -26,8 +26,8 @@ OURS = frozenset(_WHOLE.values())
 
 
 def readable(error: str, lines_before: int | None = None) -> str:
-    """The message. `lines_before`: how many lines the server wrote before a client's own grammar, whose lines are then
-    told.
+    """Return the message. `lines_before`: how many lines the server wrote before a client's own grammar, whose lines
+    are then told.
     """
     reason = _APPENDED.split(error)[0]
     place = _PLACE.match(reason)

@@ -36,7 +36,7 @@ class Shape:
         return self.properties.get(name, not self.lists_all)
 
     def all_named(self) -> list[tuple[str, Schema]]:
-        """The properties, and those that are required without being described."""
+        """Return the properties, and those that are required without being described."""
         others = sorted(self.required - self.properties.keys())
         return [*self.properties.items(), *((name, True) for name in others)]
 
@@ -45,7 +45,7 @@ class Shape:
 
 
 def shapes(schema: dict[str, Any], path: str, close: bool = True) -> tuple[list[Shape], dict[str, Any]]:
-    """The alternatives, and the definitions that their properties refer to. Raises StructureError."""
+    """Return the alternatives, and the definitions that their properties refer to. Raises StructureError."""
     try:
         normal = normalize(schema, close)
     except SchemaError as error:

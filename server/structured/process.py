@@ -26,7 +26,7 @@ class ProcessDied(Exception):
 
 
 class Silence:
-    """How long a process has made no progress. `progress` is a number that changes when it makes some."""
+    """The time that a process has made no progress. `progress` is a number that changes when it makes some."""
 
     def __init__(self, progress: Callable[[], float], clock: Callable[[], float] = time.monotonic):
         self._progress, self._clock = progress, clock
@@ -52,7 +52,7 @@ class CompileProcess:
         return self._child is not None and self._child.poll() is None
 
     def ask(self, structure: bytes) -> Answer:
-        """The answer; the first call starts the child. Raises ProcessDied after the end of the child."""
+        """Return the answer; the first call starts the child. Raises ProcessDied after the end of the child."""
         try:
             self._start()
             silence = Silence(self._cpu_time)
@@ -100,7 +100,9 @@ class CompileProcess:
             os.set_blocking(pipe.fileno(), False)
 
     def _cpu_time(self) -> float:
-        """Seconds of CPU time that the child has used; 0 on systems without /proc, where it has to answer in time."""
+        """Return seconds of CPU time that the child has used; 0 on systems without /proc, where it has to answer in
+        time.
+        """
         try:
             with open(f"/proc/{self._child.pid}/stat", "rb") as file:
                 user, system = file.read().rpartition(b")")[2].split()[11:13]

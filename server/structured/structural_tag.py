@@ -22,7 +22,9 @@ MAX_REPEAT = 10_000
 
 
 def expression(tag: Json, builder: Builder) -> str:
-    """The expression for a structural tag in any of its forms. Raises StructureError with the path of the mistake."""
+    """Return the expression for a structural tag in any of its forms. Raises StructureError with the path of the
+    mistake.
+    """
     if not isinstance(tag, dict):
         raise StructureError("structural_tag must be an object")
     if "structures" in tag:
@@ -60,7 +62,7 @@ class _Translation:
 
     def __init__(self, builder: Builder):
         self.builder = builder
-        self.place = ""  # of the arguments that are translated, for errors
+        self.place = ""  # for the arguments that are translated, for errors
         self.definitions: dict[str, Any] = {}  # in the schema of these arguments
 
     def format(self, node: Json, path: str, end: str | int | None, depth: int) -> str:
@@ -187,7 +189,7 @@ class _Translation:
         return f"({content}){{{least},{'' if most == -1 else most}}}"
 
     def members(self, node: dict, path: str, end: str | int | None, depth: int) -> str:
-        """Members of an object, each at most once, in their order."""
+        """Return members of an object, each at most once, in their order."""
         members = []
         for i, part in enumerate(_get(node, "members", list, path)):
             at = f"{path}.members.{i}"
@@ -283,7 +285,7 @@ class _Translation:
         return builder.rule(f"{one}* {tail}" if loop else f"{one} | {tail}")
 
     def _tag_rest(self, tag: dict, path: str, depth: int) -> str:
-        """The content of a tag and its end."""
+        """Return the content of a tag and its end."""
         content, end = tag.get("content"), tag.get("end")
         if isinstance(end, list) and len(end) == 1:
             end = end[0]
@@ -375,7 +377,7 @@ def _is_unlimited(node: Json) -> bool:
 
 
 def _beginning(node: Json) -> Any:
-    """The text or token that a part begins with, if that is fixed."""
+    """Return the text or token that a part begins with, if that is fixed."""
     if not isinstance(node, dict):
         return None
     match node.get("type"):

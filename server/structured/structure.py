@@ -49,7 +49,7 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encoded(structure: Structure) -> bytes:
-    """The structure as JSON: numbers in a schema may have more than 64 bits, which msgpack does not have.
+    """Return the structure as JSON: numbers in a schema may have more than 64 bits, which msgpack does not have.
 
     Raises TypeError, ValueError, RecursionError.
     """

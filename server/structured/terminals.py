@@ -36,8 +36,8 @@ class Terminals:
     # ---- their text
 
     def name(self, node: Node) -> str:
-        """The name of the terminal for a regular part. Rules within it have names, so that a grammar does not grow when
-        they are used often.
+        """Return the name of the terminal for a regular part. Rules within it have names, so that a grammar does not
+        grow when they are used often.
         """
         if node not in self._names:
             self._names[node] = name = f"T{len(self._names)}"
@@ -91,7 +91,7 @@ class Terminals:
         return known
 
     def first(self, node: Node) -> Ranges:
-        """The characters that a text of the terminal may begin with; ranges may overlap."""
+        """Return the characters that a text of the terminal may begin with; ranges may overlap."""
         if (known := self._first.get(node)) is None:
             self._first[node] = known = tuple(dict.fromkeys(self._first_of(node)))
         return known

@@ -41,23 +41,25 @@ _COMMON = {
 
 
 def in_json(grammar: str) -> str:
-    """The grammar of the inside of a JSON string whose value matches `grammar`. Raises PatternError."""
+    """Return the grammar of the inside of a JSON string whose value matches `grammar`. Raises PatternError."""
     return _rewritten(grammar, IN_JSON)
 
 
 def before_tag(grammar: str) -> str:
-    """The grammar of a text that an end tag follows: its regular expressions do not match `<`. Raises PatternError."""
+    """Return the grammar of a text that an end tag follows: its regular expressions do not match `<`. Raises
+    PatternError.
+    """
     return _rewritten(grammar, BEFORE_TAG)
 
 
 def lark_of(schema: Json) -> str | None:
-    """The grammar of a schema of a string that has one."""
+    """Return the grammar of a schema of a string that has one."""
     found = schema.get(LARK) if isinstance(schema, Mapping) and schema.get("type") == "string" else None
     return found if isinstance(found, str) else None
 
 
 def lark_of_input(schema: Json) -> str | None:
-    """The grammar of the text `input` of a custom tool's arguments."""
+    """Return the grammar of the text `input` of a custom tool's arguments."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return lark_of(properties.get("input")) if isinstance(properties, Mapping) else None
 

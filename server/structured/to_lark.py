@@ -17,7 +17,7 @@ def to_lark(
     eos_ids: Sequence[int],
     schemas: list[tuple[str, Json]] | None = None,
 ) -> str:
-    """The grammar; appends the schemas that it has to `schemas`, with their places. Raises StructureError.
+    """Return the grammar; appends the schemas that it has to `schemas`, with their places. Raises StructureError.
 
     Regular expressions and Lark texts are checked when the result is compiled.
     """
@@ -53,7 +53,7 @@ def _expression(structure: Structure, builder: Builder) -> str:
 
 
 def _up_to(builder: Builder, end: str) -> str:
-    """A rule for any text up to and including the first `end`."""
+    """Return a rule for any text up to and including the first `end`."""
     pieces = builder.pieces(end)
     if len(pieces) == 1 and isinstance(pieces[0], str):
         return builder.rule(ANY_TEXT, f"[suffix={quoted(end)}]")

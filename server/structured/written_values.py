@@ -73,12 +73,12 @@ def alternatives(schema: Json, root: Json, path: str, depth: int = 0) -> Iterato
 
 
 def constants(schema: dict[str, Any]) -> list[Any] | None:
-    """The values of `enum` or `const`."""
+    """Return the values of `enum` or `const`."""
     return schema.get("enum", [schema["const"]] if "const" in schema else None)
 
 
 def _target(reference: Json, root: Json) -> Any:
-    """The definition that a reference names; None if it names something else."""
+    """Return the definition that a reference names; None if it names something else."""
     match reference.split("/"):
         case ["#", "$defs" | "definitions" as where, name]:
             return root.get(where, {}).get(name)
@@ -100,7 +100,7 @@ def may_be_text(schema: Json) -> bool:
 
 
 def plain_terminal(schema: Json) -> str | None:
-    """The body of a terminal for the values of a schema that is no text; None if there is no simple one."""
+    """Return the body of a terminal for the values of a schema that is no text; None if there is no simple one."""
     if not isinstance(schema, dict):
         return None
     if schema.keys() == {"type"}:
@@ -116,7 +116,7 @@ def plain_terminal(schema: Json) -> str | None:
 
 
 def beginning(schema: Json, path: str) -> str:
-    """The terminal of the texts that the parsers would take for values of a schema that is no text.
+    """Return the terminal of the texts that the parsers would take for values of a schema that is no text.
 
     Raises StructureError if that is not to be seen.
     """
@@ -127,7 +127,7 @@ def beginning(schema: Json, path: str) -> str:
 
 
 def terminal_of_texts(schema: dict[str, Any], path: str) -> str:
-    """The body of a terminal for the strings of a schema. Raises StructureError."""
+    """Return the body of a terminal for the strings of a schema. Raises StructureError."""
     try:
         normal = normalize(schema)
     except SchemaError as error:
@@ -149,7 +149,7 @@ def terminal_of_texts(schema: dict[str, Any], path: str) -> str:
 
 
 def whole_pattern(pattern: str) -> str:
-    """The pattern of whole texts in which `pattern`, which JSON Schema does not anchor, is found."""
+    """Return the pattern of whole texts in which `pattern`, which JSON Schema does not anchor, is found."""
     return "|".join(_unanchored(branch) for branch in _branches(pattern))
 
 
@@ -163,7 +163,7 @@ def _unanchored(branch: str) -> str:
 
 
 def _branches(pattern: str) -> list[str]:
-    """The alternatives of a pattern that are not in a group."""
+    """Return the alternatives of a pattern that are not in a group."""
     branches, begin, depth, in_set, escaped = [], 0, 0, False, False
     for i, char in enumerate(pattern):
         if escaped or char == "\\":

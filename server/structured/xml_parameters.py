@@ -35,7 +35,7 @@ _SPACE = r"/[ \t\r\n]{0,8}/"
 
 
 def parameters(schema: Json, style: str, path: str, builder: Builder) -> str:
-    """An expression for the properties of `schema`, in its order. Raises StructureError.
+    """Return an expression for the properties of `schema`, in its order. Raises StructureError.
 
     Other properties than those that it lists are not possible; a schema that lists none allows any, unless it says not.
     """
@@ -76,7 +76,7 @@ def _definitions(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _any_element(style: str, path: str, builder: Builder) -> str:
-    """An element of any name, with any text."""
+    """Return an element of any name, with any text."""
     before, after = _FORMS[style]
     head, rest = before.split("{name}")
     rests = " | ".join(builder.literal(text) for text in sorted({rest.format(text=flag) for flag in ("true", "false")}))
@@ -89,7 +89,7 @@ def _value_tag(style: str, builder: Builder) -> str:
 
 
 def _text(after: str, path: str, builder: Builder, body: str = ANY_TEXT) -> str:
-    """A text of the terminal `body` up to and with `after`."""
+    """Return a text of the terminal `body` up to and with `after`."""
     pieces = builder.pieces(after)
     if len(pieces) == 1 and isinstance(pieces[0], str):
         return builder.rule(builder.terminal(body), f"[suffix={quoted(after)}]")
@@ -135,12 +135,12 @@ def _element(name: str, schema: Json, style: str, path: str, builder: Builder) -
 
 
 def _opening(name: str, style: str, flag: str, builder: Builder) -> str:
-    """The text before a value; `flag`: whether it is a text, for formats that say so."""
+    """Return the text before a value; `flag`: whether it is a text, for formats that say so."""
     return f"{builder.literal(_FORMS[style][0].format(name=name, text=flag))} {_value_tag(style, builder)}"
 
 
 def _texts(bodies: list[str], style: str, path: str, builder: Builder) -> str:
-    """A text of one of the terminals, including its end marker."""
+    """Return a text of one of the terminals, including its end marker."""
     after = _FORMS[style][1]
     if ANY_TEXT in bodies:
         return _text(after, path, builder)

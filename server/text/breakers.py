@@ -1,4 +1,4 @@
-"""Which tokens hold, or begin, a text at which DRY's sequences end (`worker/sampling/chain/dry.py`)."""
+"""Tokens that hold, or begin, a text at which DRY's sequences end (`worker/sampling/chain/dry.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 
 MAX_TAIL = 20  # tokens after the first one of a breaker
 _CACHED = 256
-_END = b"\xff"  # of a token; no byte of UTF-8
+_END = b"\xff"  # ends a token; no byte of UTF-8
 
 Sequences = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
@@ -40,7 +40,7 @@ class BreakerIndex:
         return tuple(whole), tuple((first, tuple(rest[:MAX_TAIL])) for first, rest in pairs if rest)
 
     def _owners(self, sought: bytes) -> Iterator[int]:
-        """The tokens whose bytes, with the end, contain `sought`."""
+        """Yield the tokens whose bytes, with the end, contain `sought`."""
         at = self._bytes.find(sought)
         while at >= 0:
             token_id = bisect_right(self._starts, at) - 1

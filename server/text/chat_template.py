@@ -27,8 +27,8 @@ from quire.server.values import Json
 
 # same text as in transformers, so that a template that inspects it behaves the same
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-MAX_SECONDS, MAX_OWN_SECONDS = 1.0, 5.0  # of CPU time, for a template sent with a request and for the model's own
-MAX_OWN_CHARS = 2**27  # of text that the model's own template writes; another writes at most MAX_CHARS
+MAX_SECONDS, MAX_OWN_SECONDS = 1.0, 5.0  # for CPU time, for a template sent with a request and for the model's own
+MAX_OWN_CHARS = 2**27  # for text that the model's own template writes; another writes at most MAX_CHARS
 _SHOWN_LINE = 200  # characters of a template's line in an error
 _IMAGE_PARTS: tuple[dict[str, Any], ...] = ({"type": "image"}, {"type": "image_url", "image_url": {"url": ""}})
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read the first
@@ -48,7 +48,7 @@ def _strftime_now(pattern: str) -> str:
 
 @lru_cache(maxsize=32)
 def compile_template(source: str) -> ChatTemplate:
-    """The compiled template for this text, cached per process.
+    """Return the compiled template for this text, cached per process.
 
     Raises ValueError with line and reason if it is not valid Jinja.
     """
@@ -84,8 +84,8 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         limited: bool = False,
     ) -> str:
-        """The prompt for `messages` (plain JSON data). `variables` are further template variables, special tokens among
-        them; `limited` says that the template came with a request, for which the limits are stricter.
+        """Return the prompt for `messages` (plain JSON data). `variables` are further template variables, special
+        tokens among them; `limited` says that the template came with a request, for which the limits are stricter.
 
         Raises ValueError if the template refuses the messages, or if `continue_final_message` cannot continue the last
         one.
@@ -147,7 +147,7 @@ class ChatTemplate:
             ) from error
 
     def _where(self, traceback: TracebackType | None) -> str:
-        """The line of the template at which an error arose: Jinja puts it into the traceback."""
+        """Return the line of the template at which an error arose: Jinja puts it into the traceback."""
         number = None
         while traceback is not None:
             if traceback.tb_frame.f_code.co_filename == "<template>":
@@ -179,7 +179,7 @@ class ChatTemplate:
         tools: list[dict] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """The prompt for a conversation that is made up to learn what the template does; None if it fails."""
+        """Return the prompt for a conversation that is made up to learn what the template does; None if it fails."""
         everything = {
             "messages": messages,
             "tools": tools,
@@ -213,7 +213,9 @@ class ChatTemplate:
         return "openai" if self.accepts_parts else "string"
 
     def _fit_content(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its content in the form the template takes; parts are joined by newlines, as in vLLM."""
+        """Return the message with its content in the form the template takes; parts are joined by newlines, as
+        in vLLM.
+        """
         content = message.get("content")
         if isinstance(content, str):
             if not self.accepts_text:
@@ -228,8 +230,8 @@ class ChatTemplate:
         return message
 
     def image_part(self, placeholder: str) -> dict[str, Any]:
-        """The part of a message's content for which the template writes the placeholder of an image: a text part that
-        holds it, for a template that knows no images.
+        """Return the part of a message's content for which the template writes the placeholder of an image: a text part
+        that holds it, for a template that knows no images.
         """
         if placeholder not in self._image_parts:
             for part in _IMAGE_PARTS if self.accepts_parts else ():
@@ -242,7 +244,9 @@ class ChatTemplate:
         return self._image_parts[placeholder]
 
     def _fit_calls(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its tool calls, and the id of the call that it answers, in the form the template takes."""
+        """Return the message with its tool calls, and the id of the call that it answers, in the form the template
+        takes.
+        """
         calls = message.get("tool_calls")
         if calls:
             support = self.tool_support
@@ -268,7 +272,7 @@ class ChatTemplate:
         return call
 
     def _tag_final(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """The messages with a marker after the text of the last one, and that text."""
+        """Return the messages with a marker after the text of the last one, and that text."""
         last = copy.deepcopy(messages[-1])
         content = last.get("content")
         if content is None:
@@ -304,8 +308,8 @@ def _part_text(part: Json) -> str:
 
 
 def _parsed(arguments: str) -> Any:
-    """The object that the text of a call's arguments is. A text that is none stays text: a model has written it, and
-    its mistake must not end the conversation.
+    """Return the object that the text of a call's arguments is. A text that is none stays text: a model has written it,
+    and its mistake must not end the conversation.
     """
     if not arguments.strip():
         return {}

@@ -80,7 +80,9 @@ class ByteStream:
         self._decoder.decode(self._last_bytes(prompt_ids))
 
     def _last_bytes(self, prompt_ids: Sequence[int]) -> bytes:
-        """The last 4 or more bytes of the prompt, or all if it is shorter; an unfinished character has at most 3."""
+        """Return the last 4 or more bytes of the prompt, or all if it is shorter; an unfinished character has at most
+        3.
+        """
         data = b""
         for token_id in reversed(prompt_ids):
             if len(data) >= 4:
@@ -125,7 +127,7 @@ class PieceDecoding:
         self._pieces: dict[int, str | bytes | None] = {}
 
     def piece(self, token_id: int, first: bool = False) -> str | bytes | None:
-        """The text of a token; bytes for a byte token; None if the id has no token."""
+        """Return the text of a token; bytes for a byte token; None if the id has no token."""
         if first:
             return self._compute(token_id, True)
         if token_id not in self._pieces:
@@ -182,7 +184,7 @@ class PieceStream:
         self._run_of_prompt = len(self._run)
 
     def _unfinished_character(self, prompt_ids: Sequence[int]) -> bytes:
-        """The bytes of the prompt's last character if it is incomplete."""
+        """Return the bytes of the prompt's last character if it is incomplete."""
         run = b""
         for token_id in reversed(prompt_ids):
             piece = b"" if token_id in self._skip else self._decoding.piece(token_id)
@@ -284,7 +286,7 @@ class WindowStream:
         self.held = False
 
     def _context(self, ids: Sequence[int]) -> list[int]:
-        """The last tokens, from the beginning of a character on."""
+        """Return the last tokens, from the beginning of a character on."""
         start = max(0, len(ids) - self._decoding.context)
         for _ in range(3):
             if start and self._decoding.token_bytes(ids[start])[:1] in _CONTINUATIONS:
@@ -383,7 +385,7 @@ class CleanUpStream:
 
 
 def decoding_of(backend: tokenizers.Tokenizer) -> ByteDecoding | PieceDecoding | WindowDecoding:
-    """The decoding class instance for this tokenizer's pipeline."""
+    """Return the decoding class instance for this tokenizer's pipeline."""
     pipeline = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None
     if pipeline is None:
         return PieceDecoding(backend.id_to_token, [lambda token, first: token if first else " " + token])
@@ -413,7 +415,7 @@ def decoding_of(backend: tokenizers.Tokenizer) -> ByteDecoding | PieceDecoding |
 
 
 def _piece_step(stage: dict) -> Callable[[str, bool], str] | None:
-    """The function of a stage that processes each token alone, or None for another stage."""
+    """Return the function of a stage that processes each token alone, or None for another stage."""
     match stage:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return lambda token, first: token.replace(old, new)

@@ -47,7 +47,7 @@ class Infill:
     file: int | None
 
     def prompt(self, before: Sequence[int], after: Sequence[int], context: Sequence[int] = ()) -> list[int]:
-        """The prompt whose continuation belongs between the two texts."""
+        """Return the prompt whose continuation belongs between the two texts."""
         if self.suffix_first:
             suffix, prefix = self.marks
             return [*self.begin, *context, suffix, *after, prefix, *before]
@@ -56,7 +56,7 @@ class Infill:
 
 
 def infill_of(tokenizer: Tokenizer) -> Infill | None:
-    """The format that the tokenizer has tokens for; None if it has none."""
+    """Return the format that the tokenizer has tokens for; None if it has none."""
     for formats, suffix_first in ((_PREFIX_FIRST, False), (_SUFFIX_FIRST, True)):
         for texts in formats:
             marks = _ids(tokenizer, texts)

@@ -1,7 +1,7 @@
 """The tokenizer of PLaMo 2 and 3 (tokenizer.jsonl): pieces of text with scores, and bytes for characters without one.
 
-A text is cut into the pieces whose scores have the largest sum, from its end to its beginning. Of equal sums the one
-whose first pieces are longer is taken, for which `tokenizers.models.Unigram`, which goes the other way, has no setting.
+A text is cut into the pieces whose scores have the largest sum, from its end to its beginning. Among equal sums the one
+with longer first pieces is taken, for which `tokenizers.models.Unigram`, which goes the other way, has no setting.
 """
 
 from __future__ import annotations
@@ -166,5 +166,5 @@ class _Decoding(ByteDecoding):
 
 
 def with_defaults(config: dict[str, Json]) -> dict[str, Json]:
-    """The settings with those that the published class has."""
+    """Return the settings with those that the published class has."""
     return _DEFAULTS | {key: value for key, value in config.items() if value is not None}

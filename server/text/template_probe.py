@@ -33,14 +33,14 @@ Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | Non
 
 @dataclass(frozen=True, slots=True)
 class ToolSupport:
-    """How a template renders tools. The last three say in which form it takes calls; they mean nothing without
+    """A template's rendering of tools. The last three say in which form it takes calls; they have no meaning without
     `calls`.
     """
 
     tools: bool  # prints the tools
     calls: bool  # prints calls and their results, or results only: these templates leave calls out
     arguments_as_object: bool = True  # else as JSON text
-    no_content: Literal["missing", "null", "empty"] = "missing"  # of a message that has calls only
+    no_content: Literal["missing", "null", "empty"] = "missing"  # for a message that has calls only
     short_ids: bool = False  # ids must have nine letters or digits
 
 
@@ -97,13 +97,14 @@ def with_no_content(message: dict[str, Any], form: str) -> dict[str, Any]:
 
 
 def _prints_result(text: str) -> bool:
-    """Return whether the result is there, and nothing of the call."""
+    """Return whether the result is there, without the call."""
     call = text[text.rfind("qzask") :]
     return "qzresult" in call and not any(word in call for word in ("qzvalue", "None", "null"))
 
 
 def _prints_call(text: str, support: ToolSupport) -> bool:
-    """Return whether the call is there as the model would write it: no Python repr, no JSON text quoted a second time.
+    """Return whether the call is there as the model would write it: no Python repr, no JSON text quoted a
+    second time.
     """
     call = text[text.rfind("qzask") :]
     wrong = ["'qzkey'", '\\"qzkey'] + ["None"] * (support.no_content == "null")

@@ -109,8 +109,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]  # text without end
 
     def within(self, seconds: float, function: Callable[[], str], *, trace: bool = False) -> str:
-        """The result of `function`. Raises Limit after `seconds` of this thread's CPU time. `trace` looks at the clock
-        at every line of Python as well, also within filters, which multiplies the run time.
+        """Return the result of `function`. Raises Limit after `seconds` of this thread's CPU time. `trace` looks at the
+        clock at every line of Python as well, also within filters, which multiplies the run time.
         """
         before = getattr(self._clock, "end", None)
         self._clock.end = end = time.thread_time() + seconds
@@ -196,7 +196,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return functools.update_wrapper(formatted, value)
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that looks at the clock and at the size of its result before it begins."""
+        """Return a filter that looks at the clock and at the size of its result before it begins."""
         estimate = _FILTERS.get(name)
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
@@ -225,7 +225,7 @@ def _check_widths(spec: str) -> None:
 
 
 def _check_conversions(text: str | bytes, values: Any) -> None:
-    """Of `text % values`."""
+    """Check the widths and precisions of `text % values`."""
     text = text.decode("latin-1") if isinstance(text, bytes) else text
     for numbers in _CONVERSION.findall(text):
         for number in numbers:

@@ -117,11 +117,11 @@ class Tokenizer:
     # ---- ids and text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`. Raises ValueError for unpaired surrogates, which UTF-8 cannot encode."""
+        """Return the ids of `text`. Raises ValueError for unpaired surrogates, which UTF-8 cannot encode."""
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The ids of each text. Raises as `encode` does."""
+        """Return the ids of each text. Raises as `encode` does."""
         try:
             return [
                 encoding.ids
@@ -133,8 +133,8 @@ class Tokenizer:
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], add_special_tokens: bool = True
     ) -> list[tuple[list[int], list[int | None], list[int]]]:
-        """The ids of each pair of texts, joined as the model expects, for each id the text, 0 or 1, it is of; None
-        for special tokens; and for each id its token type. Raises as `encode` does.
+        """Return the ids of each pair of texts, joined as the model expects, for each id the text, 0 or 1, it is of;
+        None for special tokens; and for each id its token type. Raises as `encode` does.
         """
         try:
             encodings = self._backend.encode_batch(list(pairs), add_special_tokens=add_special_tokens)
@@ -143,12 +143,14 @@ class Tokenizer:
         return [(encoding.ids, encoding.sequence_ids, encoding.type_ids) for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of all ids together. Ids without a token add no text."""
+        """Return the text of all ids together. Ids without a token add no text."""
         text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return clean_up_spaces(text) if self._clean_up else text
 
     def decode_characters(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The same without a character at the end whose bytes are not all there: the text that another may continue."""
+        """Return the same without a character at the end whose bytes are not all there: the text that another may
+        continue.
+        """
         text = self.decode(ids, skip_special_tokens)
         if not text.endswith(REPLACEMENT):
             return text
@@ -162,8 +164,8 @@ class Tokenizer:
         spaces_between_special_tokens: bool = True,
         visible_ids: frozenset[int] = frozenset(),
     ):
-        """A stream that decodes the tokens after `prompt_ids` as they arrive: `push(ids) -> str`, `finish() -> str`,
-        which ends a text and leaves out an unfinished character, and `held`. `visible_ids` are not skipped.
+        """Return a stream that decodes the tokens after `prompt_ids` as they arrive: `push(ids) -> str`, `finish() ->
+        str`, which ends a text and leaves out an unfinished character, and `held`. `visible_ids` are not skipped.
         """
         hidden = self.special_ids - visible_ids if visible_ids else self.special_ids  # no copy per choice
         skip = hidden if skip_special_tokens else frozenset()
@@ -172,16 +174,20 @@ class Tokenizer:
         return CleanUpStream(stream) if self._clean_up else stream
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that the token adds in the middle of a text; several tokens may share one character."""
+        """Return the UTF-8 bytes that the token adds in the middle of a text; several tokens may share one
+        character.
+        """
         content = self._added_texts.get(token_id)
         return self._decoding.token_bytes(token_id) if content is None else content.encode()
 
     def id_to_token(self, token_id: int) -> str:
-        r"""The token's own text, as logprobs show it: bytes of an incomplete character are written like `\xf0\x9f`."""
+        r"""Return the token's own text, as logprobs show it: bytes of an incomplete character are written like
+        `\xf0\x9f`.
+        """
         return self.token_bytes(token_id).decode("utf-8", "backslashreplace")
 
     def vocabulary_entry(self, token_id: int) -> str:
-        """The token as spelled in the vocabulary (`Ġwor`, `▁wor`, `<0xE4>`); empty for an id without a token."""
+        """Return the token as spelled in the vocabulary (`Ġwor`, `▁wor`, `<0xE4>`); empty for an id without a token."""
         token = self._backend.id_to_token(token_id) or ""
         return token if isinstance(token, str) else token.decode("utf-8", "backslashreplace")
 
@@ -208,12 +214,12 @@ class Tokenizer:
     # ---- chat
 
     def template(self, chat_template: str | None = None, tools: list[dict] | None = None) -> ChatTemplate:
-        """The compiled `template_source`. Raises ValueError."""
+        """Return the compiled `template_source`. Raises ValueError."""
         return compile_template(self.template_source(chat_template, tools))
 
     def template_source(self, chat_template: str | None = None, tools: list[dict] | None = None) -> str:
-        """The template to use: `chat_template` (a name of one of the model's templates, or a text), else "tool_use" if
-        there are tools, else "default".
+        """Return the template to use: `chat_template` (a name of one of the model's templates, or a text), else
+        "tool_use" if there are tools, else "default".
         """
         templates = self.chat_templates
         if chat_template is not None:
@@ -242,7 +248,7 @@ class Tokenizer:
         chat_template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text for a conversation; encode it with `add_special_tokens=False`. `variables` are further
+        """Return the prompt text for a conversation; encode it with `add_special_tokens=False`. `variables` are further
         template variables with any names.
 
         Content may be text or a list of {"type": "text", "text": ...} parts, independent of the form the template
@@ -304,7 +310,7 @@ def _load_plamo(cls: type[Tokenizer], folder: Path) -> Tokenizer:
 
 
 def _text_of(token: Json) -> str | None:
-    """The text of a token from a configuration: a string, or a dict with flags."""
+    """Return the text of a token from a configuration: a string, or a dict with flags."""
     return token["content"] if isinstance(token, Mapping) else token
 
 
@@ -398,7 +404,9 @@ def _as_llama_tokenizer(backend: tokenizers.Tokenizer, config: dict[str, Any]) -
 def _eos_token_ids(
     token_to_id: Callable[[str], int | None], special_tokens: Mapping[str, str], folder: Path
 ) -> list[int]:
-    """The end token of the tokenizer, then the end tokens in the model's generation_config.json (else config.json)."""
+    """Return the end token of the tokenizer, then the end tokens in the model's generation_config.json (else
+    config.json).
+    """
     eos = special_tokens.get("eos_token")
     ids = [token_to_id(eos)] if eos is not None else []
     declared = read_object(folder / "generation_config.json").get("eos_token_id")
@@ -409,7 +417,7 @@ def _eos_token_ids(
 
 
 def _read_template(value: str) -> str:
-    """The text of a template that is given as a file or as text."""
+    """Return the text of a template that is given as a file or as text."""
     if any(mark in value for mark in ("\n", "{%", "{{")):
         return value
     try:

@@ -56,8 +56,8 @@ class Turns:
         self._now = 0.0  # `used` of the tenant whose piece began last
 
     async def run(self, pool: Executor, tenant: str, function: Callable[[], T], num_bytes: int = 0) -> T:
-        """The result of `function`, run in `pool`, charged with its CPU time. If the caller is cancelled before its
-        turn, the work is dropped; later, it keeps its slot until it ends. Raises Unavailable.
+        """Return the result of `function`, run in `pool`, charged with its CPU time. If the caller is cancelled before
+        its turn, the work is dropped; later, it keeps its slot until it ends. Raises Unavailable.
         """
         await self._begin_turn(tenant, num_bytes)
         loop = asyncio.get_running_loop()
@@ -72,7 +72,7 @@ class Turns:
                 cost = time.thread_time() - started
 
         def ended(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits any more
                 loop.call_soon_threadsafe(lambda: self._give_back(tenant, num_bytes, cost))
 
         try:
@@ -116,7 +116,7 @@ class Turns:
             raise
 
     def _enter(self, tenant: str) -> _Tenant:
-        """The tenant's state. One that had no work for a while does not make up for the time it did not use."""
+        """Return the tenant's state. One that had no work for a while does not make up for the time it did not use."""
         if (one := self._tenants.get(tenant)) is None:
             if len(self._tenants) >= _MAX_TENANTS:
                 idle = [

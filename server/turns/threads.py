@@ -48,7 +48,7 @@ class Threads:
         return size >= SMALL or self._spent + size > PER_TURN
 
     async def run(self, size: int, function: Callable[[], T], tenant: str) -> T:
-        """The result of `function`, in the tenant's turn (`Caller.turn`). If the caller is cancelled before the
+        """Return the result of `function`, in the tenant's turn (`Caller.turn`). If the caller is cancelled before the
         work begins, the work is dropped.
         """
         if self.takes_long(size):

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from benchmarks import kill_rounds, soak
+from benchmarks.server import ROOT
 from benchmarks.soak_traffic import KINDS, send
 from tests.helpers.server.running import MODEL, running_server
 from tests.server.media.conftest import FAKE, write_seeing_model
@@ -51,7 +52,7 @@ def test_a_wrong_answer_is_seen():
 
 @pytest.mark.slow
 def test_two_thousand_streams_end():
-    with kill_rounds.serving(kill_rounds.ROOT, "--max-num-queued-reqs", "0", fake="step_delay=0.01") as server:
+    with kill_rounds.serving(ROOT, "--max-num-queued-reqs", "0", fake="step_delay=0.01") as server:
         texts, _ = kill_rounds.streams(server, 2000, 20)
         assert all(texts)
         assert server.status() == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import soak_memory
+from benchmarks.server import Server
 
 FLAGS = ["--device", "cpu", "--num-threads", "1", "--max-model-len", "1024", "--log-level", "info"]
 
@@ -21,8 +22,8 @@ def test_every_request_differs():
 
 
 @pytest.mark.slow
-def test_the_embedded_models_server_is_small_and_stays_so(tmp_path, checkpoint):
-    server = soak_memory.Server(FLAGS, tmp_path)
+def test_the_embedded_models_server_is_small_and_stays_so(checkpoint):
+    server = Server(FLAGS)
     try:
         server.wait_ready()
         (engine,) = [size for name, size in server.resident().items() if name.startswith("quire-engine")]

@@ -112,9 +112,7 @@ def test_files_are_downloaded_by_name(repositories, tmp_path):
         assert first == second and Path(first, "config.json").is_file()
         assert {Path(name).name for name in hub.sent} == {f"m-Q5_0-0000{i}-of-00002.gguf" for i in (1, 2)}
         weights = read_gguf(json.loads(Path(first, "config.json").read_text())["quantization_config"]["file"])
-        assert (
-            len({tensor.path for tensor in weights.tensors.values()}) == 2
-        )  # found through the links of the cache
+        assert len({tensor.path for tensor in weights.tensors.values()}) == 2  # found through the links of the cache
         assert none.startswith("model: org/shards-GGUF:Q3 must name one GGUF file of its repository; it names none;")
         assert none.endswith("there are Q5_0/m-Q5_0-00001-of-00002.gguf, Q5_0/m-Q5_0-00002-of-00002.gguf, m-F16.gguf")
         assert "no such model on the Hugging Face Hub (a private one needs HF_TOKEN)" in nowhere

@@ -21,9 +21,7 @@ def test_added_together_or_one_by_one():
     def requests():
         def request(row: int) -> SimpleNamespace:
             counts = {"num_in_flight": 1, "num_computed_tokens": row + 3}
-            return SimpleNamespace(
-                row=row, token_ids=[1] * (row + 3), sampling=SimpleNamespace(max_tokens=9), **counts
-            )
+            return SimpleNamespace(row=row, token_ids=[1] * (row + 3), sampling=SimpleNamespace(max_tokens=9), **counts)
 
         return [request(row) for row in (4, 0, 2)]
 

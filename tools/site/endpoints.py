@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_LINES = 40  # of an answer
+MAX_LINES = 40  # per answer
 MAX_TEXT = 400  # characters of a text or list inside an answer
 TIMEOUT = 60.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
@@ -222,7 +222,7 @@ def lookup(value: Any, key: str) -> str:
 
 
 def page(answers: Iterator[tuple[str, Answered]]) -> str:
-    """The page, in Markdown."""
+    """Return the page, in Markdown."""
     parts = ["# Endpoints by example\n\nEach answer was given by a running server when this page was built.\n"]
     shown = ""
     for section, one in answers:

@@ -8,7 +8,7 @@ from quire.configs.options import Option, all_options
 
 
 def page() -> str:
-    """The page, in Markdown."""
+    """Return the page, in Markdown."""
     sections: dict[str, list[Option]] = defaultdict(list)
     for option in all_options().values():
         sections[option.section].append(option)

@@ -41,14 +41,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **other: Any) -> str:
-    """Links to files beside docs/ lead to their pages."""
+    """Let links to files outside docs/ lead to their pages."""
     name = page.file.src_uri
     return markdown if name.startswith(f"{sources.FOLDER}/") else sources.rewrite(f"docs/{name}", markdown)
 
 
 @contextlib.contextmanager
 def _server() -> Iterator[str]:
-    """The URL of a server of the embedded model, which ends with the block."""
+    """Yield the URL of a server of the embedded model, which ends with the block."""
     if url := os.environ.get("QUIRE_DOCS_SERVER"):
         yield url.rstrip("/")
         return

@@ -15,14 +15,14 @@ _MIN_WORDS = 2  # a text of one word is a name
 
 @dataclass(frozen=True, order=True)
 class Message:
-    text: str  # `...` stands for what is known only when it is raised
+    text: str  # `...` stands for values that are known only when it is raised
     kind: str  # the exception, or the level of the log
     file: str
     line: int
 
 
 def messages(root: Path = ROOT) -> list[Message]:
-    """Every message of the code, sorted by its text."""
+    """Return every message of the code, sorted by its text."""
     found = (
         message for folder in FOLDERS for path in (root / folder).rglob("*.py") for message in _of_file(root, path)
     )
@@ -47,7 +47,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _texts(call: ast.Call) -> Iterator[str]:
-    """The messages among the arguments of a call."""
+    """Yield the messages among the arguments of a call."""
     for argument in [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "message")]:
         text = _template(argument)
         if text is not None and len(text.replace("...", "").split()) >= _MIN_WORDS:
@@ -56,7 +56,7 @@ def _texts(call: ast.Call) -> Iterator[str]:
 
 
 def _template(node: ast.expr) -> str | None:
-    """The text of a literal, with `...` for what is filled in; None for other expressions."""
+    """Return the text of a literal, with `...` for values filled in; None for other expressions."""
     match node:
         case ast.Constant(value=str() as text):
             return text.replace("%s", "...").replace("%d", "...")
@@ -72,7 +72,7 @@ def _template(node: ast.expr) -> str | None:
 
 
 def page(found: list[Message]) -> str:
-    """The page, in Markdown: messages by their first letter."""
+    """Return the page, in Markdown: messages by their first letter."""
     parts = [
         "# Messages\n\nEvery text with which quire refuses or warns, by its first words; `...` stands for what is"
         " filled in. A message names the parameter and the limit, and most name the remedy;"

@@ -33,7 +33,7 @@ Keys without one are required by the architectures that read them, or change not
 
 
 def page() -> str:
-    """The text of the document."""
+    """Return the text of the document."""
     parts = [_HEAD]
     for name, entries in FILES.items():
         rows = [f"| `{key}` | {entry.effect} | {entry.note} |\n" for key, entry in sorted(entries.items())]

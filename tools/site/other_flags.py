@@ -25,7 +25,7 @@ this site is built, and a test fails when a server's `--help` has a flag without
 
 
 def page() -> str:
-    """The text of the document."""
+    """Return the text of the document."""
     parts = [_HEAD]
     for server in SERVERS:
         parts.append(f"\n## {server}\n\n| flag | effect | here |\n|---|---|---|\n")
@@ -34,7 +34,7 @@ def page() -> str:
 
 
 def _rows(server: str) -> Iterator[str]:
-    """A row for each group of flags."""
+    """Yield a row for each group of flags."""
     names: dict[int, tuple[Group, list[str]]] = {}
     for row in rows_of(server):
         names.setdefault(id(row.group), (row.group, []))[1].append(row.name)
@@ -61,7 +61,7 @@ def _here(group: Group) -> str:
 
 
 def _link(flag: str) -> str:
-    """A link to quire's flag; another's flag in code; what is in code already as it is."""
+    """Return a link to quire's flag; another's flag in code; text in code already as it is."""
     if flag.startswith("`"):
         return flag
     option = all_options().get(flag[2:].replace("-", "_"))

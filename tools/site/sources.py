@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FOLDER = "tree"  # of the site
+FOLDER = "tree"  # for the site
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 _LANGUAGES = {".py": "python", ".cpp": "cpp", ".h": "cpp", ".sh": "sh", ".yaml": "yaml", ".toml": "toml"}
 
@@ -33,13 +33,13 @@ def sources(texts: dict[str, str]) -> dict[str, str]:
 
 
 def _target(name: str, link: str) -> str:
-    """The path in the tree of a link in the file `name`; empty if it leads out of it."""
+    """Return the path in the tree of a link in the file `name`; empty if it leads out of it."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(name), link))
     return "" if path.startswith("..") else path
 
 
 def page_of(target: str) -> str:
-    """The path in the site of a file of the tree."""
+    """Return the path in the site of a file of the tree."""
     return (
         target.removeprefix("docs/") if target.startswith("docs/") else f"{FOLDER}/{target}".removesuffix(".md") + ".md"
     )
@@ -54,8 +54,8 @@ def _page(page: str, text: str) -> str:
 
 
 def rewrite(name: str, text: str) -> str:
-    """The Markdown of the file `name` of the tree, its links leading to pages of the site; those to files that have no
-    page become their text.
+    """Return the Markdown of the file `name` of the tree, its links leading to pages of the site; those to files that
+    have no page become their text.
     """
 
     def replaced(match: re.Match) -> str:

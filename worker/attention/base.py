@@ -74,8 +74,8 @@ GroupedMetadata = tuple[AttentionMetadata, ...]  # one per cache group; they dif
 class AttentionSpec:
     """The requirements on attention of layers of one shape. Their windows may differ."""
 
-    num_heads: int  # of this rank
-    num_kv_heads: int  # of this rank
+    num_heads: int  # for this rank
+    num_kv_heads: int  # for this rank
     head_dim: int
     dtype: torch.dtype
     device: torch.device
@@ -86,22 +86,22 @@ class AttentionSpec:
     uses_sinks: bool = False
     latent: bool = False  # one KV head, whose values are the first v_head_dim columns of its keys
     expanded: bool = False  # the other form of latent attention: the keys and values of all heads
-    kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
-    kv_scales: str | None = None  # of a cache in 8 bits: per "token" and head, or constants of the "layer"
+    kv_dtype: torch.dtype | None = None  # for the cache; None: dtype
+    kv_scales: str | None = None  # for a cache in 8 bits: per "token" and head, or constants of the "layer"
 
     @property
     def v_dim(self) -> int:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     def no_multiple_of(self, num_tokens: int) -> str | None:
-        """Why a backend with pages of a multiple of `num_tokens` cannot serve this, or None."""
+        """Return why a backend with pages of a multiple of `num_tokens` cannot serve this, or None."""
         if self.block_size is not None and self.block_size % num_tokens:
             return f"needs a block size that is a multiple of {num_tokens}, not {self.block_size}"
         return None
 
     def unusual(self) -> str | None:
-        """Why a backend without sinks, with values as wide as keys and without 8-bit caches cannot serve this, or
-        None.
+        """Return why a backend without sinks, with values as wide as keys and without 8-bit caches cannot serve this,
+        or None.
         """
         if self.kv_scales:
             return "has no KV cache in 8 bits"
@@ -128,7 +128,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def workspace(cls, spec: AttentionSpec, num_reqs: int, max_seq_len: int) -> int:
-        """Bytes of temporary memory that one layer of a step of `num_reqs` decoding requests allocates."""
+        """Return bytes of temporary memory that one layer of a step of `num_reqs` decoding requests allocates."""
         return 0
 
     @abstractmethod
@@ -164,7 +164,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Causal attention over the paged cache. Returns `[T, num_heads, head_dim of v]`."""
+        """Return causal attention over the paged cache. Returns `[T, num_heads, head_dim of v]`."""
 
 
 class StepBackend(AttentionBackend):

@@ -31,7 +31,7 @@ def split_at_chunks(
     block_size: int,
     to_device: Callable[[np.ndarray], torch.Tensor],
 ) -> GroupedMetadata:
-    """The metadata of a step in which the groups of kind "chunk" attend in chunks."""
+    """Return the metadata of a step in which the groups of kind "chunk" attend in chunks."""
     return tuple(
         _split(meta, group.window, block_size, to_device) if group.kind == "chunk" else meta
         for meta, group in zip(attn, groups)

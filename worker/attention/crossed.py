@@ -20,7 +20,7 @@ from quire.worker.attention.base import AttentionMetadata
 
 
 def attend_to_all(meta: AttentionMetadata, length: int) -> AttentionMetadata:
-    """The metadata of a step in which every token attends to `length` positions."""
+    """Return the metadata of a step in which every token attends to `length` positions."""
     starts, table, host = meta.query_start_loc, meta.block_table, meta.host
     num_tokens = len(meta.slot_mapping)
     if meta.max_query_len > 1:

@@ -31,7 +31,7 @@ class SpanAttention(StepBackend):
     def __init__(self, inner: AttentionBackend, spans: list[ImageSpan]):
         super().__init__(inner)
         self.spans = spans
-        self._plan = Plan()  # of all layers
+        self._plan = Plan()  # for all layers
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         q, k_cache, v_cache, meta = call.q, call.k_cache, call.v_cache, call.meta

@@ -32,7 +32,7 @@ class OutputWindow(StepBackend):
     def __init__(self, inner: AttentionBackend, tokens: list[OutputTokens], window: int):
         super().__init__(inner)
         self.tokens, self.window = tokens, window
-        self._plan = Plan()  # of all layers
+        self._plan = Plan()  # for all layers
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         q, k_cache, v_cache, meta = call.q, call.k_cache, call.v_cache, call.meta

@@ -90,12 +90,12 @@ def store(cache: KVCache, slot_mapping: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def values_of(cache: KVCache) -> torch.Tensor:
-    """The elements of a cache, without their scales."""
+    """Return the elements of a cache, without their scales."""
     return cache if isinstance(cache, torch.Tensor) else cache.values
 
 
 def tensors_of(cache: KVCache) -> list[torch.Tensor]:
-    """The memory of a cache."""
+    """Return the memory of a cache."""
     if isinstance(cache, torch.Tensor):
         return [cache]
     return [cache.values] if cache.constant else [cache.values, cache.scales]
@@ -121,5 +121,5 @@ def widened(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """The same memory as a type that every operation supports."""
+    """Return the same memory as a type that every operation supports."""
     return values.view(torch.int8)

@@ -32,7 +32,7 @@ class _Piece:
     """One attention call: `num_seqs` sequences with `num_queries` tokens each over `num_keys` keys each."""
 
     tokens: torch.Tensor | slice  # [n * queries], tokens of the batch
-    rows: Rows  # of each tensor of the caches
+    rows: Rows  # for each tensor of the caches
     num_seqs: int
     num_queries: int
     num_keys: int
@@ -156,8 +156,8 @@ def attend_output(
 
 
 def _tensors(k_cache: KVCache, v_cache: KVCache) -> list[torch.Tensor]:
-    """What is gathered, `[num_blocks, block_size, num_kv_heads, _]` each: keys and values, whose scales follow if each
-    token has its own; only the keys of a latent cache, and the scales of these.
+    """Return the gathered tensors, `[num_blocks, block_size, num_kv_heads, _]` each: keys and values, whose scales
+    follow if each token has its own; only the keys of a latent cache, and the scales of these.
     """
     if isinstance(k_cache, ScaledLatents):
         return [as_bytes(k_cache.values), *([] if k_cache.constant else [k_cache.scales])]
@@ -172,8 +172,8 @@ def _tensors(k_cache: KVCache, v_cache: KVCache) -> list[torch.Tensor]:
 def _keys_and_values(
     gathered: list[torch.Tensor], k_cache: KVCache, v_cache: KVCache, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[n, num_kv_heads, keys, head_dim]` of type `dtype`, from what was gathered of `_tensors`. The
-    values of a latent cache are columns of the keys.
+    """Return keys and values `[n, num_kv_heads, keys, head_dim]` of type `dtype`, gathered from `_tensors`.
+    The values of a latent cache are columns of the keys.
     """
     if is_latent(k_cache, v_cache):
         k = gathered[0]
@@ -243,18 +243,18 @@ class _Rows:
         self.strides = [tuple(stride // tensor.shape[3] for stride in tensor.stride()[:3]) for tensor in tensors]
 
     def of_sequence(self, i: int, start: int, stop: int) -> Rows:
-        """Rows of positions start .. stop - 1 of request i, for each head: `[num_kv_heads * keys]`."""
+        """Return rows of positions start .. stop - 1 of request i, for each head: `[num_kv_heads * keys]`."""
         return self.of_positions(i, torch.arange(start, stop, device=self.device))
 
     def of_positions(self, i: int, positions: torch.Tensor) -> Rows:
-        """Rows of `positions` `[keys]` int64 of request i, for each head: `[num_kv_heads * keys]`."""
+        """Return rows of `positions` `[keys]` int64 of request i, for each head: `[num_kv_heads * keys]`."""
         return self._rows(self.block_table[i][positions // self.block_size], positions % self.block_size)
 
     def of_group(
         self, group: list[int], starts: torch.Tensor, counts: torch.Tensor, width: int
     ) -> tuple[Rows, torch.Tensor]:
-        """For each request of `group`, rows of its positions starts .. starts + counts - 1, padded with slot 0 to
-        `width`: (rows `[n * num_kv_heads * width]`, mask `[n, width]` of the real keys).
+        """Return, for each request of `group`, rows of its positions starts .. starts + counts - 1, padded with slot 0
+        to `width`: (rows `[n * num_kv_heads * width]`, mask `[n, width]` of the real keys).
         """
         offsets = torch.arange(width, device=self.device)
         real = offsets < counts[:, None]
@@ -272,7 +272,9 @@ class _Rows:
 
 
 def _num_rows(cache: torch.Tensor) -> int:
-    """Number of rows of head_dim from the first entry of `cache` to its last, including gaps between them."""
+    """Return the number of rows of head_dim from the first entry of `cache` to its last, including gaps between
+    them.
+    """
     last = sum((size - 1) * stride for size, stride in zip(cache.shape[:3], cache.stride()))
     return last // cache.shape[3] + 1
 

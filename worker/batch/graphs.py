@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # (input_ids, positions, attn) -> hidden
 Forward = Callable[[torch.Tensor, torch.Tensor, GroupedMetadata], torch.Tensor]
 Replay = Callable[[], None]
-Size = tuple[int, bool]  # of a recording: number of requests, and whether some may have LoRA adapters
+Size = tuple[int, bool]  # for a recording: number of requests, and whether some may have LoRA adapters
 
 
 class RecordedAdapters(Protocol):
@@ -76,7 +76,7 @@ class CudaGraphs:
         adapters: RecordedAdapters | None = None,
         mixed: MixedGraphs | None = None,
     ) -> None:
-        self.adapt = adapt or (lambda attn: attn)  # what each step computes on the device from the buffers' metadata
+        self.adapt = adapt or (lambda attn: attn)  # computed on the device in each step from the buffers' metadata
         self.forward, self.eager, self.buffers, self.backend = forward, eager, buffers, backend
         self.max_model_len = max_model_len
         self.sizes = padded_sizes(min(buffers.seq_lens.shape[0], buffers.max_num_tokens))
@@ -120,7 +120,7 @@ class CudaGraphs:
         return hidden[:num_reqs]
 
     def padded_size(self, step: StepInput) -> int:
-        """The number of requests to which the buffers must be padded for `step`; 0 if no graph applies."""
+        """Return the number of requests to which the buffers must be padded for `step`; 0 if no graph applies."""
         num_reqs = len(step.rows)
         if max(step.num_scheduled) > 1:
             return self.mixed.padded_size(step) if self.mixed is not None else 0

@@ -21,8 +21,8 @@ def adapt(
     block_size: int,
     to_device: Callable[[np.ndarray], torch.Tensor],
 ) -> GroupedMetadata:
-    """The metadata of a step in which groups of kind "chunk" attend in chunks, groups of kind "cross" to all positions
-    of an encoder's output, and groups of kind "state" do not attend, but advance states.
+    """Return the metadata of a step in which groups of kind "chunk" attend in chunks, groups of kind "cross" to all
+    positions of an encoder's output, and groups of kind "state" do not attend, but advance states.
     """
     attn = split_at_chunks(attn, groups, block_size, to_device)
     return tuple(_adapted(meta, group) for meta, group in zip(attn, groups))

@@ -45,7 +45,7 @@ class InputBuffers:
         self.arange = torch.arange(max(max_num_tokens, max_num_reqs) + 1, device=device)
 
     def of_step(self, num_reqs: int, num_tokens: int, width: int) -> StepTensors:
-        """Views for a step of this size, with `width` entries per block table."""
+        """Return views for a step of this size, with `width` entries per block table."""
         return StepTensors(
             self.input_ids[:num_tokens],
             self.positions[:num_tokens],
@@ -88,11 +88,11 @@ class InputBatch:
     needed_rows: torch.Tensor | None = None
     drafts: dict[int, list[int]] = field(default_factory=dict)  # batch position -> drafts that the step verifies
     images: ImageEmbeds | None = None  # on the first stage, if the step computes placeholders of images
-    encoded: Encoded | None = None  # of requests that begin, of a model with cross-attention
+    encoded: Encoded | None = None  # for requests that begin, of a model with cross-attention
 
     @property
     def is_recordable(self) -> bool:
-        """Return whether the forward pass needs nothing but tokens, positions and attention."""
+        """Return whether the forward pass needs only tokens, positions and attention."""
         return self.images is None and self.encoded is None
 
 
@@ -166,7 +166,7 @@ def _write_drafts(step: StepInput, table: RequestTable, lengths: list[int], draf
 def _verifying(
     step: StepInput, lengths: list[int], starts: list[int], drafts: dict[int, list[int]], platform: Platform
 ) -> SamplingBatch:
-    """The sampling rows of a step with drafts."""
+    """Return the sampling rows of a step with drafts."""
     rows: list[int] = []
     positions: list[int] = []
     indices: list[int] = []

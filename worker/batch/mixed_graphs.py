@@ -85,8 +85,8 @@ class MixedGraphs:
         return all(group.kind in ("full", "window") and group.shares_outputs for group in groups)
 
     def padded_size(self, step: StepInput) -> int:
-        """The number of requests, with one token of padding each, to which the buffers must be padded for `step`; 0 if
-        no recording applies.
+        """Return the number of requests, with one token of padding each, to which the buffers must be padded for
+        `step`; 0 if no recording applies.
         """
         num_tokens = sum(step.num_scheduled)
         size = self._size(num_tokens)
@@ -94,12 +94,12 @@ class MixedGraphs:
         return padded if size in self._recorded and padded <= len(self.buffers.seq_lens) else 0
 
     def _size(self, num_tokens: int) -> int:
-        """The smallest size with room for the tokens, 0 if there is none."""
+        """Return the smallest size with room for the tokens, 0 if there is none."""
         return next((size for size in self.sizes if size >= num_tokens), 0)
 
     def __call__(self, batch: InputBatch) -> torch.Tensor | None:
-        """Hidden states of the step's tokens, or of `needed_rows`, valid until the next call; None if no recording
-        applies.
+        """Return hidden states of the step's tokens, or of `needed_rows`, valid until the next call; None if no
+        recording applies.
         """
         if not batch.is_recordable or not self.padded_size(batch.step):
             return None
@@ -155,7 +155,7 @@ class MixedGraphs:
         return _Recorded(pieces, list(attentions), outputs[-1])
 
     def _metadata(self, size: int, take: Callable[[AttentionCall, int], torch.Tensor]) -> GroupedMetadata:
-        """Of which only the slots are read."""
+        """Return metadata of which only the slots are read."""
         tensors = self.buffers.of_step(1, size, self.buffers.block_tables.shape[2])
         return tuple(
             AttentionMetadata(

@@ -82,11 +82,11 @@ class RequestTable:
         self._states.append(state)
 
     def state_page(self, block_id: int) -> int:
-        """The number of a page for states by its id, 0 for the null block's."""
+        """Return the number of a page for states by its id, 0 for the null block's."""
         return max(block_id - self.first_state, 0)
 
     def num_slots(self, row: int) -> int:
-        """How many tokens of a row fit into its KV blocks and into the table."""
+        """Return how many tokens of a row fit into its KV blocks and into the table."""
         others = "state", "cross"
         numbers = (one[row] for group, one in zip(self.groups, self._num_blocks) if group.kind not in others)
         return min(min(numbers) * self.block_size, self.max_model_len)

@@ -99,7 +99,7 @@ def runs(step: StepInput, marks: Sequence[bool]) -> list[tuple[bool, Part]]:
 
 
 def without_drafts(step: StepInput) -> Part:
-    """The whole step without its drafts: each of its requests samples one token."""
+    """Return the whole step without its drafts: each of its requests samples one token."""
     scheduled = [count - step.num_draft.get(i, 0) for i, count in enumerate(step.num_scheduled)]
     return Part(
         StepInput(

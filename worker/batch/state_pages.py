@@ -40,9 +40,7 @@ class StatePages:
         self.model, self.table = model, table
         self.group = next((g for g, group in enumerate(table.groups) if group.kind == "state"), None)
 
-    def leave(
-        self, attn: GroupedMetadata, step: StepInput, spares: Mapping[int, Sequence[tuple[int, int]]]
-    ) -> None:
+    def leave(self, attn: GroupedMetadata, step: StepInput, spares: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Have the step leave the states between drafts in `spares`, and those at the checkpoints of prompts."""
         cuts = {
             i: [(num_tokens, self.table.state_page(page)) for num_tokens, page in stops]
@@ -60,7 +58,7 @@ class StatePages:
         return [read == write for read, write in self.table.block_tables[self.group, list(rows), :2].tolist()]
 
     def advance(self, row: int, checkpoint: int | None) -> SavedState | None:
-        """From now on `row` reads the page that the part before wrote, and updates it in place. Returns a copy of the
+        """Let `row` read the page that the previous part wrote, and update it in place. Returns a copy of the
         page, None without states. It is also copied to the page `checkpoint`.
         """
         if self.group is None:

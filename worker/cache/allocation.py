@@ -32,14 +32,14 @@ IDLE_SECONDS = 0.25  # seconds without a step after which the worker counts as i
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
-    """The model's attention layers on this rank, by layer index."""
+    """Return the model's attention layers on this rank, by layer index."""
     return sorted(
         (module for module in model.modules() if isinstance(module, Attention)), key=lambda layer: layer.layer_index
     )
 
 
 def state_layers(model: nn.Module) -> list[RecurrentState]:
-    """The states of the model's layers on this rank."""
+    """Return the states of the model's layers on this rank."""
     return [module for module in model.modules() if isinstance(module, RecurrentState)]
 
 
@@ -98,11 +98,13 @@ def _bind(layer: Attention, plan: CachePlan, group: int, storage: KVStorage) -> 
     layer.cache_group = group
 
 
-_Part = tuple[int, int, torch.dtype]  # of what a layer keeps per token: heads, entries per head, their type
+_Part = tuple[int, int, torch.dtype]  # a layer's cache per token: heads, entries per head, their type
 
 
 def _parts(spec: CacheSpec, storage: KVStorage) -> list[_Part]:
-    """The tensors of a layer: keys, their scales if each token has some, values, and theirs; or latents and theirs."""
+    """Return the tensors of a layer: keys, their scales if each token has some, values, and theirs; or latents and
+    theirs.
+    """
     if isinstance(spec, Latent):
         return [(1, spec.width, storage.dtype), *([(1, 2, SCALE)] if storage.scale_bytes else [])]
     scales = [(spec.num_kv_heads, 1, SCALE)] if storage.scale_bytes else []
@@ -129,7 +131,7 @@ def _caches(tensors: list[torch.Tensor], layer: Attention, storage: KVStorage) -
 
 
 def _zeros(*shape: int, platform: Platform) -> torch.Tensor:
-    """A tensor of float32 zeros; in the machine's RAM, memory that is not resident yet."""
+    """Return a tensor of float32 zeros; in the machine's RAM, memory that is not resident yet."""
     if platform.shares_ram:
         return huge_pages.zeros(*shape, dtype=torch.float32)
     return torch.zeros(*shape, dtype=torch.float32, device=platform.device)
@@ -146,8 +148,8 @@ def _parts_on_device(
     storage: KVStorage,
     device: torch.device,
 ) -> _Tensors:
-    """The tensors of layers that share memory: the same for all if their parts are equal, else views of pages as large
-    as the largest layer needs.
+    """Return the tensors of layers that share memory: the same for all if their parts are equal, else views of pages as
+    large as the largest layer needs.
     """
     if not _have_equal_parts(layers, plan, storage):
         pages = torch.zeros(num_blocks, plan.layer_page_bytes(block_size), dtype=torch.uint8, device=device)
@@ -166,7 +168,7 @@ def _have_equal_parts(layers: list[Attention], plan: CachePlan, storage: KVStora
 def _parts_in_blocks(
     slabs: list[list[Attention]], plan: CachePlan, num_blocks: int, block_size: int, storage: KVStorage
 ) -> list[_Tensors]:
-    """Views of one piece of memory, in which a block holds the entries of all `slabs` of layers."""
+    """Return views of one piece of memory, in which a block holds the entries of all `slabs` of layers."""
     sizes = [
         plan.layer_page_bytes(block_size)
         if not _have_equal_parts(slab, plan, storage)
@@ -186,7 +188,7 @@ def _parts_in_blocks(
 
 
 def _views(pages: torch.Tensor, spec: CacheSpec, block_size: int, storage: KVStorage) -> list[torch.Tensor]:
-    """The parts of a layer, one after the other in each of `pages`.
+    """Return the parts of a layer, one after the other in each of `pages`.
 
     The entries of one head in a block are contiguous, as they are read: with 4 KiB per head and block the hardware
     prefetches them.

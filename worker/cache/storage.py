@@ -1,4 +1,4 @@
-"""How keys and values are stored: in the type of the activations, or in 8 bits with scales.
+"""Storage of keys and values: in the type of the activations, or in 8 bits with scales.
 
 `--kv-cache-dtype auto` follows the checkpoint, as vLLM does: a model that was exported for an FP8 or int8 cache gets
 one. Scales of the checkpoint are used if every layer has them; otherwise each head of each token gets its own when it
@@ -75,7 +75,7 @@ def resolve_storage(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tupl
 
 
 def _obstacle(spec: ModelSpec) -> str | None:
-    """Why a model has no keys and values to store in 8 bits."""
+    """Return why a model has no keys and values to store in 8 bits."""
     return f"{spec.architecture} is an encoder, which keeps no keys and values" if spec.is_encoder else None
 
 

@@ -41,8 +41,8 @@ class Int8ArgmaxPrefilter:
         self.computed = self._pause = 0  # computed: number of blocks of 32 outputs, in the last call
 
     @classmethod
-    def of(cls, linear: PackedLinear) -> Int8ArgmaxPrefilter | None:
-        """The prefilter of `linear`, or None if its weight is unsupported or too small to benefit."""
+    def from_linear(cls, linear: PackedLinear) -> Int8ArgmaxPrefilter | None:
+        """Return the prefilter of `linear`, or None if its weight is unsupported or too small to benefit."""
         n, k = linear.out_features, linear.in_features
         if k % 64 or n * k < cls.MIN_WEIGHTS or linear.bias is not None or linear.flags:
             return None
@@ -93,8 +93,8 @@ class BytesArgmaxPrefilter(Int8ArgmaxPrefilter):
         self.computed = self._pause = 0
 
     @classmethod
-    def of(cls, linear: QuantizedLinear) -> BytesArgmaxPrefilter | None:
-        """The prefilter of `linear`, or None if its weight is unsupported or the CPU multiplies no bytes."""
+    def from_linear(cls, linear: QuantizedLinear) -> BytesArgmaxPrefilter | None:
+        """Return the prefilter of `linear`, or None if its weight is unsupported or the CPU multiplies no bytes."""
         n, k = linear.out_features, linear.in_features
         if k % 64 or n * k < cls.MIN_WEIGHTS or linear.bias is not None or linear.flags or not linear.is_bytes:
             return None

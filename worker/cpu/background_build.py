@@ -48,7 +48,7 @@ class BackgroundBuild:
         return f"building native kernels ({self.level}) in the background: {num_done} of {num_files} files"
 
     def poll(self) -> Path | None:
-        """The library once it is there. Raises BuildError if the compiler failed."""
+        """Return the library once it is there. Raises BuildError if the compiler failed."""
         now = time.monotonic()
         if now < self._look_at:
             return None
@@ -64,7 +64,9 @@ class BackgroundBuild:
         return None
 
     def _check_end(self) -> None:
-        """Nobody of ours builds: fail if ours failed, or take over from another that ended without a library."""
+        """Fail if our builder failed, or take over from another that ended without a library. Called while no builder
+        of this server runs.
+        """
         if self._builder is not None:
             code, output = self._builder.returncode, self._end()
             if code != build.BUSY and not self.target.exists():
@@ -73,7 +75,7 @@ class BackgroundBuild:
             self._start()
 
     def _end(self) -> str:
-        """Let go of our builder, which has ended but for what it builds afterwards. Returns its output."""
+        """Let go of our builder, which has ended except for later builds. Returns its output."""
         builder, self._builder = self._builder, None
         if builder is None:
             return ""

@@ -10,7 +10,7 @@ from quire.worker.layers.quantization.blocks import Rows
 
 
 def packed_blocks(layer: Linear, parts: list[Rows], narrow: bool = False) -> QuantizedLinear | MixedLinear:
-    """The layer's weight, packed in the same number of bits. `narrow` is that of `QuantizedLinear`."""
+    """Return the layer's weight, packed in the same number of bits. `narrow` is that of `QuantizedLinear`."""
     runs = [(kind, [part.blocks for part in same]) for kind, same in groupby(parts, lambda part: part.type)]
     if len(runs) == 1:
         shape = layer.out_features, layer.in_features

@@ -73,8 +73,8 @@ class BuildError(Exception):
 
 
 def cpu_level() -> str | None:
-    """The level with the most instructions that this machine's CPU supports, or None if it supports no level (not
-    x86-64, or too old).
+    """Return the level with the most instructions that this machine's CPU supports, or None if it supports no level
+    (not x86-64, or too old).
     """
     return next(iter(cpu_levels()), None)
 
@@ -106,7 +106,7 @@ def choose_level(asked: str = "auto") -> tuple[str | None, str]:
 
 
 def rivals(level: str) -> list[str]:
-    """The narrower levels that may be faster than `level`, because CPUs lower their clock for wide registers.
+    """Return the narrower levels that may be faster than `level`, because CPUs lower their clock for wide registers.
 
     AMX has no rival.
     """
@@ -141,7 +141,7 @@ def is_supported_machine() -> bool:
 
 
 def cpu_levels() -> list[str]:
-    """The levels that this machine's CPU supports, the one with the most instructions first."""
+    """Return the levels that this machine's CPU supports, the one with the most instructions first."""
     if not is_supported_machine():
         return []
     flags = set(_cpuinfo("flags").split())
@@ -172,7 +172,7 @@ def compiler() -> str | None:
 
 
 def library_prefix(level: str) -> str:
-    """The common prefix of the names of all libraries built from these sources for `level`, by any compiler."""
+    """Return the common prefix of the names of all libraries built from these sources for `level`, by any compiler."""
     digest = hashlib.sha256(" ".join(FLAGS + LINK_FLAGS + LEVELS[level]).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -180,7 +180,7 @@ def library_prefix(level: str) -> str:
 
 
 def library_name(level: str, cxx: str) -> str:
-    """The name of the library that `cxx` builds for `level`.
+    """Return the name of the library that `cxx` builds for `level`.
 
     The name identifies the compiler by its path, size and mtime, which is faster than running it for its version.
     """
@@ -199,13 +199,13 @@ def cache_folder() -> Path:
 
 
 def prebuilt_folder() -> Path:
-    """The folder for libraries that a wheel or an image ships."""
+    """Return the folder for libraries that a wheel or an image ships."""
     return Path(__file__).parent / "prebuilt"
 
 
 def find_library(level: str) -> Path | None:
-    """A library for `level` that is ready to load, or None: a prebuilt one, else the cached one of this machine's
-    compiler (without a compiler: a cached one of any).
+    """Return a library for `level` that is ready to load, or None: a prebuilt one, else the cached one of this
+    machine's compiler (without a compiler: a cached one of any).
     """
     cxx = compiler()
     cached = library_name(level, cxx) if cxx else f"{library_prefix(level)}*.so"
@@ -272,7 +272,7 @@ def _work_of(target: Path) -> Path:
 
 
 def newer_symbols(library: Path) -> list[str]:
-    """The symbol versions that `library` wants and `MANYLINUX` lacks."""
+    """Return the symbol versions that `library` wants and `MANYLINUX` lacks."""
     versions = set(re.findall(rb"\0(GLIBC|GLIBCXX|CXXABI|GCC)_(\d[\d.]*)(?=\0)", library.read_bytes()))
     wanted = {(name.decode(), version.decode()) for name, version in versions}
     return [
@@ -387,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
         help=f"exit with status {BUSY} if another process is building the same library",
     )
     args = parser.parse_args(argv)
-    # At the server's own priority: every second of the slow path takes longer than what the build takes from it.
+    # at the server's own priority: each second of the slow path costs more than the build
     try:
         report = None if args.no_wait else _Lines()
         for path in build_kernels(args.into, args.level, wait=not args.no_wait, report=report):

@@ -31,7 +31,7 @@ class _Compact(Structure):  # same as native.CompactArgs, whose module imports t
 
 
 def _memory(size: int) -> c_void_p:
-    """A pointer to `size` bytes, aligned to 64 and never freed."""
+    """Return a pointer to `size` bytes, aligned to 64 and never freed."""
     room = (c_char * (size + 64))()
     _KEPT.append(room)
     return c_void_p(-(-addressof(room) // 64) * 64)
@@ -41,7 +41,7 @@ _KEPT: list = []
 
 
 def _random(count: int) -> c_void_p:
-    """A pointer to `count` random bf16 numbers of magnitude 2^-8 to 2."""
+    """Return a pointer to `count` random bf16 numbers of magnitude 2^-8 to 2."""
     every = int.from_bytes(b"\1\0" * count, "little")
     bits = int.from_bytes(os.urandom(2 * count), "little") & every * 0x83FF | every * 0x3C00
     memory = _memory(2 * count)

@@ -38,12 +38,12 @@ class NativeExperts:
         self._tables: dict[str, tuple[Adapted, Array, Array, list[PackedLora]]] = {}
 
     @classmethod
-    def of(
+    def from_layers(
         cls, gate_up: Sequence[Linear], down: Sequence[Linear], first: int, weigh_inputs: bool, squares: bool = False
     ) -> NativeExperts | None:
-        """The experts, or None if a weight is not packed, or if they are of several kinds, e.g. a gate and up, or one
-        that the checkpoint leaves plain: a call multiplies weights of one kind. With `squares` there is no gate, and
-        relu(up)^2 is between the products.
+        """Return the experts, or None if a weight is not packed, or if they are of several kinds, e.g. a gate and up,
+        or one that the checkpoint leaves plain: a call multiplies weights of one kind. With `squares` there is no gate,
+        and relu(up)^2 is between the products.
         """
         if not all(isinstance(layer.method, (PackedMethod, NativeQuantMethod)) for layer in (*gate_up, *down)):
             return None
@@ -52,23 +52,25 @@ class NativeExperts:
         return cls(*args, first, weigh_inputs, squares) if uniform else None
 
     def args(self, top_k: int) -> ExpertsArgs:
-        """The C struct for `top_k` experts per token; this object must outlive it."""
+        """Return the C struct for `top_k` experts per token; this object must outlive it."""
         return ExpertsArgs(*self._layers, self._first, len(self._layers[0]), top_k, self._weigh_inputs, self._squares)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The same as `layers.moe.run_experts`."""
+        """Return the same as `layers.moe.run_experts`."""
         return self._run(x, weights, ids, None, None, 0)
 
     def run_adapted(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, groups: Sequence[LoraRows], lora: ExpertsLora
     ) -> torch.Tensor:
-        """The same with what the adapters of `groups` add for their rows. The sums of others' are as without."""
+        """Return the same plus the products of the adapters of `groups` for their rows. The sums of other rows do not
+        change.
+        """
         tables = [self._table(rows.key, lora) for rows in groups]
         both = ((LoraRowsArgs * len(groups))(*map(rows_args, groups, of)) for of in zip(*tables))
         return self._run(x, weights, ids, *both, len(groups))
 
     def _table(self, key: str, lora: ExpertsLora) -> tuple[int, int]:
-        """Addresses of an adapter's matrices for the first and second product of each expert."""
+        """Return addresses of an adapter's matrices for the first and second product of each expert."""
         active = lora.step.active
         known = self._tables.get(key)
         if known is None or known[0] is not active[key]:
@@ -82,7 +84,7 @@ class NativeExperts:
             tables.append((LoraMatricesArgs * len(products))())
             for i, product in enumerate(products.values()):
                 if (weights := product.lora.weights.get(key)) is not None:
-                    owners.append(PackedLora.of(weights))
+                    owners.append(PackedLora.from_weights(weights))
                     tables[-1][i] = owners[-1].args(half)
         return adapted, *tables, owners
 

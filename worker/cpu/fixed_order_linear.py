@@ -35,11 +35,11 @@ class FixedRows:
         return self.linear(x, dtype, self.path, workspace)
 
     def halves(self, x: torch.Tensor) -> torch.Tensor:
-        """The gate and up before the activation."""
+        """Return the gate and up before the activation."""
         return self.linear.halves(x, self.path)
 
     def args(self) -> LinearArgs:
-        """The C struct of the layer, which must outlive the struct."""
+        """Return the C struct of the layer, which must outlive the struct."""
         return self.linear.args(self.path)
 
 

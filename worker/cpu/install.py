@@ -94,19 +94,19 @@ class NativeOps(Ops):
             return None
         first = [one.gate_up_proj if experts.gated else one.up_proj for one in listed]
         down = [one.down_proj for one in listed]
-        return NativeExperts.of(first, down, experts.local.start, experts.weigh_inputs, not experts.gated)
+        return NativeExperts.from_layers(first, down, experts.local.start, experts.weigh_inputs, not experts.gated)
 
     def argmax_prefilter(self, head: Linear) -> Int8ArgmaxPrefilter | None:
         if isinstance(head.method, PackedMethod):
-            return Int8ArgmaxPrefilter.of(head.method.linear)
+            return Int8ArgmaxPrefilter.from_linear(head.method.linear)
         if isinstance(head.method, NativeQuantMethod) and len(head.method.parts) == 1:
-            return BytesArgmaxPrefilter.of(head.method.parts[0])
+            return BytesArgmaxPrefilter.from_linear(head.method.parts[0])
         return None
 
     def fused_layers(
         self, layers: Sequence[nn.Module], final_norm: Norm, tables: Sequence[torch.Tensor | None]
     ) -> Segments | None:
-        return Segments.of(layers, final_norm, tables)
+        return Segments.from_layers(layers, final_norm, tables)
 
     def sample(
         self,
@@ -176,7 +176,7 @@ def load(background: bool = True, level: str = "auto", activation_bits: str = "a
 
 
 def native_ops() -> NativeOps | None:
-    """The operations of the library, or None if it is not loaded."""
+    """Return the operations of the library, or None if it is not loaded."""
     return None if KERNELS.lib is None else _NATIVE
 
 
@@ -215,15 +215,15 @@ def activation_bits() -> tuple[str, str]:
 
 
 def warning() -> str:
-    """Why there are no kernels and never will be, with the factor and the remedy, or ""."""
+    """Return why there are no kernels and never will be, with the factor and the remedy, or ""."""
     return KERNELS.warning
 
 
 def loaded_at() -> float | None:
-    """When the library was loaded, by time.time()."""
+    """Return when the library was loaded, by time.time()."""
     return KERNELS.loaded_at
 
 
 def status() -> str:
-    """The state of the library, for the log and the table of choices."""
+    """Return the state of the library, for the log and the table of choices."""
     return KERNELS.status

@@ -1,5 +1,5 @@
-"""LoRA adapters for the native kernels (csrc/lora.cpp): their matrices, packed when an adapter is first used, beside
-single layers and beside all layers of a decoder in one call.
+"""LoRA adapters for the native kernels (csrc/lora.cpp): their matrices, packed when an adapter is first used, for
+single layers and for all layers of a decoder in one call.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class PackedLora:
         self.alone = self.args()
 
     @classmethod
-    def of(cls, weights: LoraWeights) -> PackedLora:
+    def from_weights(cls, weights: LoraWeights) -> PackedLora:
         if weights.packed is None:
             weights.packed = cls(weights)
         return weights.packed
 
     def args(self, half: int | None = None) -> LoraMatricesArgs:
-        """The C struct, which this object must outlive. With `half` the layer's output is a gate and up of that many
-        columns each, as they alternate in a packed weight.
+        """Return the C struct, which this object must outlive. With `half` the layer's output is a gate and up of that
+        many columns each, as they alternate in a packed weight.
         """
         parts = (LoraPartArgs * len(self.parts))(*(
             (b.data_ptr(), ranks.start, ranks.stop - ranks.start, columns.stop - columns.start, *_place(columns, half))
@@ -63,7 +63,7 @@ def _place(columns: slice, half: int | None) -> tuple[int, int]:
 
 
 def rows_args(rows: LoraRows, layers: int) -> LoraRowsArgs:
-    """The C struct for the matrices at the address `layers`."""
+    """Return the C struct for the matrices at the address `layers`."""
     assert rows.index.dtype == torch.int64
     scales = None if rows.scales is None else rows.scales.data_ptr()
     return LoraRowsArgs(rows.index.data_ptr(), scales, len(rows.index), layers)
@@ -75,7 +75,7 @@ def add_native(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixe
         return add_lora(x, out, groups, fixed_order)
     x = x if x.stride(1) == 1 else x.contiguous()
     args = (LoraRowsArgs * len(groups))(
-        *(rows_args(rows, addressof(PackedLora.of(weights).alone)) for rows, weights in groups)
+        *(rows_args(rows, addressof(PackedLora.from_weights(weights).alone)) for rows, weights in groups)
     )
     KERNELS.lib.quire_add_lora(
         args,
@@ -110,7 +110,7 @@ class SegmentsLora:
         )
 
     def _table(self, key: str, step: StepLora) -> Array | None:
-        """An adapter's matrices for each of the layers, or None if it has some for others."""
+        """Return an adapter's matrices for each of the layers, or None if it has some for others."""
         adapted = step.active[key]
         known = self._tables.get(key)
         if known is None or known[0] is not adapted:
@@ -125,6 +125,6 @@ class SegmentsLora:
         table, owners = (LoraMatricesArgs * len(self.linears))(), []
         for i, linear in enumerate(self.linears):
             if (of_layer := weights.get(id(linear))) is not None:
-                owners.append(PackedLora.of(of_layer))
+                owners.append(PackedLora.from_weights(of_layer))
                 table[i] = owners[-1].args(linear.out_features // 2 if linear.gated else None)
         return table, owners

@@ -152,7 +152,7 @@ class ExpertsArgs(ctypes.Structure):
 
 
 class RoutingArgs(ctypes.Structure):
-    """How experts are chosen. Mirrors `Routing` in kernels.h."""
+    """The choice of experts. Mirrors `Routing` in kernels.h."""
 
     _fields_ = [
         ("bias", _P),
@@ -310,7 +310,7 @@ class Kernels:
         self.level: str | None = None
         self.level_reason = "not loaded"
         self.activation_bits: int | None = None  # of products with quantized weights: 8, 16; None: by kind of weight
-        self.warning = ""  # why there are none and never will be, and what to do
+        self.warning = ""  # why there are none and never will be, and the remedy
         self.loaded_at: float | None = None  # time.time()
         self.left_to_serve = False  # a preview: `quire serve` would build them
         self._status = "not loaded"

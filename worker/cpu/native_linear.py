@@ -80,7 +80,7 @@ class _NativeLinear:
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
     def halves(self, x: torch.Tensor, path: int = 0) -> torch.Tensor:
-        """The gate and up of x `[T, k]` before the activation, side by side: `[T, n]` float32."""
+        """Return the gate and up of x `[T, k]` before the activation, side by side: `[T, n]` float32."""
         rows = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty(len(x), self.columns, dtype=torch.float32)
         sizes = len(x), self.columns, self.in_features
@@ -120,7 +120,7 @@ class PackedLinear(_NativeLinear):
             raise ValueError(f"PackedLinear takes a bfloat16 weight, not {weight.dtype}")
         super().__init__(tuple(weight.shape), gated)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self.compact = _Compact.of(weight, self.columns, gated) if compact else None
+        self.compact = _Compact.from_weight(weight, self.columns, gated) if compact else None
         if self.compact is not None:
             self.packed, self.paths = self.compact.data, (0, 3)
             return self._bind(self.lib.quire_gemm_run_compact, byref(self.compact.args), bias)
@@ -130,13 +130,13 @@ class PackedLinear(_NativeLinear):
         self._bind(self.lib.quire_gemm_run, self.packed.data_ptr(), bias)
 
     def args(self, path: int = 0) -> LinearArgs:
-        """The C struct of this layer, which must outlive the struct."""
+        """Return the C struct of this layer, which must outlive the struct."""
         packed, compact = (self._pointers[0], None) if self.compact is None else (None, addressof(self.compact.args))
         bias = self._pointers[1]
         return LinearArgs(packed, None, compact, bias, self._n, self.in_features, self.flags >> 1, path, None)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` `[T]` of the original weight: `[T, k]`. Lets an embedding share the packed head."""
+        """Return rows `ids` `[T]` of the original weight: `[T, k]`. Lets an embedding share the packed head."""
         return self._rows(self.lib.quire_gemm_unpack_rows if self.compact is None else self.lib.quire_compact_rows, ids)
 
 
@@ -156,8 +156,8 @@ class _Compact:
         self.units = torch.empty(columns * -(-k // 256), dtype=torch.uint8)
 
     @classmethod
-    def of(cls, weight: torch.Tensor, columns: int, gated: str | None) -> _Compact | None:
-        """The weight in 12 bits, or None if it has too many different exponents."""
+    def from_weight(cls, weight: torch.Tensor, columns: int, gated: str | None) -> _Compact | None:
+        """Return the weight in 12 bits, or None if it has too many different exponents."""
         (n, k), self = weight.shape, cls(columns, weight.shape[1])
         count = KERNELS.lib.quire_gemm_compact(
             weight.data_ptr(),
@@ -188,7 +188,7 @@ class _Compact:
 
 @dataclass(frozen=True, slots=True)
 class QuantKind:
-    """How a quantized weight is stored: `number` in csrc/quant.h, bits per value, columns per scale (0: any of the
+    """The storage of a quantized weight: `number` in csrc/quant.h, bits per value, columns per scale (0: any of the
     supported numbers), bytes of the scales of 32 rows by `per` columns if they are not a table of numbers, and whether
     there is a table of offsets.
     """
@@ -364,7 +364,7 @@ class QuantizedLinear(_NativeLinear):
 
     @property
     def parts(self) -> list[QuantizedLinear]:
-        """As of a `MixedLinear`: only itself."""
+        """Return the parts, as a `MixedLinear` does: only itself."""
         return [self]
 
     @classmethod
@@ -390,7 +390,7 @@ class QuantizedLinear(_NativeLinear):
         return linear
 
     def args(self, path: int = 0, next: LinearArgs | None = None) -> LinearArgs:
-        """The C struct of this layer, which must outlive the struct, as must `next`, the columns after these."""
+        """Return the C struct of this layer, which must outlive the struct, as must `next`, the columns after these."""
         return LinearArgs(
             None,
             addressof(self._args),
@@ -404,7 +404,7 @@ class QuantizedLinear(_NativeLinear):
         )
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` `[T]` of the dequantized weight: `[T, k]` bfloat16."""
+        """Return rows `ids` `[T]` of the dequantized weight: `[T, k]` bfloat16."""
         return self._rows(self.lib.quire_quant_rows, ids)
 
 
@@ -423,7 +423,7 @@ class MixedLinear:
         path: int = 0,
         workspace: huge_pages.Workspace | None = None,
     ) -> torch.Tensor:
-        """Like `QuantizedLinear`, of rows `[T, k]`."""
+        """Multiply as `QuantizedLinear` does, for rows `[T, k]`."""
         shape, start = (len(x), self.out_features), 0
         out = torch.empty(shape, dtype=dtype) if workspace is None else workspace.take(*shape)
         for part in self.parts:
@@ -432,7 +432,7 @@ class MixedLinear:
         return out
 
     def args(self, path: int = 0) -> LinearArgs:
-        """The C struct of the first part, which refers to the others. This object must outlive it."""
+        """Return the C struct of the first part, which refers to the others. This object must outlive it."""
         if path not in self._chains:
             chain = self._chains[path] = []
             for part in reversed(self.parts):
@@ -455,7 +455,7 @@ def _type_of_scales(scales: torch.Tensor, offsets: torch.Tensor | None) -> torch
 
 
 def _packed_bias(bias: torch.Tensor, columns: int, gated: bool) -> torch.Tensor:
-    """The bias in float32, padded; if `gated` in the packed order: 16 of the gate, 16 of up, and so on."""
+    """Return the bias in float32, padded; if `gated` in the packed order: 16 of the gate, 16 of up, and so on."""
     if not gated:
         return torch.nn.functional.pad(bias.float(), (0, columns - len(bias)))
     halves = bias.float().view(2, -1)

@@ -83,9 +83,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` for x = [gate, up] concatenated: `[T, 2 D] -> [T, D]` (SwiGLU, arXiv:2002.05202)."""
     width = x.shape[1] // 2
     out = x.new_empty(x.shape[0], width)
-    KERNELS.lib.quire_silu_and_mul(
-        x.data_ptr(), x.stride(0), out.data_ptr(), width, x.shape[0], width, DTYPES[x.dtype]
-    )
+    KERNELS.lib.quire_silu_and_mul(x.data_ptr(), x.stride(0), out.data_ptr(), width, x.shape[0], width, DTYPES[x.dtype])
     return out
 
 
@@ -128,8 +126,8 @@ def qkv_args(
     row_stride: int,
     dtype: torch.dtype,
 ) -> QkvArgs:
-    """The C struct of `qk_norm_rope_write`'s arguments, for rows of qkv of type `dtype` that are `row_stride` elements
-    apart.
+    """Return the C struct of `qk_norm_rope_write`'s arguments, for rows of qkv of type `dtype` that are `row_stride`
+    elements apart.
 
     It holds addresses only: the caller keeps the tensors alive.
     """
@@ -161,19 +159,19 @@ def qkv_args(
 
 
 def _cache_type(cache: KVCache) -> int:
-    """The `CacheType` in csrc/eight_bits.h."""
+    """Return the `CacheType` in csrc/eight_bits.h."""
     return 0 if isinstance(cache, torch.Tensor) else _CACHE_TYPES[cache.values.dtype]
 
 
 def _scales_args(cache: KVCache) -> ScalesArgs:
-    """The scales of keys or of values, if there are any."""
+    """Return the scales of keys or of values, if there are any."""
     if isinstance(cache, torch.Tensor):
         return ScalesArgs()
     return ScalesArgs(cache.scales.data_ptr(), *cache.scales.stride())
 
 
 def routing_args(spec: RoutingSpec, correction: torch.Tensor | None, bias: torch.Tensor | None) -> RoutingArgs:
-    """The C struct of `route`'s arguments, for a spec that does not bound groups.
+    """Return the C struct of `route`'s arguments, for a spec that does not bound groups.
 
     It holds addresses only: the caller keeps the tensors alive.
     """
@@ -212,7 +210,9 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KVCach
 
 
 def attention_reason(head_dim: int, v_dim: int, dtype: torch.dtype) -> str | None:
-    """None if `paged_attention` supports these sizes of keys and values and this type, else the reason why not."""
+    """Return None if `paged_attention` supports these sizes of keys and values and this type, else the reason
+    why not.
+    """
     for name, size, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("v_dim", v_dim, MAX_V_DIM)):
         if size % 16 or size > most:
             return f"{name} {size} is not a multiple of 16 up to {most}"
@@ -239,8 +239,8 @@ def paged_attention(
     path: int = 0,
     wanted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q `[T, num_heads, head_dim]` over the paged cache, for any mixture of decode and prefill.
-    `AttentionCall` describes the arguments and the result.
+    """Return causal attention of q `[T, num_heads, head_dim]` over the paged cache, for any mixture of decode and
+    prefill. `AttentionCall` describes the arguments and the result.
 
     Caches are `[num_blocks, block_size, num_kv_heads, _]`, the last dimension contiguous, of q's type (float32,
     bfloat16, float16) or in 8 bits; block_table `[R, K]`, seq_lens `[R]` and query_start_loc `[R + 1]` are int32.
@@ -283,7 +283,7 @@ def layer_args(
     dtype: torch.dtype,
     sinks: torch.Tensor | None = None,
 ) -> LayerArgs:
-    """The C struct of those arguments of `paged_attention` that stay the same from step to step;
+    """Return the C struct of those arguments of `paged_attention` that stay the same from step to step;
     sinks are float32 `[num_heads]`.
 
     It holds addresses only: the caller keeps the tensors alive.

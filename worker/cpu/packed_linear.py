@@ -20,7 +20,7 @@ class PackedMethod(LinearMethod):
         self.rows = self.linear.rows  # rows of the original weight, for a tied embedding
 
     def args(self) -> LinearArgs:
-        """The C struct of the layer, which must outlive the struct."""
+        """Return the C struct of the layer, which must outlive the struct."""
         return self.linear.args()
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -51,11 +51,11 @@ class NativeQuantMethod(LinearMethod):
                 layer.register_buffer(f"offsets{suffix}", part.offsets, persistent=False)
 
     def args(self) -> LinearArgs | None:
-        """The C struct of the layer, which must outlive the struct; None if its activation is applied apart."""
+        """Return the C struct of the layer, which must outlive the struct; None if its activation is applied apart."""
         return self.linear.args() if self.activates else None
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` `[T]` of the weight, for a tied embedding."""
+        """Return rows `ids` `[T]` of the weight, for a tied embedding."""
         (part,) = self.parts
         return part.rows(ids)
 

@@ -2,7 +2,7 @@
 each attention, or other mixer, and the next (a segment).
 
 The kernels and their order are the same as in the twin, the layers called one by one. A layer is any module with the
-parts of `DecoderLayer` in `worker/transformer/decoder.py`. Of a mixer that is no plain attention, Python computes what
+parts of `DecoderLayer` in `worker/transformer/decoder.py`. For a mixer that is no plain attention, Python computes what
 is between its projections: `mix` of `StateMixer` in `worker/transformer/mixers/base.py`.
 """
 
@@ -50,7 +50,7 @@ class Segments:
         final_norm: RMSNorm,
     ):
         self.cache, self.hidden, self.parts, self.mlps = _cache(layers[0]), final_norm.weight.shape[0], parts, mlps
-        # of rows of projections, e. g. q, k and v; of what out-projections map
+        # rows of projections, e. g. q, k and v; inputs of out-projections
         self.widths = tuple(max(part.widths[i] for part in parts) + _PAD for i in range(2))
         attending = [part for part in parts if isinstance(part, _Attention)]
         self.head_dim = attending[0].attn.head_dim if len(attending) == len(parts) else None  # None: Python mixes some
@@ -68,7 +68,7 @@ class Segments:
         self.between = huge_pages.Workspace(torch.bfloat16)  # for the inputs and outputs of attention
 
     @classmethod
-    def of(
+    def from_layers(
         cls, layers: Sequence[nn.Module], final_norm: Norm, tables: Sequence[torch.Tensor | None]
     ) -> Segments | None:
         """Segments for `layers`, or None if the native code cannot compute all of them: a class did not opt in, layers
@@ -80,10 +80,10 @@ class Segments:
         if len({_shape(layer) for layer in layers if _attends(layer)}) > 1:
             return None
         parts = [
-            (_Attention if _attends(layer) else _Mixer).of(layer.self_attn, table)
+            (_Attention if _attends(layer) else _Mixer).from_module(layer.self_attn, table)
             for layer, table in zip(layers, tables)
         ]
-        mlps = [(_Mixture if layer.mlp.native_twin == "moe" else _Dense).of(layer.mlp) for layer in layers]
+        mlps = [(_Mixture if layer.mlp.native_twin == "moe" else _Dense).from_module(layer.mlp) for layer in layers]
         if any(part is None for part in (*parts, *mlps)):
             return None
         return cls(layers, parts, mlps, final_norm)
@@ -151,7 +151,7 @@ class Segments:
         return self.lora.takes(lora)
 
     def _adapters(self, lora: StepLora | None, fewer: bool) -> tuple[_Groups, _Groups]:
-        """The rows by adapter of all layers but the last, and of the last, which may compute `fewer`."""
+        """Return the rows by adapter of all layers but the last, and of the last, which may compute `fewer`."""
         if lora is None:
             return (None, 0), (None, 0)
         of_last = lora.needed if fewer else lora.rows
@@ -226,8 +226,10 @@ class _Attention:
         )
 
     @classmethod
-    def of(cls, module: nn.Module, table: torch.Tensor | None) -> _Attention | None:
-        """None if a weight is not packed, the cache is neither bfloat16 nor in 8 bits, or there are several ranks."""
+    def from_module(cls, module: nn.Module, table: torch.Tensor | None) -> _Attention | None:
+        """Return None if a weight is not packed, the cache is neither bfloat16 nor in 8 bits, or there are several
+        ranks.
+        """
         qkv, out = _args(module.qkv_proj), _args(module.o_proj)
         if qkv is None or out is None or module.o_proj.group.size > 1:
             return None
@@ -236,7 +238,7 @@ class _Attention:
         return cls(module, qkv, out, table)
 
     def leave(self, segment: SegmentArgs) -> None:
-        """Let a segment begin with what follows this attention; `enter`: end with what comes before it."""
+        """Let a segment begin after this attention; `enter`: end before it."""
         segment.o_proj, segment.attention = self.out, addressof(self._args)
 
     def enter(self, segment: SegmentArgs, row_stride: int) -> None:
@@ -254,13 +256,15 @@ class _Attention:
         )
 
     def slots(self, attn: GroupedMetadata) -> int:
-        """The address of where the keys and values of the step's tokens go."""
+        """Return the address of where the keys and values of the step's tokens go."""
         return attn[self.attn.cache_group].slot_mapping.data_ptr()
 
     def run(
         self, qkv: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata, wanted: torch.Tensor | None
     ) -> torch.Tensor:
-        """What `out` maps, of all tokens or of those `wanted`, from qkv `[T, _]`, which begins with the queries."""
+        """Return the input of `out`, for all tokens or those `wanted`, from qkv `[T, _]`, which begins with the
+        queries.
+        """
         heads, dim = self.attn.num_heads, self.attn.head_dim
         attended = self.attn.attend(qkv[:, : heads * dim].view(-1, heads, dim), attn[self.attn.cache_group])
         return attended if wanted is None else attended[wanted]
@@ -275,8 +279,8 @@ class _Mixer:
         self.widths = sum(self._sizes), out.k
 
     @classmethod
-    def of(cls, module: nn.Module, table: torch.Tensor | None) -> _Mixer | None:
-        """None if a weight is not packed, or there are several ranks."""
+    def from_module(cls, module: nn.Module, table: torch.Tensor | None) -> _Mixer | None:
+        """Return None if a weight is not packed, or there are several ranks."""
         inputs, out = _chain([_args(linear) for linear in module.projections()]), _args(module.out_proj)
         return None if not inputs or out is None or module.out_proj.group.size > 1 else cls(module, inputs, out, table)
 
@@ -299,7 +303,9 @@ class _Mixer:
 
 
 def _chain(linears: list[LinearArgs | None]) -> list[LinearArgs]:
-    """The structs of linear layers as those of one, whose columns follow each other; none if one is not packed."""
+    """Return the structs of linear layers as those of one, whose columns follow each other; none if one is not
+    packed.
+    """
     parts: list[LinearArgs] = []
     for args in linears:
         if args is None:
@@ -319,8 +325,8 @@ class _Dense:
         self.gate_up, self.down, self.inner = gate_up, down, down.k
 
     @classmethod
-    def of(cls, mlp: nn.Module) -> _Dense | None:
-        """None if a weight is not packed, or the product of the gate and up does not end with the activation."""
+    def from_module(cls, mlp: nn.Module) -> _Dense | None:
+        """Return None if a weight is not packed, or the product of the gate and up does not end with the activation."""
         if not mlp.gate_up_proj.gated:
             return None
         gate_up, down = _args(mlp.gate_up_proj), _args(mlp.down_proj)
@@ -342,8 +348,10 @@ class _Mixture:
         self.args = MixtureArgs(router, routing, experts.args(gate.spec.top_k))
 
     @classmethod
-    def of(cls, moe: nn.Module) -> _Mixture | None:
-        """None if a weight is not packed, the router's form is not native, or an expert is shared by all tokens."""
+    def from_module(cls, moe: nn.Module) -> _Mixture | None:
+        """Return None if a weight is not packed, the router's form is not native, or an expert is shared by all
+        tokens.
+        """
         gate, experts = moe.gate, moe.experts.packed()
         router = _args(gate.linear) if isinstance(gate.linear, Linear) else None
         if (
@@ -362,7 +370,7 @@ class _Mixture:
 
 
 def _adapted(layer: nn.Module) -> tuple[Linear | None, ...]:
-    """The linear layers that may have adapters."""
+    """Return the linear layers that may have adapters."""
     mlp, mixer = layer.mlp if layer.mlp.native_twin == "mlp" else None, layer.self_attn
     of_mlp = (None, None) if mlp is None else (mlp.gate_up_proj, mlp.down_proj)
     return (mixer.qkv_proj, mixer.o_proj, *of_mlp) if _attends(layer) else (None, None, *of_mlp)
@@ -374,7 +382,7 @@ def _attends(layer: nn.Module) -> bool:
 
 
 def _cache(layer: nn.Module) -> object:
-    """What a layer keeps of earlier tokens, by its identity."""
+    """Return the state that a layer keeps of earlier tokens, by its identity."""
     mixer = layer.self_attn
     return mixer.state.pages if hasattr(mixer, "state") else mixer.attn.k_cache
 
@@ -407,7 +415,7 @@ def _is_plain(attention: nn.Module, norm: type[Norm]) -> bool:
 
 
 def _shape(layer: nn.Module) -> tuple[int, ...]:
-    """The properties that must be equal in all layers, because they share buffers."""
+    """Return the properties that must be equal in all layers, because they share buffers."""
     attention = layer.self_attn
     return (
         attention.attn.num_heads,

@@ -14,7 +14,7 @@ _WIDEST, _MOST = 16, 1024  # of convolutions; entries of keys and values
 
 
 def reason(shapes: tuple[tuple[int, ...], ...]) -> str | None:
-    """Why the twins compute a layer with states of these shapes, or None."""
+    """Return why the twins compute a layer with states of these shapes, or None."""
     width = max((shape[0] + 1 for shape in shapes[:1] if len(shape) == 2), default=0)
     size = max((max(shape[1:]) for shape in shapes if len(shape) == 3), default=0)
     if width > _WIDEST or size > _MOST:
@@ -203,7 +203,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _step(pages: torch.Tensor, step: StateStep) -> tuple[int, ...]:
-    """The arguments of the kernels for the pages and requests of a step."""
+    """Return the arguments of the kernels for the pages and requests of a step."""
     assert pages.is_contiguous() and pages.dtype == torch.float32 and step.starts.dtype == torch.int32
     tensors = pages, step.read, step.write, step.fresh, step.starts
     assert all(tensor.is_contiguous() for tensor in tensors)

@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 Rule = Callable[..., torch.Tensor]  # with the arguments of `delta_rule.gated_delta_rule`
 SIZES = (64, 256, 1024)  # tokens of each of the two prompts that both are measured with
-_TOLERANCE = 0.03  # of the largest entry: the package multiplies in 16 bits
+_TOLERANCE = 0.03  # relative to the largest entry: the package multiplies in 16 bits
 _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the choice depends on: key and value heads, their entries, and whether decays are per channel."""
+    """The inputs of the choice: key and value heads, their entries, and whether decays are per channel."""
 
     num_k: int
     num_v: int
@@ -120,8 +120,8 @@ class DeltaRule:
         return least
 
     def _compare(self, shape: Shape, size: int, device: torch.device) -> tuple[float, float]:
-        """Seconds of the package and of the own kernel for two prompts of `size` tokens each. Raises ValueError if
-        their results differ.
+        """Return seconds of the package and of the own kernel for two prompts of `size` tokens each. Raises ValueError
+        if their results differ.
         """
         inputs, step = _example(shape, size, device)
         pages = torch.zeros(3, shape.num_v, shape.k_dim, shape.v_dim, device=device)
@@ -163,7 +163,7 @@ def _call(
     starts: torch.Tensor,
     host_starts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The package's kernel: results `[T, H, Dv]` float32 and the new states `[N, H, Dk, Dv]` float32."""
+    """Return the package's kernel: results `[T, H, Dv]` float32 and the new states `[N, H, Dk, Dv]` float32."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.kda import chunk_kda
 
@@ -206,7 +206,7 @@ def _piece(step: StateStep) -> _Piece:
 
 
 def _without_spans(step: StateStep) -> StateStep:
-    """The requests of `step` with one token."""
+    """Return the requests of `step` with one token."""
     return StateStep(step.read, step.write, step.fresh, step.starts, [], step.ones)
 
 

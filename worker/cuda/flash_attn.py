@@ -21,7 +21,7 @@ from quire.worker.cuda.install import triton_ops
 from quire.worker.cuda.kernels import limits, triton_paged
 from quire.worker.cuda.requirements import no_half_on_gpu
 
-_TILE_Q, _TILE_K, _MAX_SPLITS = 128, 128, 128  # of FA3: rows and keys of a program, parts of the keys
+_TILE_Q, _TILE_K, _MAX_SPLITS = 128, 128, 128  # for FA3: rows and keys of a program, parts of the keys
 
 
 def window_size(sliding_window: int | None) -> tuple[int, int]:
@@ -91,7 +91,7 @@ class _FlashAttention(AttentionBackend):
 
     @classmethod
     def refuses_cache(cls, spec: AttentionSpec) -> str | None:
-        """Why this version cannot read the cache, or None."""
+        """Return why this version cannot read the cache, or None."""
         return "has no KV cache in 8 bits" if spec.kv_scales else None
 
     def __init__(self) -> None:
@@ -108,13 +108,13 @@ def triton_decodes(q: torch.Tensor, num_kv_heads: int) -> bool:
     """
     if q.device.type != "cuda" or triton_ops(q.device) is None:
         return False
-    return q.shape[2] <= 64 or len(q) * num_kv_heads >= 3 * limits.of(q.device).processors
+    return q.shape[2] <= 64 or len(q) * num_kv_heads >= 3 * limits.for_device(q.device).processors
 
 
 def num_key_splits(group: int, num_kv_heads: int, max_seq_len: int, num_sms: int = 132) -> int:
-    """The number of parts into which FA3 splits the keys of a decode step when it chooses itself: it decides on the
-    host and as if the batch had one request, of `num_kv_heads` KV heads with `group` query heads each. `num_sms` are
-    the multiprocessors, 132 on H100 and H200.
+    """Return the number of parts into which FA3 splits the keys of a decode step when it chooses itself: it decides on
+    the host and as if the batch had one request, of `num_kv_heads` KV heads with `group` query heads each. `num_sms`
+    are the multiprocessors, 132 on H100 and H200.
     """
     programs, tiles = num_kv_heads * -(-group // _TILE_Q), -(-max_seq_len // _TILE_K)
     if programs >= 0.8 * num_sms or tiles <= 4:
@@ -153,7 +153,7 @@ class FlashAttention3(_FlashAttention):
 
     @classmethod
     def workspace(cls, spec: AttentionSpec, num_reqs: int, max_seq_len: int) -> int:
-        """The float32 results of each part of the keys, which FA3 allocates for all requests."""
+        """Return the float32 results of each part of the keys, which FA3 allocates for all requests."""
         splits = num_key_splits(spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, max_seq_len)
         return splits * num_reqs * spec.num_heads * (spec.v_dim + 1) * 4 if splits > 1 else 0
 
@@ -265,7 +265,7 @@ def in_fp8(
     """(q `[T, num_heads, D]` in e4m3, the scales `[R, num_kv_heads]` of q, k and v by the operator's names)."""
     num_kv_heads = k_cache.shape[2]
     grouped = q.unflatten(1, (num_kv_heads, -1))
-    scale, inverse = scale_of(grouped.movedim(1, 0).flatten(1), FP8)  # of each KV head
+    scale, inverse = scale_of(grouped.movedim(1, 0).flatten(1), FP8)  # for each KV head
     numbers = to_8_bits(grouped.float() * inverse[:, None, None], FP8).flatten(1, 2)
     scales = {"q_descale": scale, "k_descale": k_cache.scales[0, 0], "v_descale": v_cache.scales[0, 0]}
     return numbers, {name: one.expand(num_requests, num_kv_heads) for name, one in scales.items()}

@@ -1,7 +1,7 @@
 """Latent attention (`layers/mla.py`) by kernels for Hopper: FlashMLA (https://github.com/deepseek-ai/FlashMLA) for
 decoding, or FlashAttention 3, whose argument `qv` takes the part of the queries that multiplies the values.
 
-The rest of such a model's attention, its expanded form and what FlashMLA does not do, is Triton's.
+Triton computes the rest of such a model's attention: its expanded form and cases that FlashMLA lacks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _LatentBackend(TritonPagedBackend):
 
     @classmethod
     def misfit(cls, spec: AttentionSpec) -> str | None:
-        """Why the package cannot serve the absorbed form, or None."""
+        """Return why the package cannot serve the absorbed form, or None."""
         if reason := no_half_on_gpu(spec):
             return reason
         if (spec.head_dim, spec.v_dim) != _SIZES:
@@ -59,7 +59,7 @@ class _LatentBackend(TritonPagedBackend):
 
 
 def _arguments(module: ModuleType, name: str) -> set[str]:
-    """Names of the parameters of a function of `module`; empty if it does not have that function."""
+    """Return names of the parameters of a function of `module`; empty if it does not have that function."""
     function = getattr(module, name, None)
     return set(inspect.signature(function).parameters) if function else set()
 

@@ -45,8 +45,8 @@ class TorchLibrary:
 
 
 def obstacle(ranks: Sequence[int], device: torch.device) -> str | None:
-    """Why the devices of `ranks`, of which `device` is one, share no memory, or None. Asked before any rank waits for
-    another.
+    """Return why the devices of `ranks`, of which `device` is one, share no memory, or None. Asked before any rank
+    waits for another.
     """
     if device.type != "cuda" or torch.version.cuda is None:
         return "needs NVIDIA GPUs"
@@ -74,5 +74,5 @@ class OneShot:
         return fits and x.dtype in _TYPES and x.is_contiguous()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, a new tensor."""
+        """Return the sum over all ranks, a new tensor."""
         return self._library.all_reduce(self._buffer.view(x.dtype)[: x.numel()], x.view(-1), self._group).view(x.shape)

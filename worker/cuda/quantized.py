@@ -42,7 +42,7 @@ class TritonGroups(LinearMethod):
         }
         for name, tensor in tensors.items():
             layer.register_buffer(name, tensor, persistent=False)
-        self.half: int | None = None  # of the tiles
+        self.half: int | None = None  # for the tiles
         self.fits_tiles = groups.bits == 4
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ class TritonGroups(LinearMethod):
         return bytes_held(layer)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` `[T]` of the weight, for a tied embedding."""
+        """Return rows `ids` `[T]` of the weight, for a tied embedding."""
         layer = self.layer
         tables = layer.scales, layer.zeros, self.bits, self.group, None, self.table, layer.row_scales
         if self.half is not None:
@@ -100,18 +100,18 @@ class TritonGroups(LinearMethod):
 
 
 def _by_group(table: torch.Tensor) -> torch.Tensor:
-    """The same `[n, groups]`, of which the entries of a group are neighbours in memory."""
+    """Return the same `[n, groups]`, of which the entries of a group are neighbours in memory."""
     return _contiguous(table.T).T
 
 
 def _contiguous(table: torch.Tensor) -> torch.Tensor:
-    """The same, row by row in memory; not every device copies 8-bit floats."""
+    """Return the same, row by row in memory; not every device copies 8-bit floats."""
     stored = table.view(torch.uint8) if table.element_size() == 1 else table
     return stored.contiguous().view(table.dtype)
 
 
 def _narrowed(scales: torch.Tensor) -> torch.Tensor:
-    """The same scales in 16 bits, if one of the two types has all of them."""
+    """Return the same scales in 16 bits, if one of the two types has all of them."""
     for dtype in (torch.float16, torch.bfloat16):
         if scales.element_size() > 2 and torch.equal((narrow := scales.to(dtype)).to(scales.dtype), scales):
             return narrow.contiguous()

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def grouped_experts(experts: ListedExperts, multiplies_floats8: bool = False) -> Callable[..., torch.Tensor] | None:
-    """The experts as one call, or None if their weights are not all alike. The layers' weights become views of the
-    stacks. `multiplies_floats8`: the device does.
+    """Return the experts as one call, or None if their weights are not all alike. The layers' weights become views of
+    the stacks. `multiplies_floats8`: the device does.
     """
     listed = list(experts.experts.values())
     gate_up, down = [one.gate_up_proj for one in listed], [one.down_proj for one in listed]
@@ -55,7 +55,7 @@ def _alike(layers: Sequence[Linear]) -> bool:
 
 
 def _kind(layer: Linear) -> tuple | None:
-    """The common properties of the weights of a stack; None if this one cannot be in a stack."""
+    """Return the common properties of the weights of a stack; None if this one cannot be in a stack."""
     method = _method(layer)
     if isinstance(method, TritonGroups):
         reordered = isinstance(layer.method, Reordered)
@@ -93,7 +93,7 @@ def _stack_groups(layers: Sequence[Linear]) -> StoredGroups:
 
 
 def _stack_tensors(layers: Sequence[Linear], name: str) -> torch.Tensor | None:
-    """The buffers `name` of the layers as one tensor, of which they become views."""
+    """Return the buffers `name` of the layers as one tensor, of which they become views."""
     tensors = [getattr(layer, name, None) for layer in layers]
     if tensors[0] is None:
         return None

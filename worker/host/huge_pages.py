@@ -38,8 +38,9 @@ def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def well_placed(
     *shape: int, dtype: torch.dtype, conflicts: Callable[[int], float], enough: float, tries: int = 5
 ) -> torch.Tensor:
-    """Like `zeros`, for memory that should stay in a core's cache, which conflicts between some pages prevent: of
-    several tries, return the tensor with the fewest `conflicts(address)`, or the first with fewer than `enough`.
+    """Allocate as `zeros` does, for memory that should stay in a core's cache, which conflicts between some pages
+    prevent: of several tries, return the tensor with the fewest `conflicts(address)`, or the first with fewer than
+    `enough`.
     """
     tensors = []  # keep rejected tensors until the end, because the system would hand out the same memory again
     for _ in range(tries):
@@ -92,7 +93,7 @@ def drop_mapped(tensor: torch.Tensor) -> None:
 
 
 def mappings_of(paths: Iterable[Path]) -> list[range]:
-    """The addresses of this process at which files are mapped (Linux; elsewhere none)."""
+    """Return the addresses of this process at which files are mapped (Linux; elsewhere none)."""
     real, maps = {str(path.resolve()) for path in paths}, Path("/proc/self/maps")
     found = (line.split(maxsplit=5) for line in (maps.read_text().splitlines() if maps.is_file() else ()))
     bounds = (fields[0].split("-") for fields in found if fields[5:] and fields[5] in real)
@@ -107,7 +108,7 @@ def trim() -> None:
 
 @cache
 def _madvise() -> Callable[[int, int, int], int]:
-    """The C function, which releases the GIL; `mmap.madvise` takes no addresses."""
+    """Return the C function, which releases the GIL; `mmap.madvise` takes no addresses."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return madvise

@@ -24,8 +24,8 @@ def memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) ->
 def num_cores(
     proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), cpus: Path = Path("/sys/devices/system/cpu")
 ) -> int:
-    """Number of physical cores available to this process: its affinity, with hyper-threads counted once, limited by the
-    control group's CPU quota; at least 1.
+    """Return the number of physical cores available to this process: its affinity, with hyper-threads counted once,
+    limited by the control group's CPU quota; at least 1.
 
     Matrix products saturate a core with one thread; a second thread on the core only competes for its vector units and
     cache.
@@ -89,7 +89,7 @@ def _cgroup_quotas(proc: Path, cgroup: Path) -> list[float]:
 
 
 def _folders(proc: Path, cgroup: Path, controller: str) -> list[Path]:
-    """The group folders that apply to this process for `controller`, its own first.
+    """Return the group folders that apply to this process for `controller`, its own first.
 
     In a container the path may be outside the mounted tree: then only the root.
     """

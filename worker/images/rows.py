@@ -27,7 +27,7 @@ class Image:
         return self.item.offset + self.item.length
 
     def runs(self) -> list[tuple[int, int]]:
-        """Neighbouring placeholders, as [start, stop): parts of an image that attend to each other."""
+        """Return neighbouring placeholders, as [start, stop): parts of an image that attend to each other."""
         cuts = np.flatnonzero(np.diff(self.places) > 1) + 1
         return [(int(run[0]), int(run[-1]) + 1) for run in np.split(self.places, cuts)]
 
@@ -70,7 +70,7 @@ class ImageRows:
         self._rows.pop(row, None)
 
     def overlaps(self, step: StepInput) -> Iterator[Overlap]:
-        """The images whose spans overlap the chunks of a step, in the order of its tokens."""
+        """Yield the images whose spans overlap the chunks of a step, in the order of its tokens."""
         start = 0
         for i, (row, computed, scheduled) in enumerate(zip(step.rows, step.num_computed, step.num_scheduled)):
             if (mine := self._rows.get(row)) is not None and computed < mine.num_prompt_tokens:
@@ -82,8 +82,8 @@ class ImageRows:
             start += scheduled
 
     def positions(self, step: StepInput) -> np.ndarray | None:
-        """The positions of a step's tokens on three axes, int64 `[3, T]`, or `[T]` if they agree; None if they are the
-        tokens' indices.
+        """Return the positions of a step's tokens on three axes, int64 `[3, T]`, or `[T]` if they agree; None if they
+        are the tokens' indices.
         """
         if not self.vision.mrope or self._rows.keys().isdisjoint(step.rows):
             return None

@@ -21,7 +21,9 @@ from quire.worker.transformer.vision.image_embeds import ImageEmbeds
 
 
 class StepImages:
-    """Of a model with a `spec.vision`. The first stage encodes images; all stages need positions and attention."""
+    """The images of a step, for a model with a `spec.vision`. The first stage encodes images; all stages need positions
+    and attention.
+    """
 
     def __init__(self, model: CausalLM, table: RequestTable, platform: Platform, stage: SingleStage) -> None:
         self.table, self.platform, self.stage = table, platform, stage
@@ -49,8 +51,8 @@ class StepImages:
             self.encoded = (begun, time.time())
 
     def _agree(self, step: StepInput, errors: dict[str, str]) -> None:
-        """An image failed if it did on one rank: the ranks must compute the same, and the last stage answers. Only
-        with several ranks the host waits here for the device.
+        """Let an image fail on all ranks if it failed on one: the ranks must compute the same, and the last stage
+        answers. Only with several ranks the host waits here for the device.
         """
         self.failed |= errors
         if self.group.size == 1 and self.stage.first and self.stage.last:
@@ -94,8 +96,8 @@ class StepImages:
         return ImageEmbeds(rows, torch.cat([kept[one.image.item.key][one.first : one.last] for one in found]))
 
     def _runs(self, step: StepInput) -> list[tuple[int, tuple[int, int]]]:
-        """Neighbouring tokens of images, computed in this step, that attend to each other: (batch position, [start,
-        stop) in the prompt).
+        """Return neighbouring tokens of images, computed in this step, that attend to each other: (batch position,
+        [start, stop) in the prompt).
         """
         return [
             (overlap.i, (start, stop))
@@ -111,7 +113,9 @@ class StepImages:
                 meta.backend = SpanAttention(meta.backend, spans)
 
     def uncut(self, step: StepInput) -> list[tuple[int, int]]:
-        """Tokens of a step's first request, as [start, stop) in its chunk, that one forward pass must compute."""
+        """Return tokens of a step's first request, as [start, stop) in its chunk, that one forward pass must
+        compute.
+        """
         if not self.vision.bidirectional:
             return []
         computed = step.num_computed[0]

@@ -18,7 +18,9 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def clamped_silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The activation of gpt-oss (https://arxiv.org/abs/2508.10925): a steeper SiLU, inputs bounded by 7, and up + 1."""
+    """Return the activation of gpt-oss (https://arxiv.org/abs/2508.10925): a steeper SiLU, inputs bounded by 7, and up
+    + 1.
+    """
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
 
@@ -52,7 +54,7 @@ BOUNDED = {"silu_of_bounded": silu_of_bounded, "bounded_silu": bounded_silu}
 
 @cache
 def gated(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The activation `name`: a key of GATED or, with a bound after a colon, of BOUNDED."""
+    """Return the activation `name`: a key of GATED or, with a bound after a colon, of BOUNDED."""
     form, _, limit = name.partition(":")
     return _halves(partial(BOUNDED[form], limit=float(limit))) if limit else GATED[name]
 
@@ -63,7 +65,7 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """The approximation of GELU in CLIP (https://arxiv.org/abs/1606.08415, section 2)."""
+    """Return the approximation of GELU in CLIP (https://arxiv.org/abs/1606.08415, section 2)."""
     return x * torch.sigmoid(1.702 * x)
 
 

@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self.v_cache: KVCache | None = None
 
     def cache_spec(self, itemsize: int, scale_bytes: int = 0) -> CacheSpec:
-        """The layer's cache per token, see `Full`."""
+        """Return the layer's cache per token, see `Full`."""
         sizes = self.num_kv_heads, self.head_dim, self.v_head_dim, itemsize
         if self.cross_length:
             return Cross(*sizes, self.cross_length, scale_bytes=scale_bytes)
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         return self.attend(q, attn)
 
     def attend(self, q: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
-        """Like `forward`, for k and v that are already in the cache."""
+        """Attend as `forward` does, to k and v that are already in the cache."""
         q = q.view(-1, self.num_heads, self.head_dim)
         out = attn.backend.forward(
             q, self.k_cache, self.v_cache, attn, self.scale, self.sliding_window, self.soft_cap, self.sinks

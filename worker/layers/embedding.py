@@ -100,7 +100,7 @@ class VocabParallelEmbedding(nn.Module):
             _zero_padding(self.weight, parts)
 
     def lookup(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows `[T]` of this rank's weights. A tied head that repacks the weights replaces this function."""
+        """Return rows `[T]` of this rank's weights. A tied head that repacks the weights replaces this function."""
         return F.embedding(rows, self.weight)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ class ParallelLMHead(Linear):
         return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
 
     def rounded_logits(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The logits in x's dtype, if torch multiplies them in it, else None."""
+        """Return the logits in x's dtype, if torch multiplies them in it, else None."""
         if not isinstance(self.method, PlainLinear):
             return None
         return self.group.all_gather(self.method.apply(self, x))[..., : self.vocab_size]

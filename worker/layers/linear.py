@@ -50,8 +50,8 @@ class Part:
     view: View | None = None
     types: tuple[str, ...] = FLOATS  # its possible types in a safetensors file
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice of the checkpoint tensor `tensor`, rearranged. A view of its memory where possible."""
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the slice of the checkpoint tensor `tensor`, rearranged. A view of its memory where possible."""
         tensor = narrowed(tensor, self.source)
         return self.view(tensor) if self.view else tensor
 
@@ -140,7 +140,7 @@ class LinearMethod:
     """
 
     fixed_order = False  # whether a row's result has the same bits in any batch, without `fixed_order_linear`
-    rounding: Rounding | None = None  # of the inputs that `apply` takes in 8 bits, if they are attached so
+    rounding: Rounding | None = None  # for the inputs that `apply` takes in 8 bits, if they are attached so
 
     def create_weights(self, layer: Linear) -> None:
         """Register the parameters of `layer`, uninitialised, each with its `parts`."""
@@ -151,7 +151,9 @@ class LinearMethod:
         raise NotImplementedError
 
     def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-        """Like `apply`, in float32, possibly rounded to x's dtype first. The result may be in `workspace`."""
+        """Multiply as `apply` does, in float32, possibly rounded to x's dtype first. The result may be in
+        `workspace`.
+        """
         return self.apply(layer, x).float()
 
     def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -165,7 +167,7 @@ class LinearMethod:
         return self.apply(layer, x)
 
     def num_bytes(self, layer: Linear) -> int:
-        """Bytes of the weights of `layer` once they are loaded."""
+        """Return bytes of the weights of `layer` once they are loaded."""
         return sum(parameter.nbytes for parameter in layer.parameters(recurse=False))
 
     def finalize(self, layer: Linear) -> None:
@@ -208,19 +210,19 @@ class WeightFormat:
     """
 
     def linear(self, prefix: str) -> LinearMethod:
-        """Method of the layer at `prefix`, e.g. "model.layers.0.self_attn.qkv_proj"."""
+        """Return the method of the layer at `prefix`, e.g. "model.layers.0.self_attn.qkv_proj"."""
         return PLAIN
 
     def head(self, prefix: str) -> LinearMethod:
-        """Method of the output head."""
+        """Return the method of the output head."""
         return PLAIN
 
     def matrix(self, prefix: str) -> LinearMethod:
-        """Method of a layer whose weight is needed as a matrix of the model's type."""
+        """Return the method of a layer whose weight is needed as a matrix of the model's type."""
         return MATRIX
 
     def embedding(self, prefix: str) -> LinearMethod | None:
-        """Method of an embedding that the checkpoint stores in a format of its own, else None."""
+        """Return the method of an embedding that the checkpoint stores in a format of its own, else None."""
         return None
 
     def ignores(self, name: str, read: Callable[[], torch.Tensor]) -> bool:
@@ -254,11 +256,11 @@ class Linear(nn.Module):
         self.bias = empty_parameter(out_features, parts=self.bias_parts()) if bias else None
 
     def weight_parts(self) -> list[Part]:
-        """Parts of a parameter of shape `[out_features, in_features]`."""
+        """Return parts of a parameter of shape `[out_features, in_features]`."""
         raise NotImplementedError
 
     def bias_parts(self) -> list[Part]:
-        """Parts of a parameter of shape `[out_features]`."""
+        """Return parts of a parameter of shape `[out_features]`."""
         raise NotImplementedError
 
     def use(self, ops: LayerOps) -> None:
@@ -273,7 +275,7 @@ class Linear(nn.Module):
         return self.product(x)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """The product with this rank's weights and, for rows that have an adapter, with the adapter's."""
+        """Return the product with this rank's weights and, for rows that have an adapter, with the adapter's."""
         out = self.method.apply(self, x)
         return out if self.lora is None else self.lora.add(x, out, self.ops)
 
@@ -423,7 +425,9 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 def fuse(shards: list[Shard], prefix: str) -> list[Shard]:
-    """The same rows of one weight, at `prefix`, that holds all rows of the weights of `shards` one after another."""
+    """Return the same rows of one weight, at `prefix`, that holds all rows of the weights of `shards` one after
+    another.
+    """
     starts = [0, *accumulate(shard.full for shard in shards)]
     return [
         replace(shard, prefix=prefix, full=starts[-1], start=start + shard.start)

@@ -1,5 +1,5 @@
-"""LoRA beside a linear layer: for the rows of a step that have an adapter, `scale * B A x` is added to the layer's own
-product, whatever the format of its weights (arXiv:2106.09685).
+"""LoRA in addition to a linear layer: for the rows of a step that have an adapter, `scale * B A x` is added to the
+layer's own product, whatever the format of its weights (arXiv:2106.09685).
 
 The rows of a step are grouped by adapter (`StepLora`), so that a step may mix any adapters and none. Platforms replace
 `add_lora`.
@@ -56,7 +56,7 @@ Group = tuple[LoraRows, LoraWeights]
 
 @dataclass(slots=True)
 class StepLora:
-    """Which rows of the current step use which adapters. One per model; `lora.adapters.Adapters` writes it before each
+    """The adapters of the current step's rows. One per model; `lora.adapters.Adapters` writes it before each
     step.
 
     The last layer computes fewer rows than the others: those whose hidden states are needed.
@@ -74,13 +74,13 @@ class StepLora:
         """Return whether any row of the step has an adapter."""
         return bool(self.rows) or self.recorded is not None
 
-    def of(self, num_rows: int) -> list[LoraRows]:
-        """The rows by adapter of a layer that computes `num_rows`."""
+    def rows_for(self, num_rows: int) -> list[LoraRows]:
+        """Return the rows by adapter of a layer that computes `num_rows`."""
         return self.rows if num_rows == self.num_tokens else self.needed
 
 
 def add_lora(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixed_order: bool = False) -> None:
-    """Add to `out` `[T, out]`, a layer's product of x `[T, in]` or that in float32, what adapters say. Sums are
+    """Add to `out` `[T, out]`, a layer's product of x `[T, in]` or that in float32, the adapters' products. Sums are
     float32; with `fixed_order` those of a row have one order, whatever the other rows.
     """
     multiply = _one_by_one if fixed_order else _matmul
@@ -109,11 +109,13 @@ class LinearLora:
         return self.step.recorded is not None or any(rows.key in self.weights for rows in self.step.rows)
 
     def add(self, x: torch.Tensor, out: torch.Tensor, ops: LayerOps | None) -> torch.Tensor:
-        """`out` `[T, out]`, the layer's product of x `[T, in]`, with what the adapters add. Overwrites `out`."""
+        """Return `out` `[T, out]`, the layer's product of x `[T, in]`, plus the adapters' products. Overwrites
+        `out`.
+        """
         if self.step.recorded is not None:
             ops.add_lora_slots(x, out, self.step.recorded, self.slots)
             return out
-        groups = [(rows, self.weights[rows.key]) for rows in self.step.of(len(x)) if rows.key in self.weights]
+        groups = [(rows, self.weights[rows.key]) for rows in self.step.rows_for(len(x)) if rows.key in self.weights]
         if groups:
             (ops.add_lora if ops else add_lora)(x, out, groups, self.step.fixed_order)
         return out

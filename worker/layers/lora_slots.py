@@ -18,7 +18,7 @@ NUMBERS = 2 + 5 * PARTS
 
 
 def weight_numbers(weights: LoraWeights) -> list[int]:
-    """Where an adapter's matrices for one layer are, for kernels."""
+    """Return where an adapter's matrices for one layer are, for kernels."""
     numbers = [weights.a.data_ptr(), len(weights.a)]
     for ranks, columns, b in weights.parts:
         numbers += [b.data_ptr(), ranks.start, b.shape[1], columns.start, columns.stop - columns.start]
@@ -34,7 +34,7 @@ class LayerSlots:
     table: torch.Tensor
     most_rank: int
     num_parts: int
-    weights: list[LoraWeights | None] = field(default_factory=list)  # what the table says, for plain torch
+    weights: list[LoraWeights | None] = field(default_factory=list)  # the contents of the table, for plain torch
 
 
 class LoraSlots:
@@ -94,8 +94,8 @@ class LoraSlots:
 
 
 def add_lora_slots(x: torch.Tensor, out: torch.Tensor, slots: LoraSlots, layer: LayerSlots) -> None:
-    """Add to `out` `[T, out]`, a layer's product of x `[T, in]` or that in float32, what the adapters of the slots say.
-    Their rows are apart. Sums are float32.
+    """Add to `out` `[T, out]`, a layer's product of x `[T, in]` or that in float32, the products of the slots'
+    adapters. Their rows are apart. Sums are float32.
     """
     for row, scales, weights in zip(slots.rows, slots.scales, layer.weights):
         count = int(row[2])

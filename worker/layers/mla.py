@@ -30,8 +30,8 @@ from quire.worker.layers.linear import product
 from quire.worker.layers.views import to_device
 from quire.worker.spec.cache import Latent, LatentSizes
 
-EXPANDED_BYTES = 256 << 20  # of the temporary keys and values
-_WIDENED_TOKENS = 16384  # of latents in 8 bits that exist in float32 at a time
+EXPANDED_BYTES = 256 << 20  # for the temporary keys and values
+_WIDENED_TOKENS = 16384  # latents in 8 bits that exist in float32 at a time
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class LatentAttention(Attention):
         return w_k, kv_b[num_keys:].unflatten(0, (self.num_heads, self.sizes.v_dim))
 
     def _parts(self, attn: AttentionMetadata, itemsize: int) -> list[_Part]:
-        """The requests by the way they attend, for all layers. `itemsize` is that of the activations."""
+        """Return the requests by the way they attend, for all layers. `itemsize` is that of the activations."""
         if attn.max_query_len == 1 or self.to_latents is not multiply_heads:
             return [_Part(slice(None), attn)]
         if attn.latent_parts is None:
@@ -138,7 +138,7 @@ class LatentAttention(Attention):
         return out
 
     def _latents(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the latents of whole blocks, `[tokens, R + P]`."""
+        """Return a copy of the latents of whole blocks, `[tokens, R + P]`."""
         cache = self.k_cache
         if isinstance(cache, torch.Tensor):
             return cache[blocks].view(-1, self.sizes.width)
@@ -150,8 +150,8 @@ class LatentAttention(Attention):
         return latents.view(-1, self.sizes.width)
 
     def _heads_at_once(self, entry_bytes: int) -> int:
-        """The number of heads whose keys and values fit into EXPANDED_BYTES; `entry_bytes` are those of one entry of
-        each token. It divides the number of heads, because a backend's data for a step depends on it.
+        """Return the number of heads whose keys and values fit into EXPANDED_BYTES; `entry_bytes` are those of one
+        entry of each token. It divides the number of heads, because a backend's data for a step depends on it.
         """
         of_head = (self.sizes.nope_dim + self.sizes.rope_dim + self.sizes.v_dim) * entry_bytes
         divisors = (n for n in range(self.num_heads, 1, -1) if self.num_heads % n == 0)
@@ -216,7 +216,7 @@ class _Chosen:
             self.rows, self.tokens = (to_device(indices, torch.int64, device) for indices in (requests, tokens))
 
     def metadata(self, block_table: torch.Tensor) -> AttentionMetadata:
-        """The metadata of these requests alone."""
+        """Return the metadata of these requests alone."""
         starts = to_device([0, *accumulate(self.counts)], torch.int32, block_table.device)
         meta = replace(
             self.attn,

@@ -100,7 +100,9 @@ class FusedParts:
         return self._gate_up("gate_up_proj", shape, expert, transposed)
 
     def apart(self, expert: int) -> tuple[list[Part], list[Part]]:
-        """Those of the gate and up, and of the down projection, if each of the three is a tensor of all experts."""
+        """Return those of the gate and up, and of the down projection, if each of the three is a tensor of all
+        experts.
+        """
         num, size, hidden = self.moe.routing.num_experts, self.moe.intermediate_size, self.hidden_size
         names = [f"{self.prefix}.{name}_proj.weight" for name in ("gate", "up", "down")]
         mine, view = (1, self.start, self.length), OneExpert()
@@ -127,7 +129,9 @@ class FusedParts:
         return parts
 
     def mxfp4(self, expert: int) -> tuple[list[Part], list[Part], list[Part], list[Part]]:
-        """Of blocks and exponents (`quantization.mxfp4_experts`): of the gate and up, and of the down projection."""
+        """Return the parts of blocks and exponents (`quantization.mxfp4_experts`), of the gate and up and of the down
+        projection.
+        """
         num, size, hidden = self.moe.routing.num_experts, self.moe.intermediate_size, self.hidden_size
         found = []
         for suffix, block in (("blocks", (GROUP // 2,)), ("scales", ())):
@@ -242,10 +246,10 @@ class ListedExperts(nn.Module):
         self._native: Callable[..., torch.Tensor] | None = None
         self._share = moe, hidden_size, *local_slice(moe)
         self.lora: ExpertsLora | None = None
-        self.rounding: Rounding | None = None  # of the inputs that the packed experts take in 8 bits
+        self.rounding: Rounding | None = None  # for the inputs that the packed experts take in 8 bits
 
     def take_adapters(self, step: StepLora) -> ExpertsLora | None:
-        """From now on add what adapters say. None: they are not supported for experts of this form."""
+        """Add the adapters' products in later steps. None: they are not supported for experts of this form."""
         self.lora = _experts_lora(step, self.local, *self._share) if self.gated else None
         return self.lora
 
@@ -254,7 +258,7 @@ class ListedExperts(nn.Module):
         self._ops, self._native = ops, None
 
     def packed(self) -> Callable[..., torch.Tensor] | None:
-        """The platform's product of all experts, or None if it has none. Call it when the weights are loaded."""
+        """Return the platform's product of all experts, or None if it has none. Call it when the weights are loaded."""
         if self._ops:
             self._native, self._ops = self._ops.packed_experts(self) if self.packs else None, None
         return self._native
@@ -315,7 +319,7 @@ class StackedExperts(nn.Module):
         self._add_lora: Callable[..., None] | None = None
 
     def take_adapters(self, step: StepLora) -> ExpertsLora | None:
-        """From now on add what adapters say."""
+        """Add the adapters' products in later steps."""
         self.lora = _experts_lora(step, self.local, self.moe, self._hidden_size, self.start, self.length)
         return self.lora
 
@@ -326,7 +330,7 @@ class StackedExperts(nn.Module):
         return parameter
 
     def _stacked(self, parts_of: Callable[[int], list[Part]]) -> Iterator[Part]:
-        """The parts of all experts, each with its place in the stack."""
+        """Yield the parts of all experts, each with its place in the stack."""
         for i, expert in enumerate(self.local):
             for part in parts_of(expert):
                 yield replace(part, target=((0, i, 1), *((dim + 1, start, n) for dim, start, n in part.target)))
@@ -357,7 +361,7 @@ class StackedExperts(nn.Module):
         )  # fmt: skip
 
     def _own_down_bias(self) -> torch.Tensor | None:
-        """Of one rank only: the sum over the ranks must include it once."""
+        """Return the bias on one rank only: the sum over the ranks must include it once."""
         return self.down_bias if self.length == self.moe.intermediate_size or tp().rank == 0 else None
 
     def _form(self) -> ExpertForm:
@@ -414,7 +418,7 @@ def make_experts(hidden_size: int, moe: MoESpec, prefix: str, weights: WeightFor
 
 
 def local_experts(moe: MoESpec) -> range:
-    """The experts on this rank. Raises ValueError if the number of ranks does not divide theirs."""
+    """Return the experts on this rank. Raises ValueError if the number of ranks does not divide theirs."""
     each = split_size("the number of experts", moe.routing.num_experts, ep())
     return range(ep().rank * each, (ep().rank + 1) * each)
 

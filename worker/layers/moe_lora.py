@@ -1,5 +1,5 @@
-"""LoRA beside the experts of a mixture-of-experts layer. Where the platform has no product of all experts that takes
-adapters, tokens that use one pass their experts one by one, each product followed by what adapters add to it; the other
+"""LoRA for the experts of a mixture-of-experts layer. Where the platform has no product of all experts that takes
+adapters, tokens that use one pass their experts one by one, each product followed by the adapters' products; the other
 tokens of a step keep the product of all experts.
 """
 
@@ -27,7 +27,7 @@ class ExpertProduct:
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """How a layer computes single experts, by their numbers: rows `[n, H]` to the gate and up, `[n, 2 I]`, of the
+    """The computation of single experts, by their numbers: rows `[n, H]` to the gate and up, `[n, 2 I]`, of the
     model's dtype or float32; the activation; and rows `[n, I]` to `[n, H]`.
     """
 
@@ -57,11 +57,11 @@ class ExpertsLora:
         return sum(one.in_features + one.out_features for one in (*self.gate_up.values(), *self.down.values()))
 
     def groups(self, num_rows: int) -> list[LoraRows]:
-        """The rows of a step whose adapters have matrices for some of the experts."""
+        """Return the rows of a step whose adapters have matrices for some of the experts."""
         if self.step.recorded is not None:  # no adapter of a recorded step has matrices for experts
             return []
         keys = {key for one in (*self.gate_up.values(), *self.down.values()) for key in one.lora.weights}
-        return [rows for rows in self.step.of(num_rows) if rows.key in keys] if keys else []
+        return [rows for rows in self.step.rows_for(num_rows) if rows.key in keys] if keys else []
 
     def run(
         self,
@@ -101,7 +101,7 @@ class ExpertsLora:
 
 
 def _of_all_rows(rows: LoraRows, num_rows: int) -> torch.Tensor:
-    """The scale of each row of the step, NaN for rows without the adapter."""
+    """Return the scale of each row of the step, NaN for rows without the adapter."""
     scales = torch.full((num_rows,), float("nan"), device=rows.index.device)
     scales[rows.index] = 1.0 if rows.scales is None else rows.scales
     return scales
@@ -127,8 +127,8 @@ def run_mixed(
     base: Callable[..., torch.Tensor],
     adapted: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The experts' outputs of a step, `[T, H]`: `base(x, weights, ids)` for rows without an adapter of experts, or
-    `adapted(x, weights, ids, groups, lora)` for all, if the platform has that.
+    """Return the experts' outputs of a step, `[T, H]`: `base(x, weights, ids)` for rows without an adapter of experts,
+    or `adapted(x, weights, ids, groups, lora)` for all, if the platform has that.
     """
     groups = lora.groups(len(x))
     if not groups:

@@ -38,7 +38,7 @@ def add_rms_norm(
 
 
 def norm_weight(size: int, view: View | None = None, *, wide: bool = False) -> nn.Parameter:
-    """An uninitialised weight `[size]`, of float32 if `wide`, that `view` makes of the checkpoint's tensor."""
+    """Return an uninitialised weight `[size]`, of float32 if `wide`, that `view` makes of the checkpoint's tensor."""
     weight = nn.Parameter(torch.empty(size, dtype=torch.float32 if wide else None), requires_grad=False)
     weight.view_of_tensor = view
     weight.dummy_mean = 0.0 if view is plus_one else 1.0

@@ -43,11 +43,11 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin_cache", torch.cat((cos, sin), -1), persistent=False)
         self.register_buffer("query_scale", _query_scale(max_positions, scaling), persistent=False)
         padded = [*axes, *[0] * kept[1]]
-        doubled = torch.tensor(padded * 2, dtype=torch.int64) if axes else None  # of cos, and of sin
+        doubled = torch.tensor(padded * 2, dtype=torch.int64) if axes else None  # for cos and sin
         self.register_buffer("axes", doubled, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of tokens at `positions` `[T]`, or `[3, T]` on three axes (time, row, column)."""
+        """Return the rotation of tokens at `positions` `[T]`, or `[3, T]` on three axes (time, row, column)."""
         if positions.dim() == 2:
             cos_sin = self.cos_sin_cache.gather(0, positions[self.axes].T)
             return Rotation(cos_sin, torch.arange(len(cos_sin), device=positions.device))
@@ -56,7 +56,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def _query_scale(max_positions: int, scaling: dict[str, Any] | None) -> torch.Tensor | None:
-    """The factor of queries at each position, which grows with the logarithm of the position (Ministral 3)."""
+    """Return the factor of queries at each position, which grows with the logarithm of the position (Ministral 3)."""
     beta = (scaling or {}).get("llama_4_scaling_beta")
     if not beta:
         return None
@@ -65,7 +65,7 @@ def _query_scale(max_positions: int, scaling: dict[str, Any] | None) -> torch.Te
 
 
 def still_query_scale(max_positions: int, slope: float, step: float) -> torch.Tensor:
-    """The factor of queries at each position, in layers without rotary embedding (Llama 4), float32
+    """Return the factor of queries at each position, in layers without rotary embedding (Llama 4), float32
     `[max_positions]`.
     """
     positions = torch.arange(max_positions, dtype=torch.float32)

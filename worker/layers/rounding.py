@@ -17,7 +17,7 @@ LEAST_ROWS = 17  # with fewer, products keep their inputs whole: they wait for t
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How a product takes its inputs: e4m3 with a float32 scale per row and `group` columns; None: per row."""
+    """The form of a product's inputs: e4m3 with a float32 scale per row and `group` columns; None: per row."""
 
     group: int | None = None
 

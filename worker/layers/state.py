@@ -40,7 +40,7 @@ class RecurrentState(nn.Module):
         return State(self.shapes)
 
     def step(self, attn: tuple[AttentionMetadata, ...]) -> StateStep:
-        """How the tokens of the step pass this layer."""
+        """Return how the tokens of the step pass this layer."""
         return attn[self.cache_group].extra
 
 
@@ -68,7 +68,7 @@ class StateStep:
     # (indices of tokens, how they pass), one after another, of a step in which requests leave states between their
     # tokens: before each draft, which may be rejected, and at the checkpoints of prompts.
     stages: list[tuple[torch.Tensor, StateStep]] = field(default_factory=list)
-    prepared: dict[str, Any] = field(default_factory=dict)  # what kernels keep of this step for the other layers
+    prepared: dict[str, Any] = field(default_factory=dict)  # kept by kernels in this step for the other layers
 
     def advance(self, pages: torch.Tensor, one: OneToken, many: ManyTokens, *inputs: torch.Tensor) -> torch.Tensor:
         """Pass the step's tokens, whose `inputs` are `[T, ..]`, through the states in `pages`. Returns `[T, ..]`."""
@@ -133,7 +133,7 @@ class StateSteps(AttentionBackend):
 def _spans(
     counts: Sequence[int], fresh: Sequence[bool], device: torch.device
 ) -> tuple[list[Span], tuple[torch.Tensor, torch.Tensor]]:
-    """The requests of several tokens, and (batch positions, tokens) of those with one."""
+    """Return the requests of several tokens, and (batch positions, tokens) of those with one."""
     begins = [0, *accumulate(counts)]
     spans = [Span(i, begins[i], begins[i + 1], fresh[i]) for i, count in enumerate(counts) if count > 1]
     single = [i for i, count in enumerate(counts) if count == 1]
@@ -144,8 +144,8 @@ def _spans(
 def _stages(
     step: StateStep, begins: Sequence[int], fresh: Sequence[bool], cuts: Mapping[int, Sequence[tuple[int, int]]]
 ) -> list[tuple[torch.Tensor, StateStep]]:
-    """The stages of a step: the tokens of each request up to its first cut or, without any, all of them; then those of
-    the requests with a cut up to their second one, and so on.
+    """Return the stages of a step: the tokens of each request up to its first cut or, without any, all of them; then
+    those of the requests with a cut up to their second one, and so on.
 
     E.g. 5 tokens with cuts after 2 and 4, and 3 without: [0, 1, 5, 6, 7], [2, 3], [4].
     """
@@ -167,15 +167,13 @@ def _stages(
             both = to_device([list(column) for column in zip(*at)], torch.int64, device)
             write[both[0]] = both[1]
         many, ones = _spans(counts, is_fresh, device)
-        states = StateStep(
-            read, write, to_device(is_fresh, torch.bool, device), starts, many, ones if many else None
-        )
+        states = StateStep(read, write, to_device(is_fresh, torch.bool, device), starts, many, ones if many else None)
         stages.append((index, states))
     return stages
 
 
 def _between(begins: Sequence[int], i: int, cuts: Sequence[tuple[int, int]], place: int) -> tuple[int, int]:
-    """Tokens of the request at position i from its cut number `place` - 1 up to the next one."""
+    """Return tokens of the request at position i from its cut number `place` - 1 up to the next one."""
     start = begins[i] + (cuts[place - 1][0] if place else 0)
     return start, begins[i] + cuts[place][0] if place < len(cuts) else begins[i + 1]
 

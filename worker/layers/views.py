@@ -1,4 +1,4 @@
-"""How a tensor of a checkpoint is rearranged on its way into a parameter (`linear.Part.view`)."""
+"""Rearrangements of a checkpoint's tensor on its way into a parameter (`linear.Part.view`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RotaryRows(RowOrder):
     interleaved: bool
 
     def order(self) -> list[int]:
-        """The old row of each new one."""
+        """Return the old row of each new one."""
         rotated, kept = list(range(self.rotary_dim)), list(range(self.rotary_dim, self.head_dim))
         half = self.rotary_dim // 2
         first, second = (rotated[::2], rotated[1::2]) if self.interleaved else (rotated[:half], rotated[half:])
@@ -44,7 +44,7 @@ class RotaryRows(RowOrder):
 
 
 def rotary_rows(head_dim: int, rotary_dim: int, interleaved: bool) -> RotaryRows | None:
-    """The view of the rows of q and k, or None if they are in order."""
+    """Return the view of the rows of q and k, or None if they are in order."""
     return RotaryRows(head_dim, rotary_dim, interleaved) if interleaved or rotary_dim != head_dim else None
 
 
@@ -61,7 +61,7 @@ class HeadHalves(RowOrder):
 
 
 def chain(*views: View | None) -> View | None:
-    """One view after another; None if there is none."""
+    """Return one view after another; None if there is none."""
     present = [view for view in views if view]
     if len(present) < 2:
         return present[0] if present else None

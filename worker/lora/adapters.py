@@ -37,15 +37,15 @@ from quire.worker.platforms.base import Platform
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """How many adapters there may be, and how large."""
+    """The largest number and size of adapters."""
 
     max_rank: int
     max_active: int  # in a step
     max_loaded: int  # in RAM
-    most_values: int = 0  # of an adapter at start
+    most_values: int = 0  # for an adapter at start
 
     @classmethod
-    def of(cls, config: LoraConfig) -> LoraLimits:
+    def from_config(cls, config: LoraConfig) -> LoraLimits:
         """Raises ValueError for settings that are wrong."""
         at_start = len(folders_at_start(config.lora_modules, config.lora_dir))
         max_active = config.max_loras or DEFAULT_MAX_LORAS
@@ -55,14 +55,14 @@ class LoraLimits:
         return cls(rank, max_active, max_loaded, most_values(config.lora_modules, config.lora_dir))
 
     def num_bytes(self, targets: Targets) -> int:
-        """Bytes of as many adapters, each of the largest rank for all layers of a rank, or the size of the largest
-        at start if that is more, because it has experts. Those in a step are packed for its kernels, beside the copy
-        in RAM.
+        """Return bytes of as many adapters, each of the largest rank for all layers of a rank, or the size of the
+        largest at start if that is more, because it has experts. Adapters of a step are packed for its kernels, in
+        addition to the copy in RAM.
         """
         return (self.max_loaded + self.max_active) * self.adapter_bytes(targets)
 
     def adapter_bytes(self, targets: Targets) -> int:
-        """Bytes planned for an adapter."""
+        """Return bytes planned for an adapter."""
         return max(self.max_rank * targets.bytes_per_rank, self.most_values * targets.dtype.itemsize)
 
 
@@ -78,12 +78,12 @@ class Adapters:
             model.model.step_lora = self.step
         self.platform, self.max_rank = platform, limits.max_rank
         self.max_active, self.max_loaded = limits.max_active, limits.max_loaded
-        self._most_bytes = self.max_loaded * limits.adapter_bytes(self.targets)  # of those in RAM
+        self._most_bytes = self.max_loaded * limits.adapter_bytes(self.targets)  # for those in RAM
         self._bytes: dict[str, int] = {}
         self._loaded: OrderedDict[str, Adapted] = OrderedDict()  # in RAM, most recently used last
         self._active = self.step.active
         self._rows: dict[int, list[LoraUse]] = {}
-        self._tokens: dict[str, tuple[list[int], list[float]]] = {}  # of the step, by adapter: indices and scales
+        self._tokens: dict[str, tuple[list[int], list[float]]] = {}  # for the step, by adapter: indices and scales
         self._several: set[str] = set()  # adapters of rows with more than one
         self._slots: LoraSlots | None = None
 
@@ -120,7 +120,9 @@ class Adapters:
                     a, b = read(matrices.a, matrices.index), read(matrices.b, matrices.index) * matrices.scale
                     if matrices.swapped:
                         b = unswapped(b, self.targets.num_heads(module))
-                    of_expert = {piece.expert: piece.of(a, b) for piece in pieces if piece.expert is not None}
+                    of_expert = {
+                        piece.expert: piece.expert_matrices(a, b) for piece in pieces if piece.expert is not None
+                    }
                     for piece in pieces:
                         both = of_expert.get(piece.expert, (a, b))
                         of_layer.setdefault(piece.layer, []).append((piece, *both))
@@ -185,7 +187,7 @@ class Adapters:
     # ---- recorded steps
 
     def use_slots(self, max_rows: int) -> None:
-        """Steps of up to `max_rows` rows of one token will be recorded."""
+        """Prepare the recording of steps of up to `max_rows` rows of one token."""
         layers = [layer.lora for layer in self.targets.linears]
         self._slots = LoraSlots(layers, self.max_active, max_rows, self.max_rank, self.platform.device)
 

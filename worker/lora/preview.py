@@ -16,11 +16,11 @@ logger = logging.getLogger("quire")
 
 
 def describe_adapters(config: Config) -> list[str]:
-    """A line per adapter that a server would start with. Raises ValueError as the server would."""
+    """Return a line per adapter that a server would start with. Raises ValueError as the server would."""
     lora = config.lora
     if not lora.enabled:
         return []
-    limits, targets, lines = LoraLimits.of(lora), Targets(check_model(config, files=False), StepLora()), []
+    limits, targets, lines = LoraLimits.from_config(lora), Targets(check_model(config, files=False), StepLora()), []
     for name, path, is_given in folders_at_start(lora.lora_modules, lora.lora_dir):
         try:
             lora = read_lora(path)

@@ -19,7 +19,7 @@ Read = Callable[[str, int | None], torch.Tensor]
 
 @contextlib.contextmanager
 def open_matrices(lora: LoraFiles) -> Iterator[Read]:
-    """A reader of an adapter's tensors. It raises ValueError if a weight is infinite or not a number."""
+    """Yield a reader of an adapter's tensors. It raises ValueError if a weight is infinite or not a number."""
     if lora.is_gguf:
         file = read_gguf(lora.weights)
         mapping = map_files(file)[str(lora.weights)]
@@ -41,5 +41,5 @@ def _reader(get: Callable[[str], torch.Tensor]) -> Read:
 
 
 def unswapped(b: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of q or k: pairs (2 i, 2 i + 1) of each head become (i, i + half)."""
+    """Return rows of q or k: pairs (2 i, 2 i + 1) of each head become (i, i + half)."""
     return b.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

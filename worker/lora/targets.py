@@ -1,6 +1,6 @@
 """The linear layers of a model that adapters may have matrices for, by the names of modules in checkpoints.
 
-A layer of ours may be several modules of a checkpoint (q, k and v), and holds only this rank's share of them. B is
+One of our layers may be several modules of a checkpoint (q, k and v), and holds only this rank's share of them. B is
 split like the rows of the weight, A like its columns: the sum over the ranks then includes the adapter's part.
 """
 
@@ -42,15 +42,15 @@ class Piece:
     layer: Linear | ExpertProduct
     out_features: int
     in_features: int
-    rows: tuple[Narrow, ...]  # of B
-    columns: tuple[Narrow, ...]  # of A
-    target: slice  # of the layer's output
+    rows: tuple[Narrow, ...]  # for B
+    columns: tuple[Narrow, ...]  # for A
+    target: slice  # for the layer's output
     view: View | None = None
-    expert: int | None = None  # of a tensor of `num_experts`
+    expert: int | None = None  # for a tensor of `num_experts`
     num_experts: int | None = None
 
-    def of(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The matrices of the expert, of those of all experts in PEFT's order."""
+    def expert_matrices(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the matrices of the expert, of those of all experts in PEFT's order."""
         of_a, of_b = a.unflatten(0, (self.num_experts, -1)), b.unflatten(1, (-1, self.num_experts))
         return of_a[self.expert], of_b[..., self.expert]
 
@@ -63,7 +63,7 @@ class Targets:
         names = TensorNames(getattr(model, "renames", None))
         self._layers = model.spec.layers
         self.num_layers = model.spec.num_hidden_layers
-        self.dtype = model.dtype  # of the adapters' matrices
+        self.dtype = model.dtype  # for the adapters' matrices
         self.bytes_per_rank = 0  # without experts
         self.linears: list[Linear] = []
         for path, layer in model.named_modules():
@@ -101,8 +101,8 @@ class Targets:
             pieces.append(piece)
 
     def find(self, module: str) -> list[Piece]:
-        """The pieces of a module, none if another pipeline stage has it. Raises ValueError if the model has no such
-        linear layer.
+        """Return the pieces of a module, none if another pipeline stage has it. Raises ValueError if the model has no
+        such linear layer.
         """
         match = _IN_LAYER.fullmatch(module)
         if match is None:
@@ -127,19 +127,19 @@ class Targets:
         )
 
     def num_heads(self, module: str) -> int:
-        """The heads of a projection of queries or keys, on all ranks."""
+        """Return the heads of a projection of queries or keys, on all ranks."""
         layer = self._layers[int(_IN_LAYER.fullmatch(module)[1])]
         return layer.num_heads if module.endswith("q_proj") else layer.num_kv_heads
 
     def check(self, lora: LoraFiles, max_rank: int) -> dict[str, list[Piece]]:
-        """The pieces of every module of an adapter. Raises ValueError if it does not fit the model."""
+        """Return the pieces of every module of an adapter. Raises ValueError if it does not fit the model."""
         if lora.rank > max_rank:
             raise ValueError(f"the adapter has rank {lora.rank}, more than --max-lora-rank {max_rank}")
         return {module: self._fitting(module, matrices) for module, matrices in lora.modules.items()}
 
     def _fitting(self, module: str, theirs: LoraMatrices) -> list[Piece]:
-        """Which of a module's pieces the matrices are for: the gate and up, or the down projection of all experts have
-        other shapes. Raises ValueError if they fit none.
+        """Return which of a module's pieces the matrices are for: the gate and up, or the down projection of all
+        experts have other shapes. Raises ValueError if they fit none.
         """
         pieces = self.find(module)
         shape = theirs.out_features, theirs.in_features, theirs.num_experts
@@ -176,7 +176,7 @@ def _pieces(path: str, layer: Linear) -> Iterator[tuple[str, Piece]]:
 
 
 def _expert_pieces(lora: ExpertsLora) -> dict[str, dict[int, list[Piece]]]:
-    """By projection and expert."""
+    """Return the pieces by projection and expert."""
     share, length = (lora.start, lora.length), lora.length
     gate_up = [
         {i: [Piece(one, lora.size, lora.hidden_size, ((0, *share),), (), span)] for i, one in lora.gate_up.items()}
@@ -187,7 +187,7 @@ def _expert_pieces(lora: ExpertsLora) -> dict[str, dict[int, list[Piece]]]:
 
 
 def _stacked_pieces(lora: ExpertsLora) -> Iterator[Piece]:
-    """Of tensors of all experts, with [gate, up] in one, whose rows may alternate."""
+    """Yield pieces of tensors of all experts, with [gate, up] in one, whose rows may alternate."""
     length = lora.length
     for expert, product in lora.gate_up.items():
         for half, view in enumerate((_even_rows, _odd_rows)):
@@ -215,7 +215,9 @@ def _odd_rows(b: torch.Tensor) -> torch.Tensor:
 
 
 def layer_weights(pieces: list[tuple[Piece, torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> LoraWeights:
-    """The matrices of one layer, of `dtype`, from (piece, A, B) of its modules; pieces of one module share an A."""
+    """Return the matrices of one layer, of `dtype`, from (piece, A, B) of its modules; pieces of one module
+    share an A.
+    """
     stacked: dict[int, tuple[slice, torch.Tensor]] = {}
     parts, start = [], 0
     for piece, a, b in pieces:

@@ -51,9 +51,7 @@ class NemotronH(CausalLM):
         }
     )
     aliases = (
-        CausalLM.aliases
-        | MoEFamily.aliases
-        | {"mlp_hidden_act": "hidden_act", "mamba_dt_limit": "time_step_limit"}
+        CausalLM.aliases | MoEFamily.aliases | {"mlp_hidden_act": "hidden_act", "mamba_dt_limit": "time_step_limit"}
     )
     facts = {"form": "single", "mlp": "plain", "rope": None}
     state_kinds = {STATE: STATE, "mamba": STATE, "attention": FULL, _MLP: _MLP, _MOE: _MOE}

@@ -49,8 +49,8 @@ class Platform(ABC):
 
     @abstractmethod
     def memory(self, world_size: int = 1) -> tuple[int, int]:
-        """Current (total, available) bytes for one of `world_size` ranks on this host. On a GPU, memory held by this
-        process counts as available.
+        """Return the current (total, available) bytes for one of `world_size` ranks on this host. On a GPU, memory held
+        by this process counts as available.
         """
 
     @abstractmethod
@@ -130,7 +130,7 @@ class Platform(ABC):
         return Promises()
 
     def free_ram(self) -> int:
-        """Bytes of RAM that are free and that no other server on this machine has planned for."""
+        """Return bytes of RAM that are free and that no other server on this machine has planned for."""
         return max(host.memory()[1] - self._promises.unfilled(), 0)
 
     def promise_ram(self, size: int) -> None:
@@ -145,7 +145,7 @@ class Platform(ABC):
         return False
 
     def memory_short(self) -> int:
-        """Bytes that this process should return to the machine; if negative, those that it may still take."""
+        """Return bytes that this process should return to the machine; if negative, those that it may still take."""
         return 0
 
     def share_memory(self, group: ProcessGroup) -> str | None:
@@ -155,11 +155,11 @@ class Platform(ABC):
         return ""
 
     def ops_warning(self) -> str:
-        """Why there are no faster operations and never will be, how much slower that is and what to do, or ""."""
+        """Return why there are no faster operations and never will be, the slowdown and the remedy, or ""."""
         return ""
 
     def ops_since(self) -> float | None:
-        """When the faster operations were loaded, by time.time()."""
+        """Return when the faster operations were loaded, by time.time()."""
         return None
 
     def ops_status(self) -> str:

@@ -123,7 +123,7 @@ class Ops:
 
     # types of inputs and weights for which `quantized_method` and `blocks_method` are asked
     quantized_types: tuple[torch.dtype, ...] = (torch.bfloat16,)
-    # what groups may need that `quantized_method` takes (`Groups.needs`); others are dequantized at load
+    # requirements of groups that `quantized_method` meets (`Groups.needs`); others are dequantized at load
     takes: frozenset[str] = frozenset()
 
     def linear_method(self, layer: Linear) -> LinearMethod | None:

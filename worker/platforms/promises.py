@@ -36,7 +36,7 @@ class Promises:
         self._file.write(str(size).encode())
 
     def unfilled(self) -> int:
-        """Bytes that other processes have planned for and do not occupy yet."""
+        """Return bytes that other processes have planned for and do not occupy yet."""
         with suppress(FileNotFoundError):  # no server has planned anything
             return sum(self._unfilled(path) for path in self._folder.iterdir() if path.name != str(os.getpid()))
         return 0
@@ -54,7 +54,7 @@ class Promises:
         return 0
 
     def _resident(self, pid: str) -> int:
-        """Bytes in memory; 0 for a process of another container."""
+        """Return bytes in memory; 0 for a process of another container."""
         with suppress(OSError):
             return int((self._proc / pid / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return 0

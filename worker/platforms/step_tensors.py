@@ -21,7 +21,7 @@ class StepTensors:
     block_tables: torch.Tensor  # [G, R, K] int32, one table per cache group
 
     def without_padding(self, num_reqs: int) -> StepTensors:
-        """The views of the first `num_reqs` requests; each of the others is one token of padding."""
+        """Return the views of the first `num_reqs` requests; each of the others is one token of padding."""
         last = len(self.positions) - (len(self.seq_lens) - num_reqs)
         tokens = self.input_ids[:last], self.positions[:last], self.slot_mappings[:, :last]
         return StepTensors(

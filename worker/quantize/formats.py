@@ -23,7 +23,7 @@ class Quantized:
     scales: torch.Tensor
 
     def dequantized(self) -> torch.Tensor:
-        """The weight in float32."""
+        """Return the weight in float32."""
         size = self.values.shape[1] // self.scales.shape[1]
         return self.values.float() * self.scales.float().repeat_interleave(size, 1)
 
@@ -94,7 +94,7 @@ class Format:
         return scales.clamp(min=max(_TINY, torch.finfo(self.scale_dtype).tiny)).to(self.scale_dtype)
 
     def round(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """The nearest values in float32, in units of the scales, which broadcast."""
+        """Return the nearest values in float32, in units of the scales, which broadcast."""
         units = weight / scales
         if self.is_float:
             return units.clamp_(-448, 448).to(torch.float8_e4m3fn).float()
@@ -102,7 +102,7 @@ class Format:
         return units.round_().clamp_(-limit, limit - 1)
 
     def stored(self, values: torch.Tensor, scales: torch.Tensor) -> Quantized:
-        """Of values in float32 that `round` returned."""
+        """Return the stored form of values in float32 that `round` returned."""
         return Quantized(values.to(torch.float8_e4m3fn if self.is_float else torch.int8), scales)
 
     def nearest(self, weight: torch.Tensor) -> Quantized:
@@ -113,7 +113,7 @@ class Format:
         return self.stored(self.round(weight, wide), scales)
 
     def tensors(self, name: str, weight: Quantized) -> dict[str, torch.Tensor]:
-        """The tensors of the checkpoint."""
+        """Return the tensors of the checkpoint."""
         if self.rounds_inputs:
             return {f"{name}.weight": weight.values, f"{name}.weight_scale": weight.scales}
         return {
@@ -123,7 +123,7 @@ class Format:
         }
 
     def config(self, ignored: Sequence[str], act_order: bool = False) -> dict[str, Any]:
-        """The `quantization_config`; `ignored` are the names of linear layers that are not quantized."""
+        """Return the `quantization_config`; `ignored` are the names of linear layers that are not quantized."""
         shared = {"symmetric": True, "block_structure": None, "observer_kwargs": {}}
         weights = shared | {
             "num_bits": self.bits,
@@ -163,8 +163,8 @@ class Format:
 def choose_format(
     name: str, columns: dict[str, int], group: int | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Format:
-    """The format called int4, int8, w8a8 or fp8 for weights with so many `columns` each, by name. `group` None: the
-    largest of GROUP_SIZES that fits, or whole rows; -1: whole rows. `dtype` is that of the model.
+    """Return the format called int4, int8, w8a8 or fp8 for weights with `columns` columns each, by name. `group` None:
+    the largest of GROUP_SIZES that fits, or whole rows; -1: whole rows. `dtype` is that of the model.
 
     Raises:
         ValueError: `group` does not divide the columns of a weight, which it names.

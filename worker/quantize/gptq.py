@@ -9,7 +9,7 @@ import torch
 from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.quantize.formats import Format, Quantized
 
-DAMPING = 0.01  # of the mean of the Hessian's diagonal
+DAMPING = 0.01  # share of the mean of the Hessian's diagonal
 _BLOCK = 128  # columns whose corrections of the columns after them are applied at once
 
 
@@ -67,7 +67,7 @@ def gptq(weight: torch.Tensor, hessian: torch.Tensor, form: Format, act_order: b
 
 
 def _inverse(hessian: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of the damped Hessian. Damping grows until it is invertible."""
+    """Return the upper Cholesky factor of the inverse of the damped Hessian. Damping grows until it is invertible."""
     damping = DAMPING * float(hessian.diagonal().mean())
     for _ in range(8):
         damped = hessian + damping * torch.eye(len(hessian))

@@ -114,7 +114,9 @@ class _Job:
     def quantize_all(
         self, weights: dict[str, Weight], method: Callable[[Weight, torch.Tensor], Quantized]
     ) -> tuple[dict[str, Quantized], float]:
-        """The weights by `method`, and their error relative to their size; layers that are loaded get the new ones."""
+        """Return the weights by `method`, and their error relative to their size; layers that are loaded get the new
+        ones.
+        """
         found, wrong, size = {}, 0.0, 0.0
         for name, weight in weights.items():
             value = weight.read(self.checkpoint).float()
@@ -134,7 +136,7 @@ class _Job:
                 self.writer.add({name: self.checkpoint.tensor(name)})
 
     def config(self) -> dict:
-        """The `quantization_config`: linear layers that are not quantized are named."""
+        """Return the `quantization_config`: linear layers that are not quantized are named."""
         used = {weight.source.name for weight in self.weights.values()}
         ignored = [
             name.removesuffix(".weight")

@@ -54,7 +54,7 @@ class Texts:
     hidden: torch.Tensor | None = None
 
     def run(self, stage: CausalLM) -> Texts:
-        """The same texts after one more layer."""
+        """Return the same texts after one more layer."""
         length = self.ids.shape[1]
         num = max(1, _TOKENS // length)
         caches = _Caches(stage, num, length)
@@ -120,7 +120,7 @@ class _Caches:
 
 
 def cut(ids: Sequence[int], length: int, most: int, bos: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token ids of a text as texts of `length` tokens: (at most `most` from its beginning, those of its last
+    """Return the token ids of a text as texts of `length` tokens: (at most `most` from its beginning, those of its last
     quarter, at most 64). Each begins with `bos` if there is one.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are quantized: the projections of attention, MLPs and experts. Output heads,
+"""The tensors of a checkpoint that are quantized: the projections of attention, MLPs and experts. Output heads,
 embeddings, routers and encoders of images stay as they are.
 """
 
@@ -39,12 +39,12 @@ class Weight:
     places: list[tuple[Linear, Part]]
 
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
-        return self.source.of(checkpoint.tensor(self.source.name))
+        return self.source.take(checkpoint.tensor(self.source.name))
 
     def replace(self, value: torch.Tensor) -> None:
         """Give the layers the weight `value` instead."""
         for layer, part in self.places:
-            narrowed(layer.weight.data, part.target).copy_(part.of(value))
+            narrowed(layer.weight.data, part.target).copy_(part.take(value))
 
     @property
     def layer(self) -> Linear:
@@ -53,7 +53,7 @@ class Weight:
 
 
 def find_weights(model: CausalLM, names: TensorNames, checkpoint: Checkpoint) -> dict[str, Weight]:
-    """The weights to quantize by name, in the order of the model.
+    """Return the weights to quantize by name, in the order of the model.
 
     Raises:
         ValueError: the checkpoint's layout has no counterpart in compressed-tensors.
@@ -69,7 +69,7 @@ def find_weights(model: CausalLM, names: TensorNames, checkpoint: Checkpoint) ->
         for part, source in zip(layer.weight_parts(), stored[id(layer.weight)], strict=True):
             name = names.in_file(part.name)
             whole = source.name == name
-            # of one tensor, this part's rows; of all experts' tensor, a weight of its own
+            # in one tensor, this part's rows; in all experts' tensor, a weight of its own
             place = part if whole else Part(name, part.shape, (), part.target)
             weight = found.setdefault(
                 name, Weight(name.removesuffix(".weight"), Part(name, part.shape) if whole else source, [])

@@ -136,7 +136,7 @@ def _take_blocks(blocks: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def block_size(logits: torch.Tensor) -> int:
-    """Size of the blocks into which a search on CPU may split rows; 0 if it should not split."""
+    """Return the size of the blocks into which a search on CPU may split rows; 0 if it should not split."""
     size = logits.shape[1]
     block = min(size & -size, 128)
     return block if logits.device.type == "cpu" and block >= 32 and size >= 4096 and logits.is_contiguous() else 0
@@ -184,7 +184,7 @@ def _weights(logits: torch.Tensor, maximum: torch.Tensor, rows: RandomRows) -> t
 
 
 def _threshold(w: torch.Tensor, q: torch.Tensor, rows: RandomRows) -> torch.Tensor | None:
-    """Smallest weight that the filters keep in each row, `[S]`; None if they keep all."""
+    """Return the smallest weight that the filters keep in each row, `[S]`; None if they keep all."""
     threshold = rows.min_p if rows.any_min_p else None
     if rows.max_top_k:
         kth = kth_weight(w, torch.ones_like(q), torch.where(rows.top_k > 0, rows.top_k, w.shape[1]))
@@ -257,8 +257,8 @@ def _search(q: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _blocks_to_search(rows: RandomRows, num_blocks: int) -> int:
-    """Number of blocks that nearly always hold all tokens that the filters keep; 0 if searching them is not faster than
-    searching the whole row.
+    """Return the number of blocks that nearly always hold all tokens that the filters keep; 0 if searching them is not
+    faster than searching the whole row.
     """
     if rows.all_top_k:
         return 2 * rows.max_top_k if 4 * rows.max_top_k <= num_blocks else 0
@@ -268,8 +268,8 @@ def _blocks_to_search(rows: RandomRows, num_blocks: int) -> int:
 def _pick_from_blocks(
     blocks: torch.Tensor, num_blocks: int, maximum: torch.Tensor, rows: RandomRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `_pick_from_all`, but search only the `num_blocks` blocks with the largest maxima of a row `[S, n, block]`.
-    Returns (tokens, whether each is certain).
+    """Pick as `_pick_from_all` does, but search only the `num_blocks` blocks with the largest maxima of a row `[S, n,
+    block]`. Returns (tokens, whether each is certain).
 
     No weight in another block exceeds the smallest of the chosen maxima. So if the threshold of top-k or top-p is above
     it, all weights not below the threshold are in the chosen blocks. These are in the order of token ids, so the
@@ -312,7 +312,7 @@ def _nucleus(w: torch.Tensor, q: torch.Tensor, best: torch.Tensor, needed: torch
 
 
 def _total(blocks: torch.Tensor, maximum: torch.Tensor, rows: RandomRows) -> torch.Tensor:
-    """Sum of q over the whole row."""
+    """Return the sum of q over the whole row."""
     w = _weights(blocks.view(len(blocks), -1), maximum, rows)
     if rows.any_min_p:
         w.masked_fill_(w < rows.min_p[:, None], 0)

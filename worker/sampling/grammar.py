@@ -73,7 +73,7 @@ class _Matcher:
         return self.state.is_stopped()
 
     def copy(self) -> _Matcher:
-        """A matcher of the same text, to try drafts with; takes about 10 us."""
+        """Return a matcher of the same text, to try drafts with; takes about 10 us."""
         copy = _Matcher(self.after)
         copy.is_active, copy.last, copy.error = self.is_active, self.last, self.error
         copy.state = self.state.deep_copy()
@@ -106,8 +106,8 @@ class Masks:
     eos_token_id: int = -1
 
     def end(self, logits: torch.Tensor) -> None:
-        """Leave complete rows nothing but the end of the sequence, whatever other parameters exclude, and closed ones
-        nothing at all.
+        """Allow complete rows only the end of the sequence, whatever other parameters exclude, and closed rows no
+        token.
         """
         for row in self.complete:
             logits[row].fill_(_EXCLUDED)
@@ -189,16 +189,16 @@ class GrammarRows:
         return found
 
     def forced(self, limits: dict[int, int], guess: bool = False) -> dict[int, list[int]]:
-        """The next tokens of rows, at most `limits[row]`, as long as a row's grammar allows only one or, with `guess`,
-        as long as it forces the next bytes: then the longest token of these bytes. Waits for the outputs that no
-        matcher has seen.
+        """Return the next tokens of rows, at most `limits[row]`, as long as a row's grammar allows only one or, with
+        `guess`, as long as it forces the next bytes: then the longest token of these bytes. Waits for the outputs that
+        no matcher has seen.
         """
         arriving, self._arriving = self._arriving, []
         matchers = [(self.rows[row], limit) for row, limit in limits.items()]
         return dict(zip(limits, self._filling.submit(self._all_forced, matchers, guess, arriving).result()))
 
     def allowed(self, row: int, token_ids: list[int]) -> int:
-        """How many of `token_ids` the grammar of `row` allows as its next tokens."""
+        """Return how many of `token_ids` the grammar of `row` allows as its next tokens."""
         arriving, self._arriving = self._arriving, []
         return self._filling.submit(self._allowed, self.rows[row], token_ids, arriving).result()
 
@@ -321,18 +321,18 @@ class Tokens:
         self.executor: LLExecutor = LLExecutor(num_threads)
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self._texts, self._special = vocabulary.tokens, {*vocabulary.special_ids, *vocabulary.eos_token_ids}
-        self._ids: dict[bytes, int] | None = None  # of the tokens that are text
+        self._ids: dict[bytes, int] | None = None  # for the tokens that are text
         self._num_words = -(-vocab_size // 32)
         self._compiled = GrammarCache(
             lambda grammar: LLMatcher(self.tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
         )
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A new matcher at the beginning of the grammar."""
+        """Return a new matcher at the beginning of the grammar."""
         return self._compiled.matcher(grammar)
 
     def only(self, matcher: LLMatcher) -> int | None:
-        """The token that the matcher allows next, or None if it allows several."""
+        """Return the token that the matcher allows next, or None if it allows several."""
         bits = self.fill([matcher])
         words = np.flatnonzero(bits)
         if len(words) != 1:
@@ -341,7 +341,7 @@ class Tokens:
         return None if word & (word - 1) else 32 * int(words[0]) + word.bit_length() - 1
 
     def longest(self, text: bytes) -> int | None:
-        """The longest token that `text` begins with."""
+        """Return the longest token that `text` begins with."""
         if self._ids is None:
             self._ids = {token: i for i, token in enumerate(self._texts) if token and i not in self._special}
         for length in range(min(len(text), _LONGEST_TOKEN), 0, -1):

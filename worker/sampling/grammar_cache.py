@@ -1,8 +1,8 @@
 """Compiled grammars that are kept for further requests, bounded by number and by the memory that they take.
 
-The memory of a grammar is what the C library's heap grows by while it is compiled. It grows further while masks are
-filled, because llguidance keeps the lexer states that it has met, and nothing tells how large they are: the heap as a
-whole is the last bound, which other allocations of the process can only make stricter.
+The memory of a grammar is the growth of the C library's heap while it is compiled. It grows further while masks are
+filled, because llguidance keeps the lexer states that it has met, without a measure of their size: the heap as a whole
+is the last bound, which other allocations of the process can only make stricter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_GRAMMARS = 64
-MAX_BYTES = 64 << 20  # of the grammars as compiled
+MAX_BYTES = 64 << 20  # for the grammars as compiled
 MAX_HEAP = 512 << 20  # bytes by which the heap may be above its lowest size
 
 
@@ -34,7 +34,7 @@ class GrammarCache:
         return len(self._compiled)
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A new matcher at the beginning of the grammar."""
+        """Return a new matcher at the beginning of the grammar."""
         if grammar not in self._compiled:
             before = self._heap_used()
             compiled = self._compile(grammar)

@@ -30,7 +30,7 @@ class Entries:
     ranks: torch.Tensor  # [n]
 
     def messages(self, counts: list[int]) -> list[TokenLogprobs]:
-        """One message per position: the token at the position and `counts[i]` of the most likely tokens."""
+        """Return one message per position: the token at the position and `counts[i]` of the most likely tokens."""
         token_ids, values = self.token_ids.tolist(), self.values.tolist()
         return [
             TokenLogprobs(t[: 1 + n], v[: 1 + n], rank)

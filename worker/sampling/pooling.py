@@ -37,7 +37,7 @@ class Pooling:
     def __init__(self, table: RequestTable, platform: Platform, model: CausalLM) -> None:
         self.table, self.platform, self.model = table, platform, model
         self.rows: dict[int, PoolingParams] = {}
-        self._second_starts: dict[int, int] = {}  # of the rows that are pairs
+        self._second_starts: dict[int, int] = {}  # for the rows that are pairs
         self._states: dict[int, list[torch.Tensor]] = {}
         self._pending: dict[int, list[torch.Tensor]] = {}
 
@@ -68,7 +68,7 @@ class Pooling:
         return self.platform.to_device(types)
 
     def compute(self, batch: InputBatch, hidden: torch.Tensor) -> Pooled:
-        """The vectors of the prompts that end in this step, from the hidden states `[T, H]` of its tokens."""
+        """Return the vectors of the prompts that end in this step, from the hidden states `[T, H]` of its tokens."""
         step, pooler = batch.step, self.model.pooler
         ended: dict[PoolingParams, list[int]] = {}  # -> batch positions
         self._pending = {}
@@ -90,12 +90,12 @@ class Pooling:
         return Pooled(parts)
 
     def commit(self) -> None:
-        """The step of the last `compute` succeeded."""
+        """Record that the step of the last `compute` succeeded."""
         self._states |= self._pending
         self._pending = {}
 
     def _vectors(self, params: PoolingParams, pooled: torch.Tensor) -> torch.Tensor:
-        """Map pooled hidden states `[P, H]` to what the requests asked for, `[P, D]`."""
+        """Map pooled hidden states `[P, H]` to the requested vectors `[P, D]`."""
         if params.task == "classify":
             return self.model.classify(pooled)
         vectors = self.model.pooler.dense(pooled)

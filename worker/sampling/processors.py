@@ -222,7 +222,7 @@ class MinTokens(LogitsProcessor):
         return batch.positions[i] - self.table.num_prompt_tokens[row] >= self.rows[row][0]
 
     def _apply_by_position(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
-        """In a step with drafts a row has several positions, some of which may have enough tokens."""
+        """Exclude tokens at positions with too few tokens; a row with drafts has several positions."""
         using = [(i, entry) for i, entry in self._using(batch) if not self._has_enough(i, batch)]
         if using:
             stride = logits.stride(0) if len(logits) > 1 else logits.shape[1]

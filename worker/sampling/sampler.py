@@ -38,7 +38,7 @@ class RowLogprobs:
     entries: Entries
 
     def messages(self) -> dict[int, list[TokenLogprobs]]:
-        """Messages by index of the sampling row."""
+        """Return messages by index of the sampling row."""
         return {i: [message] for i, message in zip(self.which, self.entries.messages(self.counts))}
 
 
@@ -103,9 +103,9 @@ class SamplingRows:
         return any(some and not some.isdisjoint(rows) for some in filtering)
 
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """The inputs of the fused sampler, each `[max_num_reqs]` on the device: temperature float32, 0 for greedy rows;
-        the seed's state int64; top_k int64, 0 for off; top_p float64, 1 for off; min_p float32. Copied only after a
-        change.
+        """Return the inputs of the fused sampler, each `[max_num_reqs]` on the device: temperature float32, 0 for
+        greedy rows; the seed's state int64; top_k int64, 0 for off; top_p float64, 1 for off; min_p float32. Copied
+        only after a change.
         """
         if self._tables is None:
             sent = self.platform.to_device(np.concatenate([self._floats.view(np.int64), self._ints]))
@@ -114,7 +114,7 @@ class SamplingRows:
         return self._tables
 
     def gather(self, rows: list[int], positions: torch.Tensor) -> RandomRows:
-        """The parameters of `rows` (all random), which sample at `positions` `[S]`."""
+        """Return the parameters of `rows` (all random), which sample at `positions` `[S]`."""
         temperature, top_p, min_p = self.platform.to_device(self._floats[:, rows])
         top_k, state = self.platform.to_device(self._ints[:, rows])
         ks = [self.top_k.get(row, 0) for row in rows]
@@ -188,7 +188,7 @@ class Sampler:
         return self.fused is not None and self._only_tokens(batch)
 
     def _only_tokens(self, batch: SamplingBatch) -> bool:
-        """Return whether nothing changes the logits of a step, and nobody wants log-probabilities."""
+        """Return whether the logits of a step stay unchanged and no request wants log-probabilities."""
         return (
             not self.logprobs.requested(batch)
             and not any(processor.needed(batch) for processor in self.processors)
@@ -196,7 +196,7 @@ class Sampler:
         )
 
     def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """The token of each row of processed logits, int64 `[S]`; -1 if none is possible."""
+        """Return the token of each row of processed logits, int64 `[S]`; -1 if none is possible."""
         params, rows = self.params, batch.rows
         native = self.platform.ops.sample(logits, batch.rows_tensor, batch.positions_tensor, params.floats, params.ints)
         if native is not None:
@@ -266,7 +266,7 @@ class Sampler:
         )
 
     def _filtered(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
-        """Logits after temperature and filters in the random rows among `rows`.
+        """Return logits after temperature and filters in the random rows among `rows`.
 
         Greedy rows have neither.
         """

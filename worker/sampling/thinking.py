@@ -92,14 +92,14 @@ class EndOfThinking(LogitsProcessor):
             due[:, distance:] &= ~within
         due = due[:, num_nested:]
 
-        number = num_forced - 1 - due.int().argmax(1)  # of the token to force
+        number = num_forced - 1 - due.int().argmax(1)  # for the token to force
         forced = self._send(list(thinking.forced))
         only = torch.full_like(logits[:1], EXCLUDED).expand(len(which), -1).clone()
         only.scatter_(1, forced[number][:, None], 0.0)
         logits[index] = torch.where(due.any(1, keepdim=True), only, logits[index])
 
     def _matches(self, tokens: torch.Tensor, sequence: tuple[int, ...]) -> torch.Tensor:
-        """Where in tokens `[R, W]` the sequence begins: bool `[R, max(W - len(sequence) + 1, 1)]`."""
+        """Return where in tokens `[R, W]` the sequence begins: bool `[R, max(W - len(sequence) + 1, 1)]`."""
         if tokens.shape[1] < len(sequence):
             return torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
         return (tokens.unfold(1, len(sequence), 1) == self._send(list(sequence))).all(2)

@@ -31,11 +31,11 @@ class Full:
     v_dim: int
     itemsize: int
     scale_bytes: int = field(default=0, kw_only=True)
-    # tokens of the output attend to the prompt and to the last so many tokens of the output; 0: to all
+    # tokens of the output attend to the prompt and to this number of last tokens of the output; 0: to all
     output_window: int = field(default=0, kw_only=True)
 
     def page_bytes(self, block_size: int) -> int:
-        """Bytes of one page of one layer."""
+        """Return bytes of one page of one layer."""
         return block_size * self.num_kv_heads * ((self.k_dim + self.v_dim) * self.itemsize + 2 * self.scale_bytes)
 
     @property
@@ -155,7 +155,7 @@ class CachePlan:
     layers_per_group: int
     specs: tuple[CacheSpec | None, ...]  # one per layer, None for a layer without a cache of its own
     states: tuple[State | None, ...] = ()  # one per layer, None for a layer without a state; () if there are none
-    # of layers that draft tokens, whose indices follow those of the others: each has memory of its own in the pages of
+    # for layers that draft tokens, whose indices follow those of the others: each has memory of its own in the pages of
     # the group `draft_group`
     drafting: tuple[CacheSpec | None, ...] = ()
     draft_group: int = 0
@@ -164,8 +164,8 @@ class CachePlan:
         return (self.specs + self.drafting)[layer]
 
     def layer_page_bytes(self, block_size: int) -> int:
-        """Bytes that one page reserves per layer: the size of the largest layer, rounded up to whole rows of every
-        kind.
+        """Return bytes that one page reserves per layer: the size of the largest layer, rounded up to whole rows of
+        every kind.
         """
         kinds = set(self.specs) - {None}
         if not kinds:
@@ -177,12 +177,14 @@ class CachePlan:
         return -(-largest // row) * row
 
     def page_bytes(self, block_size: int, layers: Sequence[int] | None = None) -> int:
-        """Bytes of a page on a rank that has `layers`, by default all."""
+        """Return bytes of a page on a rank that has `layers`, by default all."""
         drafting = sum(spec.page_bytes(block_size) for spec in self.drafting if spec)
         return self.num_slabs(layers) * self.layer_page_bytes(block_size) + drafting
 
     def num_slabs(self, layers: Sequence[int] | None = None) -> int:
-        """Maximum number of layers of one group among `layers`: a rank needs memory for that many layers per page."""
+        """Return the maximum number of layers of one group among `layers`: a rank needs memory for that many layers per
+        page.
+        """
         if layers is None:
             return self.layers_per_group
         mine = set(layers)
@@ -196,7 +198,7 @@ class CachePlan:
         )
 
     def state_bytes(self, layers: Sequence[int] | None = None) -> int:
-        """Bytes of a page with the states of all layers, or on a rank that has `layers`, of these."""
+        """Return bytes of a page with the states of all layers, or on a rank that has `layers`, of these."""
         return sum(state.num_bytes for i, state in enumerate(self.states) if state and (layers is None or i in layers))
 
 

@@ -28,42 +28,42 @@ class LayerSpec:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of q and k
+    head_dim: int  # for q and k
     v_head_dim: int
     intermediate_size: int
     mixer: str = "attention"  # a key of `blocks.MIXERS`, "bidirectional" in an encoder
     mlp: str = "gated"  # a key of `decoder.MLPS`
     # number of positions that a token attends to, None for all; in an encoder, to each side and with its own
     window: int | None = None
-    chunk: int | None = None  # a token attends to those of its chunk of so many positions only, None without chunks
+    chunk: int | None = None  # positions per chunk: a token attends to its chunk only; None without chunks
     # a token of the output attends to the prompt and to the last so many tokens of the output, 0: to all
     output_window: int = 0
     rope: str | None = "default"  # a key of `ModelSpec.ropes`, None for no rotary embedding
     scale: float | None = None  # scale of attention scores, None for head_dim**-0.5
-    soft_cap: float | None = None  # of attention scores
+    soft_cap: float | None = None  # for attention scores
     sinks: bool = False  # a learned score per head that takes part in the softmax and has no value
     qk_norm: str | None = None  # a key of `attention.QK_NORMS`, None without norms of q and k
-    latent: LatentSizes | None = None  # of mixer "mla"
-    latent_eps: float = 1e-6  # of the norms of latents, whatever the others have
-    q_lora_rank: int | None = None  # of mixer "mla": of the latents of queries, None without
+    latent: LatentSizes | None = None  # for mixer "mla"
+    latent_eps: float = 1e-6  # for the norms of latents, whatever the others have
+    q_lora_rank: int | None = None  # for the latents of queries in mixer "mla", None without
     v_norm: bool = False  # whether heads of v are normalised, without a weight
     key_is_value: bool = False  # whether v is the output of k_proj, before its norm
     kv_from: int | None = None  # the layer whose keys and values this one reads; it has none of its own
     clip_qkv: float | None = None  # bound of the entries of q, k and v, after the norms of q and k; "whole" norms only
     moe: MoESpec | None = None  # the experts, which are the MLP ("moe") or stand next to it
-    state: StateSpec | None = None  # of a mixer with a recurrent state, which replaces attention or stands next to it
+    state: StateSpec | None = None  # for a mixer with a recurrent state, which replaces attention or stands next to it
     attends: bool = True  # whether the mixer has attention
-    # of attention beside a state (`mixers/side_by_side.py`), or of form "normed_residual"
+    # for attention next to a state (`mixers/side_by_side.py`), or form "normed_residual"
     mixer_scales: tuple[float, ...] = ()
     # a sigmoid multiplies the attended values: one per head or, of mixer "attention" only, one per entry
     head_gate: bool = False
     entry_gate: bool = False
-    cross_length: int = 0  # of mixer "cross": positions of the encoder's output, to which all tokens attend
+    cross_length: int = 0  # for mixer "cross": positions of the encoder's output, to which all tokens attend
 
 
 @dataclass(frozen=True, slots=True)
 class MTPSpec:
-    """A head with one layer that drafts tokens (`mtp.py`). Of several heads only the first is used."""
+    """A head with one layer that drafts tokens (`mtp.py`). Only the first of several heads is used."""
 
     layer: LayerSpec
     names: tuple[tuple[str, str], ...] = ()  # parts of names of the head's tensors, and those in the files
@@ -92,17 +92,17 @@ class ModelSpec:
     raw: dict[str, Any]  # config.json, of a wrapper its text part
     form: str = "pre"  # where a layer has norms: a key of `blocks.BLOCKS`
     norm: str = "rms"  # a key of `norm.NORMS`
-    fused: tuple[str, ...] = ()  # of qkv_proj and gate_up_proj, those that the checkpoint holds as one tensor
+    fused: tuple[str, ...] = ()  # for qkv_proj and gate_up_proj, those that the checkpoint holds as one tensor
     learned_positions: int | None = None  # offset of position 0 in the table of learned position embeddings
-    num_token_types: int = 0  # of an encoder
+    num_token_types: int = 0  # for an encoder
     embed_norm: bool = False  # whether the embeddings are normalised
-    hidden_size_per_layer_input: int = 0  # of per-layer inputs (`per_layer.py`), 0 without
+    hidden_size_per_layer_input: int = 0  # for per-layer inputs (`per_layer.py`), 0 without
     vocab_size_per_layer_input: int = 0
     embed_scale: float = 1.0
-    # of layers without rotary embedding, q at position p is multiplied by 1 + a * ln(1 + floor((p + 1) / b)): (a, b)
+    # for layers without rotary embedding, q at position p is multiplied by 1 + a * ln(1 + floor((p + 1) / b)): (a, b)
     still_query_scale: tuple[float, float] | None = None
-    residual_scale: float = 1.0  # of the output of attention and of the MLP
-    gate_scale: float = 1.0  # of mlp "scaled": of the gate, before its activation
+    residual_scale: float = 1.0  # for the output of attention and of the MLP
+    gate_scale: float = 1.0  # for the gate of mlp "scaled", before its activation
     down_scale: float = 1.0  # the same, of its output
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
@@ -183,8 +183,8 @@ def with_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _has_packed_weights(folder: str) -> bool:
-    """Return whether there are tensors as GPTQ and AWQ name them: a plain model may have their tools' settings beside
-    it.
+    """Return whether there are tensors as GPTQ and AWQ name them: a plain model may be accompanied by their tools'
+    settings.
     """
     return any(name.endswith(".qweight") for name, _ in _stored_tensors(folder))
 
@@ -197,7 +197,9 @@ def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1, scale_bytes: int = 
 
 
 def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1, scale_bytes: int = 0) -> CacheSpec | None:
-    """The cache of one layer, see `cache_specs`. KV heads are replicated if there are fewer KV heads than ranks."""
+    """Return the cache of one layer, see `cache_specs`. KV heads are replicated if there are fewer KV heads
+    than ranks.
+    """
     if not layer.attends or layer.kv_from is not None:
         return None
     if layer.mixer == "bidirectional":
@@ -220,7 +222,7 @@ def state_specs(spec: ModelSpec, tp: int = 1) -> list[State | None]:
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, tp: int = 1) -> int:
-    """Bytes of keys and values per token on each of `tp` ranks, over all layers."""
+    """Return bytes of keys and values per token on each of `tp` ranks, over all layers."""
     return sum(cache.page_bytes(1) for cache in cache_specs(spec, dtype_bytes, tp) if cache)
 
 
@@ -238,6 +240,6 @@ def has_tensor(folder: str, end: str) -> bool:
 
 
 def _stored_tensors(folder: str) -> Iterator[tuple[str, StoredTensor]]:
-    """Each tensor in the files, and its name. Raises ValueError if a file is damaged."""
+    """Yield each tensor in the files, and its name. Raises ValueError if a file is damaged."""
     for path in stored_files(Path(folder)):
         yield from read_header(path).items()

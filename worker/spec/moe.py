@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoutingSpec:
-    """How a token's experts and their weights follow from its router logits.
+    """The choice of a token's experts and their weights by its router logits.
 
     A score per expert; the experts with the largest scores (plus correction biases, if there are any), possibly of the
     best groups of experts only; and their weights, which come from the scores without biases.
@@ -17,12 +17,12 @@ class RoutingSpec:
     top_k: int
     scores: str = "softmax"  # softmax or sigmoid of the logits; logits
     weights: str = "scores"  # the chosen scores; normalized: divided by their sum; softmax or sigmoid of them
-    scale: float = 1.0  # of the weights
+    scale: float = 1.0  # for the weights
     epsilon: float = 0.0  # added to the sum that normalizes
     num_groups: int = 1  # equal groups of consecutive experts
     top_groups: int = 1  # number of groups to choose from
     group_best: int = 1  # a group's score is the sum of this many of its largest scores
-    bias: bool = False  # of the logits
+    bias: bool = False  # for the logits
     correction: bool = False  # correction biases, added to the scores to choose, not to weigh
     optional_correction: bool = False  # files may lack the correction biases, which are 0 then
     float32: bool = False  # logits are computed in float32, from weights kept in float32
@@ -38,11 +38,11 @@ class MoESpec:
     """The MLP of a mixture-of-experts layer. Sizes are those of the whole model, not of a rank."""
 
     routing: RoutingSpec
-    intermediate_size: int  # of each expert
+    intermediate_size: int  # for each expert
     activation: str = "silu"  # a name of `activation.gated`, of experts without gate a key of `activation.ACTIVATIONS`
     gated: bool = True  # whether an expert has a gate projection
     latent_size: int = 0  # width of the experts' inputs and outputs, which are projections; 0: the hidden size
-    bias: bool = False  # of the experts
+    bias: bool = False  # for the experts
     weigh_inputs: bool = False  # the weights multiply the experts' inputs, not their outputs
     # how the checkpoint holds experts if all are in one tensor
     transposed: bool = False  # [E, in, out]; decides only where the shape does not

@@ -30,10 +30,10 @@ class RopeSpec:
     scaling: dict[str, Any] | None = None  # None: unscaled; else `rope_type` and all its numbers
     interleaved: bool = False  # the checkpoint rotates entries 2i and 2i + 1; else i and i + rotary_dim / 2
     max_position_embeddings: int = 0
-    axes: tuple[int, ...] = ()  # of positions with three axes (`layers/rotary.py`): the axis of each rotated pair
+    axes: tuple[int, ...] = ()  # for positions with three axes (`layers/rotary.py`): the axis of each rotated pair
 
     def context_length(self) -> int:
-        """Longest context in tokens.
+        """Return the longest context in tokens.
 
         Scaling that stretches positions also stretches the context, unless `max_position_embeddings` already includes
         it (llama3, longrope, dynamic with `alpha`).
@@ -63,8 +63,8 @@ def read_ropes(values: dict[str, Any], raw: dict[str, Any]) -> dict[str, RopeSpe
 
 
 def read_ropes_by_kind(values: dict[str, Any], raw: dict[str, Any], local_theta: float) -> dict[str, RopeSpec]:
-    """Like `read_ropes`, for families whose windowed layers have embeddings of their own: scaling that config.json does
-    not give by kind is that of the layers with full attention.
+    """Read ropes as `read_ropes` does, for families whose windowed layers have embeddings of their own: scaling that
+    config.json does not give by kind is that of the layers with full attention.
     """
     rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     if not any(isinstance(value, dict) for value in rope.values()):
@@ -103,7 +103,7 @@ def read_rope(rope: dict[str, Any], values: dict[str, Any], raw: dict[str, Any])
 def _scaling(
     rope_type: str, rope: dict[str, Any], raw: dict[str, Any], positions: int, factor: float
 ) -> dict[str, Any]:
-    """The numbers of a scaled embedding, with the defaults of their type."""
+    """Return the numbers of a scaled embedding, with the defaults of their type."""
     if rope_type in ("llama3", "yarn", "longrope"):
         rope["original_max_position_embeddings"] = (
             raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or positions

@@ -46,12 +46,12 @@ class DeltaSpec:
     grouped_gates: bool = False  # the same, of b and a
     neg_eigval: bool = False  # beta is doubled
     tiled: bool = False  # value head i is of key head i % num_k_heads (GGUF), not of i // (num_v_heads / num_k_heads)
-    # of mixers "separate_delta" and "kimi_delta" only
+    # for mixers "separate_delta" and "kimi_delta" only
     decay_dim: int = 1  # decays per value head: one, or one per channel of keys (Kimi Delta Attention)
-    lower_bound: float | None = None  # of the logarithm of the decay, which is a sigmoid then
-    low_rank: int = 0  # of the projections to the decays and to the gate, 0: they are one matrix each
+    lower_bound: float | None = None  # of the logarithm of the decay, which is then a sigmoid
+    low_rank: int = 0  # for the projections to the decays and to the gate, 0: they are one matrix each
     gate: str = "silu"  # activation of the gate, or "sigmoid"
-    norm_eps: float | None = None  # of the result's norm, None: the model's
+    norm_eps: float | None = None  # for the result's norm, None: the model's
 
     def shapes(self, tp: int) -> Shapes:
         channels = 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
@@ -82,7 +82,7 @@ class Mamba2Spec:
     num_groups: int
     width: int
     conv_bias: bool = True
-    bias: bool = False  # of the projections
+    bias: bool = False  # for the projections
     # bounds of the time step
     dt_min: float = 0.0
     dt_max: float = float("inf")
@@ -90,14 +90,14 @@ class Mamba2Spec:
     norm_groups: int = 1  # groups of the norm
     eps: float = 1e-5
     scales: tuple[float, ...] | None = None  # factors of the projected z, x, B, C and dt
-    out_bias: bool | None = None  # of the last projection, None: as of the first
+    out_bias: bool | None = None  # for the last projection, None: as of the first
 
     @property
     def inner(self) -> int:
         return self.num_heads * self.head_dim
 
     def groups(self, tp: int) -> int:
-        """Number of groups on each rank: with fewer groups than ranks several ranks hold the same one."""
+        """Return the number of groups on each rank: with fewer groups than ranks several ranks hold the same one."""
         return max(1, self.num_groups // tp)
 
     def shapes(self, tp: int) -> Shapes:
@@ -124,8 +124,8 @@ class Mamba1Spec:
     dt_rank: int
     width: int
     conv_bias: bool = True
-    bias: bool = False  # of in_proj and out_proj
-    norms: str = "none"  # of dt, B and C: "none"; "weight", RMS norms with weights; "plain", without
+    bias: bool = False  # for in_proj and out_proj
+    norms: str = "none"  # for dt, B and C: "none"; "weight", RMS norms with weights; "plain", without
     eps: float = 1e-6
 
     def shapes(self, tp: int) -> Shapes:
@@ -165,12 +165,12 @@ class LightningSpec:
 
     num_heads: int
     head_dim: int
-    decay_scale: float  # of the layer; multiplies the heads' decays
-    # of mixer "rotary_lightning" only
+    decay_scale: float  # for the layer; multiplies the heads' decays
+    # for mixer "rotary_lightning" only
     norm_groups: int = 1  # groups of the result's norm
-    silu: bool = True  # of q, k and v
-    qk_norm: bool = False  # of each head of q and k
-    bias: bool = False  # of the projection to q, k and v
+    silu: bool = True  # for q, k and v
+    qk_norm: bool = False  # for each head of q and k
+    bias: bool = False  # for the projection to q, k and v
     out_bias: bool = False
 
     def shapes(self, tp: int) -> Shapes:

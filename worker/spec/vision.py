@@ -10,7 +10,7 @@ from typing import Any
 class VisionSpec:
     """Facts about the images that a model reads, made by `VisionTower.read_spec`."""
 
-    architecture: str  # of the wrapper, a key of `wrappers.WRAPPERS`
+    architecture: str  # for the wrapper, a key of `wrappers.WRAPPERS`
     config: dict[str, Any]  # the whole config.json
     image_token_id: int  # the placeholder whose embeddings the images replace
     # whether the tokens of an image attend to each other in both directions, so that one step computes them all
@@ -19,7 +19,7 @@ class VisionSpec:
     # decoder layers, from the first, that add a part of their own to the hidden states of image tokens (deepstack)
     num_deep: int = 0
     mrope: bool = False  # whether positions have three axes; `RopeSpec.axes` says how they are used
-    # of a model whose decoder attends to the encoder's output: embeddings of each audio; 0: they replace placeholders
+    # for a model whose decoder attends to the encoder's output: embeddings of each audio; 0: they replace placeholders
     cross: int = 0
 
     def width(self, hidden_size: int) -> int:
@@ -28,7 +28,7 @@ class VisionSpec:
 
 
 def read_image_token_id(config: dict[str, Any]) -> int:
-    """The id of the image token in a config.json. Raises ValueError if it names none."""
+    """Return the id of the image token in a config.json. Raises ValueError if it names none."""
     token_id = config.get("image_token_id", config.get("image_token_index"))
     if not isinstance(token_id, int):
         raise ValueError("config.json has no image_token_id (or image_token_index)")

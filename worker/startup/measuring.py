@@ -17,9 +17,9 @@ _MEASURED_LOGPROBS = 20  # log-probabilities per token when memory is measured: 
 
 
 def measure_activations(resolved: Resolved, loaded: Loaded) -> int:
-    """Bytes of device memory that the largest step needs in addition to weights and KV cache, measured by running it
-    over a cache of a few blocks: with as many requests as possible and, if layers have states, with as few as possible,
-    because kernels of states keep something per chunk of a long prompt.
+    """Return bytes of device memory that the largest step needs in addition to weights and KV cache, measured by
+    running it over a cache of a few blocks: with as many requests as possible and, if layers have states, with as few
+    as possible, because kernels of states keep something per chunk of a long prompt.
     """
     limits, most = resolved.limits, resolved.limits.max_num_batched_tokens
     largest = min(limits.max_num_seqs, most)
@@ -36,7 +36,7 @@ def _lengths(limits: Limits, num_reqs: int) -> list[int]:
 
 
 def _measure(resolved: Resolved, loaded: Loaded, lengths: list[int]) -> int:
-    """The bytes of a step with prompts of `lengths` tokens.
+    """Return the bytes of a step with prompts of `lengths` tokens.
 
     All requests share the same blocks, so the results are meaningless. Every row samples in the way that takes the most
     memory: at random, with penalties, and with raw log-probabilities, which need a copy of the logits. One request

@@ -36,8 +36,8 @@ class Resolved:
     pooling: PoolingSpec | None
     lora: LoraLimits | None
     tiers: list[TierInfo]
-    num_ranks: int  # of this engine
-    num_local: int  # of all engines on this machine
+    num_ranks: int  # for this engine
+    num_local: int  # for all engines on this machine
     memory: tuple[int, int]  # (total, available) bytes of a rank before anything was loaded
     started: list[Choice]  # by the device
 
@@ -62,7 +62,7 @@ def resolve(config: Config, ranks: Ranks, *, preview: bool = False) -> Resolved:
     spec = read_model_spec(options.model, options.model_impl, images=not options.language_model_only)
     check_settings(config, spec)
     pooling = read_pooling(options.model, spec, options.pooling, options.matryoshka)
-    lora = LoraLimits.of(config.lora) if config.lora.enabled else None
+    lora = LoraLimits.from_config(config.lora) if config.lora.enabled else None
     platform, *_ = [get_platform(config.device.device, number) for number in ranks.devices]
     num_local = ranks.local_size * config.parallel.data_parallel_size
     started = _start(platform, config, num_local, preview)

@@ -82,11 +82,11 @@ class SelfAttention(nn.Module):
         self.qk_norm_rope_write = ops.qk_norm_rope_write
 
     def head_norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Weights `[D]` of the norms over each head of q and k, or None without norms."""
+        """Return weights `[D]` of the norms over each head of q and k, or None without norms."""
         return (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of q, k and v in qkv `[T, _]`: `[T, heads, D]` each."""
+        """Return views of q, k and v in qkv `[T, _]`: `[T, heads, D]` each."""
         heads, kv_heads, dim = self.attn.num_heads, self.attn.num_kv_heads, self.attn.head_dim
         q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * self.attn.v_head_dim], -1)
         return q.unflatten(-1, (heads, dim)), k.unflatten(-1, (kv_heads, dim)), v.unflatten(-1, (kv_heads, -1))
@@ -115,7 +115,7 @@ class SelfAttention(nn.Module):
         return self.o_proj(attended if self.g_proj is None else gated(attended, self.g_proj(call.needed(x))))
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
-        """The all-reduces of `forward`, in order."""
+        """Return the all-reduces of `forward`, in order."""
         return [((num_needed, self.o_proj.out_features), None)]
 
 
@@ -264,7 +264,7 @@ class SharedCacheAttention(nn.Module):
         return self.o_proj(call.needed(attended))
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
-        """The all-reduces of `forward`, in order."""
+        """Return the all-reduces of `forward`, in order."""
         return [((num_needed, self.o_proj.out_features), None)]
 
 
@@ -284,7 +284,7 @@ class GatedAttention(SelfAttention):
         shards = [both, replace(k, target=k.target + q.length), replace(v, target=v.target + q.length)]
         method = weights.linear(f"{prefix}.qkv_proj")
         self.qkv_proj = ColumnParallelLinear(spec.hidden_size, shards, spec.attention_bias, method)
-        self.width = q.length  # of the queries of this rank
+        self.width = q.length  # for the queries of this rank
 
     @property
     def out_proj(self) -> Linear:
@@ -319,7 +319,7 @@ QK_NORMS: dict[str | None, type[SelfAttention]] = {
 
 
 def self_attention(spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat) -> nn.Module:
-    """The attention of layer `layer`, whose tensors are at `prefix`."""
+    """Return the attention of layer `layer`, whose tensors are at `prefix`."""
     kind = spec.layers[layer]
     if kind.kv_from is not None:
         return SharedCacheAttention(spec, layer, prefix, weights)
@@ -329,7 +329,7 @@ def self_attention(spec: ModelSpec, layer: int, prefix: str, weights: WeightForm
 def qkv_projection(
     spec: ModelSpec, kind: LayerSpec, prefix: str, weights: WeightFormat, width: int | None = None
 ) -> QKVParallelLinear:
-    """The projections of a layer to q, k and v, whose tensors are at `prefix`, of vectors of `width`."""
+    """Return the projections of a layer to q, k and v, whose tensors are at `prefix`, of vectors of `width`."""
     return QKVParallelLinear(
         width or spec.hidden_size,
         kind.head_dim,
@@ -346,7 +346,7 @@ def qkv_projection(
 
 
 def out_projection(spec: ModelSpec, kind: LayerSpec, prefix: str, weights: WeightFormat) -> RowParallelLinear:
-    """The projection of the attended values of all heads."""
+    """Return the projection of the attended values of all heads."""
     return RowParallelLinear(
         kind.num_heads * kind.v_head_dim,
         spec.hidden_size,
@@ -360,7 +360,7 @@ def out_projection(spec: ModelSpec, kind: LayerSpec, prefix: str, weights: Weigh
 def gate_projection(
     spec: ModelSpec, kind: LayerSpec, prefix: str, weights: WeightFormat
 ) -> ColumnParallelLinear | None:
-    """The projection to the logits of the gates of this rank's heads, None without."""
+    """Return the projection to the logits of the gates of this rank's heads, None without."""
     if not (kind.head_gate or kind.entry_gate):
         return None
     group, each = tp(), 1 if kind.head_gate else kind.v_head_dim
@@ -378,7 +378,7 @@ def gated(attended: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def rope_view(spec: ModelSpec, kind: LayerSpec) -> View | None:
-    """How the rows of a head of q and k are rearranged at load."""
+    """Return how the rows of a head of q and k are rearranged at load."""
     if kind.rope is None:
         return None
     rope = spec.ropes[kind.rope]

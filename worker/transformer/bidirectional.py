@@ -71,11 +71,11 @@ class BidirectionalAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale, enable_gqa=grouped)
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
-        """The all-reduces of `forward`, in order."""
+        """Return the all-reduces of `forward`, in order."""
         return [((num_needed, self.o_proj.out_features), None)]
 
 
 def _distances(start: int, stop: int, first: int, last: int, device: torch.device) -> torch.Tensor:
-    """How far keys first .. last - 1 are from queries start .. stop - 1, `[queries, keys]`."""
+    """Return how far keys first .. last - 1 are from queries start .. stop - 1, `[queries, keys]`."""
     queries = torch.arange(start, stop, device=device)
     return (queries[:, None] - torch.arange(first, last, device=device)).abs()

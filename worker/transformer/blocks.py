@@ -109,11 +109,11 @@ class DecoderLayer(nn.Module):
                 norm.round_for(rounding)
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """The output of attention or of the MLP as it is added to the residual stream."""
+        """Return the output of attention or of the MLP as it is added to the residual stream."""
         return x if self.residual_scale == 1.0 else x * self.residual_scale
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
-        """The all-reduces of `forward`, in order."""
+        """Return the all-reduces of `forward`, in order."""
         return [*self.self_attn.exchanges(num_tokens, num_needed), *self.mlp.exchanges(num_needed)]
 
 
@@ -150,7 +150,7 @@ class SandwichLayer(DecoderLayer):
         return self.post_feedforward_layernorm(self.feed_forward(x, residual)), residual
 
     def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        """The MLP's output for x, the norm of the residual stream."""
+        """Return the MLP's output for x, the norm of the residual stream."""
         return self.mlp(x)
 
 
@@ -292,12 +292,12 @@ BLOCKS: dict[str, type[DecoderLayer]] = {
 
 
 def rounding_of(part: nn.Module) -> Rounding | None:
-    """How the first product of a part of a layer takes its inputs, if that is in 8 bits."""
+    """Return how the first product of a part of a layer takes its inputs, if that is in 8 bits."""
     readers = (getattr(part, name, None) for name in ("qkv_proj", "in_proj", "gate_up_proj", "experts"))
     found = (getattr(getattr(reader, "method", reader), "rounding", None) for reader in readers)
     return next((rounding for rounding in found if rounding is not None), None)
 
 
 def add(norm: Norm, x: torch.Tensor, residual: torch.Tensor | None) -> Streams:
-    """The norm of the residual stream, and the stream."""
+    """Return the norm of the residual stream, and the stream."""
     return (norm(x), x) if residual is None else norm.add(x, residual)

@@ -46,8 +46,8 @@ class LayerCall:
     attn: GroupedMetadata
     needed_rows: torch.Tensor | None = None  # in the last layer
     inputs: torch.Tensor | None = None  # the layer's own inputs [T, size] (per_layer.py)
-    encoded: Encoded | None = None  # of requests that begin in this step, for layers that attend to it
+    encoded: Encoded | None = None  # for requests that begin in this step, for layers that attend to it
 
     def needed(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of x `[T, _]` whose result is needed."""
+        """Return the rows of x `[T, _]` whose result is needed."""
         return x if self.needed_rows is None else x[self.needed_rows]

@@ -42,5 +42,5 @@ class CrossAttention(nn.Module):
         return self.o_proj(call.needed(self.attn.attend(self.q_proj(x), meta)))
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
-        """The all-reduces of `forward`, in order."""
+        """Return the all-reduces of `forward`, in order."""
         return [((num_needed, self.o_proj.out_features), None)]

@@ -73,14 +73,14 @@ class Decoder(nn.Module):
         self.embed_scale = float(torch.tensor(spec.embed_scale, device="cpu"))
         self.step_lora: StepLora | None = None  # set if the server has adapters
         self.captures = spec.captures
-        self.captured: list[torch.Tensor] = []  # of the last pass, `[T, H]` each, perhaps with more rows behind
+        self.captured: list[torch.Tensor] = []  # for the last pass, `[T, H]` each, perhaps with more rows behind
         self._kept: list[torch.Tensor] = []
         self._ops: Ops | None = None  # None: layers are called one by one
         self._fused: FusedLayers | None = None  # built on first use: it holds addresses of the KV cache
 
     @staticmethod
     def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
-        """The class of all layers."""
+        """Return the class of all layers."""
         return BLOCKS[spec.form]
 
     @property
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
     def layer_calls(
         self, call: StageCall, inputs: torch.Tensor | None = None
     ) -> Iterator[tuple[DecoderLayer, LayerCall]]:
-        """Each layer and the arguments of its call. `inputs` `[T, L, size]` are the layers' own."""
+        """Yield each layer and the arguments of its call. `inputs` `[T, L, size]` are the layers' own."""
         rotations, last = self.rotary_emb(call.positions), len(self.layers) - 1
         for i, layer in enumerate(self.layers.values()):
             own = None if inputs is None else inputs[:, i]
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
             self.captured.append(stream.clone() if residual is None else stream)
 
     def keep_captured(self, max_num_tokens: int) -> None:
-        """From now on keep the streams of `captures` at addresses that recorded passes write to."""
+        """Keep the streams of `captures` at addresses that recorded passes write to."""
         weight = self.norm.weight
         self._kept = [weight.new_zeros(max_num_tokens, self.spec.hidden_size) for _ in self.captures]
         self.captured = list(self._kept)
@@ -191,8 +191,8 @@ class RotaryEmbeddings(nn.Module):
         return rotated or self.still_query_scale is not None
 
     def forward(self, positions: torch.Tensor) -> dict[str | None, Rotation]:
-        """The rotations of tokens at `positions` `[T]` or `[3, T]`, by name; None is that of layers without rotary
-        embedding.
+        """Return the rotations of tokens at `positions` `[T]` or `[3, T]`, by name; None is that of layers without
+        rotary embedding.
         """
         rotations: dict[str | None, Rotation] = {name: table(positions) for name, table in self.tables.items()}
         if self.still is not None:
@@ -218,7 +218,7 @@ class CausalLM(ConfigReader, nn.Module):
         self.weight_format = weights
         self.model = self.make_decoder(spec, max_model_len, weights)
         self.pooler: Pooler | None = None  # None: requests for vectors are refused
-        self.vision: VisionTower | None = None  # of the first stage, if the model reads images
+        self.vision: VisionTower | None = None  # for the first stage, if the model reads images
         if self.model.last and spec.labels:
             self.score = self.make_classifier(spec)
         if self.model.last and spec.has_lm_head:
@@ -252,7 +252,7 @@ class CausalLM(ConfigReader, nn.Module):
         token_types: torch.Tensor | None = None,
         encoded: Encoded | None = None,
     ) -> torch.Tensor:
-        """The hidden states `[T, H]` after this stage's layers; the arguments are those of `StageCall`.
+        """Return the hidden states `[T, H]` after this stage's layers; the arguments are those of `StageCall`.
 
         With `needed_rows` the result is `[S, H]`, and the last layer computes only keys and values for other tokens.
         """
@@ -291,8 +291,8 @@ class CausalLM(ConfigReader, nn.Module):
         return torch.nn.functional.linear(pooled, self.score.weight.float())
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
-        """The all-reduces over the tensor-parallel ranks, in order, in a forward pass over `num_tokens` tokens in a
-        single stage.
+        """Return the all-reduces over the tensor-parallel ranks, in order, in a forward pass over `num_tokens` tokens
+        in a single stage.
         """
         *layers, last = self.model.layers.values()
         embedding: list[Exchange] = [((num_tokens, self.spec.hidden_size), None)]
@@ -328,7 +328,7 @@ class CausalLM(ConfigReader, nn.Module):
                 module.round_for_products()
 
     def tensor_names(self, names: Collection[str]) -> TensorNames:
-        """The names of this model's tensors in files that hold the tensors `names`."""
+        """Return the names of this model's tensors in files that hold the tensors `names`."""
         ignored = (*self.ignored, *map(below, self.spec.tower_prefixes))
         renames = self.renames | (dict(self.spec.mtp.names) if self.spec.has_head else {})
         found = TensorNames(renames, ignored, transposed=self.transposed)

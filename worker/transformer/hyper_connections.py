@@ -52,7 +52,7 @@ class HyperConnection(nn.Module):
 
 
 def write(streams: torch.Tensor, x: torch.Tensor, writes: torch.Tensor, mixes: torch.Tensor) -> torch.Tensor:
-    """The streams `[T, S, H]` after a half of a layer, whose result is x `[T, H]`."""
+    """Return the streams `[T, S, H]` after a half of a layer, whose result is x `[T, H]`."""
     dtype = streams.dtype
     return writes.to(dtype)[..., None] * x[:, None] + mixes.to(dtype) @ streams
 

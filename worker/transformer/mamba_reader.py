@@ -1,4 +1,4 @@
-"""How config.json describes Mamba mixers. Torch-free."""
+"""Reading of Mamba mixers from config.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAMBA2_DEFAULTS = {
 
 
 def mamba2(values: dict[str, Any], **changes: Any) -> Mamba2Spec:
-    """The mixer of a hybrid. Raises ValueError, naming the keys, for sizes that do not fit each other."""
+    """Return the mixer of a hybrid. Raises ValueError, naming the keys, for sizes that do not fit each other."""
     heads, dim = values["mamba_n_heads"], values["mamba_d_head"]
     inner = int(values["mamba_expand"] * values["hidden_size"])
     if dim == "auto":
@@ -60,7 +60,7 @@ def time_step_limit(values: dict[str, Any]) -> tuple[float, float]:
 
 
 def mamba1(values: dict[str, Any], inner: int, **changes: Any) -> Mamba1Spec:
-    """The mixer of Mamba 1 with the keys of Mamba, `dt_rank` "auto" being a sixteenth of the hidden size."""
+    """Return the mixer of Mamba 1 with the keys of Mamba, `dt_rank` "auto" being a sixteenth of the hidden size."""
     rank = values["time_step_rank"]
     fields = {
         "inner": inner,

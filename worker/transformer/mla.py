@@ -87,7 +87,7 @@ def _latent_layer(values: dict[str, Any], ropes: dict[str, RopeSpec], layer: Lay
 
 
 def _magnitude(rope: RopeSpec) -> float:
-    """The factor of keys and of queries in the scores that scaled embeddings with `mscale_all_dim` ask for."""
+    """Return the factor of keys and of queries in the scores that scaled embeddings with `mscale_all_dim` ask for."""
     scaling = rope.scaling or {}
     mscale, factor = scaling.get("mscale_all_dim") or 0, scaling.get("factor") or 1.0
     return 1.0 + 0.1 * mscale * math.log(factor) if mscale and factor > 1 else 1.0
@@ -194,5 +194,5 @@ class MLAttention(nn.Module):
             self.q_a_layernorm.round_for(self.q_b_proj.method.rounding)
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
-        """The all-reduces of `forward`, in order."""
+        """Return the all-reduces of `forward`, in order."""
         return [((num_needed, self.o_proj.out_features), None)]

@@ -45,7 +45,7 @@ class MLP(nn.Module):
         self.gate_up_proj.round_for(self.down_proj)
 
     def exchanges(self, num_tokens: int) -> list[Exchange]:
-        """The all-reduces of `forward`, in order."""
+        """Return the all-reduces of `forward`, in order."""
         return [((num_tokens, self.down_proj.out_features), None)]
 
 

@@ -46,7 +46,7 @@ class RouterLinear(Linear):
         return [Part(f"{self.prefix}.weight", (self.out_features, self.in_features))]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The logits in float32, or as torch multiplies: then routing converts them, without a kernel more."""
+        """Return the logits in float32, or as torch multiplies: then routing converts them, without a kernel more."""
         return (self.method.apply if self.method is PLAIN else self.method.apply_float32)(self, x)
 
 
@@ -74,7 +74,7 @@ class Router(nn.Module):
     """Chooses the experts of each row of x `[T, H]`: (weights float32 `[T, k]`, ids int64 `[T, k]`)."""
 
     native_twin: ClassVar = "router"
-    place: ClassVar[str] = "gate"  # of its tensors, next to the experts
+    place: ClassVar[str] = "gate"  # for its tensors, next to the experts
 
     def __init__(self, hidden_size: int, spec: RoutingSpec, prefix: str):
         super().__init__()
@@ -138,7 +138,7 @@ class UngatedSharedExpert(nn.Module):
 
 
 def _whole(in_features: int, out_features: int, prefix: str, weights: WeightFormat) -> ColumnParallelLinear:
-    """A projection without bias, all of it on every rank."""
+    """Return a projection without bias, all of it on every rank."""
     shard = Shard(prefix, out_features, 0, out_features)
     return ColumnParallelLinear(in_features, [shard], False, weights.linear(prefix))
 
@@ -187,5 +187,5 @@ class MoE(nn.Module):
         return match is not None and int(match[1]) not in self.experts.local and int(match[1]) < self.num_experts
 
     def exchanges(self, num_tokens: int) -> list[Exchange]:
-        """The all-reduces of `forward`, in order."""
+        """Return the all-reduces of `forward`, in order."""
         return [((num_tokens, self.hidden_size), None)]

@@ -38,7 +38,7 @@ class MoEFamily:
 
     @classmethod
     def moe(cls, values: dict[str, Any]) -> MoESpec:
-        """The spec of the layers with experts."""
+        """Return the spec of the layers with experts."""
         raise NotImplementedError
 
     @classmethod
@@ -56,7 +56,7 @@ class MoEFamily:
 
 
 def routing(values: dict[str, Any], **formula: Any) -> RoutingSpec:
-    """The routing among the experts of config.json by the given formula.
+    """Return the routing among the experts of config.json by the given formula.
 
     Raises ValueError, naming the key, for numbers that do not fit each other.
     """
@@ -87,8 +87,8 @@ def grouped_routing(values: dict[str, Any], **formula: Any) -> RoutingSpec:
 
 
 def sigmoid_routing(values: dict[str, Any]) -> RoutingSpec:
-    """The routing of DeepSeek V3 (https://arxiv.org/abs/2412.19437), which Kimi K2 and GLM-4.5 share: groups, sigmoid
-    scores and correction biases.
+    """Return the routing of DeepSeek V3 (https://arxiv.org/abs/2412.19437), which Kimi K2 and GLM-4.5 share: groups,
+    sigmoid scores and correction biases.
     """
     return grouped_routing(values, scores="sigmoid", correction=True, float32=True)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from quire.worker.spec.model import ModelSpec, MTPSpec
 from quire.worker.transformer.reader import text_part
 
-# the head is a layer after the others, which has its parts beside those of a layer (DeepSeek V3, GLM-4.5)
+# the head is a layer after the others, which has its parts next to those of a layer (DeepSeek V3, GLM-4.5)
 AFTER_LAYERS = {
     "mtp.layers.0": "model.layers.{n}",
     "mtp.fc": "model.layers.{n}.eh_proj",

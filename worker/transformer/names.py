@@ -31,7 +31,7 @@ _IGNORED = (
 
 
 def below(prefix: str) -> str:
-    """The pattern of names that begin with `prefix`, with "model." in front or without."""
+    """Return the pattern of names that begin with `prefix`, with "model." in front or without."""
     return rf"^(model\.)?{re.escape(prefix.removeprefix('model.'))}"
 
 
@@ -54,13 +54,15 @@ class TensorNames:
         self._parts = re.compile(rf"(?<![^.])(?:{parts})(?![^.])") if parts else None
 
     def in_file(self, name: str) -> str:
-        """The name in the files of the decoder's tensor `name`."""
+        """Return the name in the files of the decoder's tensor `name`."""
         if self._parts:
             name = self._parts.sub(lambda match: self.renames[match[0]], name)
         return re.sub(*self.place, name, count=1) if self.place[0] else name
 
     def modules(self, name: str) -> list[str]:
-        """The names that files may have for the decoder's module `name`: the family's in every place, and its own."""
+        """Return the names that files may have for the decoder's module `name`: the family's in every place, and its
+        own.
+        """
         family = self.in_file(f"{name}.weight").removesuffix(".weight")
         places = [re.sub(*place, family, count=1) if place[0] else family for place in _PLACES]
         return list(dict.fromkeys([*places, name]))
@@ -76,8 +78,8 @@ class TensorNames:
         return self
 
     def of_tower(self, name: str) -> str:
-        """The name in the files of a vision encoder's tensor, which some generations of files have below "model.", and
-        older ones of SigLIP and CLIP in a further module.
+        """Return the name in the files of a vision encoder's tensor, which some generations of files have below
+        "model.", and older ones of SigLIP and CLIP in a further module.
         """
         bare = name.removeprefix("model.")
         deeper = re.sub(r"^vision_tower\.", "vision_tower.vision_model.", bare)
@@ -94,7 +96,7 @@ class TensorNames:
         return re.compile(rf"{re.escape(start)}(\d+){re.escape(end)}")
 
     def layer(self, name: str) -> int | None:
-        """The index of the layer to which a tensor of the files belongs."""
+        """Return the index of the layer to which a tensor of the files belongs."""
         match = self._layer.match(name)
         return int(match[1]) if match else None
 

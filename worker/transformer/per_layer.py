@@ -18,7 +18,7 @@ from quire.worker.transformer.decoder import Decoder
 
 
 def replicated(in_features: int, out_features: int, prefix: str, weights: WeightFormat) -> ColumnParallelLinear:
-    """A linear layer that every rank holds whole."""
+    """Return a linear layer that every rank holds whole."""
     return ColumnParallelLinear(
         in_features, [Shard(prefix, out_features, 0, out_features)], False, weights.linear(prefix)
     )
@@ -55,7 +55,7 @@ class PerLayerInputs(nn.ModuleDict):
 
 class PerLayerDecoder(Decoder):
     """A decoder whose first stage computes the per-layer inputs, because the others have no token ids. Each stage sends
-    the inputs of the layers behind it along with its hidden states.
+    the inputs of later stages along with its hidden states.
     """
 
     of_first_stage: ClassVar = (
@@ -88,7 +88,7 @@ class PerLayerDecoder(Decoder):
         return stream, inputs.unflatten(1, (-1, size)) if size else None
 
     def pack(self, stream: torch.Tensor, inputs: torch.Tensor | None) -> torch.Tensor:
-        """The opposite, for the next stage."""
+        """Return the opposite, for the next stage."""
         return stream if inputs is None else torch.cat([stream, inputs[:, len(self.layers) :].flatten(1)], 1)
 
 

@@ -1,4 +1,4 @@
-"""How the hidden states of a prompt become one vector: read from the files of sentence-transformers, computed in
+"""Pooling of a prompt's hidden states into one vector: read from the files of sentence-transformers, computed in
 float32.
 
 `modules.json` lists the steps after the model: Pooling (`1_Pooling/config.json`), Dense layers and Normalize. Models
@@ -64,11 +64,11 @@ class PoolingSpec:
     normalize: bool = True
     score_tokens: tuple[int, ...] = ()
     prompt: str = ""  # the default one
-    activation: str | None = None  # of a classifier; None: by config.json
+    activation: str | None = None  # for a classifier; None: by config.json
     limit: TextLimit = TextLimit()
     matryoshka: bool = False  # whether vectors can be cut
     matryoshka_sizes: tuple[int, ...] = ()  # the sizes to which, if the files list them
-    default_dimensions: int = 0  # of vectors, if the files cut them; 0: all
+    default_dimensions: int = 0  # for vectors, if the files cut them; 0: all
     reason: str = "default of the architecture"
 
 
@@ -97,7 +97,7 @@ def read_pooling(folder: str, spec: ModelSpec, asked: str = "auto", matryoshka: 
 
 
 def _default_method(spec: ModelSpec) -> str:
-    """The first token if a classifier reads it; the mean for an encoder, as in sentence-transformers."""
+    """Return the first token if a classifier reads it; the mean for an encoder, as in sentence-transformers."""
     if not spec.is_encoder:
         return "lasttoken"
     return spec.raw.get("classifier_pooling") or "cls" if spec.labels else "mean"
@@ -188,9 +188,7 @@ class Pooler(nn.Module):
     vector. `read_gguf` reads the weights of Dense layers that lie in a GGUF file.
     """
 
-    def __init__(
-        self, pooling: PoolingSpec, hidden_size: int, device: torch.device, read_gguf: ReadTensor
-    ) -> None:
+    def __init__(self, pooling: PoolingSpec, hidden_size: int, device: torch.device, read_gguf: ReadTensor) -> None:
         super().__init__()
         self.methods, self.score_tokens = pooling.methods, pooling.score_tokens
         self.num_dimensions = pooling.dense[-1].out_features if pooling.dense else hidden_size * len(pooling.methods)
@@ -257,7 +255,7 @@ def _load_dense(dense: DenseSpec, device: torch.device, read_gguf: ReadTensor) -
 
 
 def pooling_info(pooling: PoolingSpec, pooler: Pooler, spec: ModelSpec) -> PoolingInfo:
-    """The facts that the server needs."""
+    """Return the facts that the server needs."""
     labels = ["LABEL_0"] if pooling.score_tokens else spec.labels
     return PoolingInfo(
         ["classify"] if labels else ["embed"],
@@ -279,7 +277,9 @@ def pooling_info(pooling: PoolingSpec, pooler: Pooler, spec: ModelSpec) -> Pooli
 
 
 def _activation(raw: dict[str, Any], num_labels: int, chosen: str | None) -> str:
-    """The activation that sentence-transformers and transformers apply to the logits of a classifier by default."""
+    """Return the activation that sentence-transformers and transformers apply to the logits of a classifier by
+    default.
+    """
     chosen = (
         chosen
         or (raw.get("sentence_transformers") or {}).get("activation_fn")

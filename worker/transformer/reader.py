@@ -88,7 +88,7 @@ class ConfigReader:
     gated_activations: ClassVar[tuple[str, ...]] = GATED_ACTIVATIONS
     # fields of ModelSpec and LayerSpec that are the same for every model of the family, whatever config.json says
     facts: ClassVar[dict[str, Any]] = {}
-    # of a family with recurrent states: names of layer types in config.json, and the kinds that they stand for
+    # for a family with recurrent states: names of layer types in config.json, and the kinds that they stand for
     state_kinds: ClassVar[dict[str, str]] = {}
 
     @classmethod
@@ -107,7 +107,7 @@ class ConfigReader:
 
     @classmethod
     def _unfit(cls, architecture: str, raw: dict[str, Any]) -> str | None:
-        """The key without which config.json can be read or, if there is none, is refused for another reason."""
+        """Return the key without which config.json can be read or, if there is none, is refused for another reason."""
         refused = None
         for key in raw:
             try:
@@ -156,7 +156,7 @@ class ConfigReader:
 
     @classmethod
     def context_length(cls, values: dict[str, Any], ropes: dict[str, RopeSpec]) -> int:
-        """Longest context in tokens; by default that of the layers with full attention."""
+        """Return the longest context in tokens; by default that of the layers with full attention."""
         rope = ropes.get(FULL) or ropes.get("default")
         return rope.context_length() if rope else values["max_position_embeddings"]
 
@@ -187,7 +187,7 @@ class ConfigReader:
 
 
 def base_layer(values: dict[str, Any]) -> LayerSpec:
-    """A layer with the sizes and facts in `values`, without a window."""
+    """Return a layer with the sizes and facts in `values`, without a window."""
     fields = {field.name for field in dataclasses.fields(LayerSpec)} & values.keys()
     sizes = {
         "num_heads": values["num_attention_heads"],
@@ -206,7 +206,7 @@ def pattern(num_layers: int, period: int | None, *, last_full: bool = False) -> 
 
 
 def shared_layer(kinds: list[str], num_shared: int, index: int) -> int | None:
-    """The layer whose keys and values layer `index` reads: the last one of its kind that is not among the last
+    """Return the layer whose keys and values layer `index` reads: the last one of its kind that is not among the last
     `num_shared` layers; None if it has its own.
     """
     first = len(kinds) - num_shared

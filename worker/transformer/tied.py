@@ -1,4 +1,4 @@
-"""Whether a checkpoint whose configuration ties the output head to the embedding holds another head. Torch-free."""
+"""Detection of a separate output head in checkpoints whose configuration ties it to the embedding. Torch-free."""
 
 from __future__ import annotations
 

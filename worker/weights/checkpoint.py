@@ -40,7 +40,7 @@ class Checkpoint:
     A context manager; the files are open inside it.
     """
 
-    is_mapped: ClassVar[bool] = True  # whether what the files return are views of their mappings, and read only once
+    is_mapped: ClassVar[bool] = True  # whether the files return views of their mappings, each read only once
 
     def __init__(self, folder: str):
         self.folder = folder
@@ -66,7 +66,7 @@ class Checkpoint:
         return self
 
     def _chosen(self, name: str, places: list[tuple[Path, safe_open]]) -> safe_open:
-        """The file of a tensor: of several with that name, the one in the index."""
+        """Return the file of a tensor: of several with that name, the one in the index."""
         if len(places) == 1:
             return places[0][1]
         folder = Path(self.folder)
@@ -82,11 +82,11 @@ class Checkpoint:
         self._stack.close()
 
     def names_of(self, model: CausalLM) -> TensorNames:
-        """The names that the model's tensors have in these files."""
+        """Return the names that the model's tensors have in these files."""
         return model.tensor_names(self.position)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor `name`: a view of the file's mapping, which is not read yet."""
+        """Return the tensor `name`: a view of the file's mapping, which is not read yet."""
         return self._file_of[name].get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class Checkpoint:
         if ANY_LENGTH in part.shape:
             parameter.data = tensor.to(parameter.device, copy=True)
             return False
-        tensor = part.of(tensor if tensor.shape == part.shape else tensor.reshape(part.shape))
+        tensor = part.take(tensor if tensor.shape == part.shape else tensor.reshape(part.shape))
         if (
             lend := may_lend
             and (tensor.shape, tensor.dtype, tensor.device) == (parameter.shape, parameter.dtype, parameter.device)

@@ -47,7 +47,7 @@ class GgufCheckpoint(Checkpoint):
         return self
 
     def names_of(self, model: CausalLM) -> TensorNames:
-        head = () if model.spec.labels else (r"^score\.",)  # of a masked language model
+        head = () if model.spec.labels else (r"^score\.",)  # for a masked language model
         return TensorNames(ignored=(*type(model).ignored, *head))
 
     def _add(self, name: str, file: TensorFile | Dequantized | LatentFile) -> None:
@@ -55,7 +55,7 @@ class GgufCheckpoint(Checkpoint):
         self.position[name] = len(self.position)
 
     def _parts(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
-        """The tensor itself or, if it is of several modules, those of each."""
+        """Yield the tensor itself or, if it is of several modules, those of each."""
         if is_stack(name):
             for i, one in enumerate(stack_names(name, tensor.shape[0])):
                 yield from self._rows(one, slice_of(tensor, i, tensor.shape[0], tensor.shape[1:]))
@@ -63,7 +63,7 @@ class GgufCheckpoint(Checkpoint):
             yield from self._rows(name, tensor)
 
     def _rows(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
-        """The tensor itself or, if it has the rows of several weights one after another, those of each."""
+        """Yield the tensor itself or, if it has the rows of several weights one after another, those of each."""
         if name.endswith(".mamba.norm.weight"):  # [groups, channels of each]
             tensor = replace(tensor, shape=(math.prod(tensor.shape),))
         names = row_names(name, self.architecture.fused_qkv)
@@ -79,7 +79,7 @@ class GgufCheckpoint(Checkpoint):
             start += count * size
 
     def _view(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The conversion of a tensor of the file to that of a safetensors checkpoint."""
+        """Return the conversion of a tensor of the file to that of a safetensors checkpoint."""
         if self.architecture.swapped and ".self_attn." in name:
             for projection, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
                 if f".{projection}." in name:
@@ -102,7 +102,7 @@ class GgufCheckpoint(Checkpoint):
 
 
 def _unswapped(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of q or k: pairs (2 i, 2 i + 1) of each head become (i, i + half)."""
+    """Return rows of q or k: pairs (2 i, 2 i + 1) of each head become (i, i + half)."""
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -113,5 +113,3 @@ def _log_of_decay(tensor: torch.Tensor) -> torch.Tensor:
 
 def _less(offset: float, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() - offset
-
-

@@ -15,14 +15,14 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_tensor(path: str, name: str) -> torch.Tensor:
-    """The values of one tensor of a file, in float32."""
+    """Return the values of one tensor of a file, in float32."""
     file = read_gguf(path)
     tensor = file.tensors[name]
     return TensorFile(map_files(file)[str(tensor.path)], tensor, None).dequantized()
 
 
 def map_files(file: GgufFile) -> dict[str, torch.Tensor]:
-    """The bytes of each shard, mapped."""
+    """Return the bytes of each shard, mapped."""
     maps = {}
     for path in {tensor.path for tensor in file.tensors.values()}:
         with path.open("rb") as source:
@@ -32,7 +32,7 @@ def map_files(file: GgufFile) -> dict[str, torch.Tensor]:
 
 
 def slice_of(tensor: GgufTensor, index: int, count: int, shape: tuple[int, ...]) -> GgufTensor:
-    """One of `count` equal parts of a tensor."""
+    """Return one of `count` equal parts of a tensor."""
     size = tensor.size // count
     return replace(tensor, shape=shape, start=tensor.start + index * size, size=size)
 
@@ -66,7 +66,7 @@ class TensorFile:
         return self.view(tensor) if self.view else tensor
 
     def dequantized(self) -> torch.Tensor:
-        """The values in float32."""
+        """Return the values in float32."""
         stored = self.get_tensor("")
         if self.tensor.type in _FLOATS:
             return stored.float()

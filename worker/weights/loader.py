@@ -91,15 +91,15 @@ def check_files(model: CausalLM, spec: ModelSpec, folder: str) -> None:
 
 
 def _open(folder: str, spec: ModelSpec) -> Checkpoint:
-    """The weights of the model in `folder`: safetensors, or the GGUF file that its config.json names."""
+    """Return the weights of the model in `folder`: safetensors, or the GGUF file that its config.json names."""
     if (spec.raw.get("quantization_config") or {}).get("quant_method") == "gguf":
         return GgufCheckpoint(folder, spec.raw)
     return Checkpoint(folder)
 
 
 def placements_of(model: CausalLM, names: TensorNames, checkpoint: Checkpoint | None = None) -> Iterable[Placement]:
-    """The slices of all parameters. A parameter that the files may hold in several forms takes the first that they do
-    hold.
+    """Yield the slices of all parameters. A parameter that the files may hold in several forms takes the first that
+    they do hold.
     """
 
     def in_file(part: Part) -> Part:
@@ -126,7 +126,7 @@ def placements_of(model: CausalLM, names: TensorNames, checkpoint: Checkpoint | 
 
 
 def _of_transposed(part: Part) -> Part:
-    """The same slice of a matrix that the checkpoint holds as `[in, out]`."""
+    """Return the same slice of a matrix that the checkpoint holds as `[in, out]`."""
     source = tuple((1 - dim, start, length) for dim, start, length in part.source)
     return replace(part, shape=part.shape[::-1], source=source, view=chain(transposed, part.view))
 
@@ -149,11 +149,11 @@ def _fill_all(
     while placements:
         placement = placements.popleft()
         layers.prepare(placement)
-        layers.filled(placement, fill(placement, bool(layers.of(placement))))
+        layers.filled(placement, fill(placement, bool(layers.layers_using(placement))))
         done += placement.target.nbytes
         if done - trimmed > _TRIM_EVERY or done == total:
             trimmed = done
-            huge_pages.trim()  # of what quantizing freed
+            huge_pages.trim()  # memory that quantizing freed
         if progress and (done - reported * total >= total / 100 or done == total):
             reported = done / total
             progress(reported)
@@ -176,14 +176,14 @@ class _IncompleteLayers:
             if isinstance(layer, Linear):
                 for parameter in layer.parameters(recurse=False):
                     self._layers[id(parameter)].append(layer)
-        self._missing = Counter(layer for placement in placements for layer in self.of(placement))
+        self._missing = Counter(layer for placement in placements for layer in self.layers_using(placement))
         # number of slices of each parameter that has none filled yet
         self._slices = Counter(id(placement.parameter) for placement in placements)
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._lent: dict[int, int] = {}  # id of a parameter -> its address in a file's mapping
 
-    def of(self, placement: Placement) -> list[Linear]:
-        """The layers that use this slice."""
+    def layers_using(self, placement: Placement) -> list[Linear]:
+        """Return the layers that use this slice."""
         return self._layers.get(id(placement.parameter), [])
 
     def prepare(self, placement: Placement) -> None:
@@ -197,7 +197,7 @@ class _IncompleteLayers:
     def filled(self, placement: Placement, lent: bool) -> None:
         if lent:
             self._lent[id(placement.parameter)] = placement.parameter.data_ptr()
-        for layer in self.of(placement):
+        for layer in self.layers_using(placement):
             self._missing[layer] -= 1
             if not self._missing[layer]:
                 self._finalize(layer)
@@ -219,5 +219,3 @@ class _IncompleteLayers:
 
 def _keep(tensor: torch.Tensor) -> None:
     """Nothing is lent by random weights, so that nothing is released."""
-
-

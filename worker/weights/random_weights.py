@@ -40,7 +40,7 @@ class DummyWeights:
         else:
             whole = torch.empty(part.shape, dtype=target.dtype, device=target.device)
             _repeat(block, offset, whole.view(-1))
-            target.copy_(part.of(whole))
+            target.copy_(part.take(whole))
         return False
 
     def _block(self, mean: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -41,12 +41,12 @@ class GroupBlocks:
     # ---- prefix hits
 
     def first_read(self, num_blocks: int) -> int:
-        """Index of the first block that a request reads after a hit of `num_blocks` blocks."""
+        """Return the index of the first block that a request reads after a hit of `num_blocks` blocks."""
         raise NotImplementedError
 
     def find(self, hashes: list[bytes]) -> list[int]:
-        """Ids of the published blocks, NULL_BLOCK for a missing one. The list may end before the first missing block if
-        the group needs all.
+        """Return ids of the published blocks, NULL_BLOCK for a missing one. The list may end before the first missing
+        block if the group needs all.
         """
         tag, find = self.tag, self.pool.find
         return [find(tag + one) or NULL_BLOCK for one in hashes]

@@ -21,7 +21,7 @@ class FullBlocks(GroupBlocks):
         return 0
 
     def find(self, hashes: list[bytes]) -> list[int]:
-        """Ids of the published blocks before the first missing one."""
+        """Return ids of the published blocks before the first missing one."""
         last = self._last
         ids = last.begin(hashes)
         while len(ids) < len(hashes) and (block_id := self.pool.find(self.tag + hashes[len(ids)])) is not None:

@@ -99,7 +99,7 @@ async def create_batch(request: Request, state: _Posting) -> Response:
 
 
 def _lines(body: MessageBatchRequest) -> io.BytesIO:
-    """The input file of the batch."""
+    """Return the input file of the batch."""
     out, seen = io.BytesIO(), set()
     for i, item in enumerate(body.requests):
         if item.custom_id in seen:
@@ -162,7 +162,7 @@ async def results(request: Request, state: needs.Batches) -> Response:
 
 
 def _open(store: Store, batch: Batch) -> list[BinaryIO]:
-    """The files of results. Raises NotFound: each may have been deleted as a file or have expired."""
+    """Return the files of results. Raises NotFound: each may have been deleted as a file or have expired."""
     with ExitStack() as opened:
         try:
             ids = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]

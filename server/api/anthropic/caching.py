@@ -34,12 +34,12 @@ class Caching(NamedTuple):
 
 
 def seconds_wanted(body: PromptFields) -> float:
-    """The longest time of all marks of a request, 0 without any."""
+    """Return the longest time of all marks of a request, 0 without any."""
     return max((_SECONDS[mark.ttl or "5m"] for mark in _marks(body) if mark is not None), default=0.0)
 
 
 def caching(seconds: float, num_prompt_tokens: int, state: needs.ConfiguredEngine) -> Caching:
-    """Tokens of a prompt that its request leaves in the cache. The last token is always computed."""
+    """Return tokens of a prompt that its request leaves in the cache. The last token is always computed."""
     size = state.ready.worker.block_size if state.ready is not None else 0
     if not seconds or not size or not state.config.cache.enable_prefix_caching:
         return Caching(seconds)

@@ -75,7 +75,7 @@ class McpResult(ForeignResult, tag="mcp_tool_result"):
 
 
 class Compaction(ForeignBlock, tag="compaction"):
-    """A summary of what was said before. None: it failed."""
+    """A summary of earlier messages. None: it failed."""
 
     content: Text | None = None
 

@@ -66,9 +66,7 @@ class ToolUse(BaseBlock, tag="tool_use"):
 class ToolResult(BaseBlock, tag="tool_result"):
     tool_use_id: Name
     content: (
-        Text
-        | Annotated[list[TextBlock | ImageBlock | foreign_blocks.OfResult], Meta(max_length=MAX_BLOCKS)]
-        | None
+        Text | Annotated[list[TextBlock | ImageBlock | foreign_blocks.OfResult], Meta(max_length=MAX_BLOCKS)] | None
     ) = None
     is_error: bool | None = None
 
@@ -83,13 +81,7 @@ class ToolResult(BaseBlock, tag="tool_result"):
 
 
 Block = (
-    TextBlock
-    | ImageBlock
-    | ThinkingBlock
-    | ToolUse
-    | ToolResult
-    | foreign_blocks.OfAssistant
-    | foreign_blocks.OfResult
+    TextBlock | ImageBlock | ThinkingBlock | ToolUse | ToolResult | foreign_blocks.OfAssistant | foreign_blocks.OfResult
 )
 TextBlocks = Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)]
 
@@ -190,9 +182,9 @@ class MessagesRequest(PromptFields, kw_only=True):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: AtLeastMinusOne | None = None
-    cache_salt: CacheSalt | None = None  # beside Anthropic's own
+    cache_salt: CacheSalt | None = None  # in addition to Anthropic's own
     speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
-    return_progress: bool | None = None  # of the prompt, in comments of the stream
+    return_progress: bool | None = None  # for the prompt, in comments of the stream
 
     unsupported: ClassVar[dict[str, tuple]] = PromptFields.unsupported | {"prediction": ()}
 
@@ -213,7 +205,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     input_tokens: int  # without those of the other two
     output_tokens: int
     cache_read_input_tokens: int = 0
-    # of a request with cache_control: tokens that were not cached and are now, so that the same prompt reads them
+    # for a request with cache_control: tokens that were not cached and are now, so that the same prompt reads them
     cache_creation_input_tokens: int = 0
     cache_creation: CacheCreation | UnsetType = UNSET
 
@@ -224,7 +216,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     type: Literal["text", "thinking", "tool_use"]
     text: str | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
-    signature: str | UnsetType = UNSET  # of thinking; nothing is signed here
+    signature: str | UnsetType = UNSET  # for thinking; nothing is signed here
     id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     input: Json = UNSET

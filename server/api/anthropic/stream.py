@@ -35,7 +35,7 @@ def stopped(finish_reason: str | None, stop_reason: int | str | None, clipped: b
 
 
 def events_of(delta: Delta) -> list[Event]:
-    """The events of a parsed delta, or its text as content."""
+    """Return the events of a parsed delta, or its text as content."""
     if delta.events is not None:
         return delta.events
     return [Content(delta.text)] if delta.text else []
@@ -45,7 +45,7 @@ def events_of(delta: Delta) -> list[Event]:
 
 
 def blocks(events: list[Event]) -> list[ContentBlock]:
-    """The content of a whole answer."""
+    """Return the content of a whole answer."""
     out: list[ContentBlock] = []
     arguments: dict[int, list[str]] = {}
     for event in events:
@@ -79,11 +79,11 @@ class Stream:
     def __init__(self, message: MessageResponse, used: TokenUsage, clipped: bool, cached: Caching):
         self.message, self.used, self.clipped, self.cached = message, used, clipped, cached
         self.begun = False
-        self.index = -1  # of the block that is open
+        self.index = -1  # for the block that is open
         self.open: str | None = None  # its type
 
     async def frames(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
-        """Bytes of whole events. Closing it aborts the generation."""
+        """Yield bytes of whole events. Closing it aborts the generation."""
         try:
             async for delta in stream:
                 if frame := b"".join(self._frames(delta)):

@@ -45,7 +45,7 @@ def spec(body: MessagesRequest, thinks: bool, **identity: Json) -> GenerationSpe
 
 
 def conversation(body: PromptFields, thinks: bool) -> Conversation:
-    """The prompt of a request."""
+    """Return the prompt of a request."""
     messages = [_system(body)] if body.system else []
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages.{i}")
@@ -74,7 +74,7 @@ Illustrated = list[tuple[TextBlock | ImageBlock | Document | SearchResult, str]]
 
 
 def _content(blocks: Illustrated) -> str | list[dict[str, Any]]:
-    """One text, or the parts of a content with images; texts that follow each other are one part."""
+    """Return one text, or the parts of a content with images; texts that follow each other are one part."""
     parts: list[dict[str, Any]] = []
     for block, path in blocks:
         if isinstance(block, ImageBlock):
@@ -98,7 +98,7 @@ def _image(block: ImageBlock, path: str) -> ImageInput:
 
 
 def _result(result: ToolResult, path: str) -> str | list[dict[str, Any]]:
-    """The content of a tool's result; that of a failure begins with "Error: "."""
+    """Return the content of a tool's result; that of a failure begins with "Error: "."""
     if isinstance(result.content, list):
         left_out = result.unread()
         blocks = [(block, f"{path}.content.{i}") for i, block in enumerate(result.content) if i not in left_out]
@@ -113,7 +113,7 @@ def _result(result: ToolResult, path: str) -> str | list[dict[str, Any]]:
 
 
 def _messages(message: InputMessage, path: str) -> list[dict[str, Any]]:
-    """A message as templates expect it; results of tools become messages of their own."""
+    """Return a message as templates expect it; results of tools become messages of their own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     return _assistant(message, path) if message.role == "assistant" else _user(message, path)
@@ -146,7 +146,9 @@ def _user(message: InputMessage, path: str) -> list[dict[str, Any]]:
 
 
 def _assistant(message: InputMessage, path: str) -> list[dict[str, Any]]:
-    """A message of the assistant; the results of tools that its server ran end one message, and begin the next."""
+    """Return a message of the assistant; the results of tools that its server ran end one message, and begin
+    the next.
+    """
     left_out, out, turn = message.unread(), [], _Turn()
     for i, block in enumerate(message.content):
         where = f"{path}.content.{i}"

@@ -57,7 +57,7 @@ class InfillRequest(SamplingFields, kw_only=True):
     model: Annotated[str, Meta(max_length=256)] | None = None  # any name; that of an adapter chooses it
     lora: LoraScales | None = None
     speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
-    return_progress: bool | None = None  # of the prompt, in events with `prompt_progress`
+    return_progress: bool | None = None  # for the prompt, in events with `prompt_progress`
 
     harmless: ClassVar = frozenset({"cache_prompt", "id_slot", "n_indent", "t_max_prompt_ms"})
     unsupported: ClassVar[dict[str, tuple]] = {
@@ -75,7 +75,7 @@ class InfillAnswer(msgspec.Struct, kw_only=True):
     stop_type: Literal["limit", "word", "eos"]
     stopping_word: str
     tokens_predicted: int
-    tokens_evaluated: int  # of the prompt
+    tokens_evaluated: int  # for the prompt
     truncated: bool
 
 

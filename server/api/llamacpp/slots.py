@@ -98,7 +98,7 @@ async def _done(
         raise Unavailable("The engine did not answer in time.", code="engine_busy") from None
     except RuntimeError as error:
         raise EngineError(f"The engine could not {action} the slot: {error}") from error
-    found = next((one for one in answers if one is not None), None)  # of several engines, one has the slot
+    found = next((one for one in answers if one is not None), None)  # among several engines, one has the slot
     if found is None:
         raise BadRequest("Invalid slot ID", param="id")
     if not found and action == "save":
@@ -109,7 +109,7 @@ async def _done(
 
 
 def file_name(body: bytes) -> str:
-    """The name in a body. Raises BadRequest for one that is no plain name of a file."""
+    """Return the name in a body. Raises BadRequest for one that is no plain name of a file."""
     try:
         name = msgspec.json.decode(body, type=SlotFile).filename
     except (msgspec.DecodeError, UnicodeError):

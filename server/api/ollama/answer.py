@@ -40,7 +40,7 @@ class Answer:
         self.arguments: list[str] = []
 
     async def lines(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
-        """Lines of JSON. Closing it aborts the generation."""
+        """Yield lines of JSON. Closing it aborts the generation."""
         try:
             async for delta in stream:
                 if lines := [sse.one_line(msgspec.json.encode(part)) + b"\n" for part in self.parts(delta)]:
@@ -49,7 +49,7 @@ class Answer:
             await stream.aclose()
 
     def progress(self, now: PromptProgress) -> bytes:
-        """A line with the progress of the prompt and no text."""
+        """Return a line with the progress of the prompt and no text."""
         part = self._part({"content": ""}) | {"prompt_progress": now}
         return msgspec.json.encode(part) + b"\n"
 
@@ -61,7 +61,7 @@ class Answer:
             self.ended = time.monotonic_ns()
 
     def parts(self, delta: Delta) -> list[dict[str, Any]]:
-        """The objects of a delta; the last one of the last delta is done."""
+        """Return the objects of a delta; the last one of the last delta is done."""
         self.observe(delta)
         self.used.add(delta)
         events = delta.events if delta.events is not None else [Content(delta.text)] if delta.text else []
@@ -77,7 +77,7 @@ class Answer:
         return out
 
     def whole(self, deltas: list[Delta]) -> dict[str, Any]:
-        """One object with everything that the parts say."""
+        """Return one object with everything that the parts say."""
         parts = [part for delta in deltas for part in self.parts(delta)]
         whole = parts[-1]
         if self.tokenizer is not None:

@@ -63,7 +63,7 @@ class PullRequest(_Named, kw_only=True):
 
     stream: bool | None = None  # default: true
 
-    harmless: ClassVar = frozenset({"insecure", "username", "password"})  # of Ollama's registry
+    harmless: ClassVar = frozenset({"insecure", "username", "password"})  # for Ollama's registry
 
 
 class DeleteRequest(_Named, kw_only=True):
@@ -108,7 +108,7 @@ class CreateRequest(_Named, kw_only=True):
 
 
 class Line(msgspec.Struct, kw_only=True):
-    """Of a download: `digest`, `total` and `completed` bytes; the last is `success`."""
+    """The progress of a download: `digest`, `total` and `completed` bytes; the last is `success`."""
 
     status: str
     digest: str | msgspec.UnsetType = msgspec.UNSET
@@ -259,7 +259,7 @@ def _require_downloads(state: needs.Settings, why: str = "") -> None:
 
 
 async def _respond(request: Request, streams: bool | None, lines: Lines) -> Response:
-    """The lines as they come, or `success` after the last of them."""
+    """Return the lines as they come, or `success` after the last of them."""
     if streams is not False:
         response = sse.EventStream(sse.to_the_end(_encoded(lines), request.scope["path"], _error_line, b""), 0)
         response.raw_headers = list(HEADERS)

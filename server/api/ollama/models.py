@@ -47,14 +47,14 @@ class _Showing(_Listing, needs.Tokenizing, Protocol):
 
 
 def served_name(name: str, state: needs.Names) -> str:
-    """A model's name without the tag that Ollama's clients add."""
+    """Return a model's name without the tag that Ollama's clients add."""
     plain = name.removesuffix(":latest")
     known = (*state.all_names, *state.aliases)
     return plain if name not in known and plain in known else name
 
 
 def shown_name(name: str, state: needs.Names) -> str:
-    """The name for the answer to a request for `name`."""
+    """Return the name for the answer to a request for `name`."""
     return name if served_name(name, state) in state.all_names else state.names[0]
 
 
@@ -148,7 +148,7 @@ async def show(request: Request, state: _Showing) -> Response:
 
 
 def _ollama_names(model: ModelInfo) -> dict[str, Any]:
-    """The defaults of requests, under Ollama's names."""
+    """Return the defaults of requests, under Ollama's names."""
     names = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict"}
     found = model.sampling_defaults | model.preset.options
     return {names.get(name, name): value for name, value in found.items()} | {
@@ -171,5 +171,5 @@ def capabilities(state: needs.Prompting) -> list[str]:
 
 
 async def version(request: Request, state: needs.Version) -> Response:
-    """The version of Ollama's API, and of this server."""
+    """Return the version of Ollama's API, and of this server."""
     return sse.JsonResponse({"version": API_VERSION, "quire": state.version})

@@ -31,7 +31,7 @@ class _Generation(msgspec.Struct, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # alternatives per token, with `logprobs`
     speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
-    return_progress: bool | None = None  # of the prompt, in lines with `prompt_progress`
+    return_progress: bool | None = None  # for the prompt, in lines with `prompt_progress`
 
     harmless: ClassVar = frozenset()
     unsupported: ClassVar[dict[str, tuple]] = {"prediction": ()}
@@ -60,7 +60,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     thinking: Text | None = None
     images: Images | None = None  # before the text
     tool_calls: Annotated[list[Call], Meta(max_length=MAX_CALLS)] | None = None
-    tool_name: Name | None = None  # of a result
+    tool_name: Name | None = None  # for a result
     tool_call_id: Name | None = None
     name: Name | None = None
 
@@ -262,5 +262,5 @@ class ShowAnswer(msgspec.Struct, kw_only=True):
 
 
 class VersionAnswer(msgspec.Struct):
-    version: str  # of Ollama's API
+    version: str  # for Ollama's API
     quire: str

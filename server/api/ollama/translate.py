@@ -90,7 +90,7 @@ def _reasoning(body: ChatRequest | GenerateRequest) -> Reasoning:
 
 
 def _content(text: str | None, images: list[str] | None, path: str) -> str | list[dict[str, Any]]:
-    """The text, or the parts of a content with images. `path` is the field that holds them."""
+    """Return the text, or the parts of a content with images. `path` is the field that holds them."""
     if not images:
         return text or ""
     parts = [{"type": "image", "image": image} for image in _images(images, path)]
@@ -102,7 +102,7 @@ def _images(images: list[str] | None, path: str) -> list[ImageInput]:
 
 
 def _message(message: ChatMessage, path: str) -> dict[str, Any]:
-    """A message in the form that templates expect."""
+    """Return a message in the form that templates expect."""
     content = _content(message.content, message.images, f"{path}.images")
     out: dict[str, Any] = {"role": message.role, "content": content}
     if message.thinking:

@@ -95,25 +95,25 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self, choices: list[deltas.Choice]) -> msgspec.Struct:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
 
     @abstractmethod
     def frame(self, delta: Delta) -> bytes:
-        """The events for one delta; may be empty."""
+        """Return the events for one delta; may be empty."""
 
     @abstractmethod
     def _chunk(self, choices: list[Any], usage: Usage | None = None) -> msgspec.Struct: ...
 
     def size(self, choices: list[deltas.Choice]) -> int:
-        """The work of `whole`, for `Threads.run`."""
+        """Return the work of `whole`, for `Threads.run`."""
         return deltas.answer_size(choices)
 
     def frame_size(self, delta: Delta) -> int:
-        """The work of `frame`, for `Threads.run`; 0 runs it on the event loop."""
+        """Return the work of `frame`, for `Threads.run`; 0 runs it on the event loop."""
         return 0
 
     async def frames(self, stream: AsyncGenerator[Delta, None], tenant: str) -> AsyncGenerator[bytes, None]:
-        """Bytes of whole events, large ones written in the tenant's turn. Closing it aborts the generation."""
+        """Yield bytes of whole events, large ones written in the tenant's turn. Closing it aborts the generation."""
         try:
             async for delta in stream:
                 self.used.add(delta)
@@ -124,7 +124,7 @@ class Answer(ABC):
                 if frame:
                     yield frame
             if self.include_usage or self.body.return_timings:
-                yield self.event([], Usage.of(self.used))
+                yield self.event([], Usage.from_usage(self.used))
         finally:
             await stream.aclose()
 
@@ -132,13 +132,15 @@ class Answer(ABC):
         return sse.event(msgspec.json.encode(self._chunk(choices, usage)))
 
     def chunk_usage(self, choices: list[Any], usage: Usage | None) -> Usage | msgspec.UnsetType | None:
-        """The `usage` of a chunk: absent unless asked for; null until the last unless asked for in every chunk."""
+        """Return the `usage` of a chunk: absent unless asked for; null until the last unless asked for in every
+        chunk.
+        """
         if usage is None and self.running_usage and choices:
-            usage = Usage.of(self.used)
+            usage = Usage.from_usage(self.used)
         return usage if self.include_usage or self.running_usage else msgspec.UNSET
 
     def timings(self, ended: bool) -> Timings | msgspec.UnsetType:
-        """The `timings` of the answer, or of its last chunk, if they were asked for."""
+        """Return the `timings` of the answer, or of its last chunk, if they were asked for."""
         if not (ended and self.body.return_timings):
             return msgspec.UNSET
-        return Timings.of(self.used, [one.timing for one in self.requests if one.timing is not None])
+        return Timings.from_requests(self.used, [one.timing for one in self.requests if one.timing is not None])

@@ -1,4 +1,4 @@
-"""/v1/batches: many requests from a file, run when the engine has nothing more urgent to do."""
+"""/v1/batches: many requests from a file, run when the engine has no urgent work."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class ChatAnswer(Answer):
                 )
                 for i, choice in enumerate(choices)
             ],
-            usage=Usage.of(self.used),
+            usage=Usage.from_usage(self.used),
             timings=self.timings(True),
             system_fingerprint=self.state.system_fingerprint,
             prompt_logprobs=UNSET
@@ -106,7 +106,7 @@ class ChatAnswer(Answer):
         return self._first_event(delta) + self._content_event(delta) + self._last_event(delta)
 
     def _first_event(self, delta: Delta) -> bytes:
-        """The role of a choice; with the first of all, the prompt's ids if they were asked for."""
+        """Return the role of a choice; with the first of all, the prompt's ids if they were asked for."""
         if delta.index in self.started:
             return b""
         chunk = self._chunk([ChatChunkChoice(delta.index, ChatDelta(role="assistant", content=""))])
@@ -140,7 +140,7 @@ class ChatAnswer(Answer):
         return self.event([ChatChunkChoice(delta.index, content, logprobs, token_ids=ids)])
 
     def _parsed_events(self, delta: Delta) -> bytes:
-        """One chunk per event; the first has the tokens of all of them."""
+        """Return one chunk per event; the first has the tokens of all of them."""
         match delta.events:
             case [Content(text)] if not self._with_tokens():  # most deltas
                 return self._text_event(delta.index, text)

@@ -58,7 +58,7 @@ class CompletionAnswer(Answer):
         super().__init__(body, state, answer_id, requests)
         self.texts = [one.prompt_text for one in requests]
         self.formatters: dict[int, Formatter] = {}  # per choice, which counts its own text offsets
-        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of a stream, per choice, until they are sent
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # for a stream, per choice, until they are sent
 
     def whole(self, choices: list[deltas.Choice]) -> Completion:
         out = []
@@ -82,7 +82,7 @@ class CompletionAnswer(Answer):
             model=self.model,
             choices=out,
             system_fingerprint=self.state.system_fingerprint,
-            usage=Usage.of(self.used),
+            usage=Usage.from_usage(self.used),
             timings=self.timings(True),
         )
 
@@ -138,11 +138,11 @@ class CompletionAnswer(Answer):
         return self.formatters[index]
 
     def _echo_size(self, index: int) -> int:
-        """The work of echoing the prompt, for `Threads.run`."""
+        """Return the work of echoing the prompt, for `Threads.run`."""
         return len(self.prompts[index // self.n]) * (1 if self.body.logprobs is None else deltas.POSITION_SIZE)
 
     def _echo(self, index: int, prompt_logprobs: list[TokenLogprobs]) -> tuple[str, CompletionLogprobs | None]:
-        """The prompt's text and log-probabilities, which precede the output; empty unless it is echoed."""
+        """Return the prompt's text and log-probabilities, which precede the output; empty unless it is echoed."""
         if not self.body.echo:
             return "", None
         ids, text = self.prompts[index // self.n], self.texts[index // self.n]
@@ -163,7 +163,7 @@ class CompletionAnswer(Answer):
         stop_reason: int | str | None,
         echo: tuple[str, CompletionLogprobs | None] = ("", None),
     ) -> CompletionChoice:
-        """A choice with these tokens, after the echo."""
+        """Return a choice with these tokens, after the echo."""
         prompt_text, formatted = echo
         if self.body.logprobs is not None:
             new = self._formatter(index).completion(logprobs)

@@ -77,7 +77,7 @@ async def embeddings(request: Request, state: needs.Vectors) -> Response:
             EmbeddingList(
                 data=[Embedding(i, written(vector, body.encoding_format or "float")) for i, vector in enumerate(found)],
                 model=state.answering(body.model),
-                usage=VectorUsage.of(found),
+                usage=VectorUsage.from_vectors(found),
                 id=request_id,
                 created=int(time.time()),
             )

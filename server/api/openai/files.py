@@ -25,7 +25,7 @@ from quire.server.http.sse import JsonResponse
 MAX_FILE_BYTES = 200 << 20
 MAX_BODY_BYTES = MAX_FILE_BYTES + MAX_FORM_BYTES
 MAX_NAME = 256
-BYTES, PART_BYTES = "application/octet-stream", 1 << 18  # of content
+BYTES, PART_BYTES = "application/octet-stream", 1 << 18  # per part of content
 PURPOSES = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
 MIN_LIFE, MAX_LIFE = 3600, 30 * 86400  # seconds
 UPLOAD = {
@@ -80,7 +80,7 @@ async def create_file(request: Request, state: needs.Batches) -> Response:
         size = min(await batches.run(batches.store.free_bytes, who), MAX_BODY_BYTES)
     await batches.run(batches.store.hold, size, who)
     try:
-        with or_full():  # of the temporary file of the form
+        with or_full():  # for the temporary file of the form
             form = await read_form(request, size, lambda: _no_room(size), "A file, with the fields file and purpose,")
         return await _store(request, form, batches, size)
     finally:
@@ -92,7 +92,7 @@ def _too_large() -> PayloadTooLarge:
 
 
 def _no_room(size: int) -> ApiError:
-    """The error for more than the `size` bytes that are held for a body."""
+    """Return the error for more than the `size` bytes that are held for a body."""
     if size == MAX_BODY_BYTES:
         return _too_large()
     return BadRequest(
@@ -118,7 +118,7 @@ async def _store(request: Request, form: FormData, batches: Batches, size: int) 
 
 
 def _life(form: FormData) -> int | None:
-    """Seconds until the file expires; None: never."""
+    """Return seconds until the file expires; None: never."""
     given = form.get("expires_after[seconds]")
     return None if given is None else bounded_int(given, MIN_LIFE, MAX_LIFE, "expires_after[seconds]")
 

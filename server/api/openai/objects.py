@@ -15,12 +15,12 @@ _SHORTEST = 0.001  # seconds over which a rate is told
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
-    image_tokens: int | UnsetType = UNSET  # of a prompt with images
+    image_tokens: int | UnsetType = UNSET  # for a prompt with images
 
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
-    # of a request with a prediction
+    # for a request with a prediction
     accepted_prediction_tokens: int | UnsetType = UNSET
     rejected_prediction_tokens: int | UnsetType = UNSET
 
@@ -33,22 +33,20 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails
 
     @classmethod
-    def of(cls, usage: TokenUsage) -> Usage:
+    def from_usage(cls, usage: TokenUsage) -> Usage:
         counts = usage.counts
         return cls(
             usage.num_prompt,
             usage.num_output,
             usage.num_prompt + usage.num_output,
             PromptTokensDetails(counts.cached, usage.num_images or UNSET),
-            CompletionTokensDetails(
-                usage.num_reasoning, *(usage.predicted or ())
-            ),
+            CompletionTokensDetails(usage.num_reasoning, *(usage.predicted or ())),
         )
 
 
 class Timings(msgspec.Struct):
-    """Where the time of a request went, by the engine's clock, under llama.cpp's names. A rate is absent where the time
-    is too short to tell, such as that of an output that came in one piece.
+    """The time of a request by its parts and the engine's clock, under llama.cpp's names. A rate is absent where the
+    time is too short to tell, such as that of an output that came in one piece.
     """
 
     cache_n: int  # prompt tokens found in the prefix cache
@@ -64,8 +62,8 @@ class Timings(msgspec.Struct):
     draft_n_accepted: int | UnsetType = UNSET
 
     @classmethod
-    def of(cls, usage: TokenUsage, timings: Sequence[RequestTiming]) -> Timings:
-        """Of all prompts and choices together, `timings` of each prompt."""
+    def from_requests(cls, usage: TokenUsage, timings: Sequence[RequestTiming]) -> Timings:
+        """Return the timings of all prompts and choices together; `timings` has one per prompt."""
         ran = [one for one in timings if one.scheduled and one.first_token]
         queued = max((one.scheduled - one.queued for one in ran), default=0.0)
         prompt = max((one.first_token for one in ran), default=0.0) - min((one.scheduled for one in ran), default=0.0)

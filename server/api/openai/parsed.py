@@ -35,7 +35,7 @@ class EventWriter:
     # ---- streamed
 
     def delta(self, index: int, event: Event) -> ChatDelta | None:
-        """The delta of choice `index` for an event; None if the client does not see it."""
+        """Return the delta of choice `index` for an event; None if the client does not see it."""
         match event:
             case Content(text):
                 return ChatDelta(content=text)

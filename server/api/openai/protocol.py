@@ -102,7 +102,7 @@ HINTS: dict[str, tuple] = {
     "safety_identifier": (),
     "verbosity": ("medium",),
     "stream_interval": (1,),
-    "length_penalty": (1.0,),  # of beams
+    "length_penalty": (1.0,),  # for beams
     "early_stopping": (False,),
     # llama.cpp's: blocks of the cache have no slots, and a prompt is never cut in its middle
     "id_slot": (-1,),
@@ -130,7 +130,7 @@ UNSUPPORTED: dict[str, tuple] = {
     "return_meta_info": (False,),
     "moderation": (),  # a client that asks for it relies on it
 }
-# of conversations; a text completion has neither
+# for conversations; a text completion has neither
 TOOLS: dict[str, tuple] = {
     "tools": ([],),
     "tool_choice": ("none",),
@@ -227,7 +227,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     cache_prompt: bool | None = None  # false: compute the whole prompt
     format: Format = None  # response_format
     options: Options | None = None
-    # where to stop
+    # stopping
     max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None
     stop: Stop | Stops | None = None
@@ -250,11 +250,11 @@ class GenerationFields(SamplingFields, kw_only=True):
     # drafts (`docs/speculation.md`), which change no text
     speculation: bool | None = None
     prediction: Prediction | None = None
-    # what to return
+    # results
     prompt_logprobs: AtLeastMinusOne | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    return_progress: bool | None = None  # of the prompt, in comments of the stream
+    return_progress: bool | None = None  # for the prompt, in comments of the stream
     return_timings: bool | None = None  # llama.cpp's `timings`, in the answer or its last chunk
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -305,7 +305,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
 
 class SpokenAnswer(msgspec.Struct, kw_only=True):
-    """What the assistant said aloud: its text, or only its id at another server."""
+    """The assistant's spoken words: its text, or only its id at another server."""
 
     id: Name | None = None
     transcript: Text | None = None
@@ -319,12 +319,12 @@ class Message(msgspec.Struct, kw_only=True):
     content: Text | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
     name: Name | None = None
     refusal: Text | None = None
-    # of the assistant: calls, the older form of one call, and what it thought, under either name
+    # for the assistant: calls, the older form of one call, and its thoughts, under either name
     tool_calls: MessageToolCalls | None = None
     function_call: CalledFunction | None = None
     reasoning: Text | None = None
     reasoning_content: Text | None = None
-    tool_call_id: CallId | None = None  # of the result of a tool
+    tool_call_id: CallId | None = None  # in the result of a tool
     audio: SpokenAnswer | None = None
 
     harmless: ClassVar = frozenset({"annotations", "reasoning_details"})
@@ -371,13 +371,13 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     max_completion_tokens: NonNegative | None = None
     logprobs: bool | None = None
     top_logprobs: AtLeastMinusOne | None = None
-    # how the messages become a prompt
+    # rendering of the messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: Template | None = None  # only with --trust-request-chat-template
     chat_template_kwargs: TemplateKwargs | None = None
     documents: Documents | None = None
-    mm_processor_kwargs: ProcessorOptions | None = None  # how images are sized
+    mm_processor_kwargs: ProcessorOptions | None = None  # sizes of images
     # tools; `functions` and `function_call` are their older form
     tools: Tools | None = None
     tool_choice: Choice | None = None

@@ -25,7 +25,9 @@ class _Keeping(needs.Settings, needs.Streams, Protocol):
 
 
 def stream_name(request: Request, streams: bool | None) -> str | None:
-    """The name that the client gave the stream of its answer in order to resume it, if it did. Raises BadRequest."""
+    """Return the name that the client gave the stream of its answer in order to resume it, if it did. Raises
+    BadRequest.
+    """
     if (name := request.headers.get(HEADER)) is None:
         return None
     if not streams:
@@ -38,7 +40,7 @@ def stream_name(request: Request, streams: bool | None) -> str | None:
 def event_stream(
     request: Request, state: _Keeping, frames: AsyncGenerator[bytes, None], progress: Progress | None
 ) -> EventStream:
-    """The response that sends `frames`: resumable, if the client named it and there is room."""
+    """Return the response that sends `frames`: resumable, if the client named it and there is room."""
     keep_alive = state.config.server.sse_keep_alive_interval
     name = stream_name(request, True)
     kept = None if name is None else state.streams.add(owner(request), name, caller(request).turn)

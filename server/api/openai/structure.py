@@ -36,7 +36,7 @@ _KINDS: dict[str, Kind] = {
 
 
 def structure_of(body: GenerationFields) -> Structure | None:
-    """The constraint on the output. Raises BadRequest if it is malformed or if there are two."""
+    """Return the constraint on the output. Raises BadRequest if it is malformed or if there are two."""
     given = [*_response_format(body.response_format), *_structured_outputs(body.structured_outputs), *_fields(body)]
     if len(given) > 1:
         names = " and ".join(structure.param for structure in given)
@@ -50,7 +50,7 @@ def structure_of(body: GenerationFields) -> Structure | None:
 
 
 def from_options(options: StructuredOutputs, param: str) -> Structure:
-    """The one constraint that `options` has. Raises BadRequest unless there is exactly one."""
+    """Return the one constraint that `options` has. Raises BadRequest unless there is exactly one."""
     given = {name: value for name in _KINDS if (value := getattr(options, name)) not in (None, False)}
     if len(given) != 1:
         raise BadRequest(
@@ -113,7 +113,7 @@ def _response_format(given: dict[str, Any] | None) -> Iterator[Structure]:
 
 
 def _json(value: Json, param: str) -> Any:
-    """A value that may be given as the text of its JSON. Raises BadRequest."""
+    """Return a value that may be given as the text of its JSON. Raises BadRequest."""
     if not isinstance(value, str):
         return value
     try:

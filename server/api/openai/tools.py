@@ -148,7 +148,7 @@ FunctionChoice = Literal["none", "auto"] | ToolReference
 
 
 def tools_of(definitions: list[ToolDefinition] | None, functions: list[FunctionTool] | None) -> list[Tool]:
-    """The tools of a request, in `tools` or the older `functions`. Raises BadRequest."""
+    """Return the tools of a request, in `tools` or the older `functions`. Raises BadRequest."""
     if definitions and functions:
         raise BadRequest("functions is the old form of tools: give one of them.", param="functions")
     param = "functions" if functions else "tools"
@@ -201,7 +201,9 @@ def required(value: T | None, path: str) -> T:
 def choice_of(
     choice: Choice | None, function_call: FunctionChoice | None, tools: list[Tool], parallel: bool
 ) -> ToolChoice:
-    """The choice of tools by `tool_choice` or the older `function_call`. Raises BadRequest if the tools exclude it."""
+    """Return the choice of tools by `tool_choice` or the older `function_call`. Raises BadRequest if the tools exclude
+    it.
+    """
     param, wanted = ("tool_choice", choice) if function_call is None else ("function_call", function_call)
     if choice is not None and function_call is not None:
         raise BadRequest("function_call is the old form of tool_choice: give one of them.", param=param)
@@ -222,13 +224,15 @@ def choice_of(
 
 
 def _reference(tool: NamedChoice | AllowedTool, path: str) -> tuple[str, bool]:
-    """The name of the tool, and whether it is a custom one."""
+    """Return the name of the tool, and whether it is a custom one."""
     named = required(tool.function if tool.type == "function" else tool.custom, f"{path}.{tool.type}")
     return named.name, tool.type == "custom"
 
 
 def known_names(references: list[tuple[str, bool]], tools: list[Tool], param: str) -> frozenset[str]:
-    """The names of tools, each with whether it is a custom one. Raises BadRequest for one that is not in `tools`."""
+    """Return the names of tools, each with whether it is a custom one. Raises BadRequest for one that is not in
+    `tools`.
+    """
     known = {(tool.name, tool.custom) for tool in tools}
     for name, custom in references:
         if (name, custom) not in known:
@@ -242,7 +246,7 @@ def known_names(references: list[tuple[str, bool]], tools: list[Tool], param: st
 
 
 def template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
-    """A call in the form that templates expect. Raises BadRequest."""
+    """Return a call in the form that templates expect. Raises BadRequest."""
     if call.type != "custom":
         function = required(call.function, f"{path}.function")
         name, arguments = function.name, function.arguments or ""

@@ -103,7 +103,7 @@ def _options(body: GenerationFields, max_tokens: int | None, logprobs: int | Non
 
 
 def _chat_max_tokens(body: ChatCompletionRequest) -> tuple[str, int | None]:
-    """The field that sets the limit, and its value."""
+    """Return the field that sets the limit, and its value."""
     new, old = body.max_completion_tokens, body.max_tokens
     if new is not None and old not in (None, new):
         raise BadRequest(
@@ -140,7 +140,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list
 
 
 def conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
-    """The messages and how to render them. Raises BadRequest naming the message at fault."""
+    """Return the messages and how to render them. Raises BadRequest naming the message at fault."""
     messages = [template_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
     _check_results(messages)
     out = Conversation(
@@ -174,8 +174,8 @@ def _check_results(messages: list[dict[str, Any]]) -> None:
 
 
 def template_message(message: Message, path: str) -> dict[str, Any]:
-    """A message in the form that templates expect, text and images. Beside calls, content may be
-    None. Raises BadRequest.
+    """Return a message in the form that templates expect, text and images. Next to calls, content may be None. Raises
+    BadRequest.
     """
     if message.role not in ROLES:
         raise BadRequest(
@@ -207,7 +207,7 @@ def template_message(message: Message, path: str) -> dict[str, Any]:
 
 
 def _calls(message: Message, path: str) -> list[dict[str, Any]]:
-    """The calls of a message of the assistant, in `tool_calls` or the older `function_call`."""
+    """Return the calls of a message of the assistant, in `tool_calls` or the older `function_call`."""
     if message.function_call is not None:
         call = MessageToolCall(function=message.function_call)
         return [template_call(call, f"{path}.function_call")]
@@ -215,7 +215,7 @@ def _calls(message: Message, path: str) -> list[dict[str, Any]]:
 
 
 def reasoning_of(body: ChatCompletionRequest) -> Reasoning:
-    """How the model shall think, in the fields of several servers. Raises BadRequest for two that differ."""
+    """Return how the model shall think, in the fields of several servers. Raises BadRequest for two that differ."""
     switch = body.reasoning or ReasoningSwitch()
     enabled = _one_of("enable_thinking", body.enable_thinking, "reasoning.enabled", switch.enabled)
     think = body.think if isinstance(body.think, bool) else None

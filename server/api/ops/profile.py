@@ -47,10 +47,8 @@ def _refuse(reason: str) -> None:
         raise Conflict(f"{reason[:1].upper()}{reason[1:]}.")
 
 
-async def _in_engines(
-    request: Request, state: needs.ConfiguredEngine, method: Callable[[EngineCalls], T]
-) -> list[T]:
-    """The answer of each engine. Raises NotFound without a folder for profiles, Unavailable, EngineError."""
+async def _in_engines(request: Request, state: needs.ConfiguredEngine, method: Callable[[EngineCalls], T]) -> list[T]:
+    """Return the answer of each engine. Raises NotFound without a folder for profiles, Unavailable, EngineError."""
     if state.config.device.torch_profiler_dir is None:
         raise NotFound("This server takes no profiles: start it with --torch-profiler-dir DIR.")
     if any(name in request.headers for name in ("origin", "sec-fetch-site")):  # a web page

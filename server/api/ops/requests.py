@@ -31,7 +31,7 @@ class RunningRequest(msgspec.Struct, kw_only=True):
     """One choice of a request in the engine. `age` is in seconds since it came there."""
 
     request_id: str  # the id of its answer
-    engine_request_id: str  # of this choice
+    engine_request_id: str  # for this choice
     key: str  # the name of its API key; without keys, the client's address
     phase: str  # waiting, prefill or decode
     age: float
@@ -96,7 +96,7 @@ async def load(request: Request, state: needs.Load) -> Response:
 
 
 async def _in_engines(state: needs.Engine, method: Callable[[EngineCalls, *Args], list[T]], *args: *Args) -> list[T]:
-    """The list that a method of the engine answers, of all engines together. Raises Unavailable, EngineError."""
+    """Return the list that a method of the engine answers, of all engines together. Raises Unavailable, EngineError."""
     state.require_ready()
     try:
         found = await state.client.call_each(method, *args)
@@ -108,8 +108,8 @@ async def _in_engines(state: needs.Engine, method: Callable[[EngineCalls, *Args]
 
 
 def _names(engine_id: str) -> tuple[str, str, str]:
-    """The ids by which clients know the request of a choice: its own id, that of the answer, and that without the
-    prefix. Ids in the engine end with `-` and a serial number, and with several choices with `/` and the choice's
+    """Return the ids by which clients know the request of a choice: its own id, that of the answer, and that without
+    the prefix. Ids in the engine end with `-` and a serial number, and with several choices with `/` and the choice's
     number.
     """
     answer = re.sub(r"-\d+(/\d+)?$", "", engine_id)

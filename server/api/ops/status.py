@@ -69,7 +69,7 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     structured_output: dict[str, str | list[str]]
     num_requests_in_flight: int
     restarts: Restarts
-    recent_errors: list[Failure]  # of this process
+    recent_errors: list[Failure]  # for this process
     log_lines: list[Line] = []  # warnings and worse, of this process and the engines
 
 
@@ -148,7 +148,7 @@ async def metrics_history(request: Request, state: _Server) -> Response:
 
 
 async def _log_lines(state: needs.Engine) -> list[Line]:
-    """The newest lines of the log, the oldest first; without those of engines that do not answer."""
+    """Return the newest lines of the log, the oldest first; without those of engines that do not answer."""
     try:
         of_engines = await state.client.call_each(EngineCalls.log_lines, timeout=2.0)
     except (RuntimeError, TimeoutError):  # not ready, or in a long step
@@ -157,8 +157,8 @@ async def _log_lines(state: needs.Engine) -> list[Line]:
 
 
 async def _asked(state: needs.Engine, method: Callable[[EngineCalls], object]) -> object:
-    """The engines' reports: the kernels in use, the progress of their compilation and since when they are in use, or
-    what is in the tiers below the KV cache. None if no engine says.
+    """Return the engines' reports: the kernels in use, the progress of their compilation and since when they are in
+    use, or the contents of the tiers below the KV cache. None if no engine reports.
     """
     try:
         return await state.client.call(method, timeout=2.0)
@@ -173,7 +173,7 @@ def _engine(ready: Ready) -> dict[str, Any]:
 
 
 def _public_settings(config: Config) -> dict[str, Any]:
-    """All settings but the secrets, and of paths the last part."""
+    """Return all settings but the secrets, and of paths the last part."""
     sections = {section.name: getattr(config, section.name) for section in dataclasses.fields(config)}
     return {
         name: {

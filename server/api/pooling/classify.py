@@ -46,7 +46,7 @@ async def classify(request: Request, state: needs.Vectors) -> Response:
             data.append(Classification(i, labels[probs.index(max(probs))], probs, len(probs)))
         return sse.JsonResponse(
             ClassificationList(
-                id=request_id, created=int(time.time()), model=name, data=data, usage=VectorUsage.of(found)
+                id=request_id, created=int(time.time()), model=name, data=data, usage=VectorUsage.from_vectors(found)
             )
         )
 
@@ -77,7 +77,7 @@ async def pool(request: Request, state: needs.Vectors) -> Response:
         ]
         return sse.JsonResponse(
             PoolingList(
-                id=request_id, created=int(time.time()), model=name, data=data, usage=VectorUsage.of(found)
+                id=request_id, created=int(time.time()), model=name, data=data, usage=VectorUsage.from_vectors(found)
             )
         )
 

@@ -44,7 +44,7 @@ async def score(request: Request, state: needs.Vectors) -> Response:
                 created=int(time.time()),
                 model=state.answering(body.model),
                 data=scores,
-                usage=VectorUsage.of(found),
+                usage=VectorUsage.from_vectors(found),
             )
         )
 
@@ -72,7 +72,9 @@ async def rerank(request: Request, state: needs.Vectors) -> Response:
             for result in results:
                 result.document = Document(_text(body.documents[result.index]))
         return sse.JsonResponse(
-            RerankList(id=request_id, model=state.answering(body.model), results=results, usage=VectorUsage.of(found))
+            RerankList(
+                id=request_id, model=state.answering(body.model), results=results, usage=VectorUsage.from_vectors(found)
+            )
         )
 
     return await state.threads.run(answer_size(found), answer, caller(request).turn)
@@ -90,7 +92,7 @@ def _scoring(
 
 
 def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
-    """One query for all documents, or as many queries as documents."""
+    """Return one query for all documents, or as many queries as documents."""
     first, second = body.text_1 or body.queries, body.text_2 or body.documents
     for param, value in (("text_1", first), ("text_2", second)):
         if value is None:

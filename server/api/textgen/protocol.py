@@ -35,7 +35,7 @@ _NOTHING: dict[str, tuple] = {}
 
 
 class Parameters(msgspec.Struct, kw_only=True):
-    """Of TGI."""
+    """The parameters of TGI."""
 
     max_new_tokens: NonNegative | None = None
     do_sample: bool | None = None  # false, and no temperature: greedy
@@ -63,13 +63,13 @@ class Parameters(msgspec.Struct, kw_only=True):
 
 
 class SamplingParameters(SamplingFields, kw_only=True):
-    """Of SGLang."""
+    """The parameters of SGLang."""
 
     max_new_tokens: NonNegative | None = None
     min_new_tokens: NonNegative | None = None
     n: Count | None = None
     seed: Int64 | None = msgspec.field(default=None, name="sampling_seed")
-    custom_params: NgramArguments | None = None  # of custom_logit_processor
+    custom_params: NgramArguments | None = None  # for custom_logit_processor
     stop: Stop | Stops | None = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
@@ -102,7 +102,7 @@ class TextRequest(msgspec.Struct, kw_only=True):
     rid: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
     priority: Int64 | None = None
     speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
-    return_progress: bool | None = None  # of the prompt, in comments of the stream
+    return_progress: bool | None = None  # for the prompt, in comments of the stream
     lora_path: AdapterName | None = None  # the name of a LoRA adapter
 
     harmless: ClassVar = frozenset({"log_metrics"})

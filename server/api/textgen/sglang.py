@@ -88,7 +88,7 @@ class Answer:
         return out if self.many else out[0]
 
     async def frames(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
-        """Bytes of whole events, each with the whole text so far. Closing it aborts the generation."""
+        """Yield bytes of whole events, each with the whole text so far. Closing it aborts the generation."""
         try:
             async for delta in stream:
                 choice = self.choices[delta.index]

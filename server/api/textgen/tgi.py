@@ -74,7 +74,7 @@ class Answer:
         return out
 
     async def frames(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
-        """Bytes of whole events. Closing it aborts the generation."""
+        """Yield bytes of whole events. Closing it aborts the generation."""
         try:
             async for delta in stream:
                 self.texts.append(delta.text)
@@ -93,7 +93,9 @@ class Answer:
             await stream.aclose()
 
     def _streamed(self, delta: Delta) -> dict[str, Any]:
-        """The last token of a delta with all of its text; the texts of those that are not special are the answer's."""
+        """Return the last token of a delta with all of its text; the texts of those that are not special are the
+        answer's.
+        """
         token = self._token(delta.token_ids[-1] if delta.token_ids else 0)
         return token if token["special"] and not delta.text else token | {"text": delta.text, "special": False}
 

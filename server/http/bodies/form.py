@@ -17,7 +17,9 @@ MAX_FORM_BYTES = 1 << 16  # in addition to the file
 
 
 def declared_size(request: Request, most: int, too_large: Callable[[], ApiError]) -> int | None:
-    """The size of the body by its header; None if it comes in chunks. Raises `too_large()` for more than `most`."""
+    """Return the size of the body by its header; None if it comes in chunks. Raises `too_large()` for more than
+    `most`.
+    """
     if (given := request.headers.get("content-length")) is None:
         return None
     if (size := bounded_int(given, 0, 2**63 - 1, "Content-Length")) > most:
@@ -28,8 +30,8 @@ def declared_size(request: Request, most: int, too_large: Callable[[], ApiError]
 async def read_form(
     request: Request, most: int, too_large: Callable[[], ApiError], what: str, max_fields: int = 16
 ) -> FormData:
-    """The form in a body of at most `most` bytes, for more of which `too_large()` is raised; `what` says for an error
-    what must be sent. Raises BadRequest, NotInstalled, UnsupportedMediaType, ClientGone.
+    """Return the form in a body of at most `most` bytes, for more of which `too_large()` is raised; `what` says for an
+    error what must be sent. Raises BadRequest, NotInstalled, UnsupportedMediaType, ClientGone.
     """
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise UnsupportedMediaType(f"{what} must be sent as multipart/form-data.")
@@ -50,7 +52,7 @@ async def read_form(
 
 
 async def _counted(request: Request, most: int, too_large: Callable[[], ApiError]) -> AsyncGenerator[bytes, None]:
-    """The body. Bytes that were read are on their way to a temporary file, so they count no more as memory."""
+    """Yield the body. Bytes that were read are on their way to a temporary file, so they count no more as memory."""
     connection, size = connection_of(request.scope), 0
     async for part in request.stream():
         size += len(part)

@@ -6,18 +6,18 @@ import zlib
 
 from quire.server.errors import BadRequest
 
-_MAX_RATIO = 1032  # of deflate: what follows from a byte at most
+_MAX_RATIO = 1032  # deflate's largest output per byte of input
 _MAX_MEMBERS = 16  # each copies the rest
 _GZIP = 16 + zlib.MAX_WBITS
 
 
 def largest_result(raw: bytes) -> int:
-    """The most bytes that `raw` can become."""
+    """Return the most bytes that `raw` can become."""
     return _MAX_RATIO * len(raw)
 
 
 def decompress(raw: bytes, limit: int) -> bytes | None:
-    """The bytes, or None if there are more than `limit`. Raises BadRequest if it is no gzip data, or cut off."""
+    """Return the bytes, or None if there are more than `limit`. Raises BadRequest if it is no gzip data, or cut off."""
     parts, size = [], 0
     while raw or not parts:
         if len(parts) == _MAX_MEMBERS:

@@ -223,7 +223,7 @@ class Connection(H11Protocol):
         return True
 
     def forget_body(self) -> None:
-        """The current request's body is no longer in memory."""
+        """Record that the current request's body is no longer in memory."""
         self.shared.body_bytes -= self._body_bytes
         self._body_bytes = 0
         if self._largest_body > LARGE_BODY:

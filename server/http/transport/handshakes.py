@@ -1,4 +1,4 @@
-"""TLS handshakes. asyncio tells nothing of a connection before its handshake has ended, so that clients that begin none
+"""TLS handshakes. asyncio reports a connection only after its handshake, so that clients that begin none
 would take all descriptors. Here it counts as an idle connection from the first moment on: its time is bounded, and it
 makes room for new ones.
 """
@@ -61,7 +61,7 @@ class Handshake(asyncio.Protocol):
 
 
 class _Early(asyncio.Protocol):
-    """What arrives between the end of the handshake and the moment that the connection has its protocol."""
+    """Data that arrives between the end of the handshake and the moment that the connection has its protocol."""
 
     def __init__(self) -> None:
         self._data: list[bytes] = []

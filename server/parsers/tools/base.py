@@ -52,7 +52,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def recognize(self, template: str, has_token: HasToken) -> str | None:
-        """Why this chat template's models write calls in this format; None if they do not."""
+        """Return why this chat template's models write calls in this format; None if they do not."""
 
     @abstractmethod
     def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
@@ -60,7 +60,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
-        """The structural tag of answers that call `tools`; None if any text will do.
+        """Return the structural tag of answers that call `tools`; None if any text will do.
 
         With `required`, at least one call, and every call's arguments fit the tool's schema. Without, text and calls,
         and the schema is enforced for strict tools. Without `parallel`, at most one call. A named call is `required`
@@ -68,7 +68,7 @@ class ToolFormat(ABC):
         """
 
     def call_id(self, name: str, index: int) -> str | None:
-        """An id for call `index` of a conversation that the model's template accepts; None if any will do."""
+        """Return an id for call `index` of a conversation that the model's template accepts; None if any will do."""
         return None
 
 
@@ -77,8 +77,8 @@ def needs_structure(tools: Sequence[Tool], required: bool, parallel: bool) -> bo
 
 
 def arguments(tool: Tool, required: bool, write: Callable[[dict[str, Any]], Format]) -> Format:
-    """The arguments of a call; `write` gives the format of an object by its schema. Any object for tools that are not
-    strict, if the model calls them by its own choice.
+    """Return the arguments of a call; `write` gives the format of an object by its schema. Any object for tools that
+    are not strict, if the model calls them by its own choice.
     """
     free = write({"type": "object"})
     if not (required or tool.strict):
@@ -111,7 +111,7 @@ def optional_space() -> Format:
 
 
 def separated(tags: Sequence[Format], separator: str, parallel: bool) -> Format:
-    """One or more tags and nothing else."""
+    """Return a format of one or more tags only."""
     return {
         "type": "tags_with_separator",
         "tags": list(tags),
@@ -133,7 +133,7 @@ def structural_tag(content: Format) -> dict[str, Any]:
 def marked_calls(
     tags: Sequence[Format], trigger: str, *, separator: str, required: bool, parallel: bool
 ) -> dict[str, Any]:
-    """The structural tag of a format in which every call is a tag that begins with `trigger`."""
+    """Return the structural tag of a format in which every call is a tag that begins with `trigger`."""
     if required:
         return structural_tag(sequence(optional_space(), separated(tags, separator, parallel)))
     return structural_tag(among_text(trigger, tags, parallel))
@@ -149,7 +149,7 @@ def section_of_calls(
     required: bool,
     parallel: bool,
 ) -> dict[str, Any]:
-    """The structural tag of a format that writes all calls of an answer into one section."""
+    """Return the structural tag of a format that writes all calls of an answer into one section."""
     section = tag(opening, separated(tags, separator, parallel), closing)
     if required:
         return structural_tag(sequence(optional_space(), section))
@@ -157,8 +157,8 @@ def section_of_calls(
 
 
 def first_calls(calls: Format, forbidden: str, excludes: Sequence[str], *, required: bool) -> dict[str, Any]:
-    """The structural tag of a format whose calls begin the answer without a marker: text may not begin like them, that
-    is with white space or one of the characters `forbidden`, and has none of `excludes`.
+    """Return the structural tag of a format whose calls begin the answer without a marker: text may not begin like
+    them, that is with white space or one of the characters `forbidden`, and has none of `excludes`.
     """
     if required:
         return structural_tag(sequence(optional_space(), calls))
@@ -170,7 +170,7 @@ def first_calls(calls: Format, forbidden: str, excludes: Sequence[str], *, requi
 def json_calls(
     tools: Sequence[Tool], required: bool, *, key: str = "arguments", opening: str = "", closing: str = ""
 ) -> list[Format]:
-    """A tag `opening {"name": ..., "arguments": {...}} closing` for every tool."""
+    """Return a tag `opening {"name": ..., "arguments": {...}} closing` for every tool."""
     return [
         tag(
             f'{opening}{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ',

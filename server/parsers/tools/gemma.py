@@ -34,7 +34,7 @@ from quire.server.parsers.tools.pythonic import Pythonic, read_call
 from quire.server.values import Json
 
 _NAME = re.compile(r"[\w.\-]+")
-_MAX_DEPTH = 12  # of values in the format's own notation
+_MAX_DEPTH = 12  # for values in the format's own notation
 _CONSTRAINTS = {
     *("allOf", "anyOf", "oneOf", "not", "const", "patternProperties", "propertyNames", "dependentRequired", "if"),
     *("pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "uniqueItems", "contains", "prefixItems"),
@@ -85,8 +85,8 @@ class Gemma4(ToolFormat):
         return members(schema, member, ",", free)
 
     def _value(self, schema: Json, depth: int) -> Format:
-        """A value in the format's own notation; in JSON, which `literals` reads, too, if the schema asks for more than
-        types and properties, or is deep.
+        """Return a value in the format's own notation; in JSON, which `literals` reads, too, if the schema asks for
+        more than types and properties, or is deep.
         """
         if depth > _MAX_DEPTH:
             return json_schema(schema)

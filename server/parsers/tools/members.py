@@ -11,8 +11,8 @@ Member = Callable[[str, Any], Format]  # name and schema of a property -> its fo
 
 
 def members(schema: Mapping[str, Any], member: Member, separator: str, free: Format) -> Format:
-    """Members of an object in the order of its properties, the required ones first, with `separator` between them;
-    `free` if the schema does not say which.
+    """Return members of an object in the order of its properties, the required ones first, with `separator` between
+    them; `free` if the schema does not say which.
     """
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):

@@ -31,7 +31,7 @@ class XmlCalls(ToolFormat):
     An end tag ends a value only if another tag follows, so that code may contain it.
     """
 
-    style: str  # of xgrammar's json_schema format
+    style: str  # for xgrammar's json_schema format
     section: tuple[str, str]
     call: tuple[str, str, str]
     argument: tuple[str, str, str]

@@ -54,7 +54,7 @@ class Described:
         return {**result, "additionalProperties": False}
 
     def unmatched(self) -> list[str]:
-        """The names that no pattern matches."""
+        """Return the names that no pattern matches."""
         return [name for name in self.names if not any(_found(pattern, name) for pattern in self.patterns)]
 
     def __or__(self, other: Described) -> Described:
@@ -67,7 +67,9 @@ class Described:
 
 
 def described(schemas: Iterable[Any], resolve: Callable[[Any], Any]) -> Described:
-    """By schemas as given, which all apply to one value, in their order. `resolve` gives what a `$ref` names."""
+    """Return the properties that `schemas`, as given, describe; they all apply to one value, in their order. `resolve`
+    returns the schema that a `$ref` names.
+    """
     found = Described()
     pending, seen = list(schemas)[::-1], set()
     while pending:
@@ -87,7 +89,7 @@ def described(schemas: Iterable[Any], resolve: Callable[[Any], Any]) -> Describe
 
 
 def own(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without its alternatives."""
+    """Return the schema without its alternatives."""
     return {keyword: value for keyword, value in schema.items() if keyword not in _UNIONS}
 
 
@@ -96,8 +98,8 @@ def has_parts(schema: dict[str, Any]) -> bool:
 
 
 def how_parts(schema: dict[str, Any], closing: Closing) -> Closing:
-    """How the subschemas that apply to the same value as `schema` are normalized: closed if one of them, whichever it
-    is, describes the whole object.
+    """Return how the subschemas that apply to the same value as `schema` are normalized: closed if one of them,
+    whichever it is, describes the whole object.
     """
     if closing is not Closing.CLOSED:
         return closing
@@ -109,7 +111,7 @@ def how_parts(schema: dict[str, Any], closing: Closing) -> Closing:
 
 
 def closed_alternative(branch: Schema, seen: Described) -> Schema:
-    """A normalized alternative, closed."""
+    """Return a normalized alternative, closed."""
     if branch is False or not seen.closes():
         return branch
     return seen.schema() if branch is True else {"allOf": [seen.schema(), branch]}

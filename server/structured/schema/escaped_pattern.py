@@ -32,7 +32,7 @@ class PatternError(ValueError):
 
 
 def written(pattern: str, flags: str, writing: Writing) -> str:
-    """The pattern, without slashes. `flags` are letters of `imsu`. Raises PatternError."""
+    """Return the pattern, without slashes. `flags` are letters of `imsu`. Raises PatternError."""
     if unknown := set(flags) - set("imsu"):
         raise PatternError(f"the flag {min(unknown)!r} is not supported here")
     try:
@@ -45,7 +45,7 @@ def written(pattern: str, flags: str, writing: Writing) -> str:
 
 
 def written_text(text: str, writing: Writing, ignore_case: bool) -> str:
-    """The pattern of one text."""
+    """Return the pattern of one text."""
     writer = _Writer(writing)
     return "".join(writer.one_of([(ops.LITERAL, ord(char))], re.IGNORECASE if ignore_case else 0) for char in text)
 
@@ -81,7 +81,7 @@ class _Writer:
         raise PatternError(f"{_REFUSED.get(op, str(op).lower())} is not supported")
 
     def one_of(self, members: Any, flags: int) -> str:
-        """One character of a set, given as Python's parser has it."""
+        """Return one character of a set, given as Python's parser has it."""
         negated = bool(members) and members[0][0] is ops.NEGATE
         members = members[1:] if negated else members
         others = [

@@ -35,7 +35,7 @@ class Rules(Protocol):
 
 
 def are_needed(schema: Schema) -> bool:
-    """For the whole normalized schema."""
+    """Return whether the whole normalized schema needs these rules."""
     return isinstance(schema, dict) and (
         _is_large(schema) or any(map(are_needed, [*_children(schema), *schema.get("$defs", {}).values()]))
     )
@@ -52,7 +52,7 @@ class JsonRules:
         self.needed = _needed(definitions)
 
     def whole(self, schema: Schema) -> str:
-        """The name of a rule for the schema. Raises RulesError."""
+        """Return the name of a rule for the schema. Raises RulesError."""
         start = self.builder.rule(self.expression({key: schema[key] for key in schema if key != "$defs"}, "#"))
         while self.pending:
             reference = self.pending.pop()
@@ -163,7 +163,7 @@ def _children(schema: dict[str, Any]) -> Iterator[Schema]:
 
 
 def _needed(definitions: dict[str, Schema]) -> set[str]:
-    """The references to definitions that have such numbers, in themselves or in others."""
+    """Return the references to definitions that have such numbers, in themselves or in others."""
     found: set[str] = set()
     while True:
         more = {

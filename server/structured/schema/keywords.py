@@ -15,7 +15,7 @@ from quire.server.values import Json
 
 MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 20_000
-MAX_DIVISOR = 1_100_000  # of multipleOf, without its decimal point: the library's automaton has as many states
+MAX_DIVISOR = 1_100_000  # for multipleOf, without its decimal point: the library's automaton has as many states
 
 _Check = tuple[Callable[[Any], bool], str]  # a test of a value, and the right values in words
 

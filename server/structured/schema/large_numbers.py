@@ -21,7 +21,7 @@ def is_finite(number: float) -> bool:
 
 
 def without_vacuous(bounds: Mapping[str, Any]) -> dict[str, Any]:
-    """The bounds without those that exclude no double."""
+    """Return the bounds without those that exclude no double."""
     lower = {name: bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds}
     upper = {name: bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds}
     return {name: value for name, value in lower.items() if value > -_MOST} | {
@@ -34,7 +34,7 @@ def are_large(bounds: Mapping[str, Any]) -> bool:
 
 
 def integers(bounds: Mapping[str, Any]) -> str | None:
-    """The pattern of the integers within `bounds`; None: there are none."""
+    """Return the pattern of the integers within `bounds`; None: there are none."""
     low, high = _limits(bounds)
     low = None if low is None else math.ceil(low[0]) + (low[1] and low[0].denominator == 1)
     high = None if high is None else math.floor(high[0]) - (high[1] and high[0].denominator == 1)
@@ -42,8 +42,8 @@ def integers(bounds: Mapping[str, Any]) -> str | None:
 
 
 def numbers(bounds: Mapping[str, Any]) -> tuple[str | None, dict[str, Any] | None]:
-    """The numbers within `bounds`: a pattern of those beyond `EXACT`, and bounds of the others, which the library
-    holds; None: there are none.
+    """Return the numbers within `bounds`: a pattern of those beyond `EXACT`, and bounds of the others, which the
+    library holds; None: there are none.
     """
     low, high = _limits(bounds)
     patterns = []
@@ -82,14 +82,14 @@ def _plain(number: Fraction) -> float:
 
 
 def _part(low: int | None, high: int | None, sign: int, least: int) -> tuple[int, int | None]:
-    """The absolute values, from `least` on, of the integers of one sign."""
+    """Return the absolute values, from `least` on, of the integers of one sign."""
     if sign < 0:
         low, high = None if high is None else -high, None if low is None else -low
     return max(least if low is None else low, least), high
 
 
 def _decimals(near: _Limit | None, far: _Limit | None) -> str | None:
-    """Numbers above `EXACT`, between limits of which those above it are whole."""
+    """Return numbers above `EXACT`, between limits of which those above it are whole."""
     first, excluded = EXACT, True
     if near is not None and near[0] > EXACT:
         first, excluded = int(near[0]), near[1]
@@ -114,7 +114,7 @@ def _joined(patterns: list[str | None]) -> str | None:
 
 
 def _digits(low: int, high: int | None) -> str | None:
-    """The pattern of the integers from `low`, which is not negative, to `high`."""
+    """Return the pattern of the integers from `low`, which is not negative, to `high`."""
     if high is not None and high < low:
         return None
     least = len(str(low))
@@ -128,8 +128,9 @@ def _digits(low: int, high: int | None) -> str | None:
 
 
 def _between(first: str, last: str) -> str:
-    """The pattern of as many digits as both have, from `first` to `last`. It halves them, so that groups are nested
-    only as deep as the logarithm of their length: the library takes some 250 levels, and a double has 309 digits.
+    """Return the pattern of as many digits as both have, from `first` to `last`. It halves them, so that groups are
+    nested only as deep as the logarithm of their length: the library takes some 250 levels, and a double has 309
+    digits.
     """
     size = len(first)
     if first == last:

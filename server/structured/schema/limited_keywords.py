@@ -25,7 +25,8 @@ _Part = Callable[[dict[str, Any], dict[str, Any], Inner, Resolve], Schema]
 
 
 def part_of(keyword: str, schema: dict[str, Any], base: dict[str, Any], inner: Inner, resolve: Resolve) -> Schema:
-    """The constraint of `keyword` in `schema`; True if there is none, or `base` implies it. Raises Inexpressible.
+    """Return the constraint of `keyword` in `schema`; True if there is none, or `base` implies it. Raises
+    Inexpressible.
 
     `base` has the normalized keywords; those that the part replaces are removed.
     """
@@ -39,7 +40,7 @@ def _one_of(schema: dict[str, Any], base: dict[str, Any], inner: Inner, resolve:
 
 
 def _not(schema: dict[str, Any], base: dict[str, Any], inner: Inner, resolve: Resolve) -> Schema:
-    return Complement(resolve).of(inner("not", schema["not"]), types_of(base))
+    return Complement(resolve).negate(inner("not", schema["not"]), types_of(base))
 
 
 def _if(schema: dict[str, Any], base: dict[str, Any], inner: Inner, resolve: Resolve) -> Schema:

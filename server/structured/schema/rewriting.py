@@ -38,7 +38,7 @@ MAX_ALTERNATIVES = 400  # per keyword
 
 def if_then_else(condition: Schema, then: Schema, otherwise: Schema, types: frozenset[str], resolve: Resolve) -> Schema:
     """`if`, `then` and `else`."""
-    return any_of([all_of([condition, then]), all_of([Complement(resolve).of(condition, types), otherwise])])
+    return any_of([all_of([condition, then]), all_of([Complement(resolve).negate(condition, types), otherwise])])
 
 
 def exactly_one(branches: list[Schema], types: frozenset[str], resolve: Resolve) -> Schema:
@@ -50,7 +50,7 @@ def exactly_one(branches: list[Schema], types: frozenset[str], resolve: Resolve)
     if all(disjoint(a, b, resolve) for a, b in combinations(typed, 2)):
         return any_of(branches)
     complement = Complement(resolve)
-    others = [complement.of(branch, types) for branch in branches]
+    others = [complement.negate(branch, types) for branch in branches]
     return any_of(
         all_of([branch, *(other for j, other in enumerate(others) if j != i)]) for i, branch in enumerate(branches)
     )
@@ -82,7 +82,7 @@ def named(names: Schema, types: frozenset[str], resolve: Resolve) -> Schema:
 
 
 def _pattern(names: Schema, resolve: Resolve, seen: tuple[str, ...] = ()) -> str | None:
-    """The pattern of a schema's strings; None: all, "": none."""
+    """Return the pattern of a schema's strings; None: all, "": none."""
     if isinstance(names, bool):
         return None if names else ""
     if "string" not in types_of(names):
@@ -137,7 +137,7 @@ def counted(base: dict[str, Any], types: frozenset[str]) -> Schema:
 def _exact_choices(
     base: dict[str, Any], optional: list[str], least: int, most: float, is_closed: bool
 ) -> Iterator[dict[str, Any]]:
-    """Objects with every choice of optional properties, without the others, and with free names for the rest."""
+    """Yield objects with every choice of optional properties, without the others, and with free names for the rest."""
     bounds = {} if is_closed else {key: base[key] for key in ("minProperties", "maxProperties") if key in base}
     for size in range(least, len(optional) + 1):
         if size > most:
@@ -161,7 +161,7 @@ def containing(
     length = base.get("maxItems", math.inf)
     if base.get("items") is False:
         length = min(length, len(base.get("prefixItems", ())))
-    other = Complement(resolve).of(item) if most < length else True
+    other = Complement(resolve).negate(item) if most < length else True
     if (least or most) and length > MAX_ALTERNATIVES:
         raise Inexpressible("without a small maxItems, it is not supported")
     return _for_type("array", _placements(item, other, least, most, length), types)
@@ -231,7 +231,7 @@ def unevaluated(others: Schema, base: dict[str, Any], resolve: Resolve) -> Schem
 
 
 def _closed(schemas: list[Schema], others: Schema, resolve: Resolve) -> Schema:
-    """Objects whose properties that `schemas` do not evaluate match `others`."""
+    """Return objects whose properties that `schemas` do not evaluate match `others`."""
     found = _Evaluated()
     for schema in schemas:
         found.add(schema, resolve)
@@ -274,7 +274,7 @@ class _Evaluated:
 
 
 def _for_type(kind: str, alternatives: Iterable[Schema], types: frozenset[str]) -> Schema:
-    """Values of `kind` that match one of the alternatives, and those of the other types."""
+    """Return values of `kind` that match one of the alternatives, and those of the other types."""
     branches: list[Schema] = []
     for alternative in alternatives:
         if len(branches) >= MAX_ALTERNATIVES:

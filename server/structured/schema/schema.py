@@ -20,10 +20,10 @@ from quire.server.structured.schema.limited_keywords import LIMITED, part_of
 from quire.server.structured.schema.schema_algebra import Derived, Inexpressible, Schema, escaped, may_be
 from quire.server.values import Json
 
-MAX_COUNT = 2**31 - 1  # of characters, items or properties: no answer has more
+MAX_COUNT = 2**31 - 1  # for characters, items or properties: no answer has more
 
-MAPS = ("properties", "patternProperties")  # of names to schemas
-LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")  # of schemas
+MAPS = ("properties", "patternProperties")  # names to schemas
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")  # for schemas
 SCHEMAS = ("items", "additionalProperties")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 ENFORCED = (*VALUES, *MAPS, *LISTS, *SCHEMAS, "$ref")
@@ -33,14 +33,14 @@ FORMATS = frozenset(
 )
 # keywords that validate and cannot be enforced
 REFUSED: dict[str, tuple] = {"unevaluatedItems": (True, {}), "$dynamicRef": (), "$recursiveRef": ()}
-_COMPLEMENTED = ("not", "if", "contains", "propertyNames")  # what is closed has no complement
+_COMPLEMENTED = ("not", "if", "contains", "propertyNames")  # closed schemas have no complement
 _Place = tuple[str, Closing]  # a decoded JSON pointer, and how its schema is normalized
 _APPLICATORS = ("$ref", "anyOf", "oneOf", "allOf", "if", "not", "dependentSchemas", "contains")
 
 
 def structured_output() -> dict[str, str | list[str]]:
-    """Who enforces which keywords and formats of a schema, which of them only where they can be expressed by the
-    others, and which are refused. Others are annotations.
+    """Return keyword -> enforced, partly (only where the other keywords can express it), or refused; formats likewise.
+    Others are annotations.
     """
     return {
         "library": "llguidance",
@@ -52,14 +52,14 @@ def structured_output() -> dict[str, str | list[str]]:
 
 
 def normalize(schema: Json, close: bool = False) -> dict[str, Any] | bool:
-    """The schema in the compiler's subset. `close`: objects that it describes have no other properties, unless it says
-    which. Raises SchemaError.
+    """Return the schema in the compiler's subset. `close`: objects that it describes have no other properties, unless
+    it says which. Raises SchemaError.
     """
     return _Normalizer(schema).run(Closing.CLOSED if close else Closing.OPEN)
 
 
 def children(schema: Json) -> Iterator[tuple[str, Any]]:
-    """The subschemas of a normalized schema with their paths; `$ref` has none."""
+    """Yield the subschemas of a normalized schema with their paths; `$ref` has none."""
     if isinstance(schema, Derived):
         schema = schema.base
     for keyword, value in schema.items() if isinstance(schema, dict) else ():
@@ -113,7 +113,7 @@ class _Normalizer:
             self.defining.remove(name)
 
     def _target(self, reference: str) -> Schema:
-        """The normalized schema that a normalized `$ref` names."""
+        """Return the normalized schema that a normalized `$ref` names."""
         name = reference.removeprefix("#/$defs/")
         if name in self.defining:
             raise Inexpressible("it would need the schema that it is part of")
@@ -186,7 +186,7 @@ class _Normalizer:
         result.update(kept)
 
     def _close(self, schema: dict[str, Any], base: dict[str, Any]) -> list[Schema]:
-        """The keywords that close the object that `schema` describes; changes `base` where that is enough."""
+        """Return the keywords that close the object that `schema` describes; changes `base` where that is enough."""
         if not has_parts(schema):
             known = described([schema], self._place_of)
             if known.closes():
@@ -203,7 +203,7 @@ class _Normalizer:
         return [known.schema()] if known.closes() else []
 
     def _parts(self, schema: dict[str, Any], base: dict[str, Any], path: str, closing: Closing) -> list[Schema]:
-        """The constraints of the keywords that `base` lacks; removes replaced ones from `base`."""
+        """Return the constraints of the keywords that `base` lacks; removes replaced ones from `base`."""
 
         def inner(step: str, child: Json) -> Schema:
             keyword = step.split("/")[0]
@@ -226,7 +226,7 @@ class _Normalizer:
                 raise SchemaError(path, keyword, "this keyword cannot be enforced; remove it or express it otherwise")
 
     def _definition(self, reference: Json, path: str, closing: Closing) -> str:
-        """The name below $defs of the schema that `reference` names."""
+        """Return the name below $defs of the schema that `reference` names."""
         pointer = self._pointer(reference, path)
         place = pointer, closing
         if place not in self.names:
@@ -241,7 +241,7 @@ class _Normalizer:
         return unquote(reference)
 
     def _place_of(self, reference: Json) -> Any:
-        """The schema as given that a reference names; None for a mistake, which its keyword reports."""
+        """Return the schema as given that a reference names; None for a mistake, which its keyword reports."""
         try:
             return self._resolved(self._pointer(reference, "#"), "#")
         except SchemaError:
@@ -262,7 +262,7 @@ class _Normalizer:
 
 
 def _count(keyword: str, value: int, path: str) -> dict[str, int]:
-    """The keyword with its value; empty if it excludes nothing."""
+    """Return the keyword with its value; empty if it excludes nothing."""
     if value <= MAX_COUNT:
         return {keyword: value}
     if keyword.startswith("min"):
@@ -275,7 +275,9 @@ def _is_wrapped(schema: dict[str, Any]) -> bool:
 
 
 def _modern(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with the spellings of older drafts, and a few equivalents, in terms of keywords that are enforced."""
+    """Return the schema with the spellings of older drafts, and a few equivalents, in terms of keywords that are
+    enforced.
+    """
     changed = dict(schema)
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):  # draft 4
         if isinstance(flag := changed.get(exclusive), bool):
@@ -303,7 +305,7 @@ def _modern(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _anchors(schema: Json, path: str) -> Iterator[tuple[str, str]]:
-    """The $anchor of every subschema, with its path."""
+    """Yield the $anchor of every subschema, with its path."""
     if isinstance(schema, dict):
         if isinstance(schema.get("$anchor"), str):
             yield schema["$anchor"], path

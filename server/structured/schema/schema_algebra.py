@@ -40,12 +40,14 @@ class Derived(dict):
 
 
 def escaped(name: str) -> str:
-    """A step of a JSON pointer."""
+    """Return a step of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def types_of(schema: Schema) -> frozenset[str]:
-    """The types that the keyword `type` allows; `integer` stands for the numbers that it allows, without `number`."""
+    """Return the types that the keyword `type` allows; `integer` stands for the numbers that it allows, without
+    `number`.
+    """
     names = schema.get("type", ALL_TYPES) if isinstance(schema, dict) else ALL_TYPES if schema else ()
     types = frozenset({names} if isinstance(names, str) else names)
     return types - {"integer"} if "number" in types else types
@@ -82,17 +84,17 @@ class Complement:
     def __init__(self, resolve: Resolve):
         self.resolve = resolve
 
-    def of(self, schema: Schema, types: Collection[str] = ALL_TYPES, seen: tuple[str, ...] = ()) -> Schema:
-        """A schema of the values of `types` that `schema` excludes. Raises Inexpressible."""
+    def negate(self, schema: Schema, types: Collection[str] = ALL_TYPES, seen: tuple[str, ...] = ()) -> Schema:
+        """Return a schema of the values of `types` that `schema` excludes. Raises Inexpressible."""
         if isinstance(schema, bool):
             return {"type": sorted(types)} if not schema else False
         return any_of(
             part
             for keyword, value in schema.items()
-            for part in self._of_keyword(keyword, value, schema, frozenset(types), seen)
+            for part in self._negate_keyword(keyword, value, schema, frozenset(types), seen)
         )
 
-    def _of_keyword(
+    def _negate_keyword(
         self, keyword: str, value: Json, schema: dict[str, Any], types: frozenset[str], seen: tuple[str, ...]
     ) -> Iterator[Schema]:
         match keyword:
@@ -103,13 +105,13 @@ class Complement:
             case "enum":
                 yield self._other_values(value, types)
             case "anyOf":
-                yield all_of([self.of(branch, types, seen) for branch in value])
+                yield all_of([self.negate(branch, types, seen) for branch in value])
             case "allOf":
-                yield from (self.of(branch, types, seen) for branch in value)
+                yield from (self.negate(branch, types, seen) for branch in value)
             case "$ref":
                 if value in seen:
                     raise Inexpressible("the complement of a recursive schema is not supported")
-                yield self.of(self.resolve(value), types, (*seen, value))
+                yield self.negate(self.resolve(value), types, (*seen, value))
             case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
                 yield from ({"type": kind, _OPPOSITES[keyword]: value} for kind in types & {"number", "integer"})
             case "multipleOf":
@@ -138,7 +140,7 @@ class Complement:
                 bounds = [{"exclusiveMinimum": low, "exclusiveMaximum": high} for low, high in _gaps(given)]
                 parts.extend({"type": kind, **_finite(bound)} for bound in bounds)
             elif kind == "array":
-                parts.append(all_of([self.of(_array(value), ("array",)) for value in given]))
+                parts.append(all_of([self.negate(_array(value), ("array",)) for value in given]))
             elif kind == "object":
                 if any(given):
                     raise Inexpressible("the complement of a constant object is not supported")
@@ -155,9 +157,9 @@ class Complement:
             yield {"type": "array", "minItems": value + 1}
         elif keyword == "prefixItems":
             for i, item in enumerate(value):
-                if (other := self.of(item, seen=seen)) is not False:
+                if (other := self.negate(item, seen=seen)) is not False:
                     yield {"type": "array", "prefixItems": [*[True] * i, other], "minItems": i + 1}
-        elif (other := self.of(value, seen=seen)) is not False:
+        elif (other := self.negate(value, seen=seen)) is not False:
             first, most = len(schema.get("prefixItems", ())), schema.get("maxItems", math.inf)
             if value is False:
                 yield {"type": "array", "minItems": first + 1}
@@ -172,7 +174,7 @@ class Complement:
             yield from ({"type": "object", "properties": {name: False}} for name in value)
         elif keyword == "properties":
             for name, child in value.items():
-                if (other := self.of(child, seen=seen)) is not False:
+                if (other := self.negate(child, seen=seen)) is not False:
                     yield {"type": "object", "properties": {name: other}, "required": [name]}
         elif keyword == "minProperties":
             if value > 0:
@@ -233,7 +235,7 @@ def _finite(bounds: dict[str, float]) -> dict[str, float]:
 
 
 def other_texts(texts: list[str]) -> str:
-    """A pattern of all texts but `texts`."""
+    """Return a pattern of all texts but `texts`."""
     return f"^(?:{_other_endings(sorted(set(texts)))})$"
 
 
@@ -252,12 +254,12 @@ def _escaped(char: str) -> str:
 
 
 def exact_text(texts: Iterable[str]) -> str:
-    """A pattern of `texts`."""
+    """Return a pattern of `texts`."""
     return f"^(?:{'|'.join(''.join(map(_escaped, text)) for text in texts)})$"
 
 
 def identity(value: Json) -> str:
-    """A text that is equal for equal values of JSON."""
+    """Return a text that is equal for equal values of JSON."""
     return json.dumps(_plain(value), sort_keys=True)
 
 
@@ -270,7 +272,7 @@ def _plain(value: Json) -> Any:
 
 
 def values_of(schema: Schema, resolve: Resolve, seen: tuple[str, ...] = ()) -> list[Any] | None:
-    """All values of a schema that has few and says which, each once; else None."""
+    """Return all values of a schema that has few and says which, each once; else None."""
     if schema is False:
         return []
     if schema is True:

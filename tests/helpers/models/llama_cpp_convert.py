@@ -1,6 +1,6 @@
 """Convert a folder with llama.cpp's own converter, with a vocabulary of made-up tokens.
 
-    python -m tests.helpers.models.llama_cpp_convert LLAMA_CPP_DIR MODEL_DIR OUT.gguf
+python -m tests.helpers.models.llama_cpp_convert LLAMA_CPP_DIR MODEL_DIR OUT.gguf
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def test_they_tell_the_time_of_each_phase(server, path, stream):
 def test_an_output_in_one_piece_has_no_rate():
     usage = TokenUsage(num_prompt=5, num_output=19)
     timing = RequestTiming(1.0, 1.5, 2.0, 2.0, 0, 5)
-    found = Timings.of(usage, [timing])
+    found = Timings.from_requests(usage, [timing])
     assert found.predicted_per_second is not found.prompt_per_second and found.prompt_per_second == 10
     assert not isinstance(found.predicted_per_second, float)
 
@@ -54,5 +54,5 @@ def test_an_output_in_one_piece_has_no_rate():
 def test_drafts_are_counted():
     usage = TokenUsage(num_prompt=5)
     usage.add(Choice(0, [], [1, 2], counts=TokenCounts(accepted=3, rejected=1)))
-    found = Timings.of(usage, [RequestTiming(1.0, 1.5, 2.0, 3.0, 0, 5)])
+    found = Timings.from_requests(usage, [RequestTiming(1.0, 1.5, 2.0, 3.0, 0, 5)])
     assert (found.draft_n, found.draft_n_accepted, found.predicted_per_second) == (4, 3, 1)

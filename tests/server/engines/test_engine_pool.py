@@ -85,7 +85,7 @@ def test_each_engine_has_gpus_of_its_own(index, ranks, visible, expected):
 
 def test_metrics_of_all_engines_are_one_page():
     pool = MetricsPool([Metrics("m", 100, True, engine) for engine in range(2)])
-    pool.of(1).observe_stats(EngineStats(num_running=3))
+    pool.for_engine(1).observe_stats(EngineStats(num_running=3))
     pool.observe_http("/v1/models", "GET", 200)
     families = list(text_string_to_metric_families(pool.render().decode()))
     assert len({family.name for family in families}) == len(families)

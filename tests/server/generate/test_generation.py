@@ -319,7 +319,7 @@ class TestRecording:
             "observe_abort",
         )
         recorder = SimpleNamespace(**{name: lambda *args, name=name: calls.append((name, *args)) for name in names})
-        recorder.of = lambda engine: recorder
+        recorder.for_engine = lambda engine: recorder
         run(tokenizer, ScriptedClient(script), recorder, prompt=[5, 6, 7], **fields)
         return calls
 

@@ -98,6 +98,8 @@ def test_commands_accept_any_certificate_if_they_are_told_to(model_folder, tmp_p
 def run(arguments: list[str]) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "quire", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
 def unchecked() -> ssl.SSLContext:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -323,9 +323,7 @@ def test_batches_and_stored_responses(folders, tmp_path):
     with several(folders, batch_dir=str(tmp_path / "batches")) as server:
         client = server.wait_ready().openai
         file = client.files.create(file=("in.jsonl", content), purpose="batch")
-        batch = client.batches.create(
-            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-        )
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
         batch = poll(lambda: (found := client.batches.retrieve(batch.id)).status == "completed" and found, 60)
         out = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
         assert {(one["custom_id"], one["response"]["body"]["model"]) for one in out} == {

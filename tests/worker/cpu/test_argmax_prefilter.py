@@ -43,7 +43,7 @@ def _largest(screen: Int8ArgmaxPrefilter, x: torch.Tensor) -> torch.Tensor | Non
 def test_same_tokens_as_of_all_logits(screened, m, n, k, compact):
     torch.manual_seed(n + m)
     linear = native_linear.PackedLinear((torch.randn(n, k) * 0.02).bfloat16(), compact=compact)
-    screen = Int8ArgmaxPrefilter.of(linear)
+    screen = Int8ArgmaxPrefilter.from_linear(linear)
     for _ in range(3):
         x = torch.randn(m, k + 32).bfloat16()[:, :k]
         assert torch.equal(_largest(screen, x), _twin(linear, x))
@@ -64,7 +64,7 @@ def test_same_tokens_of_a_weight_of_8_bits(byte_products, m, n, k, group):
     torch.manual_seed(n + m)
     weight = (torch.randn(n, k) * 0.02 * torch.rand(n, 1)).bfloat16()
     linear = native_linear.QuantizedLinear.quantize(weight, 8, group)
-    screen = BytesArgmaxPrefilter.of(linear)
+    screen = BytesArgmaxPrefilter.from_linear(linear)
     for sizes in (torch.ones(k), 10 ** torch.linspace(-2, 2, k)):
         x = (torch.randn(m, k) * sizes).bfloat16()
         assert torch.equal(_largest(screen, x), _twin(linear, x))
@@ -75,14 +75,16 @@ def test_same_tokens_of_a_weight_of_8_bits(byte_products, m, n, k, group):
 def test_weights_of_8_bits_that_are_not_screened(byte_products):
     weight = torch.randn(64, 64).bfloat16()
     quantize = native_linear.QuantizedLinear.quantize
-    assert BytesArgmaxPrefilter.of(quantize(weight, 8)) and not BytesArgmaxPrefilter.of(quantize(weight, 4))
-    assert not BytesArgmaxPrefilter.of(quantize(weight, 8, bias=torch.zeros(64)))
-    assert not BytesArgmaxPrefilter.of(quantize(weight, 8, narrow=True))  # one product per weight as it is
+    assert BytesArgmaxPrefilter.from_linear(quantize(weight, 8)) and not BytesArgmaxPrefilter.from_linear(
+        quantize(weight, 4)
+    )
+    assert not BytesArgmaxPrefilter.from_linear(quantize(weight, 8, bias=torch.zeros(64)))
+    assert not BytesArgmaxPrefilter.from_linear(quantize(weight, 8, narrow=True))  # one product per weight as it is
     values, scales = torch.ones(64, 64, dtype=torch.int8), torch.ones(64, 1)
     with_offsets = native_linear.QuantizedLinear.from_values(values, scales, torch.ones(64, 1), 8, -1)
-    assert not BytesArgmaxPrefilter.of(with_offsets)
+    assert not BytesArgmaxPrefilter.from_linear(with_offsets)
     scales[3] = float("nan")
-    assert not BytesArgmaxPrefilter.of(native_linear.QuantizedLinear.from_values(values, scales, None, 8, -1))
+    assert not BytesArgmaxPrefilter.from_linear(native_linear.QuantizedLinear.from_values(values, scales, None, 8, -1))
 
 
 @pytest.mark.parametrize(
@@ -162,20 +164,20 @@ def test_what_is_not_finite_is_left_to_the_sampler(screened, value):
     huge = native_linear.PackedLinear(torch.full((64, 64), 1e30).bfloat16())
     assert Int8ArgmaxPrefilter(huge).largest(torch.full((2, 64), 1e30).bfloat16()) is None
     weight[7, 9] = value
-    assert Int8ArgmaxPrefilter.of(native_linear.PackedLinear(weight)) is None
+    assert Int8ArgmaxPrefilter.from_linear(native_linear.PackedLinear(weight)) is None
 
 
 def test_who_has_none(screened, monkeypatch):
     weight = torch.randn(64, 64).bfloat16()
-    assert Int8ArgmaxPrefilter.of(native_linear.PackedLinear(weight)) and not Int8ArgmaxPrefilter.of(
+    assert Int8ArgmaxPrefilter.from_linear(native_linear.PackedLinear(weight)) and not Int8ArgmaxPrefilter.from_linear(
         native_linear.PackedLinear(weight, torch.zeros(64))
     )
-    assert not Int8ArgmaxPrefilter.of(
+    assert not Int8ArgmaxPrefilter.from_linear(
         native_linear.PackedLinear(torch.randn(64, 96).bfloat16())
-    ) and not Int8ArgmaxPrefilter.of(native_linear.PackedLinear(weight, gated="silu"))
+    ) and not Int8ArgmaxPrefilter.from_linear(native_linear.PackedLinear(weight, gated="silu"))
     assert Int8ArgmaxPrefilter(native_linear.PackedLinear(weight)).largest(torch.randn(33, 64).bfloat16()) is None
     monkeypatch.setattr(Int8ArgmaxPrefilter, "MIN_WEIGHTS", 64 * 64 + 1)
-    assert not Int8ArgmaxPrefilter.of(native_linear.PackedLinear(weight))
+    assert not Int8ArgmaxPrefilter.from_linear(native_linear.PackedLinear(weight))
 
 
 def test_it_rests_where_it_does_not_help(screened):

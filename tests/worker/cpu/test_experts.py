@@ -70,7 +70,7 @@ def pack(
                 linear = PackedLinear(weight[i], bias, gated, compact=kind == "compact")
                 stored[side].append(weight[i])
             layers[side].append(Packed(linear))
-    run = NativeExperts.of(*layers, first, weigh_inputs, squares)
+    run = NativeExperts.from_layers(*layers, first, weigh_inputs, squares)
     run.owners = layers  # it holds addresses only
     return run, *(torch.stack(side) for side in stored)
 

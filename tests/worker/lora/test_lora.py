@@ -1,4 +1,5 @@
-"""Rows with LoRA adapters against transformers with the adapter merged into the weights: tokens and log-probabilities.
+"""Rows with LoRA adapters against transformers with the adapter merged into the weights: tokens and
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -90,9 +91,7 @@ def test_families_and_settings(name, targets, config, checkpoint, tmp_path, prom
     check(results, prompts, [merged(folder), adapted, adapted, merged(folder), adapted])
 
 
-@pytest.mark.parametrize(
-    ("name", "stacked"), [("qwen3-moe", False), ("qwen3-moe", True), ("gpt-oss", True)], ids=str
-)
+@pytest.mark.parametrize(("name", "stacked"), [("qwen3-moe", False), ("qwen3-moe", True), ("gpt-oss", True)], ids=str)
 def test_experts(name, stacked, checkpoint, tmp_path, prompts):
     """Adapters of experts, as modules of their own and of the tensors of all experts, which gpt-oss has transposed and
     with alternating rows; rows with one of experts, one of attention, both and none.

@@ -124,9 +124,7 @@ WITH_DEFAULTS = sorted(DECODERS.keys() - WITHOUT_DEFAULTS)
 _ELSEWHERE = {"Glm4vMoeForCausalLM", "WhisperForCausalLM"}
 
 
-@pytest.mark.parametrize(
-    "architecture", [one for one in (*WITH_DEFAULTS, *sorted(WRAPPED)) if one not in _ELSEWHERE]
-)
+@pytest.mark.parametrize("architecture", [one for one in (*WITH_DEFAULTS, *sorted(WRAPPED)) if one not in _ELSEWHERE])
 def test_defaults_are_those_of_transformers(architecture):
     config = default_config(architecture)
     if architecture in WRAPPED and not hasattr(config, "tie_word_embeddings"):
@@ -249,7 +247,7 @@ def test_wrong_sizes_of_states_are_refused_by_name(key, value, tmp_path):
     path = tmp_path / "config.json"
     for part in ("", "text_config.", "linear_attn_config."):
         raw = {part[:-1]: {key: value}} if part else {key: value}
-        with pytest.raises(ValueError, match=f'{re.escape(f"{path}: {part}{key}")} must be a whole number from 1 to'):
+        with pytest.raises(ValueError, match=f"{re.escape(f'{path}: {part}{key}')} must be a whole number from 1 to"):
             check_config(raw, path)
     check_config({key: 4, "mamba_d_head": "auto", "time_step_rank": "auto", "mamba_expand": 1.5}, path)
     if value != 1.5:

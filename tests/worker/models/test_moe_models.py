@@ -89,7 +89,7 @@ def fill(experts: torch.nn.Module, tensors: dict[str, torch.Tensor], fused_files
             target = parameter.data
             for narrow in part.target:
                 target = target.narrow(*narrow)
-            target.copy_(part.of(tensors[part.name]))
+            target.copy_(part.take(tensors[part.name]))
 
 
 @pytest.mark.parametrize("cls", [ListedExperts, StackedExperts])

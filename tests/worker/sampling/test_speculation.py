@@ -254,14 +254,14 @@ def test_the_longest_match_is_found():
 def test_costs_are_measured_and_corrected_by_steps():
     times = {1: 10.0, 2: 11.0, 3: 20.0, 4: 25.0, 8: 30.0, 16: 40.0}
     costs = StepCosts()
-    assert costs.of(25) == pytest.approx(2)  # before anything is measured
+    assert costs.relative_time(25) == pytest.approx(2)  # before anything is measured
     costs.measured(times)
-    assert [costs.of(m) for m in times] == pytest.approx([one / 10 for one in times.values()])
-    assert 4 < costs.of(24) < 6 and costs.of(5) == pytest.approx(2.625)
+    assert [costs.relative_time(m) for m in times] == pytest.approx([one / 10 for one in times.values()])
+    assert 4 < costs.relative_time(24) < 6 and costs.relative_time(5) == pytest.approx(2.625)
     for number in range(2000):  # a machine that is busier, on which steps of 16 tokens became as fast as those of 8
         size = [1, 2, 3, 4, 8, 16][number % 6]
         costs.observe(size, 5 * min(times[size], 30.0) * (4 if number % 50 == 49 else 1))
-    assert [costs.of(m) for m in (1, 2, 3, 8, 16)] == pytest.approx([1, 1.1, 2, 3, 3], rel=0.1)
+    assert [costs.relative_time(m) for m in (1, 2, 3, 8, 16)] == pytest.approx([1, 1.1, 2, 3, 3], rel=0.1)
 
 
 def test_as_many_drafts_are_verified_as_pay_together():
@@ -291,7 +291,7 @@ def test_costs_are_measured_while_idle_and_leave_no_trace(checkpoint, native_ker
     while engine.executor.workers.work_idle():
         pass
     assert sorted(runner.measurement.seconds) == [1, 2, 3, 4, 6, 8, 12, 16]
-    assert runner.speculator.costs.of(16) >= runner.speculator.costs.of(1) == 1
+    assert runner.speculator.costs.relative_time(16) >= runner.speculator.costs.relative_time(1) == 1
     after = engine.generate([prompt], sampling)[0]
     assert after.num_cached_tokens > 0 and (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
 
@@ -326,8 +326,8 @@ def test_earlier_texts_are_bounded():
     for number in range(200):
         earlier.add(f"k/{number}\0", np.full(20_000, number, np.int32))
     earlier.add("k/199\0", np.full(20_000, 7, np.int32))
-    assert len(earlier.of("k/0\0")) == 0 and len(earlier.of("k/150\0")) == 20_001
-    assert len(earlier.of("k/199\0")) == 1 << 15 and set(earlier.of("k/199\0").tolist()) == {199, 7, -1}
+    assert len(earlier.tokens("k/0\0")) == 0 and len(earlier.tokens("k/150\0")) == 20_001
+    assert len(earlier.tokens("k/199\0")) == 1 << 15 and set(earlier.tokens("k/199\0").tolist()) == {199, 7, -1}
 
 
 def test_lookup_proposes_what_followed_and_continues_repetitions():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 
-Content = bytes | Callable[[], bytes]  # of a block; a function is called only if the block is wanted
+Content = bytes | Callable[[], bytes]  # for a block; a function is called only if the block is wanted
 Changes = deque[tuple[bytes, bool]]  # (key, whether the block is here now), in order
 
 
@@ -22,15 +22,15 @@ Agree = Callable[[list[int]], list[int]]
 
 
 def alone(numbers: list[int]) -> list[int]:
-    """The least numbers of a single rank."""
+    """Return the least numbers of a single rank."""
     return numbers
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Whose blocks a tier keeps. `gather` returns the content of a block of the rank's cache; `fingerprint` is that of
-    the model and the format, and reads parts of the model's files; `agree` reduces numbers to the least of all ranks,
-    which call it in the same order.
+    """The owner of a tier's blocks. `gather` returns the content of a block of the rank's cache; `fingerprint` is that
+    of the model and the format, and reads parts of the model's files; `agree` reduces numbers to the least of all
+    ranks, which call it in the same order.
     """
 
     config: Config
@@ -42,8 +42,8 @@ class Rank:
 
 
 class Tier(Protocol):
-    """Its class says what the tier is, `plan` whether the settings ask for it. Methods are called in the worker's
-    thread, `contains`, `read` and `touch` also in the one that reads ahead.
+    """A storage level below the KV cache. Its class describes the tier; `plan` tells whether the settings ask for it.
+    Methods are called in the worker's thread, `contains`, `read` and `touch` also in the one that reads ahead.
     """
 
     name: ClassVar[str]  # in metrics
@@ -57,8 +57,8 @@ class Tier(Protocol):
 
     @classmethod
     def plan(cls, config: Config, platform: Platform) -> int | None:
-        """The bytes that the settings give to all ranks of an engine; None: there is no such tier. Raises ValueError
-        for settings that cannot be followed.
+        """Return the bytes that the settings give to all ranks of an engine; None: there is no such tier. Raises
+        ValueError for settings that cannot be followed.
         """
 
     @classmethod
@@ -66,10 +66,10 @@ class Tier(Protocol):
         """Open the tier of a rank, with `limit` bytes for all ranks. Raises ValueError if that is not possible."""
 
     def contains(self, keys: list[bytes]) -> list[bool]:
-        """Which of these blocks are here."""
+        """Return which of these blocks are here."""
 
     def read(self, key: bytes) -> bytes | None:
-        """The content of a block, or None."""
+        """Return the content of a block, or None."""
 
     def offer(self, key: bytes, content: Content, used: int = 0) -> list[tuple[bytes, bytes]] | None:
         """Keep a block, which was last used at `used` ns, 0: now. Returns the (key, content) of those that had to leave
@@ -86,14 +86,14 @@ class Tier(Protocol):
         """Note a use of these blocks, which are in the order of a prefix: its beginning counts as used last."""
 
     def flush(self, timeout: float) -> bool:
-        """Wait until what was offered is kept and what was removed is erased, at most `timeout` seconds."""
+        """Wait until offered blocks are kept and removed ones are erased, at most `timeout` seconds."""
         return True
 
     def stop(self) -> None:
         """End the tier's threads."""
 
     def counts(self) -> dict[str, float]:
-        """Totals since the start, by the names of `kv_tier_*` metrics."""
+        """Return totals since the start, by the names of `kv_tier_*` metrics."""
         return {}
 
 

@@ -32,7 +32,7 @@ class BlockBytes:
         ]
 
     def gather(self, block_id: int) -> bytes:
-        """The content of a block, after all work on it that was launched."""
+        """Return the content of a block, after all work on it that was launched."""
         parts = [_bytes(tensor[i]) for tensor, i in self._parts(block_id)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().numpy().tobytes()
 
@@ -48,7 +48,9 @@ class BlockBytes:
             target.copy_(part.clone().view(tensor.dtype).view(target.shape))  # cloned: aligned for its type
 
     def _parts(self, block_id: int) -> list[tuple[torch.Tensor, int]]:
-        """The tensors, and the index of the block in them. Pages of states are numbered from 1 after all blocks."""
+        """Return the tensors, and the index of the block in them. Pages of states are numbered from 1 after all
+        blocks.
+        """
         if block_id >= self._num_blocks:
             return [(pages, block_id - self._num_blocks + 1) for pages in self._states]
         return [(tensor, block_id) for tensor in self._blocks]
@@ -59,7 +61,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Without those that are views of others' memory: values in a latent, layers that share the memory of another."""
+    """Return the tensors that are not views of others' memory: values in a latent, layers that share the memory of
+    another.
+    """
     found: dict[int, torch.Tensor] = {}
     for tensor in tensors:
         known = found.get(tensor.data_ptr())
@@ -69,7 +73,7 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _rows(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The memory of all blocks `[num_blocks, bytes]`, of which these tensors are views."""
+    """Return the memory of all blocks `[num_blocks, bytes]`, of which these tensors are views."""
     storage = tensors[0].untyped_storage()
     start = min(tensor.data_ptr() for tensor in tensors) - storage.data_ptr()
     size = tensors[0].stride(0) * tensors[0].itemsize

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = "v1"
-SEGMENT_BYTES = 4 << 20  # a file has about so many bytes of blocks
+SEGMENT_BYTES = 4 << 20  # bytes of blocks in a file, roughly
 QUEUE_BYTES = 256 << 20  # blocks that wait for the writer
 GATHER = 0.05  # seconds that the writer waits for more blocks of a file
 PAUSE = 30.0  # seconds without writes after an error
@@ -74,7 +74,7 @@ class DiskTier(Tier):
 
     @classmethod
     def plan(cls, config: Config, platform: Platform) -> int | None:
-        """The limit of the files."""
+        """Return the limit of the files."""
         return max(int(config.cache.kv_disk_gib * GIB), 1) if config.cache.kv_disk else None
 
     @classmethod
@@ -359,7 +359,9 @@ class DiskTier(Tier):
             self._write(rest, used, num_cleared)
 
     def _next_batch(self) -> tuple[list[tuple[bytes, bytes]], int]:
-        """The blocks of the next file, which stay in the queue until it is written, and their time of last use."""
+        """Return the blocks of the next file, which stay in the queue until it is written, and their time of
+        last use.
+        """
         batch, size, last = [], 0, 0
         for key, (content, used) in self._queue.items():
             if batch and size + len(content) > self.segment_bytes:
@@ -405,7 +407,7 @@ class DiskTier(Tier):
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing if it cannot be read."""
+    """Return the entries of a folder; none if it cannot be read."""
     try:
         return list(os.scandir(folder))
     except OSError:

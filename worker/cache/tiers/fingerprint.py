@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights
+SAMPLES, SAMPLE_BYTES = 64, 4096  # for each file of weights
 
 
 def model_identity(folder: str) -> bytes:
-    """A digest of a model's files: config.json, and of each file of weights its size, time and some of its content.
+    """Return a digest of a model's files: config.json, and of each file of weights its size, time and some of its
+    content.
 
     Weights are too large to read them all at each start. A file that was copied has another time: then its blocks are
     no hit, which costs a computation and no correctness.
@@ -32,7 +33,7 @@ def model_identity(folder: str) -> bytes:
 
 
 def _names(value: Any) -> list[str]:
-    """All texts of a config: one made of a GGUF file names the file."""
+    """Return all texts of a config: one made of a GGUF file names the file."""
     if isinstance(value, str):
         return [value]
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -49,5 +50,5 @@ def _add_file(digest: Any, file: Path) -> None:
 
 
 def fingerprint(identity: bytes, facts: Sequence[Any]) -> bytes:
-    """The digest of a model's identity and of facts about a rank's blocks, which have a definite repr."""
+    """Return the digest of a model's identity and of facts about a rank's blocks, which have a definite repr."""
     return hashlib.sha256(identity + repr(tuple(facts)).encode()).digest()

@@ -18,8 +18,8 @@ TIERS: list[type[Tier]] = [RamTier, DiskTier, SlotTier]  # blocks that one evict
 
 
 def plan_tiers(config: Config, platform: Platform, agree: Agree = alone) -> list[TierInfo]:
-    """The tiers that the settings ask for, with the bytes of all ranks of an engine, which call this together. Raises
-    ValueError for settings that cannot be followed.
+    """Return the tiers that the settings ask for, with the bytes of all ranks of an engine, which call this together.
+    Raises ValueError for settings that cannot be followed.
     """
     if not config.cache.enable_prefix_caching:
         return []
@@ -29,7 +29,7 @@ def plan_tiers(config: Config, platform: Platform, agree: Agree = alone) -> list
 
 
 def ram_bytes(tiers: list[TierInfo]) -> int:
-    """The RAM that the tiers of all ranks may take."""
+    """Return the RAM that the tiers of all ranks may take."""
     return sum(tier.limit for tier in tiers if tier.medium == RamTier.medium)
 
 

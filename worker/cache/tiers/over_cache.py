@@ -25,8 +25,8 @@ def open_store(
     place: tuple[int, int, int],
     agree: Agree,
 ) -> TierStore | None:
-    """The tiers `ready.tiers` of the rank at `place` (rank, ranks, tensor-parallel ranks), whose keys and values have
-    the type and scales `storage`; None if there are none.
+    """Return the tiers `ready.tiers` of the rank at `place` (rank, ranks, tensor-parallel ranks), whose keys and values
+    have the type and scales `storage`; None if there are none.
     """
     if not ready.tiers:
         return None
@@ -39,5 +39,5 @@ def open_store(
 
 
 def _weights_dtype(model: nn.Module) -> str:
-    """The type of the activations, as the first parameter in floating point shows it."""
+    """Return the type of the activations, as the first parameter in floating point shows it."""
     return next((str(p.dtype) for p in model.parameters() if p.is_floating_point()), str(torch.float32))

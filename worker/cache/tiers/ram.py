@@ -25,7 +25,9 @@ class RamTier(Tier):
 
     @classmethod
     def plan(cls, config: Config, platform: Platform) -> int | None:
-        """As asked, or a quarter of the free RAM, unless the cache is RAM itself. Raises ValueError if less is free."""
+        """Return the requested bytes, or a quarter of the free RAM, unless the cache is RAM itself. Raises ValueError
+        if less is free.
+        """
         asked, engines = config.cache.kv_offload_gib, config.parallel.data_parallel_size
         if asked == 0 or (asked is None and platform.shares_ram):
             return None

@@ -28,7 +28,7 @@ MAX_HEADER = 16 << 20  # bytes: a longer one is not ours
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a block lies."""
+    """The location of a block."""
 
     path: Path
     offset: int
@@ -37,7 +37,7 @@ class Place:
 
 
 def encode(fingerprint: bytes, blocks: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
-    """The parts of a file with these (key, content) blocks."""
+    """Return the parts of a file with these (key, content) blocks."""
     entries = [(key, len(content), crc32(content)) for key, content in blocks]
     header = msgspec.msgpack.encode((fingerprint, entries))
     prefix = MAGIC + len(header).to_bytes(4, "little") + crc32(header).to_bytes(4, "little")
@@ -54,7 +54,9 @@ def _open(path: Path, buffering: int = -1) -> BinaryIO:
 
 
 def read_places(path: Path, fingerprint: bytes) -> dict[bytes, Place]:
-    """The blocks of a file by key. Raises OSError, or ValueError if the file is not a whole one of this engine's."""
+    """Return the blocks of a file by key. Raises OSError, or ValueError if the file is not a whole one of this
+    engine's.
+    """
     with _open(path) as file:
         if not (prefix := file.read(_PREFIX)):
             raise ValueError("it is empty")
@@ -81,7 +83,7 @@ def read_places(path: Path, fingerprint: bytes) -> dict[bytes, Place]:
 
 
 def read_block(place: Place) -> bytes:
-    """The content of a block. Raises OSError, or ValueError if it was changed."""
+    """Return the content of a block. Raises OSError, or ValueError if it was changed."""
     with _open(place.path, buffering=0) as file:
         file.seek(place.offset)
         content = bytearray()

@@ -52,7 +52,7 @@ class SlotTier(Tier):
     ):
         self.folder, self.fingerprint, self.gather, self._agree = folder, fingerprint, gather, agree
         self._suffix = f".rank{rank}" if rank else ""
-        self._places: dict[bytes, Place] = {}  # of the file that was opened last
+        self._places: dict[bytes, Place] = {}  # for the file that was opened last
         self._left: deque[tuple[int, bytes]] = deque()  # (block, key) to copy for the file to write
         self._entries: list[tuple[bytes, bytes]] = []  # (key, content) that were copied
         self._work: Callable[[], SlotReport] | None = None  # for a thread, after the copies

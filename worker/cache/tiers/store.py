@@ -26,7 +26,7 @@ READ_AHEAD_BYTES = 256 << 20  # bytes that were read and not copied yet
 class _Load:
     keys: list[bytes]
     block_ids: list[int]
-    ok: list[bool] = field(default_factory=list)  # of the blocks handled so far
+    ok: list[bool] = field(default_factory=list)  # for the blocks handled so far
     cancelled: bool = False
     size: int = 0  # bytes copied
 
@@ -38,7 +38,7 @@ class _Counts:
     store_bytes: int = 0  # copied from the pool
     store_time: float = 0.0  # seconds
     load_bytes: int = 0  # copied into the pool
-    load_time: float = 0.0  # of reading and copying
+    load_time: float = 0.0  # for reading and copying
     stores_skipped: int = 0  # blocks that no tier had room or time for
 
 
@@ -69,7 +69,7 @@ class TierStore:
         self._reader: threading.Thread | None = None
 
     def lookup(self, keys: list[bytes]) -> list[int]:
-        """Where each key is: 1 for the last tier, 2 for the one before it ..., 0: nowhere."""
+        """Return where each key is: 1 for the last tier, 2 for the one before it ..., 0: nowhere."""
         found = [0] * len(keys)
         for level, tier in enumerate(reversed(self.tiers), 1):
             found = [level if here else below for here, below in zip(tier.contains(keys), found)]
@@ -226,7 +226,7 @@ class TierStore:
                 tier.changes.clear()
 
     def watch(self) -> None:
-        """From now on `stats` tells which blocks came and left."""
+        """Add the blocks that came and left to later `stats`."""
         for tier in self.tiers:
             tier.changes = deque()
 
@@ -244,7 +244,7 @@ class TierStore:
             tier.stop()
 
     def stats(self, take: bool = True) -> TierReport:
-        """The contents and traffic of this rank. Sizes and changes are those since the last call with `take`."""
+        """Return the contents and traffic of this rank. Sizes and changes are those since the last call with `take`."""
         used, counts = {}, asdict(self.counts) | self.read_counts
         for tier in self.tiers:
             counts["load_time"] += counts[f"{tier.name}_read_seconds"]

@@ -24,11 +24,9 @@ KNOWN = {
 
 
 @cache
-def of(device: torch.device) -> Limits:
-    """The limits of a GPU; off a GPU, where kernels are interpreted, those of an H100."""
+def for_device(device: torch.device) -> Limits:
+    """Return the limits of a GPU; off a GPU, where kernels are interpreted, those of an H100."""
     if device.type != "cuda":
         return KNOWN[90]
     (major, minor), properties = torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device)
-    return Limits(
-        10 * major + minor, properties.shared_memory_per_block_optin, properties.multi_processor_count
-    )
+    return Limits(10 * major + minor, properties.shared_memory_per_block_optin, properties.multi_processor_count)

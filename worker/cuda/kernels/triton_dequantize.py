@@ -24,7 +24,7 @@ from quire.worker.cuda.kernels.triton_tiles import StoredTiles, numbers, tile_ro
 
 MANY_ROWS = 512  # above which a weight is dequantized once
 _PIECE = 1 << 24  # weights dequantized at once: 32 MiB, which an L2 cache of 50 MB holds
-_ROWS, _DEPTH = 32, 128  # of a program
+_ROWS, _DEPTH = 32, 128  # for a program
 _NO_BLOCKS = {"KIND": 0, "CODES_AT": 0, "VALUES": 1, "BYTES": 1}
 
 Dequantize = Callable[[int, torch.Tensor], None]  # (first row, where to write rows of the weight)
@@ -55,7 +55,7 @@ def dequantize_groups(weight: StoredGroups, first: int, out: torch.Tensor) -> No
 
 
 def dequantize_tiles(weight: StoredTiles, first: int, out: torch.Tensor) -> None:
-    """The same of a weight in tiles."""
+    """Dequantize likewise a weight in tiles."""
     groups = weight.of_groups()
     values, scales, zeros, _, row_scales = groups.tensors
     strides = weight.values.shape[1], *weight.scales.stride()
@@ -64,7 +64,7 @@ def dequantize_tiles(weight: StoredTiles, first: int, out: torch.Tensor) -> None
 
 
 def dequantize_blocks(blocks: torch.Tensor, kind: str, first: int, out: torch.Tensor) -> None:
-    """The same of a weight in blocks of the type `kind` of a GGUF file."""
+    """Dequantize likewise a weight in blocks of the type `kind` of a GGUF file."""
     constants = block_constants(kind) | {"FORM": "blocks", "SCALES": "", "GROUP": 1}
     _launch(out, blocks, None, None, block_table(kind, out.device), None, blocks.stride(0), 0, 0, first, constants)
 

@@ -64,11 +64,13 @@ def _is_narrow(stack: Stack) -> bool:
 
 
 def _tile_of(num_pairs: int, num_experts: int, stack: Stack, x: torch.Tensor) -> int:
-    """Rows of a tile: 128 where experts have more than that, of weights in 16 bits."""
+    """Return rows of a tile: 128 where experts have more than that, of weights in 16 bits."""
     if num_pairs <= FEW_ROWS * num_experts:
         return 16
     plain = isinstance(stack, torch.Tensor) and x.element_size() == 2
-    return 128 if plain and num_pairs > _MANY_ROWS * num_experts and limits.of(x.device).capability >= 90 else 64
+    return (
+        128 if plain and num_pairs > _MANY_ROWS * num_experts and limits.for_device(x.device).capability >= 90 else 64
+    )
 
 
 def fused_experts(
@@ -146,8 +148,8 @@ def _load(
     SCALES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, CODES_AT: tl.constexpr, VALUES: tl.constexpr,
     BYTES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Columns `tile` * DEPTH to (`tile` + 1) * DEPTH of COLUMNS rows of a weight, of which `inside` exist: `[DEPTH,
-    COLUMNS]`.
+    """Return columns `tile` * DEPTH to (`tile` + 1) * DEPTH of COLUMNS rows of a weight, of which `inside` exist:
+    `[DEPTH, COLUMNS]`.
     """
     if FORM == "plain" or FORM == "blocks":
         depth = tile * DEPTH + tl.arange(0, DEPTH)
@@ -167,7 +169,7 @@ def _load(
 
 @triton.jit
 def _inputs(rows, order, tile, there, SIZE: tl.constexpr, DEPTH: tl.constexpr):
-    """The inputs that these columns of the weight multiply, `[ROWS, DEPTH]`. `rows` points to their rows."""
+    """Return the inputs that these columns of the weight multiply, `[ROWS, DEPTH]`. `rows` points to their rows."""
     depth = tile * DEPTH + tl.arange(0, DEPTH)
     left = depth < SIZE
     at = depth if order is None else tl.load(order + depth, mask=left, other=0)

@@ -1,7 +1,7 @@
 """Grouped products of experts whose weights are e4m3 in blocks of 128 columns, on the tensor cores for 8-bit floats.
 
-For steps that give each expert many rows; the inputs are rounded once per token, and what the activation gives is
-rounded where it is computed. The sums are those of `triton_fp8`: scaled and added in float32 after every 128 columns.
+For steps that give each expert many rows; the inputs are rounded once per token, and the activation's results where
+they are computed. The sums are those of `triton_fp8`: scaled and added in float32 after every 128 columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.worker.cuda.kernels.triton_scaled import bytes_of, factors
 from quire.worker.layers.rounding import Rounding, attached
 
 ROUNDING = Rounding(GROUP)
-_ROWS, _COLUMNS = 64, 128  # of a tile; its columns are one group of the activation's results
+_ROWS, _COLUMNS = 64, 128  # for a tile; its columns are one group of the activation's results
 
 
 def fits(stack: Stack) -> bool:
@@ -36,7 +36,7 @@ def fits(stack: Stack) -> bool:
 
 
 def are_many(num_pairs: int, num_experts: int) -> bool:
-    """Return whether experts have so many rows that the products wait for the tensor cores, not for the weights."""
+    """Return whether experts have enough rows for the tensor cores, not the weights, to bound the products."""
     return num_pairs > FEW_ROWS * num_experts
 
 

@@ -119,8 +119,8 @@ def latent_attention(
     scale: float,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """Causal varlen attention of q `[T, num_heads, width]` over a latent cache `[num_blocks, block_size, 1, width]`,
-    of q's type or in 8 bits, whose first `rank` columns are the values. Returns `[T, num_heads, rank]`.
+    """Return causal varlen attention of q `[T, num_heads, width]` over a latent cache `[num_blocks, block_size, 1,
+    width]`, of q's type or in 8 bits, whose first `rank` columns are the values. Returns `[T, num_heads, rank]`.
 
     `num_splits` is as in `triton_paged.paged_attention`.
     """

@@ -72,7 +72,7 @@ def _tensors(rounded: Rounded | None) -> tuple[torch.Tensor | None, torch.Tensor
 
 
 def _group(rounding: Rounding | None, rounded: Rounded | None, block: int) -> int:
-    """Columns that share a scale, in kernels; 0: nothing is rounded."""
+    """Return columns that share a scale, in kernels; 0: nothing is rounded."""
     return 0 if rounded is None else rounding.group or block
 
 

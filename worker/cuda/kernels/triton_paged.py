@@ -207,7 +207,7 @@ def paged_attention(
     num_splits: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal varlen attention of q `[T, num_heads, head_dim]` over a paged cache `[num_blocks, block_size,
+    """Return causal varlen attention of q `[T, num_heads, head_dim]` over a paged cache `[num_blocks, block_size,
     num_kv_heads, _]`, of q's type or in 8 bits. Returns `[T, num_heads, v_head_dim]`. `sinks` are `[num_heads]`.
 
     If `num_splits` is None, the batch's shape determines it (never `seq_lens`, which may change between replays of a
@@ -259,7 +259,7 @@ def _tile_of_step(max_query_len: int, block_d: int, kind: int, device: torch.dev
     """
     if max_query_len == 1:
         return 16, 64
-    capability, heavy = limits.of(device).capability, block_d > 128 or kind > 0
+    capability, heavy = limits.for_device(device).capability, block_d > 128 or kind > 0
     if capability < 90:
         return (64 if heavy else 128), 32 if block_d > 128 else 64
     return 128, 128 if not heavy else 32 if capability >= 100 and block_d > 128 else 64
@@ -269,7 +269,7 @@ def _tile_of_keys(max_keys: int, rows: int, block_d: int, q: torch.Tensor) -> in
     """Return the largest number of keys, at most `max_keys`, whose K and V tiles, in two stages, leave room for the
     queries in the device's shared memory.
     """
-    shared = limits.of(q.device).shared
+    shared = limits.for_device(q.device).shared
     while max_keys > 16 and (4 * max_keys + rows) * block_d * q.element_size() > shared:
         max_keys //= 2
     return max_keys

@@ -81,7 +81,7 @@ def multiply_groups(
 
 
 def _splits(x: torch.Tensor, grid: tuple[int, int], tile: dict[str, int], num: int | None) -> Splits:
-    """Of up to `SOME_ROWS` rows: a product of more has programs enough."""
+    """Return the splits of a product of up to `SOME_ROWS` rows; one of more rows has enough programs."""
     num = 1 if num is None and len(x) > SOME_ROWS else num
     return splits_of(grid[0] * grid[1], -(-x.shape[1] // tile["DEPTH"]), tile["ROWS"] * tile["COLUMNS"], x.device, num)
 
@@ -124,19 +124,19 @@ def _grid(num_rows: int, num_columns: int) -> tuple[tuple[int, int], dict[str, i
 
 
 def block_constants(kind: str) -> dict[str, int]:
-    """The kernels' constants for blocks of a type."""
+    """Return the kernels' constants for blocks of a type."""
     values, size = BLOCKS[kind]
     return {"KIND": BLOCK_TYPES.index(kind), "CODES_AT": _CODES_AT.get(kind, 0), "VALUES": values, "BYTES": size}
 
 
 def block_table(kind: str, device: torch.device) -> torch.Tensor | None:
-    """The values of 4-bit codes for types of blocks that look them up."""
+    """Return the values of 4-bit codes for types of blocks that look them up."""
     return _table(_TABLES[kind], device) if kind in _TABLES else None
 
 
 @cache
 def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """The values on the device: copied once, because a copy makes the host wait and cannot be recorded."""
+    """Return the values on the device: copied once, because a copy makes the host wait and cannot be recorded."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
@@ -197,9 +197,9 @@ def load_groups(
     values, scales, zeros, table, stored_at, group_at, tile, size, size_pairs, inside, FORM: tl.constexpr,
     SCALES: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Columns `tile` * DEPTH to (`tile` + 1) * DEPTH of COLUMNS rows of the weight, of which `inside` exist, in float32
-    `[DEPTH, COLUMNS]`. The rows begin at entries `stored_at` of the values and `group_at` of the scales, and have
-    `size` columns, `size_pairs` pairs of them.
+    """Return columns `tile` * DEPTH to (`tile` + 1) * DEPTH of COLUMNS rows of the weight, of which `inside` exist, in
+    float32 `[DEPTH, COLUMNS]`. The rows begin at entries `stored_at` of the values and `group_at` of the scales, and
+    have `size` columns, `size_pairs` pairs of them.
 
     Rows are read along their columns, so that a thread reads neighbouring bytes: several at once, because Triton sees
     what divides the offsets and sizes.
@@ -238,7 +238,7 @@ def load_groups(
 
 @triton.jit
 def _e4m3(byte):
-    """The 8-bit floats, whose bits are those of float16 that are 2 ** 8 times smaller, in float32."""
+    """Return the 8-bit floats, whose bits are those of float16 that are 2 ** 8 times smaller, in float32."""
     byte = byte.to(tl.uint16)
     return ((byte & 128) << 8 | (byte & 127) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 
@@ -252,7 +252,7 @@ def _e8m0(exponent):
 
 @triton.jit
 def decode_scales(scales, at, mask, SCALES: tl.constexpr):
-    """The scales at entries `at`, in float32."""
+    """Return the scales at entries `at`, in float32."""
     stored = tl.load(scales + at, mask=mask, other=0)
     if SCALES == "e4m3":
         scale = _e4m3(stored)
@@ -283,15 +283,15 @@ def _signed_byte(at, offset, mask):
 
 @triton.jit
 def _half(at, offset, mask):
-    """The float16 at byte `offset` of each block, in float32."""
+    """Return the float16 at byte `offset` of each block, in float32."""
     low, high = _byte(at, offset, mask), _byte(at, offset + 1, mask)
     return (low | high << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def load_blocks(at, e, table, mask, KIND: tl.constexpr, CODES_AT: tl.constexpr):
-    """Values `e` of the blocks that begin at the pointers `at`, in float32. KIND indexes `BLOCK_TYPES`; CODES_AT is as
-    in `_CODES_AT`.
+    """Return values `e` of the blocks that begin at the pointers `at`, in float32. KIND indexes `BLOCK_TYPES`; CODES_AT
+    is as in `_CODES_AT`.
     """
     if KIND == 4:  # Q8_0
         value = _half(at, 0, mask) * _signed_byte(at, 2 + e, mask)
@@ -345,5 +345,5 @@ def load_blocks(at, e, table, mask, KIND: tl.constexpr, CODES_AT: tl.constexpr):
 
 @triton.jit
 def _two_bits(at, offset, e, mask):
-    """Two bits of each of 64 bytes: of each half of 32 bytes first all low bits."""
+    """Return two bits of each of 64 bytes: of each half of 32 bytes first all low bits."""
     return _byte(at, offset + e // 128 * 32 + e % 32, mask) >> (e % 128 // 32 * 2) & 3

@@ -64,7 +64,7 @@ def sort_by_expert(
 
 @triton.jit
 def _largest(choice, expert):
-    """The largest entry of a tile and the first expert that has it."""
+    """Return the largest entry of a tile and the first expert that has it."""
     best = tl.max(tl.max(choice, 1), 0)
     return best, tl.min(tl.min(tl.where(choice == best, expert, 1 << 30), 1), 0)
 
@@ -138,7 +138,7 @@ def _route_kernel(
 
 @triton.jit
 def _experts_of(ids, pair, num_pairs, first, NUM: tl.constexpr):
-    """The experts of some pairs in the stack, NUM for those of other ranks and where there is no pair."""
+    """Return the experts of some pairs in the stack, NUM for those of other ranks and where there is no pair."""
     expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first
     return tl.where((pair < num_pairs) & (expert >= 0) & (expert < NUM), expert, NUM)
 

@@ -73,13 +73,13 @@ def _tiles_kernel(
 
 @triton.jit
 def _keys(w):
-    """The bits of weights >= 2^-40: integers from 0 that order as the weights do."""
+    """Return the bits of weights >= 2^-40: integers from 0 that order as the weights do."""
     return tl.minimum(tl.maximum(w.to(tl.int32, bitcast=True) - _BASE, 0), _TOP)
 
 
 @triton.jit
 def _load_weights(row_logits, tile, maximum, temperature, size, TILE: tl.constexpr):
-    """Weights of a tile; 0 after the end of the row."""
+    """Return weights of a tile; 0 after the end of the row."""
     columns = tile * TILE + tl.arange(0, TILE)
     x = tl.load(row_logits + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
     return _weights(x, maximum, temperature)
@@ -87,7 +87,7 @@ def _load_weights(row_logits, tile, maximum, temperature, size, TILE: tl.constex
 
 @triton.jit
 def _amounts(w, min_p):
-    """The twin's integers, 0 for weights that min-p drops."""
+    """Return the twin's integers, 0 for weights that min-p drops."""
     return tl.where(w >= min_p, (w * _SCALE).to(tl.int64), 0)
 
 
@@ -131,7 +131,7 @@ def _row_sums_reach(
 
 @triton.jit
 def _needed(total, top_p):
-    """The part of `total` that the nucleus must hold."""
+    """Return the part of `total` that the nucleus must hold."""
     return tl.minimum(tl.maximum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), 1), total)
 
 

@@ -22,7 +22,7 @@ _KINDS = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
 
 
 def kind_of(cache: KVCache) -> int:
-    """The kind of a cache in kernels."""
+    """Return the kind of a cache in kernels."""
     return 0 if isinstance(cache, torch.Tensor) else _KINDS[cache.values.dtype]
 
 
@@ -30,7 +30,7 @@ if triton is not None:
 
     @triton.jit
     def numbers_of(stored, KIND: tl.constexpr, dtype: tl.constexpr):
-        """Bytes of a cache as numbers of `dtype`, exactly; e4m3 divided by 256."""
+        """Return bytes of a cache as numbers of `dtype`, exactly; e4m3 divided by 256."""
         if KIND == 2:
             words = (stored.to(tl.int16) << 7) & -16512  # sign and magnitude in the places of float16's
             return words.to(tl.float16, bitcast=True).to(dtype)

@@ -32,11 +32,11 @@ class Splits:
 
 
 def splits_of(num_programs: int, num_steps: int, tile: int, device: torch.device, num: int | None = None) -> Splits:
-    """The splits of a product of `num_programs` tiles with `tile` entries, whose inner loop has `num_steps` steps: a
-    power of two, so that few variants are compiled. `num` replaces the choice.
+    """Return the splits of a product of `num_programs` tiles with `tile` entries, whose inner loop has `num_steps`
+    steps: a power of two, so that few variants are compiled. `num` replaces the choice.
     """
     if num is None:
-        most = min(_MOST, _PER_PROCESSOR * limits.of(device).processors // num_programs, num_steps // _TILES)
+        most = min(_MOST, _PER_PROCESSOR * limits.for_device(device).processors // num_programs, num_steps // _TILES)
         num = 1 << (max(1, most).bit_length() - 1)
     if num == 1 or num_programs > _COUNTERS:
         return Splits(1, None, None)

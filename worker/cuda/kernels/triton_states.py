@@ -14,7 +14,7 @@ import triton.language as tl
 
 from quire.worker.layers.state import StateStep, by_stages
 
-_TOKENS = 16  # of a convolution at a time
+_TOKENS = 16  # in a convolution, at a time
 _DELTA_CHUNK = 16  # tokens: its triangular system is solved row by row
 _LINEAR_CHUNK = 32
 _MOST_STATE = 8192  # entries of a head's state in a program with one token

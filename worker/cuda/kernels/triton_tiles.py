@@ -43,12 +43,12 @@ class StoredTiles:
         return tall * height, wide * 2 * half
 
     def of_groups(self) -> StoredGroups:
-        """The scales and zero points with the constants of their type."""
+        """Return the scales and zero points with the constants of their type."""
         return StoredGroups(self.values, self.scales, self.zeros, 4, self.group, None, self.row_scales)
 
 
 def half_of(weight: StoredGroups) -> int | None:
-    """Columns of half a tile for this weight, or None if it cannot be stored in tiles."""
+    """Return columns of half a tile for this weight, or None if it cannot be stored in tiles."""
     n, k = len(weight.values), 2 * weight.values.shape[-1]
     half = 32 if weight.group == 32 else 64
     whole = weight.group in (32, 64, k) or weight.group % 128 == 0
@@ -57,13 +57,13 @@ def half_of(weight: StoredGroups) -> int | None:
 
 
 def in_tiles(values: torch.Tensor, half: int) -> torch.Tensor:
-    """Pairs of neighbouring columns per byte, uint8 `[n, k / 2]`, in tiles."""
+    """Return pairs of neighbouring columns per byte, uint8 `[n, k / 2]`, in tiles."""
     codes = torch.stack([values & 15, values >> 4], -1).view(len(values) // HEIGHT, HEIGHT, -1, 2, half)
     return (codes[:, :, :, 0] | codes[:, :, :, 1] << 4).transpose(1, 2).contiguous()
 
 
 def rows_of(tiles: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Rows `ids` `[T]` of a weight in tiles, as pairs of neighbouring columns per byte `[T, k / 2]`."""
+    """Return rows `ids` `[T]` of a weight in tiles, as pairs of neighbouring columns per byte `[T, k / 2]`."""
     stored = tiles[ids // HEIGHT, :, ids % HEIGHT]
     codes = torch.stack([stored & 15, stored >> 4], 2).flatten(1)
     return codes[:, ::2] | codes[:, 1::2] << 4
@@ -128,14 +128,14 @@ def _multiply_tiles_kernel(
 
 @triton.jit
 def tile_rows(rows, num_tiles, HALF: tl.constexpr):
-    """The first entries of rows of a weight in tiles."""
+    """Return the first entries of rows of a weight in tiles."""
     return (rows // 16).to(tl.int64) * num_tiles * (16 * HALF) + rows % 16 * HALF
 
 
 @triton.jit
 def numbers(codes, zeros, zero_at, inside, FORM: tl.constexpr, dtype: tl.constexpr):
-    """The numbers of 4-bit codes `[rows, columns]`, less the zero point of each row, if there are any, in `dtype`,
-    exactly.
+    """Return the numbers of 4-bit codes `[rows, columns]`, less the zero point of each row, if there are any, in
+    `dtype`, exactly.
     """
     if FORM == "e2m1":  # sign, exponent and mantissa are those of a float16 that is 2 ** 14 times smaller
         wide = codes.to(tl.uint16)

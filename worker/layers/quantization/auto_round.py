@@ -78,7 +78,7 @@ class AutoRoundFormat(CheckpointFormat):
         return self._find([name])
 
     def _find(self, names: Sequence[str]) -> Scheme | None:
-        """The scheme of the weight that has these names, one of which the settings may use."""
+        """Return the scheme of the weight that has these names, one of which the settings may use."""
         for key, scheme in self.overrides.items():
             if any(name == key or name.endswith(f".{key}") for name in names):
                 return scheme

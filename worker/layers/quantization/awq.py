@@ -25,7 +25,7 @@ from quire.worker.layers.quantization.stored import (
     unsupported,
 )
 
-_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0 .. 7 in a word; nibble j is output (0, 2, 4, 6, 1, 3, 5, 7)[j]
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # for outputs 0 .. 7 in a word; nibble j is output (0, 2, 4, 6, 1, 3, 5, 7)[j]
 _NAMES = "qweight", "scales", "qzeros"
 _WORD = Axis(ROWS, 8)
 

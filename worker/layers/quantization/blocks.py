@@ -28,11 +28,11 @@ class Rows:
     type: str
 
     def dequantized(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
-        """Rows of the weight in float32."""
+        """Return rows of the weight in float32."""
         return dequantize(self.blocks[rows], self.type)
 
     def of_rows(self, rows: torch.Tensor) -> Rows:
-        """The rows with the indices `rows`."""
+        """Return the rows with the indices `rows`."""
         return Rows(self.blocks[rows], self.type)
 
 
@@ -82,13 +82,13 @@ class PlainBlocks(PlainLinear):
             self._weight = weight
 
     def _pieces(self, layer: Linear) -> Iterator[torch.Tensor]:
-        """The weight, dequantized some rows at a time."""
+        """Yield the weight, dequantized some rows at a time."""
         step = max(1, _PIECE // layer.in_features)
         for part in self.parts:
             for i in range(0, len(part.blocks), step):
                 yield part.dequantized(slice(i, i + step)).to(self.dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` `[T]` of the weight, for an embedding."""
+        """Return rows `ids` `[T]` of the weight, for an embedding."""
         (part,) = self.parts
         return part.dequantized(ids).to(self.dtype)

@@ -26,7 +26,7 @@ FORMATS = {
 
 
 def checkpoint_format(raw: dict[str, Any]) -> CheckpointFormat | None:
-    """The format that a parsed config.json declares, or None if the weights are not quantized.
+    """Return the format that a parsed config.json declares, or None if the weights are not quantized.
 
     Raises:
         ValueError: the format, or one of its settings, is not supported.
@@ -48,7 +48,7 @@ def checkpoint_format(raw: dict[str, Any]) -> CheckpointFormat | None:
 
 
 def _undeclared(config: dict[str, Any]) -> str:
-    """The method of settings from before `quant_method` was written."""
+    """Return the method of settings from before `quant_method` was written."""
     if config.get("load_in_8bit") or config.get("load_in_4bit"):
         return "bitsandbytes"
     return "compressed-tensors" if "config_groups" in config else "unknown"

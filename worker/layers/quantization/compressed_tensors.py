@@ -144,7 +144,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _scheme(weights: dict[str, Any] | None, form: str) -> Scheme | None:
-    """The scheme of a group's `weights`, None if only its activations are quantized."""
+    """Return the scheme of a group's `weights`, None if only its activations are quantized."""
     if weights is None:
         return None
     if form not in _FORMATS:
@@ -182,7 +182,7 @@ def _scheme(weights: dict[str, Any] | None, form: str) -> Scheme | None:
 
 
 def _block(structure: Any) -> tuple[int, int]:
-    """The rows and columns of "128x128" or [128, 128]."""
+    """Return the rows and columns of "128x128" or [128, 128]."""
     sizes = structure.split("x") if isinstance(structure, str) else structure
     try:
         rows, columns = (int(size) for size in sizes)

@@ -25,17 +25,17 @@ def dequantize(blocks: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """The float16 at byte `at` of each block: float32 `[b, 1]`."""
+    """Return the float16 at byte `at` of each block: float32 `[b, 1]`."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _halves(stored: torch.Tensor) -> torch.Tensor:
-    """The low halves of all bytes `[b, n]`, then the high ones: int32 `[b, 2 n]`."""
+    """Return the low halves of all bytes `[b, n]`, then the high ones: int32 `[b, 2 n]`."""
     return torch.cat([stored & 15, stored >> 4], 1).int()
 
 
 def _fifth_bits(stored: torch.Tensor) -> torch.Tensor:
-    """The 32 bits of four bytes `[b, 4]`: int32 `[b, 32]`."""
+    """Return the 32 bits of four bytes `[b, 4]`: int32 `[b, 32]`."""
     return (stored[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=stored.device) & 1).flatten(1).int()
 
 
@@ -60,7 +60,9 @@ def _q8_0(b: torch.Tensor) -> torch.Tensor:
 
 
 def _two_bits(stored: torch.Tensor) -> torch.Tensor:
-    """Values of two bits of 64 bytes `[b, 64]`, of each half of 32 bytes first all low bits: int32 `[b, 256]`."""
+    """Return values of two bits of 64 bytes `[b, 64]`, of each half of 32 bytes first all low bits: int32 `[b,
+    256]`.
+    """
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=stored.device)[:, None]
     return (stored.reshape(-1, 2, 1, 32) >> shifts & 3).flatten(1).int()
 
@@ -94,7 +96,7 @@ def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nibble_pairs(stored: torch.Tensor) -> torch.Tensor:
-    """Of each 32 bytes `[b, 128]` the low halves, then the high ones: int32 `[b, 256]`."""
+    """Return the low halves of each 32 bytes `[b, 128]`, then the high ones: int32 `[b, 256]`."""
     quarters = stored.reshape(-1, 4, 1, 32)
     return torch.cat([quarters & 15, quarters >> 4], 2).flatten(1).int()
 

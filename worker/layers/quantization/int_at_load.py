@@ -47,7 +47,7 @@ class QuantizeAtLoad(PlainLinear):
 
 
 def quantized_bytes(bits: int) -> float:
-    """Bytes per weight, including its share of a scale."""
+    """Return bytes per weight, including its share of a scale."""
     return bits / 8 + 2 / GROUPS[bits]
 
 

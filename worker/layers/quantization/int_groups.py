@@ -44,12 +44,12 @@ class Groups:
         return frozenset(needs) | (frozenset() if whole else needs_of(self.group))
 
     def dequantized(self) -> torch.Tensor:
-        """The weight in float32 `[n, k]`, its columns in the order of the inputs."""
+        """Return the weight in float32 `[n, k]`, its columns in the order of the inputs."""
         weight = dequantize(self.values, self.scales, self.zeros, self.group, self.table, self.row_scales)
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def of_rows(self, rows: torch.Tensor | slice) -> Groups:
-        """The rows with the indices `rows`."""
+        """Return the rows with the indices `rows`."""
 
         def taken(tensor: torch.Tensor | None) -> torch.Tensor | None:
             if tensor is None or tensor.element_size() > 1:
@@ -60,7 +60,7 @@ class Groups:
         return replace(self, **tensors)
 
     def regrouped(self) -> Groups | None:
-        """The same weight in groups of a size that all kernels take, or None."""
+        """Return the same weight in groups of a size that all kernels take, or None."""
         if self.scales.shape[1] == 1 or not needs_of(self.group):
             return self
         size = next((size for size in (128, 64, 32) if self.group % size == 0), None)
@@ -75,7 +75,9 @@ class Groups:
 
     @staticmethod
     def merged(parts: Sequence[object], num_rows: int) -> Groups | None:
-        """The rows of all parts as one weight, or None if their kinds differ or there are not `num_rows` of them."""
+        """Return the rows of all parts as one weight, or None if their kinds differ or there are not `num_rows` of
+        them.
+        """
         first, *others = parts
         if not all(isinstance(part, Groups) for part in parts) or sum(len(part.values) for part in parts) != num_rows:
             return None
@@ -97,7 +99,9 @@ class Groups:
 
 
 def needs_of(group: int) -> frozenset[str]:
-    """Requirements of groups of so many columns on kernels: all kernels take 32, 64, 128 and multiples of 256."""
+    """Return the requirements on kernels of groups of `group` columns: all kernels take 32, 64, 128 and multiples of
+    256.
+    """
     return frozenset() if group in (32, 64, 128) or group % 256 == 0 else frozenset({GROUP_SIZE})
 
 
@@ -109,8 +113,8 @@ def dequantize(
     table: tuple[float, ...] | None = None,
     row_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weight in float32 `[n, k]` of values `[n, k]` and scales (and zeros) `[n, ceil(k / group)]`, or `[n, groups]`
-    with the group of each column, int64 `[k]`. table and row_scales are as in `Groups`.
+    """Return the weight in float32 `[n, k]` of values `[n, k]` and scales (and zeros) `[n, ceil(k / group)]`, or `[n,
+    groups]` with the group of each column, int64 `[k]`. table and row_scales are as in `Groups`.
     """
 
     def wide(entries: torch.Tensor) -> torch.Tensor:
@@ -169,11 +173,11 @@ class PlainGroups(PlainLinear):
         return whole if layer.bias is None else whole + layer.bias
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` `[T]` of the weight, for a tied embedding."""
+        """Return rows `ids` `[T]` of the weight, for a tied embedding."""
         return self._weight(ids)
 
     def _groups(self, rows: slice | torch.Tensor = slice(None)) -> Groups:
-        """Rows of the weight."""
+        """Return rows of the weight."""
         layer = self.layer
         stored = Groups(
             layer.quantized, layer.scales, layer.zeros, self.bits, self.group, layer.order, self.table, layer.row_scales
@@ -185,7 +189,7 @@ class PlainGroups(PlainLinear):
 
 
 def bytes_held(layer: Linear) -> int:
-    """Bytes of the parameters and buffers of a layer."""
+    """Return bytes of the parameters and buffers of a layer."""
     held = {id(tensor): tensor for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))}
     return sum(tensor.nbytes for tensor in held.values())
 

@@ -44,7 +44,7 @@ class Declared:
 
 
 def declared(raw: dict[str, Any]) -> Declared | None:
-    """The cache type that a parsed config.json asks for, or None."""
+    """Return the cache type that a parsed config.json asks for, or None."""
     config = raw.get("quantization_config") or raw.get("compression_config") or {}
     config = config.get("quantization") or config  # modelopt
     if scheme := config.get("kv_cache_scheme"):
@@ -58,14 +58,14 @@ def declared(raw: dict[str, Any]) -> Declared | None:
 
 
 def _kind_of(scheme: Any) -> str | None:
-    """The type of compressed-tensors' `kv_cache_scheme`; modelopt writes a dict with the same keys."""
+    """Return the type of compressed-tensors' `kv_cache_scheme`; modelopt writes a dict with the same keys."""
     if not isinstance(scheme, dict) or scheme.get("num_bits") != 8 or not scheme.get("symmetric", True):
         return None
     return {"float": "fp8", "int": "int8"}.get(scheme.get("type", "int"))
 
 
 def _quark_kind(config: dict[str, Any], names: list[str]) -> str | None:
-    """The type of the outputs of the layers that `names` lists, by their patterns in `layer_quant_config`."""
+    """Return the type of the outputs of the layers that `names` lists, by their patterns in `layer_quant_config`."""
     layers = config.get("layer_quant_config") or {}
     outputs = [
         values.get("output_tensors") or {}
@@ -81,8 +81,8 @@ def _quark_kind(config: dict[str, Any], names: list[str]) -> str | None:
 
 
 def read_scales(folder: str, latent: bool = False) -> Scales | None:
-    """The scales of the layers that have one number for keys and one for values, or None if there are no safetensors in
-    `folder`. Latents (MLA) need the number for keys only: their values are a part of them.
+    """Return the scales of the layers that have one number for keys and one for values, or None if there are no
+    safetensors in `folder`. Latents (MLA) need the number for keys only: their values are a part of them.
 
     Raises:
         ValueError: a scale is not positive, or a file is damaged.
@@ -110,7 +110,7 @@ def read_scales(folder: str, latent: bool = False) -> Scales | None:
 
 
 def _kinds(name: str, kind: str) -> str:
-    """Which scales a tensor is: "k", "v" or "kv"."""
+    """Return which scales a tensor is: "k", "v" or "kv"."""
     if kind == "output_scale":
         return "k" if name.endswith("k_proj.output_scale") else "v"
     return kind.removesuffix("_scale")
@@ -123,7 +123,7 @@ def _positive(name: str, scale: float) -> float:
 
 
 def _files(folder: Path) -> dict[Path, Iterable[str]]:
-    """The names of the tensors in each safetensors file, without opening the files that an index describes."""
+    """Return the names of the tensors in each safetensors file, without opening the files that an index describes."""
     names = weight_names(folder)
     if names is not None and names != [SINGLE]:
         files: dict[Path, list[str]] = defaultdict(list)

@@ -47,14 +47,16 @@ class Mxfp4Expert(LinearMethod):
 
 
 def mxfp4_rows(codes: torch.Tensor, exponents: torch.Tensor) -> Rows:
-    """The rows whose codes are uint8 `[n, groups, 16]`, low half first, and whose exponents are `[n, groups]`."""
+    """Return the rows whose codes are uint8 `[n, groups, 16]`, low half first, and whose exponents are `[n,
+    groups]`.
+    """
     values = nibbles(codes)
     halves = values[..., :16] | values[..., 16:] << 4
     return Rows(torch.cat([exponents.unsqueeze(-1), halves], -1).flatten(-2), "MXFP4")
 
 
 def mxfp4_groups(rows: Rows) -> Groups:
-    """The same numbers as groups: codes in a table with a power of two per 32."""
+    """Return the same numbers as groups: codes in a table with a power of two per 32."""
     blocks = rows.blocks.unflatten(1, (-1, GROUP // 2 + 1))
     exponents, halves = blocks[..., 0].contiguous(), blocks[..., 1:]
     codes = torch.cat([halves & 15, halves >> 4], -1).flatten(1)

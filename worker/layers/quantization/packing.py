@@ -9,8 +9,8 @@ E2M1_TABLE = (*E2M1, *(-value for value in E2M1))
 
 
 def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """The first `count` unsigned integers of `bits` bits in each row of int32 `words` `[n, w]`, low bits first and
-    without gaps: uint8 `[n, count]`.
+    """Return the first `count` unsigned integers of `bits` bits in each row of int32 `words` `[n, w]`, low bits first
+    and without gaps: uint8 `[n, count]`.
 
     E.g. with 3 bits the eleventh integer has its low two bits in the first word and its high bit in the second.
     """
@@ -28,7 +28,7 @@ def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def nibbles(stored: torch.Tensor, low_first: bool = True) -> torch.Tensor:
-    """The two halves of each byte of uint8 `[..., n]`: uint8 `[..., 2 n]`."""
+    """Return the two halves of each byte of uint8 `[..., n]`: uint8 `[..., 2 n]`."""
     low, high = stored & 15, stored >> 4
     return torch.stack([low, high] if low_first else [high, low], -1).flatten(-2)
 

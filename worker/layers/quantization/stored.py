@@ -40,15 +40,15 @@ class Piece:
     """
 
     name: str  # prefix of its tensors, e.g. "model.layers.0.self_attn.q_proj"
-    shape: tuple[int, int]  # of the whole weight
+    shape: tuple[int, int]  # shape of the whole weight
     rows: tuple[int, int]
     columns: tuple[int, int]
     target: int
     view: View | None = None  # rearranges them
 
     @classmethod
-    def of(cls, part: Part) -> Piece:
-        """The piece that a part of an unquantized weight describes."""
+    def from_part(cls, part: Part) -> Piece:
+        """Return the piece that a part of an unquantized weight describes."""
         ranges = [(0, part.shape[0]), (0, part.shape[1])]
         for dim, start, length in part.source:
             ranges[dim] = ranges[dim][0] + start, length
@@ -76,7 +76,7 @@ class Axis:
         return -(-piece.shape[self.of] * self.entries // self.values)
 
     def covered(self, piece: Piece) -> tuple[int, int]:
-        """The entries (start, length) in which the piece is."""
+        """Return the entries (start, length) in which the piece is."""
         if self.whole:
             return 0, self.size(piece)
         start, length = (piece.rows, piece.columns)[self.of]
@@ -85,7 +85,7 @@ class Axis:
         return first, min(end, self.size(piece)) - first
 
     def trim(self, piece: Piece, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """The piece's values of a tensor that has been unpacked from the covered entries, one value each."""
+        """Return the piece's values of a tensor that has been unpacked from the covered entries, one value each."""
         start, length = (piece.rows, piece.columns)[self.of]
         return tensor.narrow(dim, start if self.whole else start % self.values, length)
 
@@ -102,7 +102,7 @@ class Stored:
     types: tuple[str, ...] = ()
 
     def parameter(self, piece: Piece) -> nn.Parameter:
-        """An uninitialised parameter for the entries that cover the piece."""
+        """Return an uninitialised parameter for the entries that cover the piece."""
         shape, lengths, source = [], [], []
         for dim, axis in enumerate(self.axes):
             start, length = (0, axis) if isinstance(axis, int) else axis.covered(piece)
@@ -118,24 +118,26 @@ class Stored:
 
 
 class Scheme(ABC):
-    """How one weight is stored."""
+    """The storage of one weight."""
 
     @abstractmethod
     def tensors(self, piece: Piece) -> dict[str, Stored]:
-        """The tensors to load for a piece, by any short name."""
+        """Return the tensors to load for a piece, by any short name."""
 
     @abstractmethod
     def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Decoded:
-        """The piece as integers in groups, or dequantized in float32 or a narrower type `[rows, columns]`; these share
-        no memory with `tensors`. Or the blocks of a GGUF file, as they are.
+        """Return the piece as integers in groups, or dequantized in float32 or a narrower type `[rows, columns]`; these
+        share no memory with `tensors`. Or the blocks of a GGUF file, as they are.
         """
 
     def needs(self, piece: Piece) -> frozenset[str]:
-        """The piece's requirements on kernels (`Groups.needs`), without which it is dequantized at load."""
+        """Return the piece's requirements on kernels (`Groups.needs`), without which it is dequantized at load."""
         return frozenset()
 
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
-        """Bytes of the piece once it is loaded, unless it is dequantized; `itemsize` is that of the model's type."""
+        """Return bytes of the piece once it is loaded, unless it is dequantized; `itemsize` is that of the model's
+        type.
+        """
         return piece.rows[1] * piece.columns[1] * itemsize
 
 
@@ -157,7 +159,7 @@ class IntegerGroups(Scheme):
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
         n, k = piece.size
         order = 8 * k if self.act_order else 0
-        tables = 2 * (1 + self.has_zeros) * n * (1 if self.group is None else -(-k // self.group))  # of 16 bits
+        tables = 2 * (1 + self.has_zeros) * n * (1 if self.group is None else -(-k // self.group))  # for 16 bits
         return n * k * self.stored_bits // 8 + tables + order
 
     def needs(self, piece: Piece) -> frozenset[str]:
@@ -183,20 +185,24 @@ class CheckpointFormat(WeightFormat):
     have for a module of the decoder.
     """
 
-    weights: Scheme | None = None  # of the layers that no pattern names
+    weights: Scheme | None = None  # for the layers that no pattern names
 
     def __init__(self) -> None:
         self.modules: Callable[[str], Sequence[str]] = lambda name: [name]
 
     def find(self, name: str) -> Scheme | None:
-        """The scheme of the decoder's weight with the prefix `name`; None if it is plain, by any of its names."""
+        """Return the scheme of the decoder's weight with the prefix `name`; None if it is plain, by any of its
+        names.
+        """
         found = [self.scheme(module) for module in self.modules(name)]
         if not all(found):
             return None
         return next((scheme for scheme in found if scheme is not self.weights), found[0])
 
     def scheme(self, name: str) -> Scheme | None:
-        """The scheme of the weight with the prefix `name`, e.g. "model.layers.0.mlp.up_proj"; None if it is plain."""
+        """Return the scheme of the weight with the prefix `name`, e.g. "model.layers.0.mlp.up_proj"; None if it is
+        plain.
+        """
         raise NotImplementedError
 
     def linear(self, prefix: str) -> LinearMethod:
@@ -216,7 +222,7 @@ class FromCheckpoint(LinearMethod):
         self.weights, self.plain = weights, plain
 
     def create_weights(self, layer: Linear) -> None:
-        pieces = [Piece.of(part) for part in layer.weight_parts()]
+        pieces = [Piece.from_part(part) for part in layer.weight_parts()]
         schemes = [self.weights.find(piece.name) for piece in pieces]
         layer.method = StoredWeights(pieces, schemes, self.plain) if any(schemes) else self.plain
         layer.method.create_weights(layer)
@@ -293,7 +299,7 @@ class StoredWeights(LinearMethod):
 
 
 def tensors_of(decoded: Decoded) -> torch.Tensor:
-    """The tensor that holds the values."""
+    """Return the tensor that holds the values."""
     if isinstance(decoded, Groups):
         return decoded.values
     return decoded.blocks if isinstance(decoded, Rows) else decoded
@@ -315,7 +321,7 @@ def grouped(
     table: tuple[float, ...] | None = None,
     row_scales: torch.Tensor | None = None,
 ) -> Groups | torch.Tensor:
-    """The piece in groups of equal length, or dequantized if its columns cannot be arranged so.
+    """Return the piece in groups of equal length, or dequantized if its columns cannot be arranged so.
 
     values are int8 `[n, k]`; scales and zeros `[n, groups]` cover the columns' groups or, with `group_of` `[k]`, are
     those of the whole weight. The other arguments are as in `Groups`.
@@ -342,7 +348,7 @@ def grouped(
 
 
 def groups_needs(group: int | None) -> frozenset[str]:
-    """`Scheme.needs` of integers in groups of so many columns, or in whole rows."""
+    """Return `Scheme.needs` of integers in groups of `group` columns, or in whole rows."""
     return frozenset() if group is None or any(group % size == 0 for size in (32, 64, 128)) else needs_of(group)
 
 

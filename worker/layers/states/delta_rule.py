@@ -88,8 +88,8 @@ def delta_many(
 def _chunk(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One chunk of `delta_many`: q, k `[H, c, Dk]`, v `[H, c, Dv]`, decay `[H, c, Dk]` or `[H, c, 1]`, the sum of g up
-    to each token, beta `[H, c, 1]`.
+    """Return one chunk of `delta_many`: q, k `[H, c, Dk]`, v `[H, c, Dv]`, decay `[H, c, Dk]` or `[H, c, 1]`, the sum
+    of g up to each token, beta `[H, c, 1]`.
     """
     since = decay.exp()  # from before the chunk
     kk, qk = _pairs(k, k, decay), _pairs(q, k, decay)

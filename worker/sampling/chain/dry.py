@@ -11,13 +11,13 @@ from quire.worker.messages import Dry
 
 _BASE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: its powers mod 2**64 have inverses
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
-_LARGEST_EXPONENT = 88.7228391  # of e, in float32
+_LARGEST_EXPONENT = 88.7228391  # of e in float32, which does not overflow
 
 
 @dataclass(slots=True)
 class Breakers:
-    """Where sequences end: `single` bool `[V]` are tokens that contain a breaker; `sequences` are others, as (bool
-    `[V]` of first tokens, the tokens after them).
+    """The breakers that end sequences: `single` bool `[V]` are tokens that contain a breaker; `sequences` are others,
+    as (bool `[V]` of first tokens, the tokens after them).
     """
 
     single: torch.Tensor
@@ -72,7 +72,7 @@ def _repeated(recent: torch.Tensor) -> torch.Tensor:
     powers = torch.full((size,), _BASE, dtype=torch.int64, device=device)
     powers[0] = 1
     powers = powers.cumprod(0)
-    hashes = torch.nn.functional.pad((mixed * powers).cumsum(0), (1, 0))  # of the first n tokens
+    hashes = torch.nn.functional.pad((mixed * powers).cumsum(0), (1, 0))  # hashes of the first n tokens
     k = torch.arange(1, size, device=device)
     low, high = torch.zeros_like(k), size - k  # equal up to low, not known up to high
     for _ in range(size.bit_length()):

@@ -27,7 +27,7 @@ class _Entry:
 
     stages: tuple[str, ...]
     top_k: int
-    values: tuple[float, ...]  # of `_NAMES`
+    values: tuple[float, ...]  # for `_NAMES`
     xtc_state: int
     mirostat_tau: float
     dry: Dry | None

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 EXCLUDED = float("-inf")
-_SCALE = float(1 << 40)  # of probabilities and entropies
-_LOGIT_SCALE = float(1 << 24)  # of logits and their squares, in `top_n_sigma`
+_SCALE = float(1 << 40)  # for probabilities and entropies
+_LOGIT_SCALE = float(1 << 24)  # for logits and their squares, in `top_n_sigma`
 _MIROSTAT_TOKENS = 100  # from which mirostat estimates the slope of the distribution (`m` in the paper)
 
 
@@ -40,7 +40,7 @@ class Columns:
     mu: torch.Tensor | None = None
 
 
-NUM_PARAMETERS = 12  # of `Columns`, that come from the request
+NUM_PARAMETERS = 12  # for `Columns`, that come from the request
 
 
 class Candidates:

@@ -16,7 +16,7 @@ ADAPTIVE_MAX = 16  # drafts of a request in a step without num_speculative_token
 class Speculation:
     """`lookup` is (fewest, most) last tokens that are looked up in the request's own text, or None.
 
-    `num_draft` None: the number adapts to what a request's drafts earned.
+    `num_draft` None: the number adapts to the gain of a request's drafts.
     """
 
     prediction: bool = False
@@ -30,8 +30,7 @@ class Speculation:
 
     @property
     def adapts(self) -> bool:
-        """Return whether requests without a prediction have drafts, whose number is chosen by what they cost and earn.
-        """
+        """Return whether requests without a prediction have drafts, whose number is chosen by cost and gain."""
         return self.num_draft is None and self != Speculation(prediction=True)
 
     @property
@@ -47,7 +46,7 @@ class Speculation:
 def resolve_speculation(
     config: Config, spec: ModelSpec, deterministic: bool
 ) -> tuple[Speculation, tuple[str, str, str]]:
-    """The drafts of this server, and the entry (setting, value, reason) for the table of choices."""
+    """Return the drafts of this server, and the entry (setting, value, reason) for the table of choices."""
     text = config.scheduler.speculative_config
     settings = read_speculation(text) if text is not None else SpeculationSettings()
     if settings.method == "none":
@@ -111,7 +110,7 @@ def check_head(config: Config, spec: ModelSpec) -> None:
 
 
 def _obstacle(config: Config, spec: ModelSpec) -> str | None:
-    """Why steps cannot verify drafts, or None."""
+    """Return why steps cannot verify drafts, or None."""
     parallel = config.parallel
     if spec.is_encoder or not spec.has_lm_head:
         return "the model generates no text"

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512])  # numbers of tokens in the table
-_SLOPE = 1 / 24  # of the table before anything is measured
+_SLOPE = 1 / 24  # for the table before anything is measured
 UNKNOWN_SLOPE = 1.0  # with which no draft pays
 _RATE, _SPEED_RATE = 0.05, 0.1  # weights of a step in the table, and in how fast the machine is now
 _MOST = 3.0  # times what was expected: what something else delayed counts no more
 _HOPE = 2.0  # tokens that count as right before any was tried
-_GAIN = 1.02  # of tokens per second, from which drafts are worth it
+_GAIN = 1.02  # least gain in tokens per second for drafts
 
 
 class StepCosts:
@@ -38,7 +38,7 @@ class StepCosts:
 
     @staticmethod
     def _extended(seconds: dict[int, float]) -> np.ndarray:
-        """The times at `KNOTS`, along a line behind the largest size."""
+        """Return the times at `KNOTS`, along a line behind the largest size."""
         sizes = sorted(seconds)
         times = np.maximum.accumulate([seconds[size] for size in sizes])
         slope = (times[-1] - times[0]) / max(sizes[-1] - sizes[0], 1)
@@ -46,8 +46,8 @@ class StepCosts:
         return np.where(sizes[-1] >= KNOTS, np.interp(KNOTS, sizes, times), beyond)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step of `num_tokens` tokens, drafts included, took so long."""
-        expected = self.of(num_tokens)
+        """Record the seconds of a step of `num_tokens` tokens, drafts included."""
+        expected = self.relative_time(num_tokens)
         self._unit = self._unit or seconds / expected
         ratio = min(max(seconds / (expected * self._unit), 1 / _MOST), _MOST)
         self._unit *= ratio**_SPEED_RATE
@@ -56,12 +56,12 @@ class StepCosts:
         self.table /= self.table[0]
         self.plain = self.table
 
-    def of(self, num_tokens: int) -> float:
-        """The time of a step that verifies drafts, relative to one of one token."""
+    def relative_time(self, num_tokens: int) -> float:
+        """Return the time of a step that verifies drafts, relative to one of one token."""
         return float(np.interp(num_tokens, KNOTS, self.table))
 
     def without_drafts(self, num_rows: int) -> float:
-        """The same of a step with one token per request."""
+        """Return the same of a step with one token per request."""
         return float(np.interp(num_rows, KNOTS, self.plain))
 
 
@@ -74,8 +74,8 @@ class Plan:
         self.rate = num_rows / costs.without_drafts(num_rows)
 
     def take(self, probability: float, limit: int, cost: float = 0.0) -> int:
-        """How many drafts, at most `limit`, a request adds to the step. The first is right with `probability`, each
-        further one if those before it are. Making one costs `cost` steps of one token.
+        """Return how many drafts, at most `limit`, a request adds to the step. The first is right with `probability`,
+        each further one if those before it are. Making one costs `cost` steps of one token.
         """
         if limit <= 0:
             return 0
@@ -93,7 +93,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Odds:
-    """How often the drafts of one source were right for a request, tokens after a wrong one aside."""
+    """The acceptance rate of one source's drafts for a request, tokens after a wrong one aside."""
 
     right: float = 0.0
     tried: float = 0.0
@@ -103,7 +103,7 @@ class Odds:
         self.tried = 0.8 * self.tried + min(num_accepted + 1, num_draft)
 
     def forget(self) -> None:
-        """A step passed without a draft: after many it is tried again."""
+        """Record a step without a draft: after many, drafts are tried again."""
         self.right, self.tried = 0.95 * self.right, 0.95 * self.tried
 
     @property

@@ -1,7 +1,7 @@
 """Drafts of a second, small model with the same vocabulary.
 
 Its keys and values lie in the blocks of the model's own cache group for all tokens (`spec/cache.py`, `add_drafting`),
-so that chunks, shared prefixes and preemption need nothing of their own: `follow` computes every token of a step that
+so that chunks, shared prefixes and preemption need no special case: `follow` computes every token of a step that
 the model computes, unless drafting did so before.
 """
 
@@ -56,9 +56,10 @@ class DraftModel:
         self.backend = backend
 
     def draft(self, step: StepInput, counts: dict[int, int]) -> dict[int, list[int]]:
-        """`counts[i]` likely next tokens of the requests at batch positions i of `step`, whose tables are up to date.
+        """Return `counts[i]` likely next tokens of the requests at batch positions i of `step`, whose tables are up to
+        date.
 
-        Each is what sampling at its position gives for the draft model's logits: at a temperature, too, both models
+        Each is sampled at its position from the draft model's logits: at a temperature, too, both models
         choose by the same random number. The drafts are written to the token table.
         """
         drafts: dict[int, list[int]] = {i: [] for i in counts}

@@ -16,7 +16,9 @@ _NAME = "--speculative-config: model"
 
 
 def read_draft_spec(config: Config, target: ModelSpec, folder: str) -> ModelSpec:
-    """The spec of the draft model in `folder` for the model `target`. Raises ValueError if it cannot draft for it."""
+    """Return the spec of the draft model in `folder` for the model `target`. Raises ValueError if it cannot draft for
+    it.
+    """
     options = config.model
     try:
         draft = read_model_spec(folder, "quire", images=False)
@@ -44,9 +46,9 @@ def read_draft_spec(config: Config, target: ModelSpec, folder: str) -> ModelSpec
 
 
 def read_eagle_spec(config: Config, target: ModelSpec, folder: str) -> ModelSpec:
-    """The spec of the EAGLE-3 head in `folder` for the model `target`. Its `raw` also has the layers of the model
-    before which residual streams are `captured`, their `captured_size`, and whether the head `has_embedding`. Raises
-    ValueError if it cannot draft for it.
+    """Return the spec of the EAGLE-3 head in `folder` for the model `target`. Its `raw` also has the layers of the
+    model before which residual streams are `captured`, their `captured_size`, and whether the head `has_embedding`.
+    Raises ValueError if it cannot draft for it.
     """
     path = Path(folder, "config.json")
     try:
@@ -75,8 +77,8 @@ def read_eagle_spec(config: Config, target: ModelSpec, folder: str) -> ModelSpec
 
 
 def captured_layers(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layers before which a head reads the residual stream of a model of `num_layers` layers: three of them. vLLM's
-    key names these, that of SGLang the layers whose output it is.
+    """Return the layers before which a head reads the residual stream of a model of `num_layers` layers: three of them.
+    vLLM's key names these, that of SGLang the layers whose output it is.
     """
     key, nested = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config") or {}
     ids = raw.get(key) or [i + 1 for i in nested.get(key) or ()] or (2, num_layers // 2, num_layers - 3)

@@ -63,8 +63,8 @@ class Drafter(Protocol):
 
 
 def relative_size(parts: Sequence[nn.Module], model: nn.Module) -> float:
-    """Bytes of the weights of `parts` in relation to those of `model`, of which this rank has a pipeline stage, as the
-    times of their steps are.
+    """Return bytes of the weights of `parts` in relation to those of `model`, of which this rank has a pipeline stage,
+    as the times of their steps are.
     """
     return sum(map(_weight_bytes, parts)) / max(_weight_bytes(model) * pp().size, 1)
 
@@ -79,7 +79,7 @@ class ModelDrafter(Protocol):
     """
 
     needs_hidden: bool  # whether `follow` reads hidden states
-    cost: float  # of a draft, in steps of the model of one token
+    cost: float  # for a draft, in steps of the model of one token
 
     def use(self, ops: Ops, backend: AttentionBackend) -> None:
         """Switch to a platform's operations."""

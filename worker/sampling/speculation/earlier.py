@@ -12,17 +12,17 @@ from collections.abc import Sequence
 import numpy as np
 
 MAX_CONVERSATIONS = 128
-MAX_TOKENS = 1 << 15  # of a conversation, the newest ones
+MAX_TOKENS = 1 << 15  # per conversation, the newest ones
 BETWEEN = -1  # after each text
 
 
 def ended(tokens: np.ndarray) -> np.ndarray:
-    """A text that nothing follows."""
+    """Return a text that nothing follows."""
     return np.append(tokens, np.int32(BETWEEN))
 
 
 def joined(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """The newest tokens of texts, oldest first."""
+    """Return the newest tokens of texts, oldest first."""
     return np.concatenate(texts)[-MAX_TOKENS:]
 
 
@@ -32,12 +32,12 @@ class EarlierTexts:
     def __init__(self) -> None:
         self._texts: OrderedDict[str, np.ndarray] = OrderedDict()
 
-    def of(self, conversation: str) -> np.ndarray:
+    def tokens(self, conversation: str) -> np.ndarray:
         """Tokens, int32, oldest first."""
         return self._texts.get(conversation, np.empty(0, dtype=np.int32))
 
     def add(self, conversation: str, tokens: np.ndarray) -> None:
-        """A request of the conversation ended with these tokens, prompt and output."""
+        """Add the tokens, prompt and output, of a request of the conversation that ended."""
         before = self._texts.pop(conversation, np.empty(0, dtype=np.int32))
         self._texts[conversation] = joined([before, ended(tokens)])
         while len(self._texts) > MAX_CONVERSATIONS:

@@ -10,7 +10,7 @@ from quire.worker.sampling.speculation.drafter import History
 
 class GrammarDrafter:
     def __init__(self, grammars: GrammarRows, guess: bool) -> None:
-        """With `guess` drafts need not be certain."""
+        """`guess`: drafts need not be certain."""
         self.grammars, self.guess = grammars, guess
         self._found: dict[int, list[int]] = {}
 

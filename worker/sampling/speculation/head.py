@@ -36,7 +36,7 @@ class Head(Protocol):
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `[S, vocab_size]` of the tokens after the next ones, of hidden states of the head."""
+        """Return logits `[S, vocab_size]` of the tokens after the next ones, of hidden states of the head."""
 
 
 class HeadDrafter:
@@ -97,7 +97,7 @@ class HeadDrafter:
     def _next(
         self, step: StepInput, mine: list[int], positions: list[int], ids: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
-        """The head's results `[R, H]` for tokens at `positions`, which `ids` follow."""
+        """Return the head's results `[R, H]` for tokens at `positions`, which `ids` follow."""
         rows = [step.rows[i] for i in mine]
         one = StepInput(step.step, [], rows, positions, [1] * len(rows), [[] for _ in rows], list(range(len(rows))))
         batch = prepare_inputs(one, self.table, self.buffers, self.platform, self.backend)

@@ -43,7 +43,9 @@ class LookupDrafter:
     """
 
     def __init__(self, low: int, high: int, by_match: bool) -> None:
-        """At least `low` and at most `high` tokens must match; `by_match`: drafts are no longer than the match."""
+        """Look up matches of at least `low` and at most `high` tokens; `by_match`: drafts are no longer
+        than the match.
+        """
         self.low, self.high, self.by_match = low, high, by_match
 
     def propose(self, row: int, history: History, limit: int) -> list[int]:

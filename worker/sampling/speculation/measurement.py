@@ -61,7 +61,7 @@ class Measurement:
         return min(seconds, self._time(num_reqs, num_tokens)) if seconds < _FAST else seconds
 
     def _time(self, num_reqs: int, num_tokens: int) -> float:
-        """Of a step of requests with so many tokens each."""
+        """Return the seconds of a step of `num_reqs` requests with `num_tokens` tokens each."""
         sampling, rows = SamplingParams(speculation=False, ignore_eos=True), list(range(num_reqs))
         blocks = [0] * -(-num_tokens // self.table.block_size)
         by_group = [[0, self.page] if group.kind == "state" else blocks for group in self.table.groups]

@@ -31,7 +31,7 @@ _MAX_PAUSE = 32  # steps without drafts after drafts that were wrong again and a
 
 
 def accepted(token_ids: list[int], draft: list[int]) -> list[int]:
-    """The new tokens of a row, from those sampled after its last token and after each draft.
+    """Return the new tokens of a row, from those sampled after its last token and after each draft.
 
     A draft is accepted if it is the token sampled before it; the token sampled after the last accepted one is new, too.
     -1, for a position at which no token can be sampled, is left to the next step, unless it is the first.
@@ -41,7 +41,7 @@ def accepted(token_ids: list[int], draft: list[int]) -> list[int]:
 
 
 def num_accepted(token_ids: list[int], draft: list[int]) -> int:
-    """How many tokens of a draft are those that were sampled before them."""
+    """Return how many tokens of a draft are those that were sampled before them."""
     num = 0
     while num < len(draft) and token_ids[num] == draft[num]:
         num += 1
@@ -50,16 +50,16 @@ def num_accepted(token_ids: list[int], draft: list[int]) -> int:
 
 @dataclass(slots=True)
 class _Row:
-    """A request's drafts and what they earned."""
+    """A request's drafts and their gain."""
 
     history: History
     draft: list[int]
     is_prediction: bool = False
     by_model: bool = False  # `draft` is made when it is verified: until then only its length is right
-    length: int = _FIRST_LENGTH  # of the next draft, when it adapts
+    length: int = _FIRST_LENGTH  # for the next draft, when it adapts
     pause: int = 0  # steps until the next draft
     num_wrong: int = 0  # drafts in a row of which no token was right
-    source: object = None  # of the draft
+    source: object = None  # for the draft
     odds: dict[object, Odds] = field(default_factory=dict)  # by source
 
     def learn(self, num_draft: int, num_accepted: int) -> None:
@@ -87,8 +87,8 @@ class Speculator:
         num_slots: Callable[[int], int] | None = None,
         costs: StepCosts | None = None,
     ) -> None:
-        """A step may verify `most` drafts. `num_slots`, of a row's tokens, is given if `make_drafts` will be called:
-        then drafts of `model` must fit into the blocks that a row has.
+        """Prepare for steps that may verify `most` drafts. `num_slots`, of a row's tokens, is given if `make_drafts`
+        will be called: then drafts of `model` must fit into the blocks that a row has.
         """
         self.grammars, self.most, self.model, self.num_slots = grammars, most, model, num_slots
         self.costs = costs or StepCosts()
@@ -119,11 +119,11 @@ class Speculator:
             self.rows[row] = _Row(History(new, self._earlier(new.conversation)), [])
 
     def _earlier(self, conversation: str) -> np.ndarray | None:
-        """The known tokens of a conversation, also from rows whose requests have ended."""
+        """Return the known tokens of a conversation, also from rows whose requests have ended."""
         if not conversation or self.speculation.lookup is None:
             return None
         mine = (row.history for row in self.rows.values() if row.history.conversation == conversation)
-        return joined([self.earlier.of(conversation), *(ended(history.tokens) for history in mine)])
+        return joined([self.earlier.tokens(conversation), *(ended(history.tokens) for history in mine)])
 
     def remove(self, row: int) -> None:
         ended = self.rows.pop(row, None)
@@ -188,7 +188,7 @@ class Speculator:
             self.model.follow(batch, hidden, {i: num_draft[i] for i in by_model})
 
     def proposed(self, step: StepInput) -> list[list[int]]:
-        """The drafts for the next step of each sampling row of `step`, after its `after_step`."""
+        """Return the drafts for the next step of each sampling row of `step`, after its `after_step`."""
         rows = (self.rows.get(step.rows[i]) for i in step.samples)
         return [row.draft if row is not None else [] for row in rows]
 
@@ -221,7 +221,7 @@ class Speculator:
         return num_draft, predicted
 
     def _prepare(self, rows: dict[int, _Row]) -> None:
-        """Let the grammars of rows say what they force."""
+        """Ask the grammars of rows for forced tokens."""
         num = self.speculation.num_draft
         limits = {
             number: min(num or min(row.length, STEP_DRAFTS), MAX_DRAFT)
@@ -259,7 +259,7 @@ class Speculator:
 
     @staticmethod
     def _paying(row: _Row, source: object, draft: list[int], plan: Plan | None) -> list[int]:
-        """The beginning of a draft that is expected to pay."""
+        """Return the beginning of a draft that is expected to pay."""
         row.source, odds = source, row.odds.setdefault(source, Odds())
         if plan is None:
             return draft

@@ -40,7 +40,7 @@ class StateMixer(nn.Module):
         self.ops = ops
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
-        """The all-reduces of `forward`, in order."""
+        """Return the all-reduces of `forward`, in order."""
         return [((num_needed, self.hidden_size), None)]
 
 
@@ -74,7 +74,7 @@ class Convolution(nn.Module):
 def float_parameter(
     name: str, shape: tuple[int, ...], start: int, length: int, view: View | None = None, mean: float = 0.0
 ) -> nn.Parameter:
-    """Rows `start : start + length` of the tensor `name` of `shape`, in float32, as `view` makes of them."""
+    """Return rows `start : start + length` of the tensor `name` of `shape`, in float32, as `view` makes of them."""
     part = Part(name, shape, ((0, start, length),), (), view)
     size = view(torch.empty(length, *shape[1:], device="meta")).shape if view else (length, *shape[1:])
     parameter = empty_parameter(*size, parts=[part], dtype=torch.float32)

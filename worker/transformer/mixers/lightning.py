@@ -15,7 +15,7 @@ from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.mixers.base import StateMixer, float_parameter, shards, split
 from quire.worker.transformer.mixers.delta import Ungrouped
 
-_EPS = 1e-6  # of its norm, whatever config.json says about the others
+_EPS = 1e-6  # for its norm, whatever config.json says about the others
 
 
 class Lightning(StateMixer):
@@ -124,6 +124,6 @@ class RotaryLightning(StateMixer):
 
 
 def _decays(kind: LightningSpec, mine: int) -> torch.Tensor:
-    """The logarithms of the decays of this rank's `mine` heads."""
+    """Return the logarithms of the decays of this rank's `mine` heads."""
     heads = torch.arange(tp().rank * mine, (tp().rank + 1) * mine, dtype=torch.float32)
     return -torch.exp2(-8.0 * (heads + 1) / kind.num_heads) * kind.decay_scale

@@ -112,7 +112,7 @@ def _rows(kind: Mamba2Spec, parts: list[tuple[int, int, bool]]) -> list[Rows]:
 
 
 def _scales(kind: Mamba2Spec, inner: int, shared: int, heads: int) -> torch.Tensor | None:
-    """The factors of the projected input, None without."""
+    """Return the factors of the projected input, None without."""
     if kind.scales is None:
         return None
     sizes = inner, inner, shared, shared, heads

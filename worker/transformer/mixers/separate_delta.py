@@ -24,7 +24,7 @@ from quire.worker.spec.state import DeltaSpec
 from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.mixers.base import Convolution, StateMixer, float_parameter, shards, split
 
-_GATES = {"silu": silu, "sigmoid": sigmoid}  # of the normalised result
+_GATES = {"silu": silu, "sigmoid": sigmoid}  # for the normalised result
 
 
 class SeparateDelta(StateMixer):
@@ -80,7 +80,7 @@ class SeparateDelta(StateMixer):
         return self.o_proj(o.flatten(1).to(x.dtype))
 
     def _decay(self, raw: torch.Tensor) -> torch.Tensor:
-        """The logarithm of the decays, `[T, H, Dk]` or `[T, H, 1]`."""
+        """Return the logarithm of the decays, `[T, H, Dk]` or `[T, H, 1]`."""
         raw, rate = raw.unflatten(-1, (self.num_v_heads, self.spec.decay_dim)), self.A_log.exp()[:, None]
         if self.spec.lower_bound is not None:
             return self.spec.lower_bound * sigmoid(rate * raw)
@@ -113,5 +113,5 @@ def _projection(
 
 
 def _wide_part(name: str, heads: int, start: int, length: int) -> Part:
-    """The decays as Kimi-Linear has them, `[1, 1, H, 1]`."""
+    """Return the decays as Kimi-Linear has them, `[1, 1, H, 1]`."""
     return Part(name, (1, 1, heads, 1), ((2, start, length),), (), torch.Tensor.flatten)

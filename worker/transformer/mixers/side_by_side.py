@@ -28,7 +28,7 @@ class AttentionAndMamba2(nn.Module):
         return attended + self.mamba(x * mamba_in, call) * mamba_out
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
-        """The all-reduces of `forward`, in order."""
+        """Return the all-reduces of `forward`, in order."""
         return [
             *self.attention.exchanges(num_tokens, num_needed),
             *self.mamba.exchanges(num_tokens, num_needed),

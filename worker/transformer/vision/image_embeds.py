@@ -19,7 +19,7 @@ class ImageEmbeds:
         x[self.rows] = self.values[:, : x.shape[1]].to(x.dtype)
 
     def num_deep(self, hidden_size: int) -> int:
-        """The number of decoder layers that add a part of their own."""
+        """Return the number of decoder layers that add a part of their own."""
         return self.values.shape[1] // hidden_size - 1
 
     def add_deep(self, x: torch.Tensor, layer: int) -> None:

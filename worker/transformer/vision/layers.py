@@ -21,7 +21,7 @@ from quire.worker.layers.rotary import apply_rotary
 
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The activation of that name in config.json. Raises ValueError if it is not supported."""
+    """Return the activation of that name in config.json. Raises ValueError if it is not supported."""
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} of the vision encoder is not supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -35,7 +35,9 @@ def linear(
     bias: bool = True,
     method: LinearMethod | None = None,
 ) -> ColumnParallelLinear:
-    """A linear layer that every rank holds whole: the tensors `names`, with `out_features` rows each, as one matrix."""
+    """Return a linear layer that every rank holds whole: the tensors `names`, with `out_features` rows each, as one
+    matrix.
+    """
     names = [names] if isinstance(names, str) else list(names)
     sizes = [out_features] * len(names) if isinstance(out_features, int) else list(out_features)
     starts = accumulate(sizes, initial=0)
@@ -52,7 +54,9 @@ def named(norm: Norm, name: str) -> Norm:
 
 
 def table(name: str, *shape: int) -> nn.Parameter:
-    """An uninitialised parameter that holds the checkpoint's tensor `name`, which may have further dimensions of 1."""
+    """Return an uninitialised parameter that holds the checkpoint's tensor `name`, which may have further dimensions of
+    1.
+    """
     parameter = nn.Parameter(torch.empty(shape), requires_grad=False)
     parameter.parts = [Part(name, shape)]
     return parameter
@@ -121,7 +125,7 @@ class EncoderSpec:
     eps: float
     norm: str = "layer"  # layer or rms
     qkv_bias: bool = True
-    bias: bool = True  # of the other linear layers
+    bias: bool = True  # for the other linear layers
     qk_norm: bool = False  # rms, over all heads together
     names: LayerNames = LayerNames()
 
@@ -222,7 +226,7 @@ class Projector(nn.Module):
 
 
 def num_used_layers(config: dict[str, Any], num_layers: int, default: int) -> int:
-    """How many of an encoder's layers compute the features that config.json selects with `vision_feature_layer`.
+    """Return how many of an encoder's layers compute the features that config.json selects with `vision_feature_layer`.
 
     Raises ValueError for a list of layers.
     """

@@ -40,8 +40,8 @@ class VisionTower(nn.Module):
         super().__init__()
 
     def bytes_per_embed(self) -> int:
-        """Bytes that one embedding needs while it is encoded, estimated: pixels, the inputs and outputs of the widest
-        layer, and as much again for the stream, its norms and attention.
+        """Return bytes that one embedding needs while it is encoded, estimated: pixels, the inputs and outputs of the
+        widest layer, and as much again for the stream, its norms and attention.
         """
         layers = [module for module in self.modules() if isinstance(module, Linear)]
         widest = max(layer.in_features + layer.out_features for layer in layers)
@@ -49,8 +49,8 @@ class VisionTower(nn.Module):
         return self.patches_per_embed * (2 * itemsize * widest + _PIXEL_BYTES)
 
     def encode(self, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """The embeddings of each image, `[num_embeds, hidden_size * (1 + num_deep)]` in the model's dtype, from its
-        features, which are on the model's device in the dtype of the file (float32 for pixels).
+        """Return the embeddings of each image, `[num_embeds, hidden_size * (1 + num_deep)]` in the model's dtype, from
+        its features, which are on the model's device in the dtype of the file (float32 for pixels).
 
         The first `hidden_size` columns replace the embeddings of the image's placeholders, after the language model
         has scaled those of the text (Gemma). With deepstack, part i of the others is added to the hidden states after

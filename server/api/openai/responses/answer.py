@@ -37,8 +37,8 @@ class Answer:
         self.num_events = 0
 
     async def events(self, generation: AsyncGenerator[Delta, None]) -> AsyncGenerator[list[bytes], None]:
-        """All events but the last, one or several at a time. Closing it aborts the generation; an error of it becomes
-        the response's.
+        """Yield all events but the last, one or several at a time. Closing it aborts the generation; an error of it
+        becomes the response's.
         """
         try:
             yield self.first()
@@ -68,11 +68,11 @@ class Answer:
         return out
 
     def last(self, body: bytes) -> bytes:
-        """The event of the end; `body` is the response's JSON."""
+        """Return the event of the end; `body` is the response's JSON."""
         return last_event(self.response.status, body, self.num_events)
 
     def complete(self) -> None:
-        """The answer has ended by itself."""
+        """Handle an answer that ended by itself."""
         cut = self.output.finish_reason in CUT
         self._end("incomplete" if cut else "completed")
         if cut:
@@ -106,13 +106,13 @@ def _encoded(kind: str, number: int, fields: dict[str, Any]) -> bytes:
 
 
 def last_event(status: str, body: bytes, number: int) -> bytes:
-    """The event with `number` that ends a response; `body` is its JSON."""
+    """Return the event with `number` that ends a response; `body` is its JSON."""
     kind = status if status in ("completed", "incomplete") else "failed"
     return _encoded(f"response.{kind}", number, {"response": msgspec.Raw(body)})
 
 
 def replay(response: ResponseObject, body: bytes) -> list[bytes]:
-    """The events of a response that has ended, its items whole."""
+    """Return the events of a response that has ended, its items whole."""
     encrypted = any(isinstance(item, OutputReasoning) and item.encrypted_content for item in response.output)
     key = response.id.removeprefix("resp_")
     tools, summarized = by_joined_name(response.tools), bool(response.reasoning.summary)

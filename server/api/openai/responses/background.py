@@ -57,7 +57,7 @@ class Run:
         changed.set()
 
     async def follow(self, first: int) -> AsyncGenerator[bytes, None]:
-        """The events from number `first` on, until the last."""
+        """Yield the events from number `first` on, until the last."""
         while True:
             changed = self._changed
             if first < len(self.events):

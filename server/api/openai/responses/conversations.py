@@ -49,7 +49,7 @@ _conversation = msgspec.json.Decoder(ConversationObject).decode
 
 
 def _joined(items: bytes, more: bytes) -> bytes:
-    """Two lists in JSON as one."""
+    """Return two lists in JSON as one."""
     if b"[]" in (items, more):
         return more if items == b"[]" else items
     return items[:-1] + b"," + more[1:]
@@ -149,7 +149,7 @@ async def delete_item(request: Request, state: needs.Responses) -> Response:
 
 
 def _place(request: Request, items: bytes) -> int:
-    """Index of the item that the path names. Raises NotFound."""
+    """Return the index of the item that the path names. Raises NotFound."""
     item_id = request.path_params["item_id"]
     places = [i for i, known in enumerate(item_ids(items)) if known == item_id]
     if not places:
@@ -162,7 +162,7 @@ async def _get(request: Request, state: needs.Responses) -> Stored:
 
 
 async def _change(request: Request, state: needs.Responses, edit) -> Stored:
-    """The conversation of the path after `edit`. Raises NotFound."""
+    """Return the conversation of the path after `edit`. Raises NotFound."""
     responses = state.responses
     responses.require_kept()
     return await responses.run(responses.store.change, request.path_params[PARAM], owner(request), PARAM, edit)

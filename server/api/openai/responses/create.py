@@ -133,7 +133,9 @@ async def create_response(request: Request, state: _Creating) -> Response:
 async def _with_history(
     request: Request, cls: type[B], state: _Posting, work: Callable[[B, History | None], Work[B, R]]
 ) -> tuple[B, R]:
-    """The body, and the result of `work` on it and on the items it refers to, which needs another turn in a thread."""
+    """Return the body, and the result of `work` on it and on the items it refers to, which needs another turn in a
+    thread.
+    """
     body, done = await use_body(
         request, cls, state, lambda body: (body, None) if past.is_needed(body) else work(body, None)
     )
@@ -231,7 +233,7 @@ async def _all(generation: AsyncGenerator[Delta, None]) -> list[Delta]:
 
 
 def _size(num_tokens: int, logprobs: bool) -> int:
-    """The work of writing down an answer, for `Threads.run`."""
+    """Return the work of writing down an answer, for `Threads.run`."""
     return num_tokens * (deltas.POSITION_SIZE if logprobs else 1) + 16
 
 

@@ -106,7 +106,7 @@ class Item(Protocol):
 
 
 def is_left_out(item: Item) -> bool:
-    """Return whether the prompt has nothing of the item."""
+    """Return whether the prompt lacks the item."""
     kind = item.type or "message"
     if (call := _CALLS.get(kind)) is not None:
         return bool(call.results) and _result_field(item, call) is None

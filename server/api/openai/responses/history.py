@@ -105,7 +105,7 @@ def _no_item(i: int, item: InputItem) -> NotFound:
 
 
 def resolve(body: ResponsePrompt, history: History) -> list[InputItem]:
-    """The items before the request's own; references in those are replaced. Raises NotFound, BadRequest."""
+    """Return the items before the request's own; references in those are replaced. Raises NotFound, BadRequest."""
     out: list[InputItem] = _items(history.conversation.items) if history.conversation is not None else []
     for stored in history.chain:
         past = _past(stored.body)

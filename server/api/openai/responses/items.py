@@ -21,12 +21,12 @@ from quire.server.media.inputs import ImageInput
 
 
 def opaque(text: str) -> str:
-    """The `encrypted_content` of thoughts or of a summary. It hides nothing."""
+    """Return the `encrypted_content` of thoughts or of a summary. It hides nothing."""
     return OWN_TEXT + base64.urlsafe_b64encode(text.encode()).decode()
 
 
 def legible(encrypted_content: str, path: str) -> str:
-    """The text of `opaque`. Raises BadRequest naming the item if it is damaged."""
+    """Return the text of `opaque`. Raises BadRequest naming the item if it is damaged."""
     try:
         return base64.urlsafe_b64decode(encrypted_content.removeprefix(OWN_TEXT)).decode()
     except (binascii.Error, UnicodeError):
@@ -41,7 +41,9 @@ def as_items(given: str | list[InputItem] | None) -> list[InputItem]:
 
 
 def messages_of(instructions: str | None, items: list[InputItem], param: str) -> list[dict[str, Any]]:
-    """The messages of a conversation; `param` is the field that holds the items. Raises BadRequest naming the item."""
+    """Return the messages of a conversation; `param` is the field that holds the items. Raises BadRequest naming the
+    item.
+    """
     writer = _Writer()
     for i, item in enumerate(items):
         writer.add(item, f"{param}.{i}")
@@ -65,7 +67,7 @@ def check_items(items: list[InputItem], called: set[str | None], param: str) -> 
 class _Writer:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.thoughts: list[str] = []  # of the answer that follows
+        self.thoughts: list[str] = []  # for the answer that follows
         self.called: dict[str | None, str | None] = {}  # the names of a call -> its id in the messages
 
     def add(self, item: InputItem, path: str) -> None:
@@ -119,7 +121,7 @@ class _Writer:
         self.messages.append({"role": role, "content": content})
 
     def _answer(self) -> dict[str, Any]:
-        """A new message of the assistant, with the thoughts so far."""
+        """Return a new message of the assistant, with the thoughts so far."""
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         if self.thoughts:
             message["reasoning_content"] = message["reasoning"] = "\n".join(self.thoughts)
@@ -150,18 +152,18 @@ def _name(item: InputItem, path: str) -> str:
 
 
 def _thoughts(item: InputItem, path: str) -> str:
-    """The text of a reasoning item."""
+    """Return the text of a reasoning item."""
     if item.content or item.summary:
         name = "content" if item.content else "summary"
         return text_of(getattr(item, name), f"{path}.{name}")
     return legible(item.encrypted_content, path)
 
 
-Content = str | list[InputPart] | dict[int, InputPart]  # of several parts all, or some by place
+Content = str | list[InputPart] | dict[int, InputPart]  # all of several parts, or some by place
 
 
 def content_of(content: Content | Screenshot, path: str) -> str | list[dict[str, Any]]:
-    """Content as templates expect it: one text, or parts if there are images. Raises BadRequest."""
+    """Return content as templates expect it: one text, or parts if there are images. Raises BadRequest."""
     if isinstance(content, Screenshot):
         raise BadRequest(f"{path}: expected str | array, got object.", param=path)
     if isinstance(content, str) or not any(part.type == "input_image" for _, part in _placed(content)):
@@ -221,7 +223,7 @@ _PREFIXES = {
 
 
 def stored(items: list[InputItem], key: str) -> list[InputItem]:
-    """The items as lists show them: with ids, made from `key` where they have none, and content as parts."""
+    """Return the items as lists show them: with ids, made from `key` where they have none, and content as parts."""
     return [_stored(item, f"{key}i{i}") for i, item in enumerate(items)]
 
 

@@ -77,12 +77,12 @@ OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustom
 class InputTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
     cache_write_tokens: int = 0
-    image_tokens: int | UnsetType = UNSET  # of a prompt with images
+    image_tokens: int | UnsetType = UNSET  # for a prompt with images
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):
     reasoning_tokens: int
-    # of a request with a prediction
+    # for a request with a prediction
     accepted_prediction_tokens: int | UnsetType = UNSET
     rejected_prediction_tokens: int | UnsetType = UNSET
 

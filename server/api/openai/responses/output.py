@@ -58,7 +58,7 @@ class Output:
         self.summarized, self.encrypted, self.formatter = summarized, encrypted, formatter
         self.items: list[OutputItem] = []
         self.open = False  # whether the last item may grow
-        self.pieces: list[str] = []  # of its text
+        self.pieces: list[str] = []  # for its text
         self.logprobs: list[Any] = []
         self.space = ""  # white space that may begin a message, or separate items
         self.finish_reason: str | None = None
@@ -190,7 +190,7 @@ class Output:
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": item}
 
     def _part(self, text: str) -> OutputText | SummaryText | ReasoningText | None:
-        """The last item's text as a part; None for a call."""
+        """Return the last item's text as a part; None for a call."""
         match self.items[-1]:
             case OutputMessage():
                 return OutputText(text=text, logprobs=self.logprobs if text else [])

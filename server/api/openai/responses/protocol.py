@@ -42,7 +42,7 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
-# of items that no answer of this server has
+# for items that no answer of this server has
 INCLUDES_NOTHING = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -67,11 +67,11 @@ class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
     text: Text | None = None
     refusal: Text | None = None
     image_url: ImageText | None = None  # a data: URL, or one that the server's settings allow
-    detail: Literal["low", "high", "auto", "original"] | None = None  # of an image; original counts as high
+    detail: Literal["low", "high", "auto", "original"] | None = None  # for an image; original counts as high
     annotations: Annotated[list[Any], Meta(max_length=MAX_PARTS)] | None = None
     stdout: Text | None = None
     stderr: Text | None = None
-    outcome: msgspec.Raw | UnsetType = UNSET  # of a command
+    outcome: msgspec.Raw | UnsetType = UNSET  # for a command
 
     harmless: ClassVar = frozenset({"logprobs", "prompt_cache_breakpoint", "cache_control"})
     unsupported: ClassVar[dict[str, tuple]] = dict.fromkeys(("file_id", "file_url", "file_data", "input_audio"), ())
@@ -100,11 +100,11 @@ class InputItem(ForeignFields, kw_only=True, omit_defaults=True):
     id: Name | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Text | Parts | None = None
-    summary: Parts | None = None  # of thoughts
+    summary: Parts | None = None  # for thoughts
     encrypted_content: Text | None = None
     call_id: CallId | None = None
     name: Name | None = None  # a model may have made it up
-    namespace: Name | None = None  # of the tool that is called
+    namespace: Name | None = None  # for the tool that is called
     arguments: Text | Schema | None = None
     input: Text | None = None
     output: Text | Parts | Screenshot | None = None
@@ -239,7 +239,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseCacheOptions(PromptCacheOptions, kw_only=True):
-    prewarm: bool | None = None  # the prompt is computed, and nothing else
+    prewarm: bool | None = None  # only the prompt is computed
 
     hints: ClassVar[dict[str, tuple]] = {"ttl": ("30m", "12h"), "comparison_response_id": ()}
 

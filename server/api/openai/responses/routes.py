@@ -58,7 +58,7 @@ async def retrieve_response(request: Request, state: _Retrieving) -> Response:
 
 
 def _first_event(request: Request) -> int | None:
-    """The number of the first event that is wanted; None if the response itself is. Raises BadRequest."""
+    """Return the number of the first event that is wanted; None if the response itself is. Raises BadRequest."""
     given, after = request.query_params.get("stream", "").lower(), request.query_params.get("starting_after")
     if given not in _TRUE + _FALSE:
         raise BadRequest("stream must be true or false.", param="stream")
@@ -129,7 +129,7 @@ async def list_input_items(request: Request, state: needs.Responses) -> Response
 
 
 async def _get(request: Request, responses: Responses) -> Stored:
-    """The stored response of the path. Raises NotFound."""
+    """Return the stored response of the path. Raises NotFound."""
     responses.require_kept()
     response_id = request.path_params["response_id"]
     if not response_id.startswith("resp_"):
@@ -145,12 +145,12 @@ _ids = msgspec.json.Decoder(list[_Id]).decode
 
 
 def item_ids(items: bytes) -> list[str]:
-    """The ids in a list of items."""
+    """Return the ids in a list of items."""
     return [item.id for item in _ids(items)]
 
 
 def page_of(request: Request, items: bytes, order: str) -> ItemList:
-    """The page of a list of items that the query asks for. `order`: asc or desc, unless the query has one."""
+    """Return the page of a list of items that the query asks for. `order`: asc or desc, unless the query has one."""
     limit = page_size(request, 100)
     wanted = request.query_params.get("order", order)
     if wanted not in ("asc", "desc"):

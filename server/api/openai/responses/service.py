@@ -48,7 +48,7 @@ class Responses:
             )
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """The result of a function that uses the store, in the store's thread."""
+        """Return the result of a function that uses the store, in the store's thread."""
         result = await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         if (num := self.store.num_evicted) > self._num_observed:
             self._observe_evicted(num - self._num_observed)

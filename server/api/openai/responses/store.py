@@ -55,15 +55,15 @@ _RUNNING = "('queued', 'in_progress', 'cancelling')"
 
 @dataclass(slots=True)
 class Stored:
-    """A response or a conversation. body: its JSON. items: JSON of a list, the input of a response or what a
-    conversation has. events: those of a stream that can be resumed, but the last, compressed. alive: when a running one
-    was last heard of, in seconds since the epoch.
+    """A response or a conversation. body: its JSON. items: JSON of a list, the input of a response or the items of a
+    conversation. events: those of a stream that can be resumed, but the last, compressed. alive: when a running one was
+    last heard of, in seconds since the epoch.
     """
 
     id: str
     owner: str
     previous: str | None  # the response before this one
-    status: str  # of a conversation: "conversation"
+    status: str  # for a conversation: "conversation"
     body: bytes
     items: bytes
     events: bytes | None = None
@@ -97,7 +97,7 @@ class Store(database.Store):
             raise self._too_large("items")
 
     def finish(self, stored: Stored) -> bool:
-        """The end of a running response, unless it was deleted; returns whether it is kept."""
+        """Return the end of a running response, unless it was deleted; returns whether it is kept."""
         with self._transaction() as db:
             known = db.execute("SELECT 1 FROM objects WHERE id = ?", (stored.id,)).fetchone()
             return known is not None and self._put(db, stored)
@@ -107,8 +107,8 @@ class Store(database.Store):
         return self.change(object_id, owner, param, None)
 
     def change(self, object_id: str, owner: str, param: str, edit: Callable[[Stored], None] | None) -> Stored:
-        """The object after `edit`, in one transaction. Raises NotFound, BadRequest if it gets too large, and the errors
-        of `edit`.
+        """Return the object after `edit`, in one transaction. Raises NotFound, BadRequest if it gets too large, and the
+        errors of `edit`.
         """
         with self._transaction() as db:
             row = db.execute(
@@ -176,7 +176,7 @@ class Store(database.Store):
             return
         held = {owner: [num, total] for owner, num, total in db.execute("SELECT owner, count, size FROM owners")}
         while held and (count > self.max_objects or size > self.max_bytes):
-            by = 1 if size > self.max_bytes else 0  # what is short
+            by = 1 if size > self.max_bytes else 0  # the amount that is short
             largest = max(held, key=lambda owner: held[owner][by])
             oldest = db.execute(
                 f"SELECT id, size FROM objects WHERE owner = ? AND status NOT IN {_RUNNING} ORDER BY used LIMIT 1",
@@ -194,7 +194,7 @@ class Store(database.Store):
     # ---- the history of a response
 
     def chain(self, response_id: str, owner: str, max_bytes: int, may_cut: bool) -> list[Stored]:
-        """A response and those before it, oldest first, of at most `max_bytes`; the oldest may be left out if
+        """Return a response and those before it, oldest first, of at most `max_bytes`; the oldest may be left out if
         `may_cut`. Raises NotFound, and BadRequest if the response has not ended, or for too long a chain.
         """
         found: list[Stored] = []

@@ -69,7 +69,7 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
 
 
 def conversation(body: ResponsePrompt, history: list[InputItem]) -> Conversation:
-    """The prompt of a request, whole."""
+    """Return the prompt of a request, whole."""
     items = history + as_items(body.input)
     if not items:
         raise BadRequest("Missing required parameter: input.", param="input", code="missing_required_parameter")
@@ -88,7 +88,7 @@ def conversation(body: ResponsePrompt, history: list[InputItem]) -> Conversation
 
 
 def truncate(prompt: Conversation, body: ResponsePrompt, state: needs.Prompting, num_output: int) -> None:
-    """If the request wants it, leave out the oldest turns of `prompt`, whose images are loaded, until the context has
+    """Leave out, if the request wants it, the oldest turns of `prompt`, whose images are loaded, until the context has
     room for `num_output` more tokens. Messages before the first turn, and the last turn, stay.
     """
     if body.truncation != "auto":
@@ -125,7 +125,9 @@ def _tools(given: list[ResponseTool] | None) -> list[Tool]:
 
 
 def _of_namespace(group: ResponseTool, path: str) -> list[Tool]:
-    """The tools of a namespace. Its description begins that of the first one, because templates know no groups."""
+    """Return the tools of a namespace. Its description begins that of the first one, because templates know no
+    groups.
+    """
     namespace, members = required(group.name, f"{path}.name"), required(group.tools, f"{path}.tools")
     tools = [_tool(tool, f"{path}.tools.{i}") for i, tool in enumerate(members) if not is_left_out(tool)]
     tools = [replace(tool, name=joined(namespace, tool.name)) for tool in tools]
