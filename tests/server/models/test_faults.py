@@ -62,12 +62,16 @@ class Crowd:
         self.texts.setdefault((name, prompt), set()).add(text)
 
     async def kill_engines(self) -> None:
+        """Kill each model's engine twice at most: a third death within a minute would end it for good."""
+        kills = dict.fromkeys(self.names, 0)
         for _ in range(NUM_KILLS):
             await asyncio.sleep(0.7)
-            engines = [one._engines for one in self.models.models.values() if one.status == "loaded"]
-            if engines:
+            loaded = [one for one in self.models.models.values() if one.status == "loaded" and kills[one.name] < 2]
+            if loaded:
+                model = self.random.choice(loaded)
+                kills[model.name] += 1
                 with contextlib.suppress(ProcessLookupError):  # it was killed before
-                    os.kill(self.random.choice(engines)._current()[0].pid, signal.SIGKILL)
+                    os.kill(model._engines._current()[0].pid, signal.SIGKILL)
 
     async def watch(self) -> None:
         while True:
