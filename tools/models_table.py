@@ -30,11 +30,9 @@ the memory of a model; `make docs` lists the effect of each key of its files (`m
 - Embedding models pool as their `modules.json` says (sentence-transformers). `--pooling lasttoken` makes embeddings
   with any model, `--pooling yes-no` a reranker of a model that answers yes or no; `LLM.embed`, `classify` and `score`
   do so offline.
-- Encoders embed and, as classifiers and cross-encoders, classify and score: each prompt in one step, without a cache.
 - Other causal models of transformers whose attention goes through its interface run on one device (`--model-impl`):
   transformers computes them over quire's attention, prefix cache, scheduler and linear layers.
 - Hybrids with recurrent states have the same prefix cache, over checkpoints of their states.
-- Time steps of Mamba 2 have the bounds of `time_step_limit`, as in vLLM and llama.cpp, not `time_step_min`.
 
 ## The list
 
@@ -55,9 +53,8 @@ _SERVED = {
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*E"},
 }
 _TAIL = """
-Tests compare tokens and log-probabilities with transformers' in float32, with chunked prefill, preemption and prefix
-hits, on one rank and two (`tests/helpers/models/`), or with the published formula (`tests/helpers/twins.py`); encoders
-with sentence-transformers.
+Tests compare tokens and log-probabilities with transformers', or with the published formula; encoders with
+sentence-transformers.
 
 Texts for encoders are cut where sentence-transformers cuts them (`max_seq_length`, `model_max_length`) and get lower
 case if `do_lower_case` is set; `truncate_prompt_tokens: -1` cuts to the same limit, longer lists of token ids are 400.

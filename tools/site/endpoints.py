@@ -179,7 +179,7 @@ ELSEWHERE = {
     "ollama.md": ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"),
     "other-apis.md": ("/infill", "/tokenizer_info"),
     "api.md": ("/classify", "/v1/streams/"),
-    "coming-from.md": ("/slots/",),
+    "kv-cache.md": ("/slots/",),
     "operations.md": ("/start_profile", "/stop_profile"),
 }
 
