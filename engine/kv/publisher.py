@@ -1,8 +1,8 @@
 """Sends KV events over ZeroMQ as vLLM does, so that routers which know vLLM understand them.
 
 PUB      [topic, sequence number (8 bytes, big-endian), msgpack of (time in seconds, events, index of the engine)]
-ROUTER   replay: a client asks with [b"", first sequence number] and gets [b"", number, msgpack] per batch that is still
-         known, then [b"", -1, b""]
+ROUTER   replay: a client asks with [b"", first sequence number] and gets [b"", topic, number, msgpack] per batch that is
+         still known, then [b"", b"", -1, b""]. With events as arrays there is no topic, as in vLLM until 0.23.
 
 Sequence numbers count from 0 in each run of an engine. A thread owns the sockets: the engine never waits for it.
 """
@@ -128,10 +128,11 @@ class KVEventPublisher:
             logger.warning("kv events: a replay request of %d frames: it must be an 8-byte number", len(frames))
             return
         client, first = frames[0], int.from_bytes(frames[2], "big")
+        topic = [self._topic] if self._named else []
         for number, payload in self._sent:
             if number >= first:
-                self._replay.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
-        self._replay.send_multipart((client, b"", END, b""))
+                self._replay.send_multipart((client, b"", *topic, number.to_bytes(8, "big"), payload))
+        self._replay.send_multipart((client, b"", *([b""] if topic else []), END, b""))
 
 
 def _named(event: KVEvent) -> dict[str, object]:
