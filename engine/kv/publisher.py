@@ -1,8 +1,8 @@
 """Sends KV events over ZeroMQ as vLLM does, so that routers which know vLLM understand them.
 
 PUB      [topic, sequence number (8 bytes, big-endian), msgpack of (time in seconds, events, index of the engine)]
-ROUTER   replay: a client asks with [b"", first sequence number] and gets [b"", topic, number, msgpack] per batch that is
-         still known, then [b"", b"", -1, b""]. With events as arrays there is no topic, as in vLLM until 0.23.
+ROUTER   replay: a client asks with [b"", first sequence number] and gets [b"", topic, number, msgpack] per batch that
+         is still known, then [b"", b"", -1, b""]. With events as arrays there is no topic, as in vLLM until 0.23.
 
 Sequence numbers count from 0 in each run of an engine. A thread owns the sockets: the engine never waits for it.
 """

@@ -70,7 +70,7 @@ class Subscriber:
         for socket, address in zip((self.socket, self.replay), addresses):
             socket.connect(address)
         config = {"enable_kv_cache_events": True, "endpoint": addresses[0], "replay_endpoint": addresses[1]}
-        config |= {"topic": "kv"} | ({} if event_format == "map" else {"event_format": event_format})  # map: the default
+        config |= {"topic": "kv"} | ({} if self.has_topic else {"event_format": event_format})  # maps by default
         self.engine = Engine(
             fake_config(
                 num_gpu_blocks_override=64,
