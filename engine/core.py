@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 from quire.configs.config import Config
@@ -31,6 +32,7 @@ from quire.engine.chores.stats import SendStats
 from quire.engine.executor.base import Executor, Pending, get_executor, steps_in_flight
 from quire.engine.executor.stubs import answer
 from quire.engine.ipc import ServerSocket
+from quire.engine.kv.transfers import Transfers
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -73,6 +75,8 @@ class EngineCore:
     """The loop of one engine: call `start`, then `run`. Both raise the errors that end the engine."""
 
     def __init__(self, config: Config, socket: ServerSocket, index: int = 0):
+        ranks = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+        config = replace(config, cache=config.cache.of_engine(index, ranks))
         self.config, self.index = config, index  # its number among `data_parallel_size` engines
         self.socket = socket
         self.clients: set[bytes] = set()  # ROUTER identities of servers that sent Hello
@@ -219,6 +223,8 @@ class EngineCore:
         self.calls = Calls(self.scheduler, self.executor.workers, self.send)
         self.report_progress("warming up", 0.0)
         warm_up(self.scheduler, self.executor)
+        if ready.has_transfers and self.scheduler.tiers is not None:
+            self.scheduler.transfers = Transfers(self.scheduler.kv, self.executor.transfers, self.config.cache.transfer)
         if ready.has_slot_files:
             self.scheduler.contents.open_slots(self.executor.slots, self.index)
         workers, report = self.executor.workers, self.stats.schedule

@@ -29,6 +29,7 @@ GROUPS = (
         "--[no-]enable-lora --max-loras= --max-lora-rank= --max-cpu-loras= --log-level= --otlp-traces-endpoint= "
         "--max-num-batched-tokens= --max-num-seqs= --max-num-queued-reqs= --max-num-queued-tokens= "
         "--long-prefill-token-threshold= --scheduling-policy= --speculative-config= --kv-events-config= "
+        "--kv-transfer-config= "
         "--shutdown-timeout= --[no-]enable-sleep-mode "
         "--lora-modules=+ --chat-template= --[no-]trust-request-chat-template "
         "--[no-]enable-auto-tool-choice --[no-]exclude-tools-when-tool-choice-none --tool-call-parser= "
@@ -106,7 +107,7 @@ GROUPS = (
         "--offload-prefetch-step= --offload-params=+",
     ),
     refused(
-        _TIERS, "--kv-transfer-config= --ec-transfer-config= --ec-manager-config= --kv-offloading-backend=", "native"
+        _TIERS, "--ec-transfer-config= --ec-manager-config= --kv-offloading-backend=", "native"
     ),
     no_effect(
         "KV blocks are found by their content, kept by use, and sized for the model",
@@ -268,5 +269,12 @@ GROUPS = (
     ),
     refused("set --torch-profiler-dir", "--profiler-config=", "{}"),
     no_effect("a stalled engine is restarted after --step-timeout", "--watchdog-config="),
+    # variables
+    renamed("api_key", "VLLM_API_KEY", values.words),
+    renamed("log_level", "VLLM_LOGGING_LEVEL", str.lower),
+    renamed("kv_transfer_host", "VLLM_NIXL_SIDE_CHANNEL_HOST"),
+    renamed("kv_transfer_port", "VLLM_NIXL_SIDE_CHANNEL_PORT"),
+    no_effect("administrators may load adapters while the server runs",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
     no_effect("an unknown QUIRE_ variable always ends the start", "--[no-]fail-on-environ-validation"),
 )  # fmt: skip

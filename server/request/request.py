@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.engine.messages import NoRepeatNgram
+from quire.engine.messages import NoRepeatNgram, Transfer
 from quire.server.lora.served import Chosen
 from quire.server.media.inputs import ImageInput
 from quire.server.request.fields import SamplingFields
@@ -137,5 +137,6 @@ class GenerationSpec:
     max_tokens_param: str = "max_tokens"
     # of sampling, for what neither the request nor the model's files set; None: the format's, or OpenAI's
     dialect_defaults: Mapping[str, Any] | None = None
+    transfer: Transfer | None = None  # blocks of the prompt that go to another server, or are at one
     clip_max_tokens: bool = False  # a max_tokens above the context length is reduced, not refused
     logprobs_param: str = "logprobs"
