@@ -35,6 +35,7 @@ class Transfers:
         """
         if not self._settings.sends:
             return None
+        self.kv.checkpoints.publish()  # the state at the prompt's end, if its step was scheduled last
         num_blocks = self.kv.match(request).num_blocks
         hashes = {one: i for i, one in enumerate(request.block_hashes[:num_blocks])}
         found = [one for one in self.kv.cached_blocks(request, num_blocks) if one[0] not in unsettled]
