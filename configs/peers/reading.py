@@ -16,6 +16,7 @@ from quire.configs.speculation import from_parts
 _ON_OFF = ("on", "off", "auto", "true", "false", "1", "0", "enabled", "disabled")
 _VARIABLES = ("LLAMA_ARG_", "LLAMA_API_KEY", "OLLAMA_", "VLLM_")
 _ALL_READ = ("LLAMA_ARG_", "VLLM_")  # of which an unknown variable is a warning
+_OF_CHARTS = ("VLLM_ADDITIONAL_ARGS", "VLLM_API_SERVER_COUNT")  # KServe's scripts make flags of them
 # what Kubernetes sets in every pod for a service whose name begins with "vllm"
 _SERVICE_LINK = re.compile(r"VLLM_(.*_)?(SERVICE_(HOST|PORT)(_.*)?|PORT_\d+_(TCP|UDP)(_.*)?)")
 
@@ -95,12 +96,12 @@ def from_environment(environ: Mapping[str, str]) -> list[Given]:
         Given(name, (environ[name],))
         for name in sorted(environ)
         if name.startswith(_VARIABLES) and environ[name] and (name in known or name.startswith(_ALL_READ))
-        if not _is_service_link(name, environ[name])
+        if not _is_the_charts(name, environ[name])
     ]
 
 
-def _is_service_link(name: str, value: str) -> bool:
-    return bool(_SERVICE_LINK.fullmatch(name)) or value.startswith(("tcp://", "udp://"))
+def _is_the_charts(name: str, value: str) -> bool:
+    return name in _OF_CHARTS or bool(_SERVICE_LINK.fullmatch(name)) or value.startswith(("tcp://", "udp://"))
 
 
 def translate(given: Iterable[Given]) -> Translation:
