@@ -229,6 +229,7 @@ class EngineCore:
             self.scheduler.contents.open_slots(self.executor.slots, self.index)
         workers, report = self.executor.workers, self.stats.schedule
         self.chores += open_chores(self.config, ready, self.scheduler, workers, self.index, report)
+        self.calls.chores = self.chores
         gc.collect()
         # exclude the objects loaded so far from later garbage collections: they live as long as the process
         gc.freeze()

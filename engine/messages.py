@@ -258,6 +258,9 @@ class EngineCalls(Protocol):
     def describe_tiers(self) -> dict[str, object] | None:
         """Totals of the tiers below the pool since the start; None without any."""
 
+    def kv_event_source(self) -> dict[str, object] | None:
+        """Where KV events are published, with vLLM's keys; None if they are not."""
+
     def describe_ops(self) -> dict[str, object]:
         """The operations in use, the state of faster ones, and since when those are in use (time.time())."""
 
