@@ -7,6 +7,7 @@ the tests are skipped.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ from tests.helpers.server.running import RunningServer, make_config, poll, runni
 from tests.server.test_launch import free_port
 
 PYTHON = os.environ.get("FLEET_PYTHON", sys.executable)
+ANSWERED = 'handler="/v1/completions",method="POST",status="2xx"'
 TEXT = "A long enough prompt for some blocks. " * 12
 BODY = {"prompt": TEXT, "max_tokens": 8, "temperature": 0, "seed": 1, "ignore_eos": True}
 pytestmark = pytest.mark.slow
@@ -107,7 +109,7 @@ def test_vllms_router_sends_prompts_to_one_server_and_decodes_at_another(model_f
 
 
 def test_servers_restart_one_after_the_other_behind_vllms_router(model_folder):
-    """2,000 requests, a quarter of them streams: none fails while both servers restart."""
+    """Of 2,000 requests and more, a quarter of them streams, none fails while both servers restart."""
     needs("vllm_router")
     port, ports = free_port(), [free_port(), free_port()]
     name = "org/test-model"
@@ -118,7 +120,7 @@ def test_servers_restart_one_after_the_other_behind_vllms_router(model_folder):
     servers = [start(one) for one in ports]
     arguments = ["vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
     arguments += ["--worker-urls", *(f"http://127.0.0.1:{one}" for one in ports)]
-    arguments += ["--health-check-interval-secs", "1", "--retry-max-retries", "8"]
+    arguments += ["--health-check-interval-secs", "1", "--retry-max-retries", "8", "--cb-timeout-duration-secs", "2"]
     failed: list[str] = []
     done, restarted = 0, threading.Event()
 
@@ -138,12 +140,21 @@ def test_servers_restart_one_after_the_other_behind_vllms_router(model_folder):
             poll(lambda i=i: done > 300 + 600 * i, 300)
             assert servers[i].stop() == 0
             servers[i] = start(one)
+            poll(lambda i=i: ANSWERED in servers[i].http.get("/metrics").text, 120)  # the router sends to it again
         restarted.set()
+
+    def numbers() -> Iterator[int]:
+        for i in range(50_000):
+            if i >= 2000 and restarted.is_set():
+                return
+            yield i
 
     with program(*arguments, port=port) as router, ThreadPoolExecutor(8) as pool:
         worker = threading.Thread(target=restart)
         worker.start()
-        list(pool.map(functools.partial(ask, router), range(2000)))
+        made = numbers()
+        while chunk := list(itertools.islice(made, 100)):
+            list(pool.map(functools.partial(ask, router), chunk))
         worker.join()
     for one in servers:
         one.stop()

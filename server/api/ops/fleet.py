@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.messages import EngineCalls
+from quire.engine.messages import EngineCalls, Ready
 from quire.server.api import needs
 from quire.server.errors import BadRequest, Unavailable
 from quire.server.generate import deltas
@@ -63,6 +63,8 @@ class Scaled(msgspec.Struct):
 
 class _Described(needs.Health, needs.Listing, needs.Version, Protocol):
     """The model, its names, and what the engine said when it was ready."""
+
+    ready: Ready | None
 
 
 class _Configured(needs.Body, needs.Settings, Protocol):
