@@ -7,7 +7,6 @@ The first server gets `do_remote_decode` and answers where its blocks are; its a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec import UNSET, UnsetType
 
@@ -15,13 +14,14 @@ from quire.configs.config import CacheConfig
 from quire.engine.messages import Transfer
 from quire.server.errors import BadRequest
 from quire.server.request.generation_request import GenerationRequest
+from quire.server.values import Json
 
 PARAM = "kv_transfer_params"
 MAX_GROUPS, MAX_BLOCKS = 64, 1 << 20
 _SWITCHES = ("do_remote_decode", "do_remote_prefill")
 
 
-def read_transfer(params: dict[str, Any] | None) -> Transfer | None:
+def read_transfer(params: dict[str, Json] | None) -> Transfer | None:
     """Read the parameters of a request; None if it transfers nothing. Parameters of a first server that could send
     nothing lack an address: then the prompt is computed. Raises BadRequest.
     """
@@ -41,13 +41,13 @@ def read_transfer(params: dict[str, Any] | None) -> Transfer | None:
     return Transfer(send, host, port, _blocks(blocks))
 
 
-def check_transfer(params: dict[str, Any] | None, config: CacheConfig) -> None:
+def check_transfer(params: dict[str, Json] | None, config: CacheConfig) -> None:
     """Raises BadRequest for parameters that this server cannot follow."""
     if params and not config.transfer.role:
         raise BadRequest(f"{PARAM} needs a server with --kv-transfer-config.", param=PARAM)
 
 
-def _blocks(value: Any) -> list[list[int]]:
+def _blocks(value: Json) -> list[list[int]]:
     if isinstance(value, list) and len(value) <= MAX_GROUPS:
         groups = [group for group in value if isinstance(group, list)]
         numbers = [number for group in groups for number in group]
@@ -59,11 +59,11 @@ def _blocks(value: Any) -> list[list[int]]:
     )
 
 
-def _is_number(value: Any, most: int) -> bool:
+def _is_number(value: Json, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
 
 
-def answered(requests: Sequence[GenerationRequest]) -> dict[str, Any] | UnsetType:
+def answered(requests: Sequence[GenerationRequest]) -> dict[str, Json] | UnsetType:
     """The parameters for the server that goes on; only a request of one prompt has them."""
     if len(requests) != 1 or (sent := requests[0].sent) is None:
         return UNSET
