@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.configs.fields import opt
 from quire.configs.kv_events import read_kv_events
+from quire.configs.kv_transfer import KVTransferSettings, read_kv_transfer
 from quire.configs.serving import LoraConfig, MediaConfig, ServerConfig
 from quire.configs.several import ModelsConfig
 from quire.configs.speculation import read_speculation
@@ -148,6 +149,25 @@ class CacheConfig:
         "folder for the files of llama.cpp's POST /slots/{id}?action=save and restore (default: none)",
         metavar="DIR",
     )
+    kv_transfer_config: str | None = opt(
+        None,
+        (
+            "send the blocks of prompts to other servers, or read theirs, as vLLM's JSON: "
+            '{"kv_connector": "NixlConnector", "kv_role": "kv_producer" | "kv_consumer" | "kv_both"} (default: off)'
+        ),
+        metavar="JSON",
+        unit="mapping",
+        check=read_kv_transfer,
+    )
+    kv_transfer_host: str | None = opt(
+        None, "address at which other servers read blocks (default: kv_ip, 127.0.0.1)", metavar="HOST"
+    )
+    kv_transfer_port: int | None = opt(
+        None,
+        "first port of it: each rank of each engine has one (default: kv_port, 5600)",
+        minimum=1,
+        maximum=65535,
+    )
     kv_events_config: str | None = opt(
         None,
         (
@@ -160,6 +180,17 @@ class CacheConfig:
         check=read_kv_events,
     )
     num_gpu_blocks_override: int | None = opt(None, "exact number of KV blocks, for tests", minimum=2)
+
+    @property
+    def transfer(self) -> KVTransferSettings:
+        """Blocks that go to other servers and come from them."""
+        found = read_kv_transfer(self.kv_transfer_config) if self.kv_transfer_config else KVTransferSettings()
+        return replace(found, host=self.kv_transfer_host or found.host, port=self.kv_transfer_port or found.port)
+
+    def of_engine(self, index: int, num_ranks: int) -> CacheConfig:
+        """The settings of one of several engines, each of whose ranks has a port."""
+        port = self.transfer.port
+        return replace(self, kv_transfer_port=port + index * num_ranks) if index else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ _KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class KVEventsSettings:
-    """The destination of KV events. `event_format` is how an event is written: as vLLM did until 0.23, which every
-    router reads, or as a map with names, as it does since.
+    """The destination of KV events. `event_format` is how an event is written: as a map with names, as vLLM's newest
+    releases do, or as an array, as vLLM did until 0.23 and as llm-d's and AIBrix's indexers expect.
     """
 
     endpoint: str = "tcp://*:5557"
@@ -33,7 +33,7 @@ class KVEventsSettings:
     hwm: int = 100_000  # batches that wait for a slow subscriber
     max_queue_size: int = 100_000  # batches that wait for the publisher
     topic: str = ""
-    event_format: str = "array"
+    event_format: str = "map"
 
     def of_engine(self, index: int) -> KVEventsSettings:
         """Return the settings of one of several engines: its ports are `index` higher, its other addresses end
@@ -80,5 +80,7 @@ def _check(key: str, value: Any) -> None:
 
 def _offset(endpoint: str, index: int) -> str:
     if match := _PORT.fullmatch(endpoint):
+        if match[2] == "0":
+            return endpoint  # the system chooses each engine's port
         return f"{match[1]}{int(match[2]) + index}"
     return f"{endpoint}_dp{index}"

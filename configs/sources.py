@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.configs.config import Config
+from quire.configs.kv_transfer import read_kv_transfer
 from quire.configs.options import (
     Option,
     all_options,
@@ -64,6 +65,7 @@ def resolve(
         option = all_options()[name]
         _set(settings, option, value, option.flag, "command line")
     _add_translated(settings, _without_repetition(translate(others), flags))
+    _add_connectors(settings)
     if settings.values.get("strict_flags"):
         _refuse_warnings(settings)
     return settings
@@ -83,6 +85,17 @@ def _without_repetition(found: Translation, flags: Mapping[str, Any]) -> Transla
                 raise ValueError(f"the model is set twice, by MODEL and by {found.spelled[name]}")
             raise ValueError(f"{found.spelled[name]} and {option.flag} set the same: give one")
     return found
+
+
+def _add_connectors(settings: Settings) -> None:
+    """Add the tiers that the connectors of `kv_transfer_config` ask for, unless they are set."""
+    if not (text := settings.values.get("kv_transfer_config")):
+        return
+    found = read_kv_transfer(text)
+    settings.warnings.extend(f"--kv-transfer-config: {note}" for note in found.notes)
+    for name, value in (("kv_offload_gib", found.offload_gib), ("kv_disk", found.folder)):
+        if value is not None and name not in settings.values:
+            settings.values[name], settings.sources[name] = value, settings.sources["kv_transfer_config"]
 
 
 def _set(settings: Settings, option: Option, value: Any, spelling: str, source: str) -> None:

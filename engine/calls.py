@@ -7,6 +7,8 @@ from collections.abc import Callable
 import msgspec
 
 from quire.configs.log_ring import kept_lines
+from quire.engine.chores.base import Chore
+from quire.engine.chores.kv_events import PublishKVEvents
 from quire.engine.kv.slots import Later, Slots
 from quire.engine.scheduler import Outputs, Scheduler
 from quire.worker.messages import WorkerCalls
@@ -17,6 +19,7 @@ class Calls:
 
     def __init__(self, scheduler: Scheduler, workers: WorkerCalls, send: Callable[[Outputs], None]):
         self._scheduler, self._workers, self._send = scheduler, workers, send
+        self.chores: list[Chore] = []
 
     def reset_prefix_cache(self) -> bool:
         return self._scheduler.contents.reset_prefix_cache()
@@ -74,6 +77,9 @@ class Calls:
 
     def describe_tiers(self) -> dict[str, object] | None:
         return self._scheduler.tiers and self._scheduler.tiers.describe()
+
+    def kv_event_source(self) -> dict[str, object] | None:
+        return next((chore.source for chore in self.chores if isinstance(chore, PublishKVEvents)), None)
 
     def describe_ops(self) -> dict[str, object]:
         return self._workers.describe_ops()

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 from quire.configs.config import Config
@@ -32,6 +33,7 @@ from quire.engine.chores.stats import SendStats
 from quire.engine.executor.base import Executor, Pending, get_executor, import_executor, steps_in_flight
 from quire.engine.executor.stubs import answer
 from quire.engine.ipc import ServerSocket
+from quire.engine.kv.transfers import Transfers
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -74,6 +76,8 @@ class EngineCore:
     """The loop of one engine: call `start`, then `run`. Both raise the errors that end the engine."""
 
     def __init__(self, config: Config, socket: ServerSocket, index: int = 0):
+        ranks = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+        config = replace(config, cache=config.cache.of_engine(index, ranks))
         self.config, self.index = config, index  # its number among `data_parallel_size` engines
         self.socket = socket
         self.clients: set[bytes] = set()  # ROUTER identities of servers that sent Hello
@@ -220,10 +224,13 @@ class EngineCore:
         self.calls = Calls(self.scheduler, self.executor.workers, self.send)
         self.report_progress("warming up", 0.0)
         warm_up(self.scheduler, self.executor)
+        if ready.has_transfers and self.scheduler.tiers is not None:
+            self.scheduler.transfers = Transfers(self.scheduler.kv, self.executor.transfers, self.config.cache.transfer)
         if ready.has_slot_files:
             self.scheduler.contents.open_slots(self.executor.slots, self.index)
         workers, report = self.executor.workers, self.stats.schedule
         self.chores += open_chores(self.config, ready, self.scheduler, workers, self.index, report)
+        self.calls.chores = self.chores
         gc.collect()
         # exclude the objects loaded so far from later garbage collections: they live as long as the process
         gc.freeze()

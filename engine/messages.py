@@ -72,6 +72,7 @@ __all__ = [
     "ToEngine",
     "TokenCounts",
     "TokenLogprobs",
+    "Transfer",
     "Vocabulary",
     "WorkerReady",
 ]
@@ -105,6 +106,17 @@ class Choice(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     output_token_ids: list[int] = []
 
 
+class Transfer(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """How blocks of a request's prompt move between servers: `send` keeps them for one that will ask; `blocks`, numbers
+    of blocks of the prompt per cache group, are at `host` and `port` of another server.
+    """
+
+    send: bool = False
+    host: str = ""
+    port: int = 0
+    blocks: list[list[int]] = []
+
+
 class AddRequest(_Message):
     """A prompt to continue, as the sequence `request_id` and as `siblings`, which differ from it only in the fields of
     `Choice`. The prompt is sent once.
@@ -134,6 +146,7 @@ class AddRequest(_Message):
     cache_seconds: float = 0.0
     may_call_tools: bool = False  # `CalledTools` may follow its end
     turn_start: int = 0  # number of prompt tokens before the user's last message, 0: unknown
+    transfer: Transfer | None = None
 
     @property
     def choices(self) -> list[Choice]:
@@ -168,6 +181,7 @@ class AddRequest(_Message):
             self.cache_seconds,
             self.may_call_tools,
             self.turn_start,
+            self.transfer,
         )
 
 
@@ -244,6 +258,9 @@ class EngineCalls(Protocol):
     def describe_tiers(self) -> dict[str, object] | None:
         """Return totals of the tiers below the pool since the start; None without any."""
 
+    def kv_event_source(self) -> dict[str, object] | None:
+        """Where KV events are published, with vLLM's keys; None if they are not."""
+
     def describe_ops(self) -> dict[str, object]:
         """Return the operations in use, the state of faster ones, and since when those are in use (time.time())."""
 
@@ -318,6 +335,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     timing: RequestTiming | None = None  # with the first tokens and the last output
     error_kind: str = "engine"  # "engine" or "invalid_request": the cause of the error
     pooled: bytes | None = None  # with the last output of a request with `pooling`: its vector, float32
+    sent: Transfer | None = None  # with the last output of a request that sends its blocks: where they are
 
 
 class TierStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

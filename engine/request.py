@@ -79,6 +79,7 @@ class Request:
         "stop_ids",
         "tenant",
         "token_ids",
+        "transfer",
         "turn_start",
         "weight",
     )
@@ -115,6 +116,7 @@ class Request:
         self.cache_key, self.cache_seconds = message.cache_key, message.cache_seconds
         self.may_call_tools = message.may_call_tools
         self.turn_start = message.turn_start
+        self.transfer = message.transfer
         self.media = message.media
         self.adapters = message.adapters
         self.group = group

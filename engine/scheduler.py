@@ -35,6 +35,7 @@ from quire.engine.encoder_cache import EncoderCache
 from quire.engine.kv.contents import Contents
 from quire.engine.kv.manager import KVCacheManager, Match
 from quire.engine.kv.tiers import Tiers
+from quire.engine.kv.transfers import Transfers
 from quire.engine.messages import AddRequest, EngineOutput, EngineStats
 from quire.engine.request import Request, RequestQueue, Status
 from quire.engine.room import Room
@@ -74,6 +75,7 @@ class Scheduler:
     ):
         self.kv, self.num_groups, self.turn = kv, stages, 0
         self.tiers = tiers  # below the pool; None: there are none
+        self.transfers: Transfers | None = None  # of blocks to and from other servers; None: there are none
         self._unasked: list[Request] = []  # waiting requests whose prefixes were not looked up there
         self.by_priority = config.scheduling_policy == "priority"
         whole_prompts = ready.pooling is not None and ready.pooling.whole_prompts
@@ -192,6 +194,8 @@ class Scheduler:
             self.waiting.add(request)
         unasked, self._unasked = self._unasked, []
         for request in unasked:
+            if self.transfers is not None:
+                self.transfers.expect(request)
             if request.status is Status.WAITING and self.tiers.begin(
                 request,
                 self.kv.pool.num_free - self.room.reserve(),
@@ -535,6 +539,8 @@ class Scheduler:
     def _finish(
         self, request: Request, reason: str, now: float, outputs: Outputs, token_ids: list[int], **fields: Any
     ) -> None:
+        if self.transfers is not None and request.transfer is not None and request.transfer.send:
+            fields["sent"] = self.transfers.send(request, self.contents.unsettled())
         self._remove(request)
         output = request.output(token_ids, reason, timing=request.timing(now), **fields)
         outputs.setdefault(request.client, []).append(output)

@@ -395,13 +395,14 @@ class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 SLOTS = "slots"  # the tier of llama.cpp's slot files, which has `SlotCalls`
+REMOTE = "remote"  # the tier of blocks on other servers, which has `TransferCalls`
 
 
 class TierInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """A tier below the KV cache (`worker/cache/tiers/`). Blocks that leave it go down from the first to the last."""
 
     name: str  # ram, disk ...
-    medium: str  # vLLM's name of it, in KV events
+    medium: str  # vLLM's name of it, in KV events; "": none are sent
     where: str  # for a person
     limit: int  # bytes of all ranks; 0: it takes no blocks that leave another
     saves: bool = False  # whether hot blocks are written to it before they leave the KV cache, for the next start
@@ -432,6 +433,10 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def has_slot_files(self) -> bool:
         return any(tier.name == SLOTS for tier in self.tiers)
+
+    @property
+    def has_transfers(self) -> bool:
+        return any(tier.name == REMOTE for tier in self.tiers)
 
 
 # ---- calls between two steps: every rank runs them, and the first rank's result is the answer
@@ -555,3 +560,16 @@ class SlotCalls(Protocol):
 
     def poll(self) -> SlotReport | None:
         """Go on with the action. Returns its end once every rank has reached it, None until then."""
+
+
+class TransferCalls(Protocol):
+    """Methods of the tier "remote". Only if there is this tier."""
+
+    def send(self, blocks: list[tuple[int, bytes]]) -> None:
+        """Begin to copy these blocks (id, key), which stay as they are until the end, for other servers to read."""
+
+    def poll(self) -> int:
+        """Go on with the copies. Returns how many calls of `send` since the start are done on every rank."""
+
+    def expect(self, host: str, port: int, keys: list[bytes]) -> None:
+        """Another server has the blocks of these keys, which `TierCalls.lookup` finds from here on."""

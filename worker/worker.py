@@ -8,6 +8,7 @@ from quire.configs.config import Config
 from quire.worker.batch.split_step import Output
 from quire.worker.cache import allocation as kv_cache
 from quire.worker.cache.tiers.over_cache import open_store
+from quire.worker.cache.tiers.remote import RemoteTier
 from quire.worker.cache.tiers.slots import SlotTier
 from quire.worker.cache.tiers.store import TierStore
 from quire.worker.limits import resolve_limits
@@ -59,6 +60,7 @@ class Worker:
         self.warmer: kv_cache.Warmer | None = None
         self.tiers: TierStore | None = None  # below the KV cache
         self.slots: SlotTier | None = None  # one of them
+        self.transfers: RemoteTier | None = None  # another
         self.gave_back = False  # whether the KV cache's memory was given back since the last step
         self.profiler = StepProfiler(config.device.torch_profiler_dir, rank)
 
@@ -126,6 +128,7 @@ class Worker:
         self.tiers = open_store(self.config, self.loaded.cached, found, storage, place, ranks.least)
         if self.tiers is not None:
             self.slots = next((tier for tier in self.tiers.tiers if isinstance(tier, SlotTier)), None)
+            self.transfers = next((tier for tier in self.tiers.tiers if isinstance(tier, RemoteTier)), None)
 
     def _record_graphs(self, progress: ReportProgress) -> None:
         """Record a graph of every batch size, the largest first."""
@@ -240,7 +243,7 @@ class Worker:
             self.warmer.stop()
         if self.tiers is not None:
             self.tiers.stop()
-        self.runner = self.warmer = self.tiers = self.slots = self.loaded = None
+        self.runner = self.warmer = self.tiers = self.slots = self.transfers = self.loaded = None
         shutdown_distributed()
 
     def _change_over(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,11 @@ from quire.configs.peers.values import NoEffect, number
 from quire.configs.speculation import from_parts
 
 _ON_OFF = ("on", "off", "auto", "true", "false", "1", "0", "enabled", "disabled")
-_VARIABLES = ("LLAMA_ARG_", "LLAMA_API_KEY", "OLLAMA_")
+_VARIABLES = ("LLAMA_ARG_", "LLAMA_API_KEY", "OLLAMA_", "VLLM_")
+_ALL_READ = ("LLAMA_ARG_", "VLLM_")  # of which an unknown variable is a warning
+_OF_CHARTS = ("VLLM_ADDITIONAL_ARGS", "VLLM_API_SERVER_COUNT")  # KServe's scripts make flags of them
+# what Kubernetes sets in every pod for a service whose name begins with "vllm"
+_SERVICE_LINK = re.compile(r"VLLM_(.*_)?(SERVICE_(HOST|PORT)(_.*)?|PORT_\d+_(TCP|UDP)(_.*)?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +91,18 @@ def from_python(name: str, value: Any) -> Given | None:
 
 
 def from_environment(environ: Mapping[str, str]) -> list[Given]:
-    """Return the variables of llama.cpp and Ollama in `environ`. An empty one is none."""
+    """Return the variables of llama.cpp, Ollama and vLLM in `environ`. An empty one is none."""
     known = rows()
     return [
         Given(name, (environ[name],))
         for name in sorted(environ)
-        if name.startswith(_VARIABLES) and environ[name] and (name in known or name.startswith("LLAMA_ARG_"))
+        if name.startswith(_VARIABLES) and environ[name] and (name in known or name.startswith(_ALL_READ))
+        if not _is_the_charts(name, environ[name])
     ]
+
+
+def _is_the_charts(name: str, value: str) -> bool:
+    return name in _OF_CHARTS or bool(_SERVICE_LINK.fullmatch(name)) or value.startswith(("tcp://", "udp://"))
 
 
 def translate(given: Iterable[Given]) -> Translation:
@@ -105,7 +115,7 @@ def translate(given: Iterable[Given]) -> Translation:
     for one in given:
         row = rows().get(one.name)
         if row is None:
-            result.warnings.append(f"{one}: no effect: quire does not know it")
+            result.warnings.append(f"{one.name}: no effect: quire does not know it")
             continue
         value = _value(row, one)
         if isinstance(value, NoEffect):

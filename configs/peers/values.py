@@ -67,6 +67,12 @@ def ram_cache(text: str) -> float | NoEffect:
     return size / KIB
 
 
+def gibibytes(text: str) -> str | None:
+    """vLLM's GiB of KV cache on CPU, of which 0 is the default."""
+    size = number(text)
+    return str(int(size * (1 << 30))) if size else None
+
+
 def layers(text: str) -> str | NoEffect | None:
     """llama.cpp's number of layers on the GPU: none is the CPU, and all is what `--device auto` does."""
     if text in ("all", "auto", "-1"):

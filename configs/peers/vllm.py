@@ -29,6 +29,7 @@ GROUPS = (
         "--[no-]enable-lora --max-loras= --max-lora-rank= --max-cpu-loras= --log-level= --otlp-traces-endpoint= "
         "--max-num-batched-tokens= --max-num-seqs= --max-num-queued-reqs= --max-num-queued-tokens= "
         "--long-prefill-token-threshold= --scheduling-policy= --speculative-config= --kv-events-config= "
+        "--kv-transfer-config= "
         "--shutdown-timeout= --[no-]enable-sleep-mode "
         "--lora-modules=+ --chat-template= --[no-]trust-request-chat-template "
         "--[no-]enable-auto-tool-choice --[no-]exclude-tools-when-tool-choice-none --tool-call-parser= "
@@ -44,7 +45,7 @@ GROUPS = (
     renamed("api_server_count", "-asc="),
     renamed("gpu_memory_utilization", "--device-memory-utilization="),
     renamed("max_num_batched_tokens", "--max-num-scheduled-tokens=", key="scheduled"),
-    renamed("max_num_seqs", "--max-num-active-seqs="),
+    renamed("max_num_seqs", "--max-num-active-seqs= --max-num-seq="),
     renamed("steps_in_flight", "--no-async-scheduling --disable-async-output-proc", value="1"),
     renamed("kv_offload_gib", "--kv-offloading-size="),
     refused(
@@ -60,12 +61,13 @@ GROUPS = (
         _MACHINES,
         "--node-rank= --data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= "
         "--data-parallel-external-lb -dpe --data-parallel-hybrid-lb -dph --data-parallel-multi-port-external-lb -dpm "
-        "--data-parallel-address= -dpa= --data-parallel-rpc-port= -dpp= --headless",
+        "--headless",
         "0",
     ),
     no_effect(
         _MACHINES,
         "--master-addr= --master-port= --distributed-timeout-seconds= --cpu-distributed-timeout-seconds= "
+        "--data-parallel-address= -dpa= --data-parallel-rpc-port= -dpp= "
         "--data-parallel-size-local= -dpl= --data-parallel-backend= -dpb= --no-data-parallel-external-lb "
         "--no-data-parallel-hybrid-lb --no-data-parallel-multi-port-external-lb "
         "--data-parallel-supervisor-port= --dp-supervisor-probe-interval-s= "
@@ -106,7 +108,7 @@ GROUPS = (
         "--offload-prefetch-step= --offload-params=+",
     ),
     refused(
-        _TIERS, "--kv-transfer-config= --ec-transfer-config= --ec-manager-config= --kv-offloading-backend=", "native"
+        _TIERS, "--ec-transfer-config= --ec-manager-config= --kv-offloading-backend=", "native"
     ),
     no_effect(
         "KV blocks are found by their content, kept by use, and sized for the model",
@@ -268,5 +270,14 @@ GROUPS = (
     ),
     refused("set --torch-profiler-dir", "--profiler-config=", "{}"),
     no_effect("a stalled engine is restarted after --step-timeout", "--watchdog-config="),
+    # variables
+    renamed("api_key", "VLLM_API_KEY", values.words),
+    renamed("log_level", "VLLM_LOGGING_LEVEL", str.lower),
+    renamed("kv_transfer_host", "VLLM_NIXL_SIDE_CHANNEL_HOST"),
+    renamed("kv_transfer_port", "VLLM_NIXL_SIDE_CHANNEL_PORT"),
+    renamed("kv_cache_memory_bytes", "VLLM_CPU_KVCACHE_SPACE", values.gibibytes),
+    renamed("timeout_keep_alive", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"),
+    no_effect("administrators may load adapters while the server runs",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
     no_effect("an unknown QUIRE_ variable always ends the start", "--[no-]fail-on-environ-validation"),
 )  # fmt: skip

@@ -19,6 +19,11 @@ class PublishKVEvents(Chore):
     def __init__(self, log: KVEventLog, publisher: KVEventPublisher):
         self._log, self._publisher = log, publisher
 
+    @property
+    def source(self) -> dict[str, object]:
+        """Where events are published, as vLLM tells it."""
+        return self._publisher.source
+
     def due(self, idle: bool) -> float:
         return 0.0 if self._log.has_events else math.inf
 

@@ -13,6 +13,7 @@ from quire.engine.chores.kernels import LookForKernels
 from quire.engine.chores.kv_events import publish_kv_events
 from quire.engine.chores.save_hot import SaveHot
 from quire.engine.chores.slow_steps import WarnOfSlowSteps
+from quire.engine.chores.transfers import CopyBlocks
 from quire.engine.scheduler import Scheduler
 from quire.worker.messages import WorkerCalls, WorkerReady
 
@@ -29,6 +30,8 @@ def open_chores(
     tiers, chores = scheduler.tiers, []
     if events := publish_kv_events(config.cache, scheduler.kv, tiers, index):
         chores.append(events)
+    if scheduler.transfers is not None:
+        chores.append(CopyBlocks(scheduler.transfers))
     if tiers is not None and tiers.save_hot:
         chores.append(SaveHot(scheduler.contents, tiers, ready.plan.bytes_per_block, schedule_stats))
     if ready.gives_back:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from quire.configs.config import Config
 from quire.engine.executor.stubs import stub
-from quire.worker.messages import SlotCalls, StepInput, StepOutput, TierCalls, WorkerCalls, WorkerReady
+from quire.worker.messages import SlotCalls, StepInput, StepOutput, TierCalls, TransferCalls, WorkerCalls, WorkerReady
 
 ReportProgress = Callable[[str, float], None]  # (phase, fraction of it)
 
@@ -38,8 +38,8 @@ class Executor(ABC):
 
     @abstractmethod
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method on every worker between steps and return the first worker's result. `workers`, `tiers` and
-        `slots` name the methods; "tiers.poll" is that of the worker's attribute `tiers`.
+        """Call a method on every worker between steps and return the first worker's result. `workers`, `tiers`,
+        `slots` and `transfers` name the methods; "tiers.poll" is that of the worker's attribute `tiers`.
         """
 
     @cached_property
@@ -53,6 +53,10 @@ class Executor(ABC):
     @cached_property
     def slots(self) -> SlotCalls:
         return stub(SlotCalls, lambda method, *args: self.call(f"slots.{method}", *args))
+
+    @cached_property
+    def transfers(self) -> TransferCalls:
+        return stub(TransferCalls, lambda method, *args: self.call(f"transfers.{method}", *args))
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -172,9 +172,12 @@ class KVEventLog(PoolObserver):
 
 
 def _extra_keys(request: Request, i: int, size: int) -> list[Any] | None:
-    """Inputs of block `i` besides tokens, in vLLM's order: images, adapters, and in the first one the salt."""
-    keys: list[Any] = [item.key for item in request.images(i * size, (i + 1) * size)] if request.media else []
-    keys += [use.name for use in request.adapters]
+    """Inputs of block `i` besides tokens, in vLLM's order: adapters, images with the number of tokens from the block's
+    first one to their own (below 0: it lies before the block), and in the first block the salt.
+    """
+    keys: list[Any] = [use.name for use in request.adapters]
+    if request.media:
+        keys += [(item.key, item.offset - i * size) for item in request.images(i * size, (i + 1) * size)]
     if not i and request.cache_salt is not None:
         keys.append(request.cache_salt)
     return keys or None

@@ -1,8 +1,8 @@
 """Sends KV events over ZeroMQ as vLLM does, so that routers which know vLLM understand them.
 
 PUB      [topic, sequence number (8 bytes, big-endian), msgpack of (time in seconds, events, index of the engine)]
-ROUTER   replay: a client asks with [b"", first sequence number] and gets [b"", number, msgpack] per batch that is still
-         known, then [b"", -1, b""]
+ROUTER   replay: a client asks with [b"", first sequence number] and gets [b"", topic, number, msgpack] per batch that
+         is still known, then [b"", b"", -1, b""]. With events as arrays there is no topic, as in vLLM until 0.23.
 
 Sequence numbers count from 0 in each run of an engine. A thread owns the sockets: the engine never waits for it.
 """
@@ -14,6 +14,8 @@ import queue
 import threading
 import time
 from collections import deque
+from dataclasses import asdict
+from socket import gethostbyname, gethostname
 
 import msgspec
 import zmq
@@ -44,6 +46,7 @@ class KVEventPublisher:
         self._pub, self._replay = self._open(zmq.PUB, self._settings.endpoint, "endpoint"), None
         if self._settings.replay_endpoint is not None:
             self._replay = self._open(zmq.ROUTER, self._settings.replay_endpoint, "replay_endpoint")
+        self.source = self._source()
         self._wake_receiver, self._wake = (self._context.socket(zmq.PAIR) for _ in range(2))
         self._wake_receiver.set_hwm(0)  # the queue is what bounds it
         self._wake.set_hwm(0)
@@ -75,6 +78,17 @@ class KVEventPublisher:
             self._context.destroy(linger=0)
             raise ValueError(f"--kv-events-config: {name} {endpoint} cannot be used: {error}") from None
         return socket
+
+    def _source(self) -> dict[str, object]:
+        """The settings as vLLM's `/kv_event_sources` tells them, with the ports that the system chose."""
+        settings = asdict(self._settings)
+        settings.pop("event_format")
+        for name, socket in (("endpoint", self._pub), ("replay_endpoint", self._replay)):
+            if socket is not None and settings[name].endswith(":0"):
+                port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+                host = settings[name].rpartition(":")[0].replace("*", gethostbyname(gethostname()))
+                settings[name] = f"{host}:{port}"
+        return {"enable_kv_cache_events": True, "publisher": "zmq"} | settings
 
     def publish(self, events: list[KVEvent]) -> None:
         """Send a batch. If the queue is full it is dropped; subscribers see a gap in the numbers."""
@@ -128,10 +142,11 @@ class KVEventPublisher:
             logger.warning("kv events: a replay request of %d frames: it must be an 8-byte number", len(frames))
             return
         client, first = frames[0], int.from_bytes(frames[2], "big")
+        topic = [self._topic] if self._named else []
         for number, payload in self._sent:
             if number >= first:
-                self._replay.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
-        self._replay.send_multipart((client, b"", END, b""))
+                self._replay.send_multipart((client, b"", *topic, number.to_bytes(8, "big"), payload))
+        self._replay.send_multipart((client, b"", *([b""] if topic else []), END, b""))
 
 
 def _named(event: KVEvent) -> dict[str, object]:

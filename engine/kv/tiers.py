@@ -22,7 +22,7 @@ from quire.engine.kv.hot import HotPages
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.messages import TierStats
 from quire.engine.request import Request
-from quire.worker.messages import TierCalls, TierInfo, WorkerReady
+from quire.worker.messages import REMOTE, TierCalls, TierInfo, WorkerReady
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Fetch:
     num_done: int = 0
     num_tokens: int = 0
     of_slot: bool = False  # goes on without a request, as long as it takes
+    remote: bool = False  # blocks of another server
     loaded: list[bool] | None = None  # whether each block holds its key's content; None: not known yet
 
 
@@ -88,7 +89,7 @@ class Tiers:
 
     def __init__(self, kv: KVCacheManager, calls: TierCalls, infos: list[TierInfo]):
         self.kv, self.calls, self._infos = kv, calls, infos
-        self.keep = any(info.limit for info in infos)  # whether any takes blocks that leave the pool
+        self.keep = any(info.limit for info in infos if info.name != REMOTE)  # whether any takes blocks of the pool
         self.save_hot = any(info.saves for info in infos)
         self.counts = TierCounts()
         self.rates = _Rates()
@@ -150,11 +151,12 @@ class Tiers:
         """Start to fetch blocks that extend the cached prefix of a waiting request, within a limit of free blocks.
         Returns whether the request has to wait for it.
         """
-        if not self.keep or time.monotonic() < self._paused_until:
+        remote = request.transfer is not None and bool(request.transfer.blocks)
+        if not (remote or (self.keep and time.monotonic() >= self._paused_until)):
             return False
         keys, num_tokens = self.kv.to_fetch(request, self.calls.lookup)
         self.counts.queries += max(request.num_tokens - self.kv.match(request).num_blocks * self.kv.block_size, 0)
-        if not keys or self._is_faster_to_compute(len(keys), num_tokens):
+        if not keys or (not remote and self._is_faster_to_compute(len(keys), num_tokens)):
             return False
         wanted = set(keys)
         for fetch in self._fetches.values():
@@ -165,7 +167,7 @@ class Tiers:
         if len(keys) - states > num_free or (states and states > num_free_states):
             return False
         fetch = self.fetch(request, keys, unsettled)
-        fetch.requests, fetch.num_tokens = [request], num_tokens
+        fetch.requests, fetch.num_tokens, fetch.remote = [request], num_tokens, remote
         return True
 
     def fetch(self, owner: Request, keys: list[bytes], unsettled: set[int], of_slot: bool = False) -> Fetch:
@@ -202,7 +204,8 @@ class Tiers:
         for number, fetch in list(self._fetches.items()):
             if now - fetch.heard > SILENCE and not fetch.of_slot:
                 logger.warning("kv cache: no block came for %.0f s; going on without lower tiers for a while", SILENCE)
-                self._paused_until = now + PAUSE
+                if not fetch.remote:
+                    self._paused_until = now + PAUSE
                 ended += fetch.requests
                 self._end(number)
         return ended
@@ -214,14 +217,16 @@ class Tiers:
         if self.events is not None and self.keep:
             # blocks that an earlier run or another engine stored become known by their use
             levels = zip(filled, self.calls.lookup(list(filled)))
-            self.events.changed_below([(self._infos[-level].medium, key, True) for key, level in levels if level])
+            media = [(self._infos[-level].medium, key) for key, level in levels if level]
+            self.events.changed_below([(medium, key, True) for medium, key in media if medium])
         if not fetch.of_slot:
             pool.note_hits([i for i, good in zip(fetch.block_ids, ok) if good and pool.is_published(i)], 0)
             self._count(fetch, ok, now)
         pool.release(fetch.block_ids)
 
     def _count(self, fetch: Fetch, ok: list[bool], now: float) -> None:
-        self.rates.fetched = _Rates.mix(self.rates.fetched, (now - fetch.started) / len(fetch.keys))
+        if not fetch.remote:
+            self.rates.fetched = _Rates.mix(self.rates.fetched, (now - fetch.started) / len(fetch.keys))
         self.counts.num_fetches += 1
         self.counts.num_failed += ok.count(False)
         self.counts.hits += fetch.num_tokens if all(ok) else 0

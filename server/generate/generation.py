@@ -146,6 +146,7 @@ class Generation:
             adapters=[one.use for one in request.adapters],
             report_prefill=request.progress is not None,
             turn_start=request.turn_start,
+            transfer=request.transfer,
         )
         try:
             self._stream = self._client.generate(message)
@@ -166,6 +167,7 @@ class Generation:
         if timing is not None and output.finish_reason is None:
             timing = msgspec.structs.replace(timing, finished=time.time())
         self.request.timing = timing or self.request.timing
+        self.request.sent = output.sent or self.request.sent
         if self._metrics is None:
             return
         num_tokens = choice.detokenizer.num_tokens + choice.num_silent

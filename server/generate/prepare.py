@@ -121,6 +121,7 @@ def _request(
         visible_ids=reading.visible_ids,
         text_ends=reading.text_ends,
         media=prompt.media,
+        transfer=spec.transfer,
     )
 
 

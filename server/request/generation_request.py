@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from quire.engine.messages import MediaItem, PoolingParams, RequestTiming, SamplingParams
+from quire.engine.messages import MediaItem, PoolingParams, RequestTiming, SamplingParams, Transfer
 from quire.server.lora.served import Chosen
 from quire.server.media.inputs import Lease
 from quire.server.request.parse import Parsing
@@ -60,6 +60,8 @@ class GenerationRequest:
     media: list[Attached] = field(default_factory=list)
     adapters: list[Chosen] = field(default_factory=list)  # for LoRA
     progress: PrefillProgress | None = None  # is told how much of the prompt is computed
+    transfer: Transfer | None = None  # blocks of the prompt that go to another server, or are at one
+    sent: Transfer | None = None  # where they are, once a choice has ended
 
     @property
     def num_copies(self) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.engine.messages import NoRepeatNgram
+from quire.engine.messages import NoRepeatNgram, Transfer
 from quire.server.lora.served import Chosen
 from quire.server.media.inputs import ImageInput
 from quire.server.request.fields import SamplingFields
@@ -138,5 +138,6 @@ class GenerationSpec:
     # defaults of sampling, where neither the request nor the model's files have a value; None: the format's, or
     # OpenAI's
     dialect_defaults: Mapping[str, Any] | None = None
+    transfer: Transfer | None = None  # blocks of the prompt that go to another server, or are at one
     clip_max_tokens: bool = False  # a max_tokens above the context length is reduced, not refused
     logprobs_param: str = "logprobs"

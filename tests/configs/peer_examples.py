@@ -37,7 +37,7 @@ EXAMPLES: dict[str, list[tuple[str, Any]]] = {
     "--device-memory-utilization --mem-fraction-static --cuda-memory-fraction": [
         ("0.5", 0.5), ("2", "error: at most 1"),
     ],
-    "--max-num-active-seqs --max-running-requests --max-batch-size": _ONE,
+    "--max-num-active-seqs --max-num-seq --max-running-requests --max-batch-size": _ONE,
     "-np --parallel LLAMA_ARG_N_PARALLEL": [*_ONE, ("-1", None)],
     "OLLAMA_NUM_PARALLEL": [*_ONE, ("0", None)],
     "--max-queued-requests --max-concurrent-requests OLLAMA_MAX_QUEUE": [("9", 9)],
@@ -121,7 +121,12 @@ EXAMPLES: dict[str, list[tuple[str, Any]]] = {
     # HTTP and the log
     "LLAMA_ARG_HOST --hostname --bind --listen --address": [("0.0.0.0", "0.0.0.0")],
     "LLAMA_ARG_PORT": [("8080", 8080)],
-    "LLAMA_API_KEY": [("a,b", ["a", "b"])],
+    "LLAMA_API_KEY VLLM_API_KEY": [("a,b", ["a", "b"])],
+    "VLLM_LOGGING_LEVEL": [("DEBUG", "debug")],
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": [("10.0.0.1", "10.0.0.1")],
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": [("5601", 5601)],
+    "VLLM_CPU_KVCACHE_SPACE": [("4", 4 << 30), ("0", None)],
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": [("5", 5.0)],
     "LLAMA_ARG_API_KEY_FILE --ssl-key-file LLAMA_ARG_SSL_KEY_FILE --ssl-cert-file LLAMA_ARG_SSL_CERT_FILE": [
         ("f", "f")
     ],

@@ -31,7 +31,7 @@ GENERIC = {"int": "1", "float": "0.5", "str": "some"}
 @pytest.fixture
 def start(monkeypatch, capsys):
     """Run `quire serve ARGS` up to the server: (config, warnings), or the message with which it ends with status 2."""
-    for variable in [name for name in os.environ if name.startswith(("QUIRE_", "LLAMA_", "OLLAMA_"))]:
+    for variable in [name for name in os.environ if name.startswith(("QUIRE_", "LLAMA_", "OLLAMA_", "VLLM_"))]:
         monkeypatch.delenv(variable)
     calls = []
 
@@ -322,7 +322,7 @@ def test_variables_of_others_yield_to_every_source_of_ours(start, monkeypatch, t
 
 def test_unknown_variables_of_llamacpp_are_warned_of_and_misspelled_ones_of_ours_explained(start, monkeypatch):
     monkeypatch.setenv("LLAMA_ARG_NEW", "1")
-    assert start("m")[1] == ["LLAMA_ARG_NEW=1: no effect: quire does not know it"]
+    assert start("m")[1] == ["LLAMA_ARG_NEW: no effect: quire does not know it"]
     monkeypatch.setenv("QUIRE_TP_SIZE", "2")
     assert "unknown environment variable QUIRE_TP_SIZE: set QUIRE_TENSOR_PARALLEL_SIZE" in start("m")
 

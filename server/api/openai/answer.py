@@ -16,6 +16,7 @@ from quire.server.api import needs
 from quire.server.api.openai import streams
 from quire.server.api.openai.objects import Timings, Usage
 from quire.server.api.openai.protocol import GenerationFields
+from quire.server.api.openai.transfer import check_transfer
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.http import admission, sse
@@ -43,6 +44,7 @@ def admit(request: Request, body: GenerationFields, state: needs.Admission, pref
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream to be true.", param="stream_options")
     check_progress(body.return_progress, body.stream)
+    check_transfer(body.kv_transfer_params, state.config.cache)
     streams.stream_name(request, body.stream)
     return identity
 

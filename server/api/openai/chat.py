@@ -21,6 +21,7 @@ from quire.server.api.openai.objects import (
 )
 from quire.server.api.openai.parsed import EventWriter
 from quire.server.api.openai.protocol import ChatCompletionRequest
+from quire.server.api.openai.transfer import answered
 from quire.server.api.openai.translate import chat_spec
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
@@ -95,6 +96,7 @@ class ChatAnswer(Answer):
             ],
             usage=Usage.from_usage(self.used),
             timings=self.timings(True),
+            kv_transfer_params=answered(self.requests),
             system_fingerprint=self.state.system_fingerprint,
             prompt_logprobs=UNSET
             if body.prompt_logprobs is None
@@ -166,4 +168,5 @@ class ChatAnswer(Answer):
             system_fingerprint=self.state.system_fingerprint,
             usage=self.chunk_usage(choices, usage),
             timings=self.timings(usage is not None),
+            kv_transfer_params=answered(self.requests),
         )

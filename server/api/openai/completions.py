@@ -13,6 +13,7 @@ from quire.server.api.openai.answer import Answer, admit, respond
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.objects import Completion, CompletionChoice, CompletionLogprobs, Usage
 from quire.server.api.openai.protocol import CompletionRequest
+from quire.server.api.openai.transfer import answered
 from quire.server.api.openai.translate import completion_spec
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
@@ -84,6 +85,7 @@ class CompletionAnswer(Answer):
             system_fingerprint=self.state.system_fingerprint,
             usage=Usage.from_usage(self.used),
             timings=self.timings(True),
+            kv_transfer_params=answered(self.requests),
         )
 
     def size(self, choices: list[deltas.Choice]) -> int:
@@ -125,6 +127,7 @@ class CompletionAnswer(Answer):
             system_fingerprint=self.state.system_fingerprint,
             usage=self.chunk_usage(choices, usage),
             timings=self.timings(usage is not None),
+            kv_transfer_params=answered(self.requests),
         )
 
     def _formatter(self, index: int) -> Formatter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -170,6 +171,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class ToolCallDelta(msgspec.Struct):
@@ -210,6 +212,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class CompletionChoice(msgspec.Struct):
@@ -234,6 +237,7 @@ class Completion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class TokenizeResponse(msgspec.Struct):

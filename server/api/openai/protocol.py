@@ -123,7 +123,6 @@ UNSUPPORTED: dict[str, tuple] = {
     # other inputs and outputs
     "prompt_embeds": (),
     "lora_path": (),
-    "kv_transfer_params": (),
     "ec_transfer_params": (),
     "return_hidden_states": (False,),
     "return_prompt_text": (False,),
@@ -268,6 +267,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     cache_salt: CacheSalt | None = None
     lora: LoraScales | None = None  # llama.cpp's: adapters, if `model` names none
     request_id: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$(?![\s\S])")] | None = None
+    kv_transfer_params: JsonObject | None = None  # vLLM's: blocks of the prompt on another server (`transfer.py`)
 
 
 class ImageUrl(msgspec.Struct, kw_only=True):

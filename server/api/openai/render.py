@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions/render and llama.cpp's POST /apply-template: the prompt of a conversation, unanswered."""
+"""POST /v1/chat/completions/render, /v1/completions/render, llama.cpp's POST /apply-template: prompts, unanswered."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.api import needs
-from quire.server.api.openai.protocol import ChatCompletionRequest
-from quire.server.api.openai.translate import conversation
+from quire.server.api.openai.protocol import ChatCompletionRequest, CompletionRequest
+from quire.server.api.openai.translate import completion_spec, conversation
 from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.http.sse import JsonResponse
@@ -25,7 +25,8 @@ R = TypeVar("R")
 
 
 class RenderedPrompt(msgspec.Struct, kw_only=True):
-    prompt: str
+    prompt: str | None  # null for a prompt of token ids
+    token_ids: list[int]  # vLLM's name
     prompt_token_ids: list[int]
     count: int
     max_model_len: int
@@ -40,11 +41,33 @@ async def render(request: Request, state: needs.Tokenizing) -> Response:
 
     def show(rendered: Rendered, body: ChatCompletionRequest) -> RenderedPrompt:
         ids = encode_rendered(rendered, state, bool(body.add_special_tokens))
-        return RenderedPrompt(
-            prompt=rendered.text, prompt_token_ids=ids, count=len(ids), max_model_len=state.model.max_model_len
-        )
+        return _prompt(rendered.text, ids, state)
 
     return JsonResponse(await _rendered(request, state, show))
+
+
+async def render_texts(request: Request, state: needs.Tokenizing) -> Response:
+    """Return the prompts of a text completion as text and as token ids, of any length."""
+
+    def work(body: CompletionRequest) -> list[RenderedPrompt]:
+        state.require_ready()
+        require_model(caller(request), body.model, state)
+        spec = completion_spec(body, request_id="render")
+        special = spec.add_special_tokens is not False
+        return [
+            _prompt(None, one, state)
+            if isinstance(one, list)
+            else _prompt(one, state.tokenizer.encode(one, special), state)
+            for one in spec.prompts
+        ]
+
+    return JsonResponse(await use_body(request, CompletionRequest, state, work))
+
+
+def _prompt(text: str | None, ids: list[int], state: needs.Tokenizing) -> RenderedPrompt:
+    return RenderedPrompt(
+        prompt=text, token_ids=ids, prompt_token_ids=ids, count=len(ids), max_model_len=state.model.max_model_len
+    )
 
 
 async def apply_template(request: Request, state: needs.Tokenizing) -> Response:

@@ -56,6 +56,13 @@ _BATCHES = [
 ]
 _PROMPTS = [
     Route("POST", "/v1/chat/completions/render", render.render, ChatCompletionRequest, render.RenderedPrompt),
+    Route(
+        "POST",
+        "/v1/completions/render",
+        render.render_texts,
+        protocol.CompletionRequest,
+        list[render.RenderedPrompt],
+    ),
     Route("POST", "/apply-template", render.apply_template, ChatCompletionRequest, render.AppliedTemplate),
     Route("POST", "/tokenize", tokens.tokenize, protocol.TokenizeRequest, objects.TokenizeResponse),
     Route("POST", "/detokenize", tokens.detokenize, protocol.DetokenizeRequest, objects.DetokenizeResponse),

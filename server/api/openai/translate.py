@@ -22,6 +22,7 @@ from quire.server.api.openai.protocol import (
     TokenizeRequest,
 )
 from quire.server.api.openai.tools import MessageToolCall, choice_of, template_call, tools_of
+from quire.server.api.openai.transfer import read_transfer
 from quire.server.errors import BadRequest
 from quire.server.media.inputs import ImageInput
 from quire.server.request.ngrams import of_sglang, of_vllm
@@ -48,6 +49,7 @@ def chat_spec(body: ChatCompletionRequest, **identity: Json) -> GenerationSpec:
         prompt_param="messages",
         max_tokens_param=limit_param,
         logprobs_param="n_probs" if body.n_probs else "top_logprobs",
+        transfer=read_transfer(body.kv_transfer_params),
         **identity,
     )
 
@@ -69,6 +71,7 @@ def completion_spec(body: CompletionRequest, **identity: Json) -> GenerationSpec
         suffix=body.suffix or None,
         echo=bool(body.echo),
         cache_salt=body.cache_salt,
+        transfer=read_transfer(body.kv_transfer_params),
         **identity,
     )
 

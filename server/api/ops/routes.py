@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from quire.server.api.ops import cache, lora, profile, requests, sagemaker, status
+from typing import Any
+
+from quire.server.api.ops import cache, fleet, lora, profile, requests, sagemaker, status
 from quire.server.api.ops.tokenizer_info import TokenizerInfo, tokenizer_info
 from quire.server.http.route import EMPTY, Route
 
@@ -25,5 +27,11 @@ ROUTES = [
     Route("GET", "/load", requests.load, answer=requests.Load),
     Route("POST", "/start_profile", profile.start_profile, answer=profile.Profile, admin=True),
     Route("POST", "/stop_profile", profile.stop_profile, answer=profile.Profile, admin=True),
+    Route("GET", "/get_server_info", fleet.server_info, answer=fleet.Instance),
+    Route("GET", "/kv_event_sources", fleet.kv_event_sources, answer=dict[str, Any]),
+    Route("GET", "/health_generate", fleet.health_generate, answer=EMPTY),
+    Route("POST", "/scale_elastic_ep", fleet.scale_elastic_ep, fleet.ScaleBody, fleet.Scaled, admin=True),
+    Route("GET", "/is_sleeping", fleet.is_sleeping, answer=fleet.Sleeping),
+    Route("POST", "/is_scaling_elastic_ep", fleet.is_scaling_elastic_ep, answer=fleet.Scaling),
     Route("GET", "/ping", sagemaker.ping, answer=EMPTY),
 ]

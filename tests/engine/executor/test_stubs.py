@@ -11,13 +11,15 @@ import pytest
 from quire.engine.calls import Calls
 from quire.engine.executor.stubs import answer, method_names, stub
 from quire.engine.messages import EngineCalls
+from quire.worker.cache.tiers.remote import RemoteTier
 from quire.worker.cache.tiers.slots import SlotTier
 from quire.worker.cache.tiers.store import TierStore
-from quire.worker.messages import SlotCalls, TierCalls, TierReport, WorkerCalls
+from quire.worker.messages import SlotCalls, TierCalls, TierReport, TransferCalls, WorkerCalls
 from quire.worker.worker import Worker
 from tests.helpers.engine.fake_executor import FakeExecutor
 
 REAL = [(WorkerCalls, Worker), (WorkerCalls, FakeExecutor), (TierCalls, TierStore), (SlotCalls, SlotTier)]
+REAL += [(TransferCalls, RemoteTier)]
 
 
 def signature(cls: type, name: str) -> inspect.Signature:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -9,13 +10,14 @@ import pytest
 import zmq
 
 from quire.configs.kv_events import read_kv_events
+from quire.engine.kv import events
 from quire.engine.kv.events import wire_hash
-from quire.engine.messages import AddRequest, Call, LoraUse, SamplingParams
+from quire.engine.messages import AddRequest, Call, LoraUse, MediaItem, SamplingParams
 from tests.helpers.engine.harness import VOCAB, Engine, fake_config
 
 
 def vllm_types(array_like: bool) -> type:
-    """vLLM's types: events are arrays until 0.23, maps since."""
+    """The types of vLLM 0.33; events were arrays until 0.23, and are maps since."""
 
     class Event(msgspec.Struct, array_like=array_like, omit_defaults=True, tag=True):
         pass
@@ -32,11 +34,17 @@ def vllm_types(array_like: bool) -> type:
         group_idx: int | None = None
         kv_cache_spec_kind: str | None = None
         kv_cache_spec_sliding_window: int | None = None
+        locality: str | None = None
+        ownership: str | None = None
+        session_id: str | None = None
+        lookahead_token_ids: list[list[int]] | None = None
 
     class BlockRemoved(Event):
         block_hashes: list[int]
         medium: str | None
         group_idx: int | None = None
+        locality: str | None = None
+        ownership: str | None = None
 
     class AllBlocksCleared(Event):
         pass
@@ -52,7 +60,8 @@ def vllm_types(array_like: bool) -> type:
 class Subscriber:
     """Gathers all events of an engine, and what a router would know."""
 
-    def __init__(self, folder, event_format: str = "array", **settings: Any):
+    def __init__(self, folder, event_format: str = "map", **settings: Any):
+        self.has_topic = event_format == "map"
         self.decoder = msgspec.msgpack.Decoder(vllm_types(event_format == "array"))
         self.context = zmq.Context()
         self.socket, self.replay = self.context.socket(zmq.SUB), self.context.socket(zmq.DEALER)
@@ -61,7 +70,7 @@ class Subscriber:
         for socket, address in zip((self.socket, self.replay), addresses):
             socket.connect(address)
         config = {"enable_kv_cache_events": True, "endpoint": addresses[0], "replay_endpoint": addresses[1]}
-        config |= {"topic": "kv", "event_format": event_format}
+        config |= {"topic": "kv"} | ({} if self.has_topic else {"event_format": event_format})  # maps by default
         self.engine = Engine(
             fake_config(
                 num_gpu_blocks_override=64,
@@ -88,10 +97,12 @@ class Subscriber:
         self.replay.send_multipart([b"", first.to_bytes(8, "big")])
         batches = []
         while self.replay.poll(5000):
-            _, number, payload = self.replay.recv_multipart()
+            empty, *topic, number, payload = self.replay.recv_multipart()
+            assert empty == b"" and len(topic) == self.has_topic
             if not payload:
-                assert number == b"\xff" * 8
+                assert number == b"\xff" * 8 and not any(topic)
                 return batches
+            assert not topic or topic == [b"kv"]
             batches.append((int.from_bytes(number, "big"), payload))
         raise AssertionError("no end of the replay")
 
@@ -168,6 +179,15 @@ def test_the_wire_form(subscribe, event_format):
     assert stored.lora_name == "law" and stored.extra_keys == [("law", "salt"), ("law",), ("law",)]
     assert stored.kv_cache_spec_kind == "full_attention" and len(stored.block_hashes) == 3
     assert isinstance(raw[0], list if event_format == "array" else dict)
+
+
+def test_extra_keys_are_in_the_order_of_vllm():
+    media = [MediaItem("cat", 2, 6, 6, ""), MediaItem("dog", 9, 2, 2, "")]
+    use = LoraUse("k", "", name="law")
+    request = SimpleNamespace(adapters=[use], media=media, cache_salt="salt")
+    request.images = lambda start, end: [one for one in media if one.offset < end and one.offset + one.length > start]
+    found = [events._extra_keys(request, i, 4) for i in range(4)]
+    assert found == [["law", ("cat", 2), "salt"], ["law", ("cat", -2)], ["law", ("dog", 1)], ["law"]]
 
 
 @pytest.mark.slow
@@ -255,6 +275,8 @@ def test_settings_of_several_engines():
     assert settings.of_engine(0) == settings and settings.topic == ""
     third = settings.of_engine(2)
     assert (third.endpoint, third.replay_endpoint) == ("tcp://*:5559", "ipc:///tmp/replay_dp2")
+    chosen = read_kv_events('{"enable_kv_cache_events": true, "endpoint": "tcp://*:0"}')
+    assert chosen.of_engine(2).endpoint == "tcp://*:0"
 
 
 def test_an_address_that_cannot_be_used_ends_the_start(tmp_path):

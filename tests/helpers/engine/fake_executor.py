@@ -8,6 +8,7 @@ a step reads, that the block table still leads to that hash.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -26,6 +27,7 @@ from quire.worker.cache.tiers.fingerprint import fingerprint
 from quire.worker.cache.tiers.open import open_tiers, plan_tiers
 from quire.worker.cache.tiers.store import TierStore
 from quire.worker.messages import (
+    REMOTE,
     SLOTS,
     CacheGroup,
     MediaInfo,
@@ -211,10 +213,12 @@ class FakeExecutor(Executor):
         self.workers = self  # has the methods of `WorkerCalls`
         self.tiers = self._open_tiers(config)
         self.slots = next((tier for tier in self.tiers.tiers if tier.name == SLOTS), None) if self.tiers else None
+        self.transfers = next((tier for tier in self.tiers.tiers if tier.name == REMOTE), None) if self.tiers else None
 
     def _open_tiers(self, config: Config) -> TierStore | None:
         facts = (self.ready.groups, self.ready.block_size, self.ready.vocab_size, config.model.model)
-        tiers = open_tiers(self.ready.tiers, Rank(config, self._gather, lambda: fingerprint(b"fake", facts)))
+        mark = functools.partial(fingerprint, b"fake", facts)
+        tiers = open_tiers(self.ready.tiers, Rank(config, self._gather, mark, portable=mark))
         return TierStore(self._gather, self._scatter, tiers) if tiers else None
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:

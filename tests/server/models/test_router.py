@@ -10,6 +10,7 @@ from quire.server.routes import ROUTES
 
 # of one model, chosen by ?model=, and without it the first
 BY_QUERY = {"/props", "/slots", "/slots/{slot_id}", "/lora-adapters", "/tokenizer_info"}
+BY_QUERY |= {"/get_server_info", "/kv_event_sources", "/health_generate"}
 
 
 def test_every_route_belongs_to_a_model_or_to_all():

@@ -39,6 +39,7 @@ class Rank:
     number: int = 0
     num_ranks: int = 1
     agree: Agree = alone
+    portable: Callable[[], bytes] = bytes  # as `fingerprint`, also on another machine; reads all of the model's files
 
 
 class Tier(Protocol):
@@ -50,6 +51,7 @@ class Tier(Protocol):
     medium: ClassVar[str]  # vLLM's name of it, in KV events
     where: ClassVar[str]  # for a person
     saves: ClassVar[bool]  # whether hot blocks are written to it before they leave the KV cache, for the next start
+    slow: ClassVar[bool] = False  # whether a read may wait, so that those of other tiers must not wait for it
 
     limit: int = 0  # bytes of this rank
     used: int = 0  # bytes

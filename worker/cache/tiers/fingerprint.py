@@ -20,16 +20,29 @@ def model_identity(folder: str) -> bytes:
     no hit, which costs a computation and no correctness.
     """
     digest = hashlib.sha256()
+    for file in _weights(folder, digest):
+        _add_file(digest, file)
+    return digest.digest()
+
+
+def model_content(folder: str) -> bytes:
+    """A digest of all bytes of config.json and the files of weights, which is equal for copies on other machines."""
+    digest = hashlib.sha256()
+    for file in _weights(folder, digest):
+        with file.open("rb") as weights:
+            digest.update(hashlib.file_digest(weights, "sha256").digest())
+    return digest.digest()
+
+
+def _weights(folder: str, digest: Any) -> list[Path]:
+    """A model's files of weights; its config.json is added to `digest`."""
     path = Path(folder)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if (config := path / "config.json").is_file():
         text = config.read_bytes()
         digest.update(text)
         files += [Path(name) for name in _names(json.loads(text)) if name.endswith(".gguf")]
-    for file in files:
-        if file.is_file():
-            _add_file(digest, file)
-    return digest.digest()
+    return [file for file in files if file.is_file()]
 
 
 def _names(value: Any) -> list[str]:

@@ -8,13 +8,14 @@ from quire.configs.config import Config
 from quire.worker.cache.tiers.base import Agree, Rank, Tier, alone
 from quire.worker.cache.tiers.disk import DiskTier
 from quire.worker.cache.tiers.ram import RamTier
+from quire.worker.cache.tiers.remote import RemoteTier
 from quire.worker.cache.tiers.slots import SlotTier
 from quire.worker.messages import TierInfo
 
 if TYPE_CHECKING:
     from quire.worker.platforms.base import Platform
 
-TIERS: list[type[Tier]] = [RamTier, DiskTier, SlotTier]  # blocks that one evicts are offered to the next
+TIERS: list[type[Tier]] = [RamTier, DiskTier, SlotTier, RemoteTier]  # blocks that one evicts are offered to the next
 
 
 def plan_tiers(config: Config, platform: Platform, agree: Agree = alone) -> list[TierInfo]:
@@ -30,7 +31,7 @@ def plan_tiers(config: Config, platform: Platform, agree: Agree = alone) -> list
 
 def ram_bytes(tiers: list[TierInfo]) -> int:
     """Return the RAM that the tiers of all ranks may take."""
-    return sum(tier.limit for tier in tiers if tier.medium == RamTier.medium)
+    return sum(tier.limit for tier in tiers if tier.medium == RamTier.medium or tier.name == RemoteTier.name)
 
 
 def open_tiers(tiers: list[TierInfo], rank: Rank) -> list[Tier]:

@@ -11,7 +11,7 @@ from quire.configs.config import Config
 from quire.worker.cache import allocation
 from quire.worker.cache.tiers.base import Agree, Rank
 from quire.worker.cache.tiers.blocks import BlockBytes
-from quire.worker.cache.tiers.fingerprint import fingerprint, model_identity
+from quire.worker.cache.tiers.fingerprint import fingerprint, model_content, model_identity
 from quire.worker.cache.tiers.open import open_tiers
 from quire.worker.cache.tiers.store import TierStore
 from quire.worker.messages import WorkerReady
@@ -34,7 +34,8 @@ def open_store(
     facts = (ready.block_size, ready.groups, storage, place, blocks.layout, _weights_dtype(model))
     facts += (config.model.load_format, config.model.seed, config.model.quantization)
     mark = functools.cache(lambda: fingerprint(model_identity(config.model.model), facts))
-    tiers = open_tiers(ready.tiers, Rank(config, blocks.gather, mark, *place[:2], agree))
+    portable = functools.cache(lambda: fingerprint(model_content(config.model.model), facts))
+    tiers = open_tiers(ready.tiers, Rank(config, blocks.gather, mark, *place[:2], agree, portable))
     return TierStore(blocks.gather, blocks.scatter, tiers, agree)
 
 

@@ -8,6 +8,7 @@ the blocks, some MiB at a time, so that requests that run are not held up.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -17,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 
 from quire.worker.cache.tiers.base import Agree, Content, Tier, alone
 from quire.worker.messages import TierReport
+
+logger = logging.getLogger(__name__)
 
 COPY_BYTES = 64 << 20  # bytes that one poll copies into blocks
 READ_AHEAD_BYTES = 256 << 20  # bytes that were read and not copied yet
@@ -62,11 +65,11 @@ class TierStore:
         self._store_sizes: list[int] = []
         self._load_sizes: list[int] = []
         self._loads: dict[int, _Load] = {}  # by the engine's number
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        # loads, read by a thread each: those that may wait for a slow tier, and those that do not
+        self._jobs: dict[bool, queue.SimpleQueue] = {}
         self._read: queue.SimpleQueue = queue.SimpleQueue()  # (load, content or None)
         self._ahead = 0  # bytes read and not copied
         self._lock = threading.Condition()
-        self._reader: threading.Thread | None = None
 
     def lookup(self, keys: list[bytes]) -> list[int]:
         """Return where each key is: 1 for the last tier, 2 for the one before it ..., 0: nowhere."""
@@ -136,10 +139,11 @@ class TierStore:
         load = self._loads[number] = _Load(keys, block_ids)
         for tier in self.tiers:
             tier.touch(load.keys)
-        if self._reader is None:
-            self._reader = threading.Thread(target=self._read_jobs, name="kv-reader", daemon=True)
-            self._reader.start()
-        self._jobs.put(load)
+        slow = any(any(tier.contains(keys)) for tier in self.tiers if tier.slow)
+        if slow not in self._jobs:
+            jobs = self._jobs[slow] = queue.SimpleQueue()
+            threading.Thread(target=self._read_jobs, args=(jobs,), name="kv-reader", daemon=True).start()
+        self._jobs[slow].put(load)
 
     def poll(self) -> list[tuple[int, list[bool] | int]]:
         """Copy what was read. Returns per load its number and the number of blocks that were handled, or, once all are,
@@ -158,17 +162,21 @@ class TierStore:
                     self._lock.notify_all()
             if load.cancelled:
                 continue
-            if content is not None:
-                self._copy(load, content)
-            load.ok.append(content is not None)
+            load.ok.append(content is not None and self._copy(load, content))
         return self._reports()
 
-    def _copy(self, load: _Load, content: bytes) -> None:
+    def _copy(self, load: _Load, content: bytes) -> bool:
+        """Returns False for a content of another size, which is not this model's."""
         start = time.monotonic()
-        self.scatter(load.block_ids[len(load.ok)], content)
+        try:
+            self.scatter(load.block_ids[len(load.ok)], content)
+        except ValueError as error:
+            logger.warning("kv cache: a block from lower tiers cannot be used: %s", error)
+            return False
         self.counts.load_time += time.monotonic() - start
         self.counts.load_bytes += len(content)
         load.size += len(content)
+        return True
 
     def _reports(self) -> list[tuple[int, list[bool] | int]]:
         numbers = list(self._loads)
@@ -189,8 +197,8 @@ class TierStore:
         if load := self._loads.pop(number, None):
             load.cancelled = True
 
-    def _read_jobs(self) -> None:
-        while (load := self._jobs.get()) is not None:
+    def _read_jobs(self, jobs: queue.SimpleQueue) -> None:
+        while (load := jobs.get()) is not None:
             for key in load.keys:
                 with self._lock:
                     self._lock.wait_for(lambda load=load: self._ahead < READ_AHEAD_BYTES or load.cancelled)
@@ -239,7 +247,8 @@ class TierStore:
         return found
 
     def stop(self) -> None:
-        self._jobs.put(None)
+        for jobs in self._jobs.values():
+            jobs.put(None)
         for tier in self.tiers:
             tier.stop()
 

@@ -1,0 +1,203 @@
+"""Disaggregated prefill at engine level: one engine computes a prompt and another goes on with its blocks. The fake
+executor checks the contents of every block that a token reads.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import msgspec
+import pytest
+
+from quire.engine.messages import AddRequest, LoraUse, SamplingParams, Transfer
+from quire.worker.cache.tiers import outbox, remote
+from tests.helpers.engine.fake_executor import expected_tokens
+from tests.helpers.engine.harness import VOCAB, Engine, fake_config
+
+PROMPT = list(range(1, 43))
+SAMPLING = SamplingParams(max_tokens=5)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(remote, "PATIENCE", 0.3)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def engine_of(role: str, **settings) -> Engine:
+    transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_port": free_port(), **settings.pop("more", {})}
+    sizes = {"num_gpu_blocks_override": 64, "block_size": 4, "max_num_seqs": 4, "model": "same"}
+    return Engine(fake_config(kv_transfer_config=json.dumps(transfer), **sizes | settings))
+
+
+@pytest.fixture
+def engines():
+    """A function that makes (producer, consumer)."""
+    made = []
+
+    def make(**settings) -> tuple[Engine, Engine]:
+        made.extend(engine_of(role, **settings) for role in ("kv_producer", "kv_consumer"))
+        return made[-2], made[-1]
+
+    yield make
+    for one in made:
+        one.core.executor.shutdown()
+
+
+def prefill(producer: Engine, **fields) -> Transfer:
+    """Compute the prompt and one token; the answer's transfer."""
+    message = AddRequest("p", PROMPT, SamplingParams(max_tokens=1), transfer=Transfer(send=True), **fields)
+    producer.put(message)
+    producer.run()
+    sent = producer.last("p").sent
+    assert sent.send and sent.port == producer.core.config.cache.transfer.port
+    assert not producer.scheduler.transfers.busy
+    return sent
+
+
+def decode(consumer: Engine, sent: Transfer, name: str = "d", **fields) -> int:
+    """Go on with the prompt; the number of tokens that were not computed."""
+    source = msgspec.structs.replace(sent, send=False)
+    consumer.put(AddRequest(name, PROMPT, SAMPLING, transfer=source, **fields))
+    consumer.run()
+    assert consumer.tokens(name) == expected_tokens(PROMPT, SAMPLING, 4096, VOCAB)
+    return next(one.counts.cached for one in consumer.outputs[b"server", name] if one.new_token_ids)
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["shared memory", "TCP"])
+@pytest.mark.parametrize("groups", ["full", "full+window:8", "full+state", "window:24+state"])
+def test_a_prompt_goes_on_at_another_engine(engines, monkeypatch, groups, local):
+    monkeypatch.setenv("FAKE_EXECUTOR", f"groups={groups}")
+    if not local:
+        monkeypatch.setattr(remote, "this_host", lambda: "")
+    places = []
+    read_place = remote._read_place
+    monkeypatch.setattr(remote, "_read_place", lambda *args: places.append(args) or read_place(*args))
+    producer, consumer = engines()
+    sent = prefill(producer)
+    assert decode(consumer, sent) == 40
+    assert bool(places) == local
+    consumer.assert_at_rest()
+    producer.assert_at_rest()
+    assert decode(consumer, sent, "again") == 40  # the pool has them
+
+
+def test_salts_and_adapters_decide_which_prompts_are_equal(engines):
+    producer, consumer = engines()
+    for engine in (producer, consumer):
+        engine.scheduler.max_loras = engine.scheduler.room.max_loras = 1
+    law, tax = ([LoraUse(key, "", name="law")] for key in ("1", "2"))
+    sent = prefill(producer, cache_salt="tenant", adapters=law)
+    consumer.put(AddRequest("x", PROMPT, SAMPLING, cache_salt="other", adapters=law, transfer=sent))
+    consumer.put(AddRequest("y", PROMPT, SAMPLING, cache_salt="tenant", adapters=tax, transfer=sent))
+    consumer.put(AddRequest("z", PROMPT, SAMPLING, cache_salt="tenant", adapters=law, transfer=sent))
+    consumer.run()
+    cached = {name: consumer.outputs[b"server", name][0].counts.cached for name in "xyz"}
+    assert cached == {"x": 0, "y": 0, "z": 40}
+
+
+def _gone(producer, monkeypatch):
+    producer.tier("remote").stop()
+
+
+def _silent(producer, monkeypatch):
+    monkeypatch.setattr(producer.tier("remote")._outbox, "_answer", lambda *args: False)
+
+
+def _dies_half_way(producer, monkeypatch):
+    box, left = producer.tier("remote")._outbox, [3]
+    answer = box._answer
+
+    def some(client, ask, known, may_wait):
+        keys, ask.keys = ask.keys, ask.keys[: left[0]]
+        left[0] -= len(ask.keys)
+        answer(client, ask, known, may_wait)
+        ask.keys = keys
+        return True
+
+    monkeypatch.setattr(box, "_answer", some)
+
+
+def _forgot(producer, monkeypatch):
+    producer.tier("remote").clear()
+
+
+def _another_model(producer, monkeypatch):
+    producer.tier("remote")._digest = b"other"
+
+
+def _damaged(producer, monkeypatch):
+    monkeypatch.setattr(remote, "crc32", lambda content: 1)
+
+
+def _of_another_size(producer, monkeypatch):
+    found = producer.tier("remote")._outbox
+    for entry in found._entries.values():
+        entry.size -= 1
+        fd = found._parcels[entry.file].fd
+        entry.crc = outbox.crc32(outbox.os.pread(fd, entry.size, entry.offset))
+
+
+@pytest.mark.parametrize(
+    "fault", [_gone, _silent, _dies_half_way, _forgot, _another_model, _damaged, _of_another_size]
+)
+def test_without_the_producer_the_prompt_is_computed(engines, monkeypatch, fault):
+    producer, consumer = engines()
+    sent = prefill(producer)
+    fault(producer, monkeypatch)
+    consumer.add("other", [7] * 9, max_tokens=20)  # goes on meanwhile
+    assert decode(consumer, sent) < 40
+    assert len(consumer.tokens("other")) == 20
+    consumer.assert_at_rest()
+    assert consumer.tier("remote").contains([b"x"]) == [False]
+
+
+def test_a_server_that_does_not_answer_is_not_asked_again_for_a_while(engines, monkeypatch):
+    producer, consumer = engines()
+    sent, asked = prefill(producer), []
+    producer.tier("remote").stop()
+    monkeypatch.setattr(remote._Server, "_ask", lambda self, keys, fingerprint: asked.append(keys))
+    assert decode(consumer, sent) == 0
+    consumer.scheduler.kv.reset_prefix_cache()
+    assert decode(consumer, sent, "next") == 0
+    assert len(asked) == 1
+
+
+def test_what_waits_to_be_read_is_bounded_and_the_newest_stays(engines):
+    producer, consumer = engines(more={"kv_buffer_size": 3000})
+    first = prefill(producer)
+    for i in range(8):
+        message = AddRequest(f"p{i}", [i + 50] * 42, SamplingParams(max_tokens=1), transfer=Transfer(send=True))
+        producer.put(message)
+    producer.run()
+    box = producer.tier("remote")._outbox
+    assert 0 < box.used <= 3000 and box.num_evicted
+    assert decode(consumer, first) == 0
+
+
+def test_roles(engines):
+    producer, consumer = engines()
+    consumer.put(AddRequest("p", PROMPT, SamplingParams(max_tokens=1), transfer=Transfer(send=True)))
+    consumer.run()
+    assert consumer.last("p").sent is None
+    both = engine_of("kv_both")
+    sent = prefill(producer)
+    assert decode(both, sent) == 40
+    both.put(AddRequest("p", PROMPT, SamplingParams(max_tokens=1), transfer=Transfer(send=True)))
+    both.run()
+    assert decode(consumer, both.last("p").sent) == 40
+    both.core.executor.shutdown()
+
+
+def test_an_address_in_use_ends_the_start():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1"):
+            engine_of("kv_producer", more={"kv_port": taken.getsockname()[1]})

@@ -1,0 +1,119 @@
+"""`kv_transfer_params`: the sequence of llm-d's sidecar and vllm-router, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+
+import pytest
+
+from tests.helpers.server.running import running_server
+from tests.server.test_launch import free_port
+
+# what both routers send to the first server
+FIRST = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
+TEXT = "A prompt of some length. " * 8
+BODIES = {
+    "/v1/completions": {"prompt": TEXT, "max_tokens": 6, "temperature": 0, "seed": 1, "ignore_eos": True},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": TEXT}],
+        "max_completion_tokens": 6,
+        "temperature": 0,
+        "seed": 1,
+        "ignore_eos": True,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder):
+    """(producer, consumer)"""
+    with ExitStack() as stack:
+        found = []
+        for role in ("kv_producer", "kv_consumer"):
+            config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_port": free_port()}
+            found.append(
+                stack.enter_context(running_server(model_folder, block_size=16, kv_transfer_config=json.dumps(config)))
+            )
+        yield [one.wait_ready() for one in found]
+
+
+def text_of(answer: dict) -> str:
+    (choice,) = answer["choices"]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+def prefilled(producer, path: str) -> dict:
+    body = BODIES[path] | {"kv_transfer_params": FIRST, "stream": False}
+    body |= {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body}
+    answer = producer.http.post(path, json=body, headers={"X-Request-Id": "___prefill_addr_a:1___decode_addr_b:2_5"})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()["kv_transfer_params"]
+    assert found["do_remote_prefill"] and not found["do_remote_decode"] and "5" in found["remote_request_id"]
+    return found
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_request_goes_on_at_the_second_server(pair, server, path):
+    producer, consumer = pair
+    found = prefilled(producer, path)
+    answer = consumer.http.post(path, json=BODIES[path] | {"kv_transfer_params": found}).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+    assert "kv_transfer_params" not in answer
+    assert text_of(answer) == text_of(server.http.post(path, json=BODIES[path]).json())
+    stream = BODIES[path] | {"kv_transfer_params": found, "stream": True}
+    events = [line for line in consumer.http.post(path, json=stream).text.splitlines() if line.startswith("data: {")]
+    parts = [json.loads(line[6:])["choices"][0] for line in events]
+    assert "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in parts) == text_of(answer)
+
+
+def test_a_first_server_that_sent_nothing_leaves_the_prompt_to_the_second(pair):
+    _, consumer = pair
+    for params in (None, {}, {"do_remote_prefill": True}, {"do_remote_prefill": True, "remote_block_ids": None}):
+        body = BODIES["/v1/completions"] | {"kv_transfer_params": params}
+        assert consumer.http.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"do_remote_prefill": "yes"},
+        {"remote_host": 5},
+        {"remote_host": "a b"},
+        {"remote_host": "user@host"},
+        {"remote_host": "x" * 300},
+        {"remote_port": "5600"},
+        {"remote_port": 1 << 20},
+        {"remote_block_ids": [1, 2]},
+        {"remote_block_ids": [[-1]]},
+        {"remote_block_ids": [[True]]},
+        {"remote_block_ids": [[0]] * 100},
+    ],
+)
+def test_bad_parameters_are_refused(pair, change):
+    _, consumer = pair
+    good = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1, "remote_block_ids": [[0]]}
+    body = BODIES["/v1/completions"] | {"kv_transfer_params": good | change}
+    answer = consumer.http.post("/v1/completions", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "kv_transfer_params"
+    assert next(iter(change)) in answer.json()["error"]["message"]
+
+
+def test_a_server_without_the_setting_refuses_them(server):
+    answer = server.http.post("/v1/completions", json=BODIES["/v1/completions"] | {"kv_transfer_params": FIRST})
+    assert answer.status_code == 400 and "--kv-transfer-config" in answer.json()["error"]["message"]
+
+
+def test_blocks_that_another_server_should_have_and_has_not(pair):
+    _, consumer = pair
+    params = {
+        "do_remote_prefill": True,
+        "remote_host": "127.0.0.1",
+        "remote_port": free_port(),
+        "remote_block_ids": [list(range(1000))],
+    }
+    body = BODIES["/v1/completions"] | {"prompt": "Another prompt of some length. " * 8, "kv_transfer_params": params}
+    answer = consumer.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -1,0 +1,260 @@
+"""The tier of other servers' blocks, which vLLM calls disaggregated prefill.
+
+A server that computed a prompt keeps copies of its blocks (`outbox.py`); the one that goes on with the request is told
+where they are and loads them as it loads those of a disk. Equal keys and fingerprints mean equal contents, and each
+block has a checksum. A server that is lost or slow makes a block a miss: then it is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+import time
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+import msgspec
+import zmq
+
+from quire.configs.config import Config
+from quire.worker.cache.tiers.base import Content, Rank, Tier
+from quire.worker.cache.tiers.outbox import UNKNOWN, Ask, Found, Outbox, this_host
+from quire.worker.messages import REMOTE
+
+if TYPE_CHECKING:
+    from quire.worker.platforms.base import Platform
+
+logger = logging.getLogger(__name__)
+
+COPY_BYTES = 32 << 20  # that one poll copies
+AHEAD = 16  # blocks that one request asks for
+PATIENCE = 1.0  # seconds without a block after which a server is given up
+PAUSE = 10.0  # seconds for which it is not asked then
+MAX_EXPECTED = 1 << 18  # keys whose server is known
+MAX_SERVERS = 16  # that connections are kept to
+
+Address = tuple[str, int]
+
+
+class RemoteTier(Tier):
+    """Takes no blocks that leave the KV cache. `poll` and `send` run in the worker's thread, `read` in one thread that
+    reads ahead.
+    """
+
+    name, medium, where, saves, slow = REMOTE, "", "on other servers", False, True
+
+    def __init__(self, rank: Rank, limit: int):
+        settings = rank.config.cache.transfer
+        self.limit, self.used = 0, 0
+        self._gather, self._agree = rank.gather, rank.agree
+        self._digest: bytes | None = None
+        self._outbox: Outbox | None = None
+        if settings.sends:
+            port = settings.port + rank.number
+            self._outbox = Outbox(settings.host, port, limit // rank.num_ranks, lambda: self._digest)
+        self._left: deque[tuple[int, int, bytes]] = deque()  # (parcel, block, key) to copy
+        self._ends: deque[int] = deque()  # blocks that are left to copy when a call of `send` is done
+        self._num_copied = self._num_given = self._num_done = 0
+        self._offset = rank.number
+        self._sources: OrderedDict[bytes, Address] = OrderedDict()  # where blocks are
+        self._next: deque[bytes] = deque(maxlen=MAX_EXPECTED)  # keys of loads, in their order
+        self._down: dict[Address, float] = {}  # servers that are not asked, until when
+        self._servers: OrderedDict[Address, _Server] = OrderedDict()
+        self._lock = threading.Lock()
+        # reads all files of the model
+        threading.Thread(target=self._identify, args=(rank,), name="kv-fingerprint", daemon=True).start()
+
+    def _identify(self, rank: Rank) -> None:
+        try:
+            self._digest = rank.portable()
+        except OSError as error:
+            logger.warning("--kv-transfer-config: cannot read the model's files (%s): no block is sent or read", error)
+
+    @classmethod
+    def plan(cls, config: Config, platform: Platform) -> int | None:
+        """The RAM of blocks that wait to be read."""
+        settings = config.cache.transfer
+        if not settings.role:
+            return None
+        return settings.buffer_bytes if settings.sends else 0
+
+    @classmethod
+    def open(cls, limit: int, rank: Rank) -> RemoteTier:
+        return cls(rank, limit)
+
+    # ---- blocks for other servers, see `TransferCalls`
+
+    def send(self, blocks: list[tuple[int, bytes]]) -> None:
+        number = self._outbox.announce([key for _, key in blocks])
+        self._left.extend((number, block_id, key) for block_id, key in blocks)
+        self._num_given += len(blocks)
+        self._ends.append(self._num_given)
+
+    def poll(self) -> int:
+        copied = 0
+        while self._left and copied < COPY_BYTES:
+            number, block_id, key = self._left.popleft()
+            content = self._gather(block_id)
+            self._outbox.add(number, key, content)
+            copied += len(content)
+            self._num_copied += 1
+        while self._ends and self._ends[0] <= self._num_copied:
+            self._ends.popleft()
+            self._num_done += 1
+        if self._outbox is not None:
+            self.used = self._outbox.used
+        return self._agree([self._num_done])[0]
+
+    # ---- blocks of other servers
+
+    def expect(self, host: str, port: int, keys: list[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._sources[key] = host, port + self._offset
+                self._sources.move_to_end(key)
+            while len(self._sources) > MAX_EXPECTED:
+                self._sources.popitem(last=False)
+
+    def contains(self, keys: list[bytes]) -> list[bool]:
+        if self._digest is None:
+            return [False] * len(keys)
+        now = time.monotonic()
+        with self._lock:
+            places = [self._sources.get(key) for key in keys]
+            return [place is not None and self._down.get(place, 0.0) <= now for place in places]
+
+    def touch(self, keys: list[bytes]) -> None:
+        with self._lock:
+            self._next.extend(key for key in keys if key in self._sources)
+
+    def read(self, key: bytes) -> bytes | None:
+        with self._lock:
+            address = self._sources.pop(key, None)
+            if address is None or self._digest is None or self._down.get(address, 0.0) > time.monotonic():
+                return None
+            server = self._server(address)
+            keys = [key]
+            while not server.has(key) and self._next and len(keys) < AHEAD:
+                if (one := self._next.popleft()) != key and self._sources.get(one) == address:
+                    keys.append(one)
+        try:
+            return server.read(keys, self._digest)
+        except (TimeoutError, zmq.ZMQError) as error:
+            logger.warning("kv transfer: %s:%d: %s; its blocks are computed for %.0f s", *address, error, PAUSE)
+            server.close()
+            with self._lock:
+                del self._servers[address]
+                self._down = {one: until for one, until in self._down.items() if until > time.monotonic()}
+                self._down[address] = time.monotonic() + PAUSE
+            return None
+
+    def _server(self, address: Address) -> _Server:
+        if address not in self._servers:
+            self._servers[address] = _Server(address)
+            if len(self._servers) > MAX_SERVERS:
+                self._servers.popitem(last=False)[1].close()
+        self._servers.move_to_end(address)
+        return self._servers[address]
+
+    # ---- as every tier
+
+    def offer(self, key: bytes, content: Content, used: int = 0) -> None:
+        return None
+
+    def remove(self, keys: list[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._sources.pop(key, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._sources.clear()
+        if self._outbox is not None:
+            self._outbox.clear()
+
+    def stop(self) -> None:
+        if self._outbox is not None:
+            self._outbox.stop()
+
+    def counts(self) -> dict[str, float]:
+        outbox = self._outbox
+        return {} if outbox is None else {"sent_blocks": outbox.num_sent, "evicted": outbox.num_evicted}
+
+
+class _Server:
+    """A connection to a server that has blocks, used by one thread."""
+
+    def __init__(self, address: Address):
+        host, port = address
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.ipv6 = True
+        self._socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        self._host, self._number = this_host(), 0
+        self._asked: set[bytes] = set()
+        self._arrived: dict[bytes, bytes | None] = {}
+
+    def has(self, key: bytes) -> bool:
+        """Return whether the block is here or was asked for."""
+        return key in self._arrived or key in self._asked
+
+    def read(self, keys: list[bytes], fingerprint: bytes) -> bytes | None:
+        """The content of the first key's block, None if the server has none; asks for the others, too. Raises
+        TimeoutError if nothing comes.
+        """
+        first = keys[0]
+        if not self.has(first):
+            self._asked.clear()  # of loads that were cancelled
+            self._arrived.clear()
+            self._ask(keys, fingerprint)
+        while first not in self._arrived:
+            if not self._socket.poll(PATIENCE * 1000):
+                raise TimeoutError("no answer")
+            self._take(fingerprint)
+        return self._arrived.pop(first)
+
+    def _ask(self, keys: list[bytes], fingerprint: bytes) -> None:
+        self._number += 1
+        self._asked.update(keys)
+        self._socket.send(msgspec.msgpack.encode(Ask(self._number, fingerprint, self._host, keys)), zmq.DONTWAIT)
+
+    def _take(self, fingerprint: bytes) -> None:
+        head, content = self._socket.recv_multipart()
+        found = msgspec.msgpack.decode(head, type=Found)
+        if found.key not in self._asked:
+            return
+        if found.size != UNKNOWN and found.place is not None:
+            content = _read_place(*found.place, found.size)
+            if crc32(content) != found.crc:  # it cannot be opened, or left meanwhile
+                self._host = ""
+                self._ask([found.key], fingerprint)
+                return
+        self._asked.discard(found.key)
+        whole = len(content) == found.size and crc32(content) == found.crc
+        self._arrived[found.key] = content if whole else None
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def _read_place(process: int, fd: int, offset: int, size: int) -> bytes:
+    """The content at a place in another process's file; b"" if it cannot be read."""
+    try:
+        descriptor = os.open(f"/proc/{int(process)}/fd/{int(fd)}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return b""
+        parts = bytearray()
+        while len(parts) < size and (part := os.pread(descriptor, size - len(parts), offset + len(parts))):
+            parts += part
+        return bytes(parts)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
