@@ -3,6 +3,7 @@
 import { h } from "./dom.js";
 
 const MAX_CODE = 20_000, MAX_FORMULA = 5_000;  // characters; longer ones stay plain
+const TURN = 8;  // milliseconds
 const loaded = {};  // promises of the libraries, by name
 
 const LOADERS = {
@@ -21,8 +22,22 @@ export function decorate(block) {
   const all = selector => block.matches(selector) ? [block] : [...block.querySelectorAll(selector)];
   const codes = all("figure.code[data-language]").filter(node => node.dataset.language && node.textContent.length <= MAX_CODE);
   const formulas = all(".math").filter(node => node.textContent.length <= MAX_FORMULA);
-  if (codes.length) library("highlight").then(found => codes.forEach(node => colour(found, node)));
-  if (formulas.length) library("katex").then(found => formulas.forEach(node => typeset(found, node)));
+  if (codes.length) library("highlight").then(found => codes.forEach(node => soon(() => colour(found, node))));
+  if (formulas.length) library("katex").then(found => formulas.forEach(node => soon(() => typeset(found, node))));
+}
+
+const waiting = [];  // work that may take a while, done in turns between which the page answers
+
+function soon(work) {
+  if (waiting.push(work) === 1) setTimeout(turn);
+}
+
+function turn() {
+  try {
+    for (const end = performance.now() + TURN; waiting.length && performance.now() < end;) waiting.shift()();
+  } finally {
+    if (waiting.length) setTimeout(turn);
+  }
 }
 
 /** Whether selected text is in `node`, which would be lost if the node got others. */

@@ -15,7 +15,7 @@ pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
 
 from tests.helpers.server.running import MODEL, poll, running_server
 from tests.server.web.browser import Browser, needs_chromium
-from tests.server.web.using import MARKDOWN, TRANSFER, WEATHER, answered, fresh, last, say, started
+from tests.server.web.using import BLOCKS, MARKDOWN, TRANSFER, WEATHER, answered, fresh, last, say, started
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 
@@ -67,8 +67,8 @@ def test_an_answer_is_markdown_and_never_html(page, scripted):
 def test_what_a_looping_model_writes_is_shown_at_once(page, scripted, text):
     """A text of 50,000 characters; spaces before a letter took minutes, a heading with them hours."""
     page.open(scripted[0].url + "/")
-    shown = f"m.markdown((n => {text})(50000)).map(b => b.textContent).join('').length"
-    assert page.js(f"import('/ui/markdown.js').then(m => {shown})") > 0
+    shown = f"({BLOCKS})((n => {text})(50000)).then(found => found.map(b => b.textContent).join('').length)"
+    assert page.js(shown) > 0
 
 
 def test_headings_and_tables_at_their_edges(page, scripted):
@@ -81,9 +81,7 @@ def test_headings_and_tables_at_their_edges(page, scripted):
     }  # fmt: skip
     show = "b.tagName + ' ' + (b.querySelector('br') ? b.innerHTML.replaceAll('<br>', '<BR>') : b.textContent)"
     for text, expected in texts.items():
-        found = page.js(
-            f"import('/ui/markdown.js').then(m => m.markdown({json.dumps(text)}).map(b => {show}).join('; '))"
-        )
+        found = page.js(f"({BLOCKS})({json.dumps(text)}).then(found => found.map(b => {show}).join('; '))")
         assert found == expected, text
 
 

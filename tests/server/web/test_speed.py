@@ -64,7 +64,7 @@ def test_a_text_that_grows_ends_as_it_is_shown_at_once(page, scripted, kind):
     text = json.dumps(TEXTS[kind][:12_000])
     live = "const live = new l.LiveMarkdown({}); "
     live += "for (let i = 0; i < text.length; i += 37) live.update(text.slice(0, i), false);"
-    load = "const [l, m] = await Promise.all([import('/ui/live.js'), import('/ui/markdown.js')]);"
+    load = "const [l, m] = await Promise.all([import('/ui/live.js'), import('/ui/live.js')]);"
     grown = f"(async () => {{ const text = {text}; {load} {live}"
     whole = "m.markdown(text).map(n => n.textContent).join('')"
     same = f"live.update(text, true); return live.node.textContent === {whole}; }})()"
