@@ -100,7 +100,7 @@ export class Composer {
   async attach(files) {
     for (const file of files) {
       try {
-        const found = await readAttachment(file, this.chat.server.images);
+        const found = await readAttachment(file, this.chat.server.images(this.chat.model));
         (found.image ? this.images : this.files).push(found.image ?? found.file);
       } catch (error) {
         this.chat.say(error.message);

@@ -9,8 +9,11 @@ const loaded = {};  // promises of the libraries, by name
 const LOADERS = {
   highlight: async () => (await import("./vendor/highlight/highlight.min.js")).default,
   katex: async () => {
-    document.head.append(h("link", {rel: "stylesheet", href: new URL("vendor/katex/katex.min.css", import.meta.url).href}));
-    await import("./vendor/katex/katex.min.js");
+    const href = new URL("vendor/katex/katex.min.css", import.meta.url).href;
+    const styled = new Promise((resolve, reject) => {
+      document.head.append(h("link", {rel: "stylesheet", href, onload: resolve, onerror: reject}));
+    });
+    await Promise.all([styled, import("./vendor/katex/katex.min.js")]);
     return window.katex;
   },
 };
