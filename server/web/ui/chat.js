@@ -66,6 +66,12 @@ export class Chat {
 
   list() { showList(this); }
 
+  /** Show what is known now of the models. */
+  showServer() {
+    this.server.choose(this.model);
+    showContext(this.open.messages, this.server.cards[this.model].max_model_len);
+  }
+
   showSettings() {
     byId("settings").replaceChildren(...settingsForm(this));
     this.server.choose(this.model);
@@ -99,7 +105,7 @@ export class Chat {
   /** Change the open conversation, show and keep it. */
   change(act) {
     act();
-    this.showAll();
+    this.showAll(true);
     return this.save();
   }
 
@@ -142,7 +148,7 @@ export class Chat {
     store.sorted(this.conversations);
     if (now && this.open.id === id) {
       this.open = now;
-      this.showAll();
+      this.showAll(true);
     }
     this.list();
   }
@@ -267,6 +273,7 @@ export class Chat {
       this.say("");
       this.composer.id = conversation.id;
       this.showAll(true);
+      this.thread.toEnd();
     }
     return arrival;
   }
@@ -281,6 +288,7 @@ export class Chat {
     this.arrivals.delete(conversation.id);
     if (answer.failed && isEmpty(answer) && failed) failed(answer);
     if (this.open === conversation) this.showAll(true);
+    this.server.refresh().then(() => this.showServer(), () => {});  // unreachable: the answer tells it
     await this.save(conversation);
   }
 

@@ -59,10 +59,13 @@ function panels() {
 function modelChooser(server, chosen) {
   const label = ({id, parent}) => parent && parent !== id ? `${id} (adapter of ${parent})` : [id, server.whyNoChat(id)].filter(Boolean).join(": ");
   const node = byId("model");
-  node.replaceChildren(...Object.values(server.cards).map(card => h("option", {value: card.id, disabled: server.whyNoChat(card.id) !== null}, label(card))));
   node.addEventListener("change", () => chosen(node.value));
-  node.classList.toggle("single", Object.keys(server.cards).length === 1);
-  server.choose = name => { node.value = name; };
+  server.choose = name => {
+    const cards = Object.values(server.cards);
+    node.replaceChildren(...cards.map(card => h("option", {value: card.id, disabled: server.whyNoChat(card.id) !== null}, label(card))));
+    node.classList.toggle("single", cards.length === 1);
+    node.value = name;
+  };
   node.hidden = false;
 }
 

@@ -25,7 +25,8 @@ export class MessageView {
   update(busy, idle) {
     const {message} = this, {role} = message;
     const nodes = [this.heading, this.attachments(), this.thoughts(busy), this.text(busy), ...this.callNodes(busy)];
-    if (busy && role === "assistant" && !message.content && !message.reasoning && !message.calls) nodes.push(waiting(message.prefill));
+    const none = busy && role === "assistant" && !message.content && !message.reasoning && !message.calls;
+    if (none && !message.note) nodes.push(waiting(message.prefill));
     if (message.note) nodes.push(h("p", {class: "note", role: "status"}, message.note));
     if (!busy && message.failed) nodes.push(this.failure(idle));
     if (!busy) nodes.push(this.footer(idle));

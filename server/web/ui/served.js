@@ -13,8 +13,16 @@ export async function describeServer() {
 
 export class Served {
   constructor(cards, openapi, info, mcp) {
-    Object.assign(this, {cards: Object.fromEntries(cards.map(card => [card.id, card])), openapi, info, mcp, choose: () => {}});
+    Object.assign(this, {openapi, info, mcp, choose: () => {}});
+    this.read(cards);
     this.model = (cards.find(({id}) => this.whyNoChat(id) === null) ?? cards[0]).id;
+  }
+
+  read(cards) { this.cards = Object.fromEntries(cards.map(card => [card.id, card])); }
+
+  /** Read again what is known of models that were loaded since; on a server of one nothing changes. */
+  async refresh() {
+    if (Object.values(this.cards).some(card => card.status)) this.read((await getJson("v1/models")).data);
   }
 
   /** What a model does instead of answering, or null. A model that was never loaded may do anything. */

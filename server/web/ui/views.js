@@ -149,13 +149,13 @@ class Whole {
   show(block, settled) { if (settled) this.finished(this.node); }
 }
 
-const listNode = (ordered, start) => ordered ? h("ol", {start}) : h("ul");
+const listNode = (ordered, start) => ordered ? h("ol", {start, dir: "auto"}) : h("ul", {dir: "auto"});
 const displayed = ({source, text}) => h("div", {class: "math", "data-display": true, "data-tex": text, tabindex: "0"}, source);
 
 /** Makes the view of a block, by its kind. */
 export const kindOf = {
   root: (block, finished, node) => new Holder(node, finished),
-  quote: (block, finished) => new Holder(h("blockquote"), finished),
+  quote: (block, finished) => new Holder(h("blockquote", {dir: "auto"}), finished),
   list: ({ordered, start}, finished) => new Holder(listNode(ordered, start), finished, number => {
     const more = listNode(ordered, start + number);
     return [h("li", {class: "part"}, more), more];
