@@ -10,7 +10,7 @@ pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
 
 from tests.helpers.server.running import poll
 from tests.server.web.browser import Browser, needs_chromium
-from tests.server.web.using import answered, fresh, last, say, started
+from tests.server.web.using import CUT, answered, fresh, last, say, started
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 NEWER = """
@@ -35,11 +35,6 @@ SELECT = """
   getSelection().removeAllRanges();
   getSelection().addRange(range);
 })()
-"""
-CUT = """
-window.cut = true;
-window.reached = window.fetch;
-window.fetch = (...all) => window.cut ? Promise.reject(new TypeError('Failed to fetch')) : window.reached(...all)
 """
 LONG = " ".join(f"word{i}" for i in range(60))
 
@@ -170,7 +165,6 @@ def test_a_lost_connection_is_taken_up_again(browser, slow):
 def test_a_failed_request_gives_the_message_back(browser, scripted):
     server, script = scripted
     script.says("there again")
-    server.state.images.accepted = True
     fresh(browser, server.url + "/")
     browser.js(CUT)
     name = "new File(['a note'], 'note.txt', {type: 'text/plain'})"
