@@ -18,7 +18,7 @@ from tests.helpers.server.templates import QWEN3_TOOLS
 from tests.server.web.browser import Browser
 from tests.server.web.using import answered, fresh, say
 
-FOLDER, COLOURS = Path(__file__).parent.parent / "docs" / "images", 96
+FOLDER, COLOURS = Path(__file__).parent.parent / "docs" / "images", 192
 TALK = {"Name three sorts that are stable.": "Merge sort, insertion sort and bubble sort."}
 ANSWER = r"""<think>
 Short, with code.
