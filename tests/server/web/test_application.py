@@ -326,8 +326,8 @@ def test_a_phone_offers_its_camera(browser, scripted):
         assert browser.js(shown) is True
         browser.js(
             "HTMLInputElement.prototype.click = function () { "
-            "window.asked = ['accept', 'capture', 'multiple'].map(name => this.getAttribute(name)); const data = new DataTransfer(); "
-            + f"data.items.add({FILE}); this.files = data.files; "
+            "window.asked = ['accept', 'capture', 'multiple'].map(name => this.getAttribute(name)); "
+            "const data = new DataTransfer(); " + f"data.items.add({FILE}); this.files = data.files; "
             "this.dispatchEvent(new Event('change')); }; 0"
         )
         browser.click("#camera")
