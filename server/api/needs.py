@@ -112,7 +112,7 @@ class Tokenizing(Prompting, Body, Readiness, Choice, Protocol):
     """A route that answers with a prompt, or with its tokens."""
 
 
-class Listing(Adapters, Model, Choice, Settings, Protocol):
+class Listing(Prompting, Adapters, Choice, Protocol):
     """A route that lists models."""
 
     created: int

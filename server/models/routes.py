@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server.api.abilities import abilities
 from quire.server.api.anthropic import models as anthropic_models
 from quire.server.api.ollama import models as ollama_models
 from quire.server.api.ollama.protocol import RunningAnswer, TagsAnswer
@@ -47,7 +48,6 @@ class ServedCard(ModelCard, kw_only=True):
     status: Status
     pinned: bool = False
     size: int | None = None
-    capabilities: list[str] = []
 
 
 class ServedList(msgspec.Struct, kw_only=True):
@@ -222,7 +222,7 @@ def status_of(model: Model) -> Status:
 def capabilities(model: Model, models: Models) -> list[str]:
     """Return Ollama's names of what a loaded or planned model does."""
     if model.status == LOADED:
-        return ollama_models.capabilities(model.state)
+        return abilities(model.state)
     planned = models.planner.known(model.name)
     if planned is None or planned.error is not None:
         return []

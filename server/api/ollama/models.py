@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from quire.checkpoints.library import modelfile
 from quire.server.api import needs
+from quire.server.api.abilities import abilities
 from quire.server.api.ollama.protocol import ShowRequest
 from quire.server.errors import BadRequest, EngineError
 from quire.server.generate.pooling import text_limit
@@ -20,7 +21,6 @@ from quire.server.http.read_body import use_body
 from quire.server.keys.access import names_for, require_model
 from quire.server.model_info import ModelInfo
 from quire.server.startup.model_details import ModelDetails, in_words
-from quire.server.text.infill import infill_of
 
 API_VERSION = "0.12.11"  # the release of Ollama whose API is spoken; clients refuse older ones
 FAR_AWAY = "2318-12-31T00:00:00Z"  # a served model stays
@@ -141,7 +141,7 @@ async def show(request: Request, state: _Showing) -> Response:
             "template": next(iter(state.tokenizer.chat_templates.values()), ""),
             "details": details(found, state),
             "model_info": found.metadata | served,
-            "capabilities": capabilities(state),
+            "capabilities": abilities(state),
             "modified_at": _time(found.modified_at),
         }
     )
@@ -154,20 +154,6 @@ def _ollama_names(model: ModelInfo) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in found.items()} | {
         name: value for name, value in model.preset.entry.parameters.items() if name == "num_ctx"
     }
-
-
-def capabilities(state: needs.Prompting) -> list[str]:
-    pooling, formats = state.model.pooling, state.formats
-    if state.model.transcribes:
-        return ["transcription"]
-    found = ["embedding"] if pooling is not None and pooling.tasks else []
-    if pooling is not None and not pooling.generates:
-        return found
-    found += ["completion"]
-    found += ["insert"] if infill_of(state.tokenizer) is not None else []
-    found += ["tools"] if formats.tools else []
-    found += ["thinking"] if formats.reasoning else []
-    return found + (["vision"] if state.images.why_not is None else [])
 
 
 async def version(request: Request, state: needs.Version) -> Response:

@@ -257,6 +257,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     root: str
     max_model_len: int | None  # null while loading
+    capabilities: list[str] = []  # Ollama's names; empty while loading
     owned_by: str = "quire"
     parent: str | None = None
 

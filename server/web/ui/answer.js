@@ -1,6 +1,7 @@
 // One answer as it arrives: the request, the text, the thoughts, the calls, and what the server tells of its speed.
 
 import { ApiError, Unreachable, endStream, events, post, resume } from "./api.js";
+import { tellLoading } from "./loading.js";
 import { requestFields } from "./settings.js";
 import { newId } from "./store.js";
 
@@ -39,8 +40,8 @@ function addCall(calls, delta) {
 }
 
 function addLogprobs(answer, content) {
-  const known = answer.logprobs ??= [];
-  for (const {token, logprob, top_logprobs: top} of content) known.push({token, logprob, top: top.map(one => ({token: one.token, logprob: one.logprob}))});
+  const brief = content.map(({token, logprob, top_logprobs: top}) => ({token, logprob, top: top.map(one => ({token: one.token, logprob: one.logprob}))}));
+  (answer.logprobs ??= []).push(JSON.stringify(brief));  // texts: the store copies 100,000 objects for a long time
 }
 
 function add(answer, event, started) {
@@ -106,7 +107,7 @@ export class Arrival {
   /** Whether the stream was read to its end. */
   async read() {
     const {answer, stopper: {signal}} = this, {stream} = answer;
-    const response = await (this.posted ? resume(stream.name, stream.at, signal) : post("v1/chat/completions", this.body, stream.name, signal));
+    const response = await (this.posted ? resume(stream.name, stream.at, signal) : this.post());
     this.posted = true;
     delete answer.note;
     for await (const {id, event, prefill, done} of events(response, signal)) {
@@ -116,6 +117,16 @@ export class Arrival {
       this.changed();
     }
     return false;
+  }
+
+  async post() {
+    const {answer, body, stopper} = this;
+    const over = tellLoading(body.model, words => { answer.note = words; this.changed(); });
+    try {
+      return await post("v1/chat/completions", body, answer.stream.name, stopper.signal);
+    } finally {
+      over();
+    }
   }
 
   sentence(error) {

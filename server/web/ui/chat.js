@@ -14,7 +14,7 @@ const SAVE_PAUSE = 1000;  // milliseconds between copies of an answer that arriv
 const OPEN = "quire open";  // of the session: the conversation that a reload shows
 
 export class Chat {
-  /** `server`: {model, cards, images, bounds} of /v1/models, /server_info and openapi.json. */
+  /** `server`: a `Served`. */
   constructor(server) {
     Object.assign(this, {server, open: store.fresh(), conversations: [], arrivals: new Map(), query: ""});
     this.composer = new Composer(this);
@@ -66,14 +66,21 @@ export class Chat {
 
   list() { showList(this); }
 
+  /** Show what is known now of the models. */
+  showServer() {
+    this.server.choose(this.model);
+    showContext(this.open.messages, this.server.cards[this.model].max_model_len);
+  }
+
   showSettings() {
     byId("settings").replaceChildren(...settingsForm(this));
-    this.server.choose?.(this.model);
+    this.server.choose(this.model);
   }
 
   chooseModel(name) {
     if (name === this.server.model) delete this.open.settings.model;
     else this.open.settings.model = name;
+    this.showSettings();  // with its limits
     this.showAll(true);
     this.save();
   }
@@ -98,7 +105,7 @@ export class Chat {
   /** Change the open conversation, show and keep it. */
   change(act) {
     act();
-    this.showAll();
+    this.showAll(true);
     return this.save();
   }
 
@@ -141,7 +148,7 @@ export class Chat {
     store.sorted(this.conversations);
     if (now && this.open.id === id) {
       this.open = now;
-      this.showAll();
+      this.showAll(true);
     }
     this.list();
   }
@@ -156,9 +163,13 @@ export class Chat {
     await this.ask([message], answer => this.giveBack(message, answer));
   }
 
-  /** Whether the settings can be sent; says what cannot. */
+  /** Whether the model answers and the settings can be sent; says what cannot. */
   ready() {
-    const [problem] = problemsOf(this.open.settings, this.server.bounds);
+    const {server, model} = this, instead = server.whyNoChat(model), [problem] = problemsOf(this.open.settings, server.bounds(model));
+    if (instead) {
+      this.say(`Nothing was sent: ${model} ${instead} and answers no chat.`);
+      return false;
+    }
     if (problem) {
       this.say(`Nothing was sent: ${problem.text}`);
       byId("settings").classList.add("shown");
@@ -262,6 +273,7 @@ export class Chat {
       this.say("");
       this.composer.id = conversation.id;
       this.showAll(true);
+      this.thread.toEnd();
     }
     return arrival;
   }
@@ -276,6 +288,7 @@ export class Chat {
     this.arrivals.delete(conversation.id);
     if (answer.failed && isEmpty(answer) && failed) failed(answer);
     if (this.open === conversation) this.showAll(true);
+    this.server.refresh().then(() => this.showServer(), () => {});  // unreachable: the answer tells it
     await this.save(conversation);
   }
 
@@ -310,7 +323,8 @@ export class Chat {
 
   showAll(keep = false) {
     const {messages} = this.open;
-    const welcome = [h("div", {class: "welcome"}, h("p", {}, `Ask ${this.model} something.`),
+    const instead = this.server.whyNoChat(this.model);
+    const welcome = [h("div", {class: "welcome"}, h("p", {}, instead ? `${this.model} ${instead} and answers no chat.` : `Ask ${this.model} something.`),
       h("p", {class: "note"}, "Conversations stay in this browser."))];
     this.thread.show(messages, this.busy, welcome, keep);
     showContext(messages, this.server.cards[this.model]?.max_model_len);

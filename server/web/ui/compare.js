@@ -41,14 +41,14 @@ class Side {
     this.target = store.fresh(chat.open.settings, chat.open.system);
     const {cards} = chat.server, {settings} = this.target;
     const model = h("select", {"aria-label": `Model on the ${name.toLowerCase()}`, onchange: () => { settings.model = model.value; }},
-      Object.keys(cards).map(id => h("option", {value: id}, id)));
+      Object.keys(cards).map(id => h("option", {value: id, disabled: chat.server.whyNoChat(id) !== null}, id)));
     model.value = settings.model ??= chat.model;
     this.place = h("div", {class: "answer", "aria-live": "polite"});
     this.node = h("section", {class: "card", "aria-label": name}, h("h2", {}, name), model,
-      h("details", {}, h("summary", {}, "Settings"), settingsFields(this.target, chat.server.bounds, () => {}, name.toLowerCase())), this.place);
+      h("details", {}, h("summary", {}, "Settings"), settingsFields(this.target, chat.server.bounds(settings.model), () => {}, name.toLowerCase())), this.place);
   }
 
-  problems() { return problemsOf(this.target.settings, this.chat.server.bounds); }
+  problems() { return problemsOf(this.target.settings, this.chat.server.bounds(this.target.settings.model)); }
   stop() { this.arrival?.stop(); }
 
   async answer(content) {

@@ -1,6 +1,6 @@
 // The box: the text, images and files of the next message. What is in it is kept per conversation, in this browser.
 
-import { button, byId, chooseFiles, h } from "./dom.js";
+import { button, byId, chooseFiles, h, isSent } from "./dom.js";
 import { readAttachment } from "./attach.js";
 import { fileNode, imageOf } from "./messages.js";
 import * as store from "./store.js";
@@ -39,7 +39,7 @@ export class Composer {
   }
 
   key(event) {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    if (isSent(event)) {
       event.preventDefault();
       this.chat.send();
     } else if (event.key === "ArrowUp" && !this.input.value) this.chat.editLast();
@@ -100,7 +100,7 @@ export class Composer {
   async attach(files) {
     for (const file of files) {
       try {
-        const found = await readAttachment(file, this.chat.server.images);
+        const found = await readAttachment(file, this.chat.server.images(this.chat.model));
         (found.image ? this.images : this.files).push(found.image ?? found.file);
       } catch (error) {
         this.chat.say(error.message);

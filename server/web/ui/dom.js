@@ -81,3 +81,7 @@ export function setChildren(parent, nodes) {
   for (const child of [...parent.childNodes]) if (!kept.has(child)) child.remove();
   wanted.forEach((node, i) => { if (parent.childNodes[i] !== node) parent.insertBefore(node, parent.childNodes[i] ?? null); });
 }
+
+/** Whether a key sends what is written. The Enter that ends a composition (of Japanese, say) does not; Safari tells that by
+ *  the key's code only. */
+export const isSent = event => event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229;

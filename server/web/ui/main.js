@@ -1,9 +1,9 @@
 // The page: which view is shown, the colours, and what the views need to know of the server.
 
-import { ApiError, getJson, getPrivileged, hasKey } from "./api.js";
+import { ApiError } from "./api.js";
 import { Chat } from "./chat.js";
 import { byId, h } from "./dom.js";
-import { readBounds } from "./settings.js";
+import { describeServer } from "./served.js";
 import { offerSpeech } from "./speech.js";
 import { Watch } from "./watch.js";
 
@@ -55,22 +55,17 @@ function panels() {
   document.addEventListener("keydown", event => { if (event.key === "Escape") close(); });
 }
 
-async function describeServer() {
-  const [{data}, openapi, page] = await Promise.all([getJson("v1/models"), getJson("openapi.json"), getJson("ui/page.json")]);
-  const info = hasKey() ? null : await getPrivileged("server_info");  // most keys may not read it
-  const bounds = readBounds(openapi, info?.sampling_defaults ?? {}, data[0].max_model_len);
-  return {model: data[0].id, cards: Object.fromEntries(data.map(card => [card.id, card])), images: info?.images ?? {accepted: true}, bounds, mcp: page.mcp_origins,
-    transcribes: "/v1/audio/transcriptions" in openapi.paths};
-}
-
 /** The chooser of what /v1/models lists; `chosen(name)` is told of another one. */
 function modelChooser(server, chosen) {
-  const label = ({id, parent}) => parent && parent !== id ? `${id} (adapter of ${parent})` : id;
+  const label = ({id, parent}) => parent && parent !== id ? `${id} (adapter of ${parent})` : [id, server.whyNoChat(id)].filter(Boolean).join(": ");
   const node = byId("model");
-  node.replaceChildren(...Object.values(server.cards).map(card => h("option", {value: card.id}, label(card))));
   node.addEventListener("change", () => chosen(node.value));
-  node.classList.toggle("single", Object.keys(server.cards).length === 1);
-  server.choose = name => { node.value = name; };
+  server.choose = name => {
+    const cards = Object.values(server.cards);
+    node.replaceChildren(...cards.map(card => h("option", {value: card.id, disabled: server.whyNoChat(card.id) !== null}, label(card))));
+    node.classList.toggle("single", cards.length === 1);
+    node.value = name;
+  };
   node.hidden = false;
 }
 
@@ -84,7 +79,7 @@ async function start() {
     chat = new Chat(server);
     modelChooser(server, name => chat.chooseModel(name));
     await chat.start();
-    if (server.transcribes) offerSpeech(() => chat.model, text => chat.composer.insert(text), text => chat.say(text));
+    if (server.hears(chat.model)) offerSpeech(() => server.hears(chat.model), text => chat.composer.insert(text), text => chat.say(text));
     byId("input").focus();
   } catch (error) {
     const hint = error instanceof ApiError && error.status === 401 ? " Reload the page to enter a key." : "";

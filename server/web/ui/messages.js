@@ -4,9 +4,9 @@ import { button, copyButton, h, setChildren, showDialog } from "./dom.js";
 import { figures } from "./figures.js";
 import { LiveMarkdown } from "./live.js";
 import { logprobsNode } from "./logprobs.js";
-import { codeBlock } from "./markdown.js";
 import { decorate } from "./rich.js";
 import { asCurl, asPython } from "./snippets.js";
+import { Code, codeBlock } from "./views.js";
 
 const NAMES = {user: "You", assistant: "Model", tool: "Result of a tool"};
 
@@ -25,7 +25,8 @@ export class MessageView {
   update(busy, idle) {
     const {message} = this, {role} = message;
     const nodes = [this.heading, this.attachments(), this.thoughts(busy), this.text(busy), ...this.callNodes(busy)];
-    if (busy && role === "assistant" && !message.content && !message.reasoning && !message.calls) nodes.push(waiting(message.prefill));
+    const none = busy && role === "assistant" && !message.content && !message.reasoning && !message.calls;
+    if (none && !message.note) nodes.push(waiting(message.prefill));
     if (message.note) nodes.push(h("p", {class: "note", role: "status"}, message.note));
     if (!busy && message.failed) nodes.push(this.failure(idle));
     if (!busy) nodes.push(this.footer(idle));
@@ -100,17 +101,18 @@ export class MessageView {
 class CallView {
   constructor(call, view) {
     Object.assign(this, {call, view});
-    this.code = codeBlock("", "json");
-    this.node = h("details", {class: "call", open: true}, h("summary", {}, `Call of ${call.function.name}`), this.code);
+    this.arriving = new Code("json");
+    this.node = h("details", {class: "call", open: true}, h("summary"));
   }
 
   update(busy) {
-    const {call, view: {actions, index}} = this, code = this.code.querySelector("code"), text = pretty(call.function.arguments);
+    const {call, view: {actions, index}} = this, text = call.function.arguments;
     this.node.firstChild.textContent = `Call of ${call.function.name}`;
-    if (code.textContent !== text) code.textContent = text;
+    if (busy) this.arriving.grow(text);
+    else this.code ??= codeBlock(pretty(text), "json");
     const wanted = !busy && !actions.answered(call.id);
     if (wanted) this.answer ??= answerRow(call, (text) => actions.answerCall(index, call.id, text), actions.canRun?.(call) && (() => actions.runCall(call)));
-    setChildren(this.node, [this.node.firstChild, this.code, wanted && this.answer]);
+    setChildren(this.node, [this.node.firstChild, this.code ?? this.arriving.node, wanted && this.answer]);
     return this.node;
   }
 }
@@ -145,7 +147,7 @@ export function fileNode({name, text}) {
 function pretty(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
-  } catch {  // arguments that are still arriving, or that are no JSON
+  } catch {  // no JSON
     return text;
   }
 }

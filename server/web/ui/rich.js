@@ -3,13 +3,17 @@
 import { h } from "./dom.js";
 
 const MAX_CODE = 20_000, MAX_FORMULA = 5_000;  // characters; longer ones stay plain
+const TURN = 8;  // milliseconds
 const loaded = {};  // promises of the libraries, by name
 
 const LOADERS = {
   highlight: async () => (await import("./vendor/highlight/highlight.min.js")).default,
   katex: async () => {
-    document.head.append(h("link", {rel: "stylesheet", href: new URL("vendor/katex/katex.min.css", import.meta.url).href}));
-    await import("./vendor/katex/katex.min.js");
+    const href = new URL("vendor/katex/katex.min.css", import.meta.url).href;
+    const styled = new Promise((resolve, reject) => {
+      document.head.append(h("link", {rel: "stylesheet", href, onload: resolve, onerror: reject}));
+    });
+    await Promise.all([styled, import("./vendor/katex/katex.min.js")]);
     return window.katex;
   },
 };
@@ -21,8 +25,22 @@ export function decorate(block) {
   const all = selector => block.matches(selector) ? [block] : [...block.querySelectorAll(selector)];
   const codes = all("figure.code[data-language]").filter(node => node.dataset.language && node.textContent.length <= MAX_CODE);
   const formulas = all(".math").filter(node => node.textContent.length <= MAX_FORMULA);
-  if (codes.length) library("highlight").then(found => codes.forEach(node => colour(found, node)));
-  if (formulas.length) library("katex").then(found => formulas.forEach(node => typeset(found, node)));
+  if (codes.length) library("highlight").then(found => codes.forEach(node => soon(() => colour(found, node))));
+  if (formulas.length) library("katex").then(found => formulas.forEach(node => soon(() => typeset(found, node))));
+}
+
+const waiting = [];  // work that may take a while, done in turns between which the page answers
+
+function soon(work) {
+  if (waiting.push(work) === 1) setTimeout(turn);
+}
+
+function turn() {
+  try {
+    for (const end = performance.now() + TURN; waiting.length && performance.now() < end;) waiting.shift()();
+  } finally {
+    if (waiting.length) setTimeout(turn);
+  }
 }
 
 /** Whether selected text is in `node`, which would be lost if the node got others. */

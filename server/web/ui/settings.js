@@ -37,7 +37,7 @@ export function readBounds(openapi, defaults, maxTokens) {
   for (const [name, value] of Object.entries({...DEFAULTS, ...defaults})) {
     if (bounds[name]) bounds[name].default = value;
   }
-  bounds.max_tokens.maximum = maxTokens;
+  bounds.max_tokens.maximum = maxTokens ?? undefined;  // unknown before the model is loaded
   return bounds;
 }
 
@@ -164,7 +164,7 @@ function mcpField(chat) {
 /** The form for the open conversation. */
 export function settingsForm(chat) {
   const again = () => { chat.showSettings(); chat.save(); };
-  return [h("h2", {}, "Settings"), presetRow(chat.open, again), ...settingsFields(chat.open, chat.server.bounds, () => chat.save()), mcpField(chat)].filter(Boolean);
+  return [h("h2", {}, "Settings"), presetRow(chat.open, again), ...settingsFields(chat.open, chat.server.bounds(chat.model), () => chat.save()), mcpField(chat)].filter(Boolean);
 }
 
 /** The fields of a request for `settings`. */

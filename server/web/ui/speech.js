@@ -1,9 +1,10 @@
-// Speech as text, where the server transcribes: the button records until it is pressed again.
+// Speech as text, where the server transcribes: the button records until it is pressed again. The recording is sent as
+// WAV, which each server reads, whatever the browser records.
 
 import { request } from "./api.js";
 import { byId } from "./dom.js";
 
-const MAX_SECONDS = 300;
+const MAX_SECONDS = 300, RATE = 16_000;
 
 /** Show the button, if the browser can record; `write(text)` gets what was said, `say(text)` what went wrong. */
 export function offerSpeech(model, write, say) {
@@ -49,7 +50,34 @@ async function record() {
 
 async function transcribe(audio, model) {
   const form = new FormData();
-  form.append("file", audio, `speech.${audio.type.includes("mp4") ? "mp4" : audio.type.includes("ogg") ? "ogg" : "webm"}`);
+  form.append("file", await wavOf(audio), "speech.wav");
   form.append("model", model);
-  return (await (await request("v1/audio/transcriptions", {method: "POST", body: form})).json()).text.trim();
+  const headers = {"X-Requested-With": "quire"};  // the server takes no form without it that may come from another page
+  return (await (await request("v1/audio/transcriptions", {method: "POST", body: form, headers})).json()).text.trim();
+}
+
+/** The recording as WAV with one channel of 16 bits. */
+async function wavOf(audio) {
+  const context = new OfflineAudioContext(1, 1, RATE);
+  const decoded = await context.decodeAudioData(await audio.arrayBuffer()).catch(() => { throw new Error("Nothing was recorded."); });
+  const channels = Array.from({length: decoded.numberOfChannels}, (_, i) => decoded.getChannelData(i));
+  const data = new DataView(new ArrayBuffer(44 + 2 * decoded.length));
+  const text = (at, letters) => [...letters].forEach((letter, i) => data.setUint8(at + i, letter.charCodeAt(0)));
+  text(0, "RIFF");
+  data.setUint32(4, data.byteLength - 8, true);
+  text(8, "WAVEfmt ");
+  data.setUint32(16, 16, true);  // bytes of what follows
+  data.setUint16(20, 1, true);  // PCM
+  data.setUint16(22, 1, true);  // channels
+  data.setUint32(24, RATE, true);
+  data.setUint32(28, 2 * RATE, true);  // bytes per second
+  data.setUint16(32, 2, true);  // bytes per sample
+  data.setUint16(34, 16, true);  // bits
+  text(36, "data");
+  data.setUint32(40, 2 * decoded.length, true);
+  for (let i = 0; i < decoded.length; i++) {
+    const value = channels.reduce((sum, channel) => sum + channel[i], 0) / channels.length;
+    data.setInt16(44 + 2 * i, Math.round(32767 * Math.max(-1, Math.min(1, value))), true);
+  }
+  return new Blob([data], {type: "audio/wav"});
 }

@@ -123,7 +123,7 @@ function isMessage(value, depth) {
     && others.every(text => text === undefined || text === null || isText(text))
     && isListOf(value.images, image => isText(image) && image.startsWith("data:image/"))
     && isListOf(value.files, file => [file?.name, file?.text].every(isText))
-    && isListOf(value.logprobs, isLogprob) && isListOf(value.calls, isCall) && hasVersions(value, depth);
+    && isListOf(value.logprobs, isLogprobs) && isListOf(value.calls, isCall) && hasVersions(value, depth);
 }
 
 function hasVersions({versions}, depth) {
@@ -131,6 +131,15 @@ function hasVersions({versions}, depth) {
   return depth < MAX_DEPTH && Number.isInteger(versions?.at) && Array.isArray(versions.tails) && versions.tails.length > 1
     && versions.tails.every((tail, at) => at === versions.at ? tail === null
       : Array.isArray(tail) && tail.length > 0 && tail.every(message => isMessage(message, depth + 1)));
+}
+
+/** Tokens as JSON, or one token. */
+function isLogprobs(value) {
+  try {
+    return isText(value) ? JSON.parse(value).every(isLogprob) : isLogprob(value);
+  } catch {
+    return false;
+  }
 }
 
 const isLogprob = value => isText(value?.token) && Number.isFinite(value.logprob)

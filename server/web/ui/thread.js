@@ -1,6 +1,6 @@
 // The messages of the open conversation, as they are on the page.
 
-import { button, byId, h } from "./dom.js";
+import { button, byId, h, isSent } from "./dom.js";
 import { context } from "./figures.js";
 import { MessageView } from "./messages.js";
 
@@ -13,8 +13,10 @@ export class Thread {
     this.box = byId("messages");
   }
 
-  /** Show `messages` anew, or, with `keep`, those whose view is not there yet. `welcome`: nodes for an empty one. */
+  /** Show `messages` anew and go to their end, or, with `keep`, those whose view is not there yet, and go to the end if
+   *  the person was there. `welcome`: nodes for an empty one. */
   show(messages, busy, welcome, keep = false) {
+    const {scrollTop} = this.box, follow = !keep || this.atEnd;
     const same = (view, i) => keep && view.message === messages[i] && !view.editing;
     const first = this.views.findIndex((view, i) => !same(view, i));
     for (const view of this.views.splice(first < 0 ? this.views.length : first)) view.node.remove();
@@ -24,7 +26,13 @@ export class Thread {
       this.box.append(this.views[i].node);
     }
     this.views.forEach((view, i) => { if (!view.editing) view.update(busy && i === messages.length - 1, !busy); });
-    this.toEnd();
+    if (follow) this.toEnd();
+    else this.box.scrollTop = scrollTop;
+  }
+
+  get atEnd() {
+    const {scrollHeight, scrollTop, clientHeight} = this.box;
+    return scrollHeight - scrollTop - clientHeight < AT_END;
   }
 
   get editing() { return this.views.some(view => view.editing); }
@@ -33,7 +41,7 @@ export class Thread {
 
   /** Show news of the last message. */
   showLast() {
-    const {box} = this, atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < AT_END;
+    const {atEnd} = this;
     this.views.at(-1)?.update(true, false);
     if (atEnd) this.toEnd();
   }
@@ -45,7 +53,7 @@ export class Thread {
     const close = () => { view.editing = false; view.node.replaceChildren(); view.update(false, true); };
     const buttons = labels.map(([label, act], i) => button(label, () => { view.editing = false; act(text.value); }, {class: i === labels.length - 1 ? "main" : ""}));
     text.addEventListener("keydown", event => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing && view.message.role === "user") { event.preventDefault(); buttons.at(-1).click(); }
+      if (isSent(event) && view.message.role === "user") { event.preventDefault(); buttons.at(-1).click(); }
       if (event.key === "Escape") { event.stopPropagation(); close(); }
     });
     view.editing = true;

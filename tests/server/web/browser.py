@@ -149,6 +149,22 @@ class Browser:
             "Network.emulateNetworkConditions", offline=offline, latency=0, downloadThroughput=-1, uploadThroughput=-1
         )
 
+    def trace(self, *categories: str) -> None:
+        """Record events of these categories until `traced` is called."""
+        config = {"includedCategories": list(categories), "recordMode": "recordAsMuchAsPossible"}
+        self.call("Tracing.start", transferMode="ReturnAsStream", traceConfig=config)
+
+    def traced(self) -> list[dict[str, Any]]:
+        self.call("Tracing.end")
+        while (message := json.loads(self._socket.recv(timeout=60))).get("method") != "Tracing.tracingComplete":
+            self._note(message["method"], message["params"])
+        parts, ended = [], False
+        while not ended:
+            part = self.call("IO.read", handle=message["params"]["stream"], size=2**24)
+            parts.append(part["data"])
+            ended = part["eof"]
+        return json.loads("".join(parts))["traceEvents"]
+
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 

@@ -15,7 +15,7 @@ pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
 
 from tests.helpers.server.running import MODEL, poll, running_server
 from tests.server.web.browser import Browser, needs_chromium
-from tests.server.web.using import MARKDOWN, TRANSFER, WEATHER, answered, fresh, last, say, started
+from tests.server.web.using import BLOCKS, CUT, FILE, MARKDOWN, TRANSFER, WEATHER, answered, fresh, last, say, started
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 
@@ -67,8 +67,8 @@ def test_an_answer_is_markdown_and_never_html(page, scripted):
 def test_what_a_looping_model_writes_is_shown_at_once(page, scripted, text):
     """A text of 50,000 characters; spaces before a letter took minutes, a heading with them hours."""
     page.open(scripted[0].url + "/")
-    shown = f"m.markdown((n => {text})(50000)).map(b => b.textContent).join('').length"
-    assert page.js(f"import('/ui/markdown.js').then(m => {shown})") > 0
+    shown = f"({BLOCKS})((n => {text})(50000)).then(found => found.map(b => b.textContent).join('').length)"
+    assert page.js(shown) > 0
 
 
 def test_headings_and_tables_at_their_edges(page, scripted):
@@ -81,9 +81,7 @@ def test_headings_and_tables_at_their_edges(page, scripted):
     }  # fmt: skip
     show = "b.tagName + ' ' + (b.querySelector('br') ? b.innerHTML.replaceAll('<br>', '<BR>') : b.textContent)"
     for text, expected in texts.items():
-        found = page.js(
-            f"import('/ui/markdown.js').then(m => m.markdown({json.dumps(text)}).map(b => {show}).join('; '))"
-        )
+        found = page.js(f"({BLOCKS})({json.dumps(text)}).then(found => found.map(b => {show}).join('; '))")
         assert found == expected, text
 
 
@@ -295,6 +293,49 @@ def test_stop_an_answer_and_send_images(browser, seeing):
     line = next(line for line in metrics.splitlines() if line.startswith("quire:prompt_image_tokens_total{"))
     assert float(line.split()[-1]) == 32 and last(browser, ".figures").startswith("3 tokens")
     assert not browser.problems
+
+
+def test_images_come_back_after_a_failed_request(browser, seeing):
+    browser.open(seeing.url + "/llm/")
+    enter_key(browser, "secret")
+    browser.wait("document.querySelector('#settings input') !== null")
+    browser.click("#new")
+    drop = f"document.querySelector('#conversation').dispatchEvent(new DragEvent('drop', {{dataTransfer: {TRANSFER}}}))"
+    browser.js(drop)
+    browser.js(drop)
+    browser.wait("document.querySelectorAll('#attached img').length === 2")
+    browser.js(CUT)
+    say(browser, "What are these?")
+    browser.wait("document.querySelector('#notice').innerText.includes('The server cannot be reached.')")
+    assert browser.js("document.querySelectorAll('#attached img').length") == 2
+    browser.js("window.cut = false")
+    browser.type("#setting-max_tokens", "2")
+    browser.click("#notice button", "Try again")
+    answered(browser)
+    assert browser.js("document.querySelectorAll('.message.user .images img').length") == 2
+
+
+def test_a_phone_offers_its_camera(browser, scripted):
+    browser.open(scripted[0].url + "/")
+    browser.wait("document.querySelector('#settings input') !== null")
+    shown = "getComputedStyle(document.querySelector('#camera')).display !== 'none'"
+    assert browser.js(shown) is False
+    browser.size(390, 844)
+    browser.call("Emulation.setTouchEmulationEnabled", enabled=True)
+    try:
+        assert browser.js(shown) is True
+        browser.js(
+            "HTMLInputElement.prototype.click = function () { "
+            "window.asked = ['accept', 'capture', 'multiple'].map(name => this.getAttribute(name)); "
+            "const data = new DataTransfer(); " + f"data.items.add({FILE}); this.files = data.files; "
+            "this.dispatchEvent(new Event('change')); }; 0"
+        )
+        browser.click("#camera")
+        assert browser.js("window.asked") == ["image/*", "environment", ""]
+        browser.wait("document.querySelector('#notice').innerText.startsWith('This model takes no images: ')")
+    finally:
+        browser.call("Emulation.setTouchEmulationEnabled", enabled=False)
+        browser.size(1280, 800)
 
 
 def test_a_long_prompt_shows_how_far_it_is_read(page, model_folder):

@@ -10,7 +10,7 @@ pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
 
 from tests.helpers.server.running import poll
 from tests.server.web.browser import Browser, needs_chromium
-from tests.server.web.using import answered, fresh, last, say, started
+from tests.server.web.using import CUT, answered, fresh, last, say, started
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 NEWER = """
@@ -35,11 +35,6 @@ SELECT = """
   getSelection().removeAllRanges();
   getSelection().addRange(range);
 })()
-"""
-CUT = """
-window.cut = true;
-window.reached = window.fetch;
-window.fetch = (...all) => window.cut ? Promise.reject(new TypeError('Failed to fetch')) : window.reached(...all)
 """
 LONG = " ".join(f"word{i}" for i in range(60))
 
@@ -170,7 +165,6 @@ def test_a_lost_connection_is_taken_up_again(browser, slow):
 def test_a_failed_request_gives_the_message_back(browser, scripted):
     server, script = scripted
     script.says("there again")
-    server.state.images.accepted = True
     fresh(browser, server.url + "/")
     browser.js(CUT)
     name = "new File(['a note'], 'note.txt', {type: 'text/plain'})"
@@ -298,3 +292,45 @@ def test_selected_text_and_opened_details_survive_the_stream(page, slow):
     answered(page)
     assert page.js("String(getSelection())") == "Start here."
     assert page.js("document.querySelector('.thoughts').open") is True and last(page, "li").endswith("word59")
+
+
+def test_who_reads_further_up_stays_there(page, slow):
+    """While an answer arrives, at its end, and when another version is shown."""
+    server, script = slow
+    fresh(page, server.url + "/")
+    script.says(f"{LONG}\n\n" * 3)
+    say(page, "Read")
+    page.wait("document.querySelector('.message.assistant .text')?.innerText.includes('word59')")
+    place = "document.querySelector('#messages').scrollTop"
+    page.size(1280, 300)
+    try:
+        page.js(f"{place} = 20")
+        answered(page)
+        assert abs(page.js(place) - 20) < 5
+        script.says("other")
+        page.click(".message.assistant button", "Regenerate")
+        answered(page)
+        page.click("[aria-label='Earlier version']")
+        page.js(f"{place} = 30")
+        page.click(".message.user button", "Edit")
+        page.click(".message.user button", "Cancel")
+        assert abs(page.js(place) - 30) < 5
+        script.says("the end")
+        say(page, "Next")  # goes to the end
+        answered(page, 2)
+        box = "document.querySelector('#messages')"
+        assert page.js(f"{box}.scrollHeight - {box}.scrollTop - {box}.clientHeight") < 80
+    finally:
+        page.size(1280, 800)
+
+
+def test_the_enter_that_ends_a_composition_does_not_send(page, scripted):
+    server, script = scripted
+    fresh(page, server.url + "/")
+    page.type("#input", "\u65e5\u672c")
+    before = len(script.requests)
+    for told in ("isComposing: true", "keyCode: 229"):  # Safari tells only the code
+        event = f"new KeyboardEvent('keydown', {{key: 'Enter', bubbles: true, cancelable: true, {told}}})"
+        assert page.js(f"document.querySelector('#input').dispatchEvent({event})") is True
+    assert len(script.requests) == before and page.js("document.querySelector('#input').value") == "\u65e5\u672c"
+    page.js("import('/ui/store.js').then(s => s.removeDraft('new'))")

@@ -114,6 +114,18 @@ def test_the_files_are_complete_in_themselves(name):
     assert not [address for address in addresses if "".join(address).startswith("/")]  # relative: below any prefix
 
 
+def test_the_modules_are_asked_for_at_once():
+    """Without links to them, the browser asks for each once it has read one that imports it."""
+    found, todo = set(), ["main.js"]
+    while todo:
+        name = todo.pop()
+        imported = re.findall(r'^import .* from "\./([^"]+)";', (FOLDER / name).read_text(encoding="utf-8"), re.M)
+        todo += [one for one in imported if one not in found]
+        found |= {*imported}
+    text = (FOLDER / "index.html").read_text(encoding="utf-8")
+    assert sorted(re.findall(r'rel="modulepreload" href="ui/([^"]+)"', text)) == sorted(found)
+
+
 def test_the_application_is_small_and_installed():
     own = [path for path in FOLDER.iterdir() if path.is_file()]
     assert sum(path.stat().st_size for path in own) <= MAX_BYTES

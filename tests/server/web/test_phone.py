@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
 
+from tests.helpers.models.speech_models import build_whisper
+from tests.helpers.server.running import running_server
 from tests.server.web.browser import needs_chromium
 from tests.server.web.using import answered, fresh, say, started
 
@@ -19,18 +21,18 @@ SMALL = """
   return width && height && getComputedStyle(node).visibility !== 'hidden' && (width < 44 || height < 44);
 }).map(node => `${node.outerHTML.slice(0, 90)} ${node.offsetWidth} x ${node.offsetHeight}`)
 """
-WITH_SPEECH = """
+HEAR = """
+window.heard = [];
 const reached = window.fetch;
 window.fetch = async (path, options) => {
-  if (path === 'openapi.json') {
-    const document = await (await reached(path, options)).json();
-    document.paths['/v1/audio/transcriptions'] = {};
-    return new Response(JSON.stringify(document));
-  }
-  if (path !== 'v1/audio/transcriptions') return reached(path, options);
-  window.heard = options.body.get('file').size;
-  return new Response(JSON.stringify({text: ' spoken words '}));
+  const response = await reached(path, options);
+  if (path !== 'v1/audio/transcriptions') return response;
+  const head = new Uint8Array(await options.body.get('file').slice(0, 44).arrayBuffer());
+  window.heard.push({head: String.fromCharCode(...head), size: options.body.get('file').size, status: response.status,
+    text: (await response.clone().json()).text});
+  return response;
 };
+0
 """
 
 
@@ -108,19 +110,32 @@ def test_the_page_can_be_installed(phone, scripted):
     assert phone.js(sizes) == [192, 192]
 
 
-def test_speech_becomes_text_where_the_server_transcribes(phone, scripted):
-    server, _ = scripted
-    started(phone, server.url + "/")
+def test_no_speech_where_the_server_writes_no_text_from_it(phone, scripted):
+    started(phone, scripted[0].url + "/")
+    assert "transcription" not in scripted[0].http.get("/v1/models").json()["data"][0]["capabilities"]
     assert phone.js("document.querySelector('#speak').hidden") is True
-    script = phone.call("Page.addScriptToEvaluateOnNewDocument", source=WITH_SPEECH)["identifier"]
-    try:
-        started(phone, server.url + "/")
+
+
+def test_speech_becomes_text_where_the_server_transcribes(phone, tmp_path, monkeypatch):
+    """A small random Whisper hears the tones of Chromium's fake microphone."""
+    monkeypatch.setattr("quire.server.generate.transcription.LEAST_LOGPROB", -1000.0)  # one attempt
+    monkeypatch.setattr("quire.server.generate.transcription.MOST_COMPRESSION", 1000.0)
+    build_whisper(tmp_path, max_target_positions=48, encoder_layers=1, decoder_layers=2)
+    settings = {"distributed_executor_backend": "uniproc", "dtype": "float32", "kv_cache_memory_bytes": 256 << 20}
+    with running_server(str(tmp_path), max_model_len="auto", **settings) as server:
+        started(phone, server.wait_ready(120).url + "/")
+        assert "answers no chat" in phone.js("document.querySelector('.welcome').innerText")
         phone.wait("!document.querySelector('#speak').hidden")
+        phone.js(HEAR)
         phone.click("#speak")
         phone.wait("document.querySelector('#speak').ariaPressed === 'true'")
+        phone.js("new Promise(done => { setTimeout(done, 1000); })")  # what is heard
         phone.click("#speak")
-        phone.wait("document.querySelector('#input').value === 'spoken words'")
-        assert phone.js("window.heard") > 0
-    finally:
-        phone.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
+        phone.wait("window.heard.length === 1 && document.querySelector('#speak').ariaPressed === 'false'", 60)
+        (heard,) = phone.js("window.heard")
+        assert heard["status"] == 200 and heard["text"].strip()
+        assert heard["head"].startswith("RIFF") and heard["size"] > 8000  # a quarter of a second
+        phone.wait(f"document.querySelector('#input').value === {json.dumps(heard['text'].strip())}")
+        phone.click("#send")
+        phone.wait("document.querySelector('#notice').innerText.includes('answers no chat')")
         phone.js("import('/ui/store.js').then(s => s.removeDraft('new'))")

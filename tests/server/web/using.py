@@ -29,6 +29,16 @@ FILE = f"new File([Uint8Array.from(atob('{PNG}'), c => c.charCodeAt(0))], 'dot.p
 TRANSFER = f"(() => {{ const data = new DataTransfer(); data.items.add({FILE}); return data; }})()"
 WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
+CUT = """
+window.cut = true;
+window.reached = window.fetch;
+window.fetch = (...all) => window.cut ? Promise.reject(new TypeError('Failed to fetch')) : window.reached(...all)
+"""
+BLOCKS = (  # of a Markdown text
+    "text => import('/ui/live.js').then(m => { const live = new m.LiveMarkdown({}); live.update(text, true); "
+    "return [...live.node.childNodes]; })"
+)
+
 
 def started(page: Browser, url: str) -> None:
     page.open(url)
