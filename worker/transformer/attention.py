@@ -4,11 +4,12 @@ normalise q and k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from quire.worker.attention.base import AttentionMetadata
@@ -65,6 +66,7 @@ class SelfAttention(nn.Module):
             output_window=kind.output_window,
         )
         self.g_proj = gate_projection(spec, kind, prefix, weights)
+        self.gate_act, self.v_scale = kind.gate_act, kind.v_scale
         self.qk_norm_rope_write = TORCH.qk_norm_rope_write
         self.eps = spec.norm_eps
         self.make_norms(spec, kind, prefix)
@@ -112,7 +114,11 @@ class SelfAttention(nn.Module):
             q = q * scale[:, None, None].to(q.dtype)
         attended = self.attn.attend(q, meta)
         attended = call.needed(attended)
-        return self.o_proj(attended if self.g_proj is None else gated(attended, self.g_proj(call.needed(x))))
+        if self.v_scale != 1.0:
+            attended = attended * self.v_scale
+        if self.g_proj is not None:
+            attended = gated(attended, self.g_proj(call.needed(x)), self.gate_act)
+        return self.o_proj(attended)
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         """The all-reduces of `forward`, in order."""
@@ -369,9 +375,13 @@ def gate_projection(
     return ColumnParallelLinear(spec.hidden_size, [shard], False, weights.linear(shard.prefix))
 
 
-def gated(attended: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """attended `[T, heads * D]` times the sigmoid of logits `[T, heads]` or `[T, heads * D]`."""
-    gate = sigmoid(logits.float()).to(attended.dtype)
+# by `LayerSpec.gate_act`
+GATE_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sigmoid": sigmoid, "softplus": F.softplus}
+
+
+def gated(attended: torch.Tensor, logits: torch.Tensor, activation: str = "sigmoid") -> torch.Tensor:
+    """attended `[T, heads * D]` times the activation of logits `[T, heads]` or `[T, heads * D]`."""
+    gate = GATE_ACTIVATIONS[activation](logits.float()).to(attended.dtype)
     if gate.shape == attended.shape:
         return attended * gate
     return (attended.unflatten(-1, (gate.shape[1], -1)) * gate[..., None]).flatten(1)

@@ -65,6 +65,13 @@ _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
 
 # name -> (model_type in transformers, settings)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": (
+        "afmoe",
+        _H
+        | _EXPERTS
+        | {"num_experts": 4, "num_shared_experts": 2, "num_dense_layers": 2, "sliding_window": 24, "route_scale": 1.5}
+        | {"global_attn_every_n_layers": 2, "mup_enabled": True},
+    ),
     "arcee": ("arcee", _H),
     "axk1": (
         "axk1",
@@ -82,6 +89,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", _B | _MAMBA | {"attn_layer_indices": [1, 3]}),
     "cohere": ("cohere", _B | {"use_qk_norm": True, "logit_scale": 0.3}),
     "cohere2": ("cohere2", _H | {"sliding_window": 24, "logit_scale": 0.3}),
+    "cwm": ("cwm", _H | {"sliding_window": 24}),
+    "dots1": (
+        "dots1",
+        _H
+        | _EXPERTS
+        | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "sliding_window": 24}
+        | {"max_window_layers": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True},
+    ),
     "ernie4_5": ("ernie4_5", _H | {"use_bias": True}),
     "exaone4": ("exaone4", _B | {"sliding_window": 24}),
     "exaone4-full": ("exaone4", _B | {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
@@ -107,6 +122,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_mamba",
         {key: value for key, value in _B.items() if key in _PURE} | {"state_size": 8, "use_bias": True},
     ),
+    "flex_olmo": ("flex_olmo", _B | {"num_experts": 4, "num_experts_per_tok": 2}),
     "gemma": ("gemma", _H),
     "gemma2": ("gemma2", _H | {"query_pre_attn_scalar": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
     "gemma3": ("gemma3_text", _H | _W | {"query_pre_attn_scalar": 32}),
@@ -186,6 +202,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoeshared",
         _B | {"attention_multiplier": 0.4, "num_local_experts": 4, "shared_intermediate_size": 40},
     ),
+    "granite_moe_swa": (
+        "granitemoe_swa",
+        _B
+        | _W
+        | {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4}
+        | {"num_local_experts": 4, "shared_intermediate_size": 40, "layer_rope_theta": [1e4, 0, 1e5, 1e4]},
+    ),
     "granite_swa": (
         "granite_swa",
         _B
@@ -198,7 +221,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "hunyuan_v1_dense",
         _H | {"rope_parameters": {"rope_type": "dynamic", "alpha": 10.0, "factor": 1.0, "rope_theta": 1e4}},
     ),
+    "hyperclovax": (
+        "hyperclovax",
+        _H
+        | {"embedding_multiplier": 2.0, "logits_scaling": 0.5, "residual_multiplier": 0.7, "attention_multiplier": 0.4},
+    ),
     "internlm3": ("internlm3", _H | {"qkv_bias": True, "bias": True}),
+    "jais2": ("jais2", _H),
     "jamba": (
         "jamba",
         _B
@@ -215,6 +244,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_head_dim": 16, "linear_num_heads": 4}
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     ),
+    "kolibri1": (
+        "kolibri1",
+        {key: value for key, value in _H.items() if key != "intermediate_size"}
+        | _EXPERTS
+        | {"num_experts": 4, "shared_expert_intermediate_size": 24, "sliding_window": 24, "num_hidden_layers": 6},
+    ),
+    "laguna": (
+        "laguna",
+        _H
+        | _W
+        | _EXPERTS
+        | {"num_experts": 4, "shared_expert_intermediate_size": 24, "moe_routed_scaling_factor": 1.5}
+        | {"num_attention_heads_per_layer": [4, 6, 6, 4]},
+    ),
+    "laguna-entries": (
+        "laguna",
+        _H | _W | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 24, "gating": "per-element"},
+    ),
     "llama4": (
         "llama4_text",
         _H
@@ -229,6 +276,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2_moe",
         _B | _EXPERTS | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "num_experts": 4},
     ),
+    "lfm3": (
+        "lfm3",
+        _H
+        | {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"], "sliding_window": 24}
+        | {"conv_bias": True},
+    ),
     "mamba": (
         "mamba",
         {key: value for key, value in _B.items() if key in _PURE} | {"state_size": 8, "use_bias": True},
@@ -238,6 +291,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {key: value for key, value in _B.items() if key in _PURE}
         | {"state_size": 16, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8, "use_bias": True}
         | {"time_step_limit": (0.01, 0.5)},
+    ),
+    "mellum": ("mellum", _H | _W | _EXPERTS | {"num_experts": 4, "mlp_layer_types": ["dense"] + ["sparse"] * 3}),
+    "mimo_v2": (
+        "mimo_v2_flash",
+        _H
+        | _W
+        | _EXPERTS
+        | {"num_key_value_heads": 1, "v_head_dim": 12, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+        | {"norm_topk_prob": True},
     ),
     "minimax": (
         "minimax",
@@ -309,6 +371,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "solar_open": ("solar_open", _H | _EXPERTS | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1}),
     "smollm3": ("smollm3", _B),
     "starcoder2": ("starcoder2", _B | {"sliding_window": 24}),
+    "vaultgemma": ("vaultgemma", _H | {"query_pre_attn_scalar": 32, "sliding_window": 24}),
+    "youtu": ("youtu", _B | _LATENT),
     "zamba2": (
         "zamba2",
         _B
