@@ -88,6 +88,9 @@ class GraniteMoeSWA(GraniteMoeShared):
         "layer_rope_theta": None,
     }
     facts = GraniteMoeShared.facts | GraniteSWA.facts
+    renames = {
+        name: found for name, found in GraniteMoeShared.renames.items() if not name.startswith("mlp.experts")
+    } | {"mlp.gate": "block_sparse_moe.router"}
 
     @classmethod
     def layer_types(cls, values: dict[str, Any]) -> list[str]:

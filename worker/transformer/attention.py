@@ -95,6 +95,8 @@ class SelfAttention(nn.Module):
 
     def write_cache(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
         """Store the keys and values of qkv `[T, _]`, which may be overwritten, and return q `[T, heads, D]`."""
+        if self.attn.v_head_dim != self.attn.head_dim:
+            return self._write_apart(qkv, rotation, meta)
         return self.qk_norm_rope_write(
             qkv,
             *self.head_norms(),
@@ -106,6 +108,17 @@ class SelfAttention(nn.Module):
             meta.slot_mapping,
             self.attn.num_heads,
         )
+
+    def _write_apart(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
+        """`write_cache` of heads whose values are not as wide as their keys."""
+        q, k, v = self.split(qkv)
+        rows = rotation.cos_sin[rotation.positions]
+        q, k = (
+            apply_rotary(heads if weight is None else rms_norm(heads, weight, self.eps), rows)
+            for heads, weight in zip((q, k), self.head_norms())
+        )
+        meta.backend.write_kv(k, v, self.attn.k_cache, self.attn.v_cache, meta.slot_mapping)
+        return q
 
     def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         meta, scale = call.attn[self.attn.cache_group], call.rotation.query_scale

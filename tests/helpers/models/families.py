@@ -22,6 +22,8 @@ _B = {
 _H = _B | {"head_dim": 16}
 _W = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24}
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 3, "long_factor": [1.0, 2.0, 3.0]}
+_HALF = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+_HALF_LOCAL = _HALF | {"rope_theta": 1e4}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -299,7 +301,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | _W
         | _EXPERTS
         | {"num_key_value_heads": 1, "v_head_dim": 12, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
-        | {"norm_topk_prob": True},
+        | {"norm_topk_prob": True, "rope_parameters": {"full_attention": _HALF, "sliding_attention": _HALF_LOCAL}},
     ),
     "minimax": (
         "minimax",
@@ -372,7 +374,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", _B),
     "starcoder2": ("starcoder2", _B | {"sliding_window": 24}),
     "vaultgemma": ("vaultgemma", _H | {"query_pre_attn_scalar": 32, "sliding_window": 24}),
-    "youtu": ("youtu", _B | _LATENT),
+    "youtu": ("youtu", _B | _LATENT | {"pad_token_id": None}),  # transformers sets the embedding of padding to 0
     "zamba2": (
         "zamba2",
         _B
