@@ -62,6 +62,7 @@ DECODERS = {
     "GraniteSWAForCausalLM": "granite:GraniteSWA",
     "GraniteMoeSWAForCausalLM": "granite_moe:GraniteMoeSWA",
     "HYV3ForCausalLM": "hy_v3:HYV3",
+    "HYV4ForCausalLM": "hy_v4:HYV4",
     "HunYuanDenseV1ForCausalLM": "hunyuan:HunYuanDenseV1",
     "HyperCLOVAXForCausalLM": "hyperclovax:HyperCLOVAX",
     "InternLM3ForCausalLM": "llama:InternLM3",

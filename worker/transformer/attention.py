@@ -61,7 +61,7 @@ class SelfAttention(nn.Module):
             kind.scale,
             kind.soft_cap,
             kind.v_head_dim,
-            _sinks(kind.num_heads, self.qkv_proj.num_heads, prefix) if kind.sinks else None,
+            attention_sinks(kind.num_heads, self.qkv_proj.num_heads, prefix) if kind.sinks else None,
             chunk=kind.chunk,
             output_window=kind.output_window,
         )
@@ -408,7 +408,8 @@ def rope_view(spec: ModelSpec, kind: LayerSpec) -> View | None:
     return rotary_rows(kind.head_dim, rope.rotary_dim, rope.interleaved)
 
 
-def _sinks(num_heads: int, mine: int, prefix: str) -> nn.Parameter:
+def attention_sinks(num_heads: int, mine: int, prefix: str) -> nn.Parameter:
+    """The sinks of this rank's heads, a score each."""
     sinks = empty_parameter(mine, parts=[Part(f"{prefix}.sinks", (num_heads,), ((0, tp().rank * mine, mine),))])
     sinks.dummy_mean = 0.0
     return sinks

@@ -223,6 +223,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "hunyuan_v1_dense",
         _H | {"rope_parameters": {"rope_type": "dynamic", "alpha": 10.0, "factor": 1.0, "rope_theta": 1e4}},
     ),
+    "hy_v4": (
+        "hy_v4",
+        _B
+        | _EXPERTS
+        | _LATENT
+        | {"n_routed_experts": 8, "num_hidden_layers": 3, "hc_mult": 3, "swiglu_limit": 0.5, "index_topk": 1024}
+        | {"index_head_dim": 16, "index_n_heads": 2},
+    ),
     "hyperclovax": (
         "hyperclovax",
         _H
@@ -522,8 +530,16 @@ def _dense_mlp(path: Path) -> None:
     save_file({dense.sub("mlp.", name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
 
+def _gates_of_mlps(path: Path) -> None:
+    """Name the gates of MLPs as the published files do; transformers names them like those of attention."""
+    from safetensors.torch import load_file, save_file
+
+    gates = {name: name.replace("linear_gate", "gate_proj") for name in load_file(path) if ".mlp." in name}
+    save_file({gates.get(name, name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
 # what to change in the file that transformers writes, so that it is like the family's published ones
-_PUBLISHED = {"kimi_linear": _dense_mlp, "olmo_hybrid": _whole_convolutions}
+_PUBLISHED = {"hy_v4": _gates_of_mlps, "kimi_linear": _dense_mlp, "olmo_hybrid": _whole_convolutions}
 
 
 def causal_lm_class(model_type: str) -> Any:
