@@ -1,10 +1,11 @@
 """Write docs/model-types.md, the table of all model types: `python -m tools.model_types`.
 
-`model_types.json` has what other programs know: the types of transformers with their architectures, the architectures of
-vLLM and of llama.cpp's converter, and for each type that quire has no file for why transformers' implementation cannot
-run it, "" if it can. To read all that anew, with the newest transformers installed and the sources of the two others:
+`model_types.json` has what other programs know: the types of transformers with their architectures, the architectures
+of vLLM and of llama.cpp's converter, and for each type that quire has no file for why transformers' implementation
+cannot run it, "" if it can. To read all that anew, with the newest transformers installed and the sources of the others
+(vLLM's `model_executor/models/registry.py`, llama.cpp's `conversion/__init__.py`):
 
-    python -m tools.model_types VLLM_VERSION vllm/model_executor/models/registry.py LLAMA_CPP_VERSION conversion/__init__.py
+    python -m tools.model_types VLLM_VERSION REGISTRY_FILE LLAMA_CPP_VERSION CONVERSION_FILE
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ MAPPINGS = {
 # dictionaries in vLLM's registry that name other things than models
 _NOT_MODELS = ("_SPECULATIVE", "_TRANSFORMERS", "_PREVIOUSLY", "_OOT", "_VLLM", "_SUBPROCESS")
 _OF_DRAFTERS = ("MTP", "Eagle", "DFlash", "Medusa", "Speculator", "Draft")
+# parts of messages, and the reasons of the table
+_SHORT = {
+    "no causal language model": "no file for its encoder",
+    "its attention is not causal": "no file for it as an encoder; its attention is not causal",
+    "a pass without transformers' own cache": "it needs more than tokens, positions and the attention interface",
+    "layers attend through": "not every layer attends once through transformers' attention interface",
+    "must be a whole number": "its default configuration has an unusual number",
+}
 _HEAD = """# Every model type
 
 Written by `python -m tools.model_types`. **quire** says how a type is served: by a file of its own in
@@ -55,7 +64,7 @@ def state(names: list[str], why_not: str | None) -> str:
         tower = WRAPPERS[wrapper].tower.split(":")[0]
         return f"`{WRAPPERS[wrapper].folder}/{tower}.py`" if tower else "its text"
     if why_not is None:
-        return "no: transformers does not know it"
+        return "no: no file for it, and transformers has no language model of it"
     return f"no: {why_not}" if why_not else "transformers' implementation"
 
 
@@ -71,7 +80,7 @@ def page() -> str:
             listed.update(entry["names"])
             others = (_mark(known[program], entry["names"]) for program in ("vllm_names", "llama.cpp_names"))
             text += f"| {name} | {' | '.join(others)} | {state(entry['names'], entry['why_not'])} |\n"
-    text += "\n## Architectures that transformers does not have\n\n"
+    text += "\n## Other architectures\n\n"
     text += "| architecture | vLLM | llama.cpp | quire |\n|---|---|---|---|\n"
     own = {name for name in (*MODELS, *WRAPPERS, *REFUSED) if name.endswith(("ForCausalLM", "ConditionalGeneration"))}
     for name in sorted((own | {*known["vllm_names"], *known["llama.cpp_names"]}) - listed - set(DRAFTING)):
@@ -85,16 +94,21 @@ def _mark(program: list[str], names: list[str]) -> str:
     return "yes" if set(program) & set(names) else ""
 
 
-def types_of_transformers() -> Iterator[tuple[str, str, list[str]]]:
-    """(kind, type, architectures) of each type that the installed transformers lists."""
+def types_of_transformers() -> dict[str, tuple[str, list[str]]]:
+    """(kind, architectures) of each type that the installed transformers lists; of several kinds, the first one."""
     from transformers.models.auto import modeling_auto as auto
 
-    for kind, mappings in MAPPINGS.items():
-        found: dict[str, set[str]] = {}
-        for mapping in mappings:
-            for model_type, names in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
-                found.setdefault(model_type, set()).update([names] if isinstance(names, str) else names)
-        yield from ((kind, model_type, sorted(names)) for model_type, names in found.items())
+    kinds: dict[str, str] = {}
+    names: dict[str, set[str]] = {}
+    tables = [(kind, f"MODEL_FOR_{mapping}_MAPPING_NAMES") for kind in MAPPINGS for mapping in MAPPINGS[kind]]
+    for kind, table in tables:
+        for model_type, found in getattr(auto, table).items():
+            kinds.setdefault(model_type, kind)
+            names.setdefault(model_type, set()).update([found] if isinstance(found, str) else found)
+    for model_type in kinds:
+        found = auto.MODEL_MAPPING_NAMES.get(model_type, ())
+        names[model_type].update([found] if isinstance(found, str) else found)
+    return {model_type: (kind, sorted(names[model_type])) for model_type, kind in kinds.items()}
 
 
 def why_not(model_type: str, names: list[str]) -> str:
@@ -111,7 +125,8 @@ def why_not(model_type: str, names: list[str]) -> str:
             config.save_pretrained(folder)
             read_model_spec(folder, "transformers")
     except ValueError as error:
-        return str(error).split("cannot run with transformers: ")[-1].split(". ")[0].replace("|", "/")[:200]
+        reason = str(error).split("cannot run with transformers: ")[-1]
+        return next((short for start, short in _SHORT.items() if start in reason), reason.replace("|", "/")[:120])
     except Exception as error:  # a configuration that has no default settings
         return f"its default configuration cannot be made ({type(error).__name__})"
     return ""
@@ -121,12 +136,15 @@ def read_anew(vllm: str, registry: str, llama_cpp: str, conversion: str) -> dict
     """Return the contents of `model_types.json` from the installed transformers and the sources of the others."""
     import transformers
 
-    types: dict[str, Any] = {}
     served = {*MODELS, *WRAPPERS, *REFUSED}
-    for kind, model_type, names in types_of_transformers():
-        if model_type not in types:  # of several kinds, the first one
-            reason = "" if served & set(names) else why_not(model_type, names)
-            types[model_type] = {"kind": kind, "names": names, "why_not": reason}
+    types = {
+        model_type: {
+            "kind": kind,
+            "names": names,
+            "why_not": "" if served & set(names) else why_not(model_type, names),
+        }
+        for model_type, (kind, names) in types_of_transformers().items()
+    }
     in_vllm = [name for table, names in _tables(registry) if not table.startswith(_NOT_MODELS) for name in names]
     in_llama_cpp = [name for table, names in _tables(conversion) if table == "TEXT_MODEL_MAP" for name in names]
     return {

@@ -1,5 +1,5 @@
-"""Hunyuan 4: latent attention with sinks and a gate per entry, independent hyper-connections, DeepSeek V3's experts with
-bounded inputs of the activation.
+"""Hunyuan 4: latent attention with sinks and a gate per entry, independent hyper-connections, DeepSeek V3's experts
+with bounded inputs of the activation.
 
 An index chooses `index_topk` keys per token, so the context is limited to that, as in `deepseek.py`.
 """

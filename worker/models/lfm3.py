@@ -1,4 +1,5 @@
-"""LFM3: short convolutions, windows and full attention, norms before and after each half of a layer, a gate per head."""
+"""LFM3: short convolutions, windows and full attention, norms on both sides of each half of a layer, a gate per head.
+"""
 
 from __future__ import annotations
 
