@@ -7,7 +7,7 @@ An index chooses `index_topk` keys per token, so the context is limited to that,
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +85,8 @@ def write(streams: torch.Tensor, x: torch.Tensor, writes: torch.Tensor) -> torch
 
 class HYV4Decoder(HyperDecoder):
     """The last norm reads a weighted sum of the streams."""
+
+    of_last_stage: ClassVar = (*HyperDecoder.of_last_stage, "model.hc_head", "model.hc_pre.hc_head")
 
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, max_model_len, weights)

@@ -1,5 +1,5 @@
-"""MiMo-V2-Flash: windows with sinks and twice the KV heads in five of six layers, values that are narrower than keys and
-scaled, a third of each head rotated, DeepSeek V3's experts without a shared one. The files of V2.5 hold q, k and v as
+"""MiMo-V2-Flash: windows with sinks and twice the KV heads in five of six layers, values that are narrower than keys
+and scaled, a third of each head rotated, DeepSeek V3's experts without a shared one. Files of V2.5 hold q, k and v as
 one tensor in the order of several ranks, which is not supported.
 """
 
