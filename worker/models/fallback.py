@@ -207,9 +207,20 @@ class _Output(tuple[torch.Tensor]):
 
 
 class _KnownLayers(nn.Module):
-    """Stands for the layers of a model whose `hidden` states are known."""
+    """Stands for the layers `known` of a model whose `hidden` states are known."""
 
     hidden: torch.Tensor
+
+    def __init__(self, known: nn.Module):
+        super().__init__()
+        self._known = [known]  # a list, so that it is not a part
+
+    def __getattr__(self, name: str) -> Any:
+        """Numbers that some models keep next to their layers."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._known[0], name)
 
     def forward(self, *args: Any, **options: Any) -> _Output:
         return _Output((self.hidden,))
@@ -222,7 +233,7 @@ class _KnownLayers(nn.Module):
 def _head_of(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """`model` without its layers: it computes logits, in its family's way, from given hidden states."""
     head = copy.copy(model)
-    head._modules = dict(model._modules) | {model.base_model_prefix: _KnownLayers()}
+    head._modules = dict(model._modules) | {model.base_model_prefix: _KnownLayers(base_of(model))}
     return head
 
 

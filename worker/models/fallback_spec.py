@@ -38,6 +38,7 @@ UNSUPPORTED = {
 # Arguments of the attention interface that do not change the result.
 _HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position", "return_dict"}
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_UNBOUNDED = 1 << 20  # positions of a model without attention
 _GROWING_ROPES = ("dynamic", "longrope")
 
 
@@ -62,13 +63,14 @@ def read_spec(folder: str, raw: dict[str, Any]) -> ModelSpec:
     except Exception as error:
         reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"architecture {architecture} cannot run with transformers: {reason}") from error
+    positions = getattr(text, "max_position_embeddings", None) or _UNBOUNDED
     return ModelSpec(
         architecture=architecture,
         model_type=config.model_type,
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        max_position_embeddings=text.max_position_embeddings,
-        max_model_len=text.max_position_embeddings,
+        max_position_embeddings=positions,
+        max_model_len=positions,
         norm_eps=0.0,
         ropes={},
         tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
@@ -157,7 +159,8 @@ def _layers(config: Any, text: Any) -> tuple[LayerSpec, ...]:
             model = make_model("", config)
             model.config.pad_token_id = None  # GPT-2 would look for it among the ids
             states = keeps_states(config)
-            if not states and (type(model)._is_stateful or getattr(base_of(model), "_is_stateful", False)):
+            attends = set(getattr(text, "layer_types", None) or ("unknown",)) <= _ATTENTION
+            if not states and not attends and type(model)._is_stateful:
                 raise ValueError("it keeps its recurrent state elsewhere than in transformers' cache classes")
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation(f"{NAME}_meta")
@@ -191,15 +194,19 @@ def _layers(config: Any, text: Any) -> tuple[LayerSpec, ...]:
 def stateful_layers(model: transformers.PreTrainedModel, text: Any) -> tuple[LayerSpec, ...]:
     """The layers of a model on the meta device whose layers keep states (`fallback_states.py`)."""
     attended: dict[int, LayerSpec] = {}
+    calls = 0
 
     def attend(module: torch.nn.Module, *call: Any) -> torch.Tensor:
+        nonlocal calls
         one: list[LayerSpec] = []
         out = _record(one, text, module, *call)
-        attended[module.layer_idx] = one[0]
+        attended[module.layer_idx], calls = one[0], calls + 1
         return out
 
-    layers = []
-    for i, held in enumerate(first_states(model, attend)):
+    layers, states = [], first_states(model, attend)
+    if calls != len(attended) or not attended.keys() <= set(range(len(states))):
+        raise ValueError("layers share one module of attention")
+    for i, held in enumerate(states):
         if i not in attended and not held and not _is_without_mixer(model, i):
             raise ValueError(f"layer {i} neither attends through transformers' attention interface nor keeps a state")
         layer = attended.get(i) or LayerSpec(1, 1, 1, 1, text.hidden_size, rope=None, attends=False)

@@ -475,6 +475,15 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# models without a file of their own, which transformers computes
+BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zaya": (
+        "zaya",
+        {key: value for key, value in _H.items() if key != "intermediate_size"}
+        | {"num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16, "num_hidden_layers": 2},
+    ),
+}
+
 # compared in float32 only: these differ from their family in one formula, and rounding to 16 bits moves what a random
 # Zamba 2 says by nats, in transformers, too
 VARIANTS = ("falcon_h1-gate-first", "falcon_h1-no-norm", "zamba2")
@@ -485,7 +494,7 @@ def family_config(name: str) -> Any:
     """transformers' configuration of family `name`, as its config.json has it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type, settings = (FAMILIES | SEEING)[name]
+    model_type, settings = (FAMILIES | SEEING | BY_TRANSFORMERS)[name]
     config = CONFIG_MAPPING[model_type](**settings)
     config.architectures = [causal_lm_class(model_type).__name__]
     return config
@@ -496,7 +505,7 @@ def build_family(name: str, folder: str | Path, dtype: str = "float32", **overri
     import torch
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type, settings = (FAMILIES | SEEING)[name]
+    model_type, settings = (FAMILIES | SEEING | BY_TRANSFORMERS)[name]
     torch.manual_seed(0)
     model = causal_lm_class(model_type)._from_config(CONFIG_MAPPING[model_type](**settings | overrides))
     redraw(model)
