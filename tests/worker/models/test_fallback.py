@@ -221,7 +221,7 @@ NOT_FORCED = {
 }
 
 
-# transformers bounds their time steps in a prompt's tokens, and not in later ones
+# transformers bounds their time steps in the first tokens of a prompt, and not in those that pass one by one
 UNEVEN = ("mamba2", "nemotron_h", "nemotron_h-experts")
 
 
@@ -248,12 +248,13 @@ def test_the_families_with_files_of_their_own(name, tmp_path):
         for row, hidden in runner.step(step).items():
             got[row].append(model.logits(hidden))
     reference = families.load_family(folder)
-    for text, logits in zip(texts, got):
+    for text, logits, first in zip(texts, got, (30, 1, 9)):
         with torch.inference_mode():
             wanted = reference(torch.tensor([text])).logits[0]
-        # states pass a prompt's tokens one by one, not in the chunks of the reference
-        atol = 0.5 if name in UNEVEN else 5e-3 if spec.has_states else 1e-3
-        torch.testing.assert_close(torch.cat(logits), wanted, atol=atol, rtol=0)
+        compared = slice(first if name in UNEVEN else None)
+        # later tokens pass a state one by one, not in the chunks of the reference
+        atol = 5e-3 if spec.has_states else 1e-3
+        torch.testing.assert_close(torch.cat(logits)[compared], wanted[compared], atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["zaya", "lfm3", "granite4-mamba", "mamba"])
