@@ -263,7 +263,7 @@ def _fallback(found: Import) -> bool:
 
 def test_transformers_is_not_on_the_start_path():
     """Only models that quire has no file for load it."""
-    fallback = "quire.worker.models.fallback", "quire.worker.models.fallback_spec"
+    fallback = tuple(f"quire.worker.models.fallback{part}" for part in ("", "_spec", "_states"))
     starting = [found for found in select("quire", of=("transformers", *fallback)) if found.at_start]
     assert not [str(found) for found in starting if not within(found.module, *fallback)]
 

@@ -31,7 +31,10 @@ the memory of a model; `make docs` lists the effect of each key of its files (`m
   with any model, `--pooling yes-no` a reranker of a model that answers yes or no; `LLM.embed`, `classify` and `score`
   do so offline.
 - Other causal models of transformers whose attention goes through its interface run on one device (`--model-impl`):
-  transformers computes them over quire's attention, prefix cache, scheduler and linear layers.
+  transformers computes them over quire's attention, prefix cache, scheduler and linear layers. Those whose layers keep
+  a state in transformers' cache classes (Zaya, and hybrids by `--model-impl transformers`) run one request after
+  another, and later tokens of a prompt one by one: slowly, with a warning.
+- [The table of all model types](model-types.md) says how each is served, or why not.
 - Hybrids with recurrent states have the same prefix cache, over checkpoints of their states.
 
 ## The list
@@ -62,8 +65,8 @@ case if `do_lower_case` is set; `truncate_prompt_tokens: -1` cuts to the same li
 Nomic embedders), or `--matryoshka`.
 
 """
-_REFUSED = """Refused, with the reason, are models with recurrent layers that are not above (xLSTM, Zaya,
-RecurrentGemma, RWKV), and models whose attention does not go through transformers' interface (BLOOM, GPT-J).
+_REFUSED = """Refused, with the reason, are models that keep their state elsewhere (xLSTM, RecurrentGemma, RWKV), and
+models whose attention does not go through transformers' interface (BLOOM, GPT-J).
 `python -m tools.recipes` lists which of the 95 recipes for text that vLLM gained since February 2026 are served: 85.
 """
 

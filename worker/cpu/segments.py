@@ -411,6 +411,7 @@ def _is_plain(attention: nn.Module, norm: type[Norm]) -> bool:
         and attention.attn.v_head_dim == attention.attn.head_dim
         and attention.attn.chunk is None
         and attention.g_proj is None
+        and attention.v_scale == 1.0
     )
 
 

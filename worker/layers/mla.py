@@ -58,8 +58,15 @@ def multiply_heads(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 class LatentAttention(Attention):
     """Causal attention of one layer over its latent cache. `v_cache` is a view of `k_cache`."""
 
-    def __init__(self, num_heads: int, sizes: LatentSizes, layer_index: int, scale: float):
-        super().__init__(num_heads, 1, sizes.width, layer_index, scale=scale, v_head_dim=sizes.rank)
+    def __init__(
+        self,
+        num_heads: int,
+        sizes: LatentSizes,
+        layer_index: int,
+        scale: float,
+        sinks: torch.nn.Parameter | None = None,
+    ):
+        super().__init__(num_heads, 1, sizes.width, layer_index, scale=scale, v_head_dim=sizes.rank, sinks=sinks)
         self.sizes = sizes
         # W_k and W_v of absorbed tokens; with products of their own all tokens are absorbed
         self.to_latents: HeadProduct = multiply_heads
@@ -111,7 +118,7 @@ class LatentAttention(Attention):
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_k: torch.Tensor, w_v: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
         q = torch.cat((self.to_latents(q_nope, w_k.transpose(1, 2)), q_pe), -1)
-        attended = meta.backend.forward(q, self.k_cache, self.v_cache, meta, self.scale)
+        attended = meta.backend.forward(q, self.k_cache, self.v_cache, meta, self.scale, sinks=self.sinks)
         return self.to_values(attended, w_v)
 
     def _expanded(
@@ -134,7 +141,8 @@ class LatentAttention(Attention):
             v = product(c, w_v[heads].flatten(0, 1))
             q = torch.cat((q_nope[:, heads], q_pe[:, heads]), -1)
             caches = (t.view(num_blocks, block_size, count, -1) for t in (k, v))
-            out[:, heads] = part.meta.backend.forward(q, *caches, part.meta, self.scale)
+            sinks = None if self.sinks is None else self.sinks[heads]
+            out[:, heads] = part.meta.backend.forward(q, *caches, part.meta, self.scale, sinks=sinks)
         return out
 
     def _latents(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

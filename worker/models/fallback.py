@@ -8,6 +8,7 @@ takes the place of transformers'. Weights are read by transformers, which knows 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,10 +22,13 @@ from quire.worker.attention.base import GroupedMetadata
 from quire.worker.host.huge_pages import Workspace, drop_mapped, mappings_of
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, LinearMethod, WeightFormat
-from quire.worker.models.fallback_spec import NAME, attending, base_of, make_model
+from quire.worker.models.fallback_spec import NAME, Attend, attending, base_of, first_states, make_model
+from quire.worker.models.fallback_states import StatePasses
 from quire.worker.parallel import pp, tp
 from quire.worker.platforms.ops import Ops
 from quire.worker.spec.model import ModelSpec
+
+_LOG = logging.getLogger(__name__)
 
 
 class TransformersLM(nn.Module):
@@ -47,6 +51,7 @@ class TransformersLM(nn.Module):
         self.spec, self.max_model_len, self.weights = spec, max_model_len, weights
         self.dtype, self.device = torch.get_default_dtype(), torch.get_default_device()
         self.ops: Ops | None = None
+        attending_layers = [(i, layer) for i, layer in enumerate(spec.layers) if layer.attends]
         self.attention = nn.ModuleList(
             Attention(
                 layer.num_heads,
@@ -58,10 +63,12 @@ class TransformersLM(nn.Module):
                 layer.soft_cap,
                 layer.v_head_dim,
             )
-            for i, layer in enumerate(spec.layers)
+            for i, layer in attending_layers
         )
         with torch.device("meta"):  # `load` makes weights
             self._adopt(make_model(spec.folder))
+            self.passes = self._make_passes() if spec.has_states else None
+        self.states = self.passes.pages if self.passes else None
 
     def _adopt(self, inner: transformers.PreTrainedModel) -> None:
         """Use the weights of `inner`."""
@@ -70,6 +77,18 @@ class TransformersLM(nn.Module):
         swap_linears(inner, self.weights)
         self.inner = inner
         self._head = _head_of(inner)
+
+    def _make_passes(self) -> StatePasses:
+        """What computes the steps of a model with states. The model has no memory yet."""
+        _LOG.warning(
+            "%s keeps a state per request, and transformers computes it: one request after another, and all but their "
+            "first tokens one by one, so expect it to be slow",
+            self.spec.architecture,
+        )
+        model = make_model(self.spec.folder)
+        model.set_experts_implementation(f"{NAME}_meta")
+        held = first_states(model, lambda _, q, k, v, *__: q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]))
+        return StatePasses(model.config, held)
 
     def load(self, folder: str, load_format: str, seed: int, progress: Callable[[float], None] | None) -> None:
         """Read the weights of `folder`, or make random ones if `load_format` is dummy."""
@@ -116,6 +135,19 @@ class TransformersLM(nn.Module):
         needed_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Map input_ids and positions `[T]` to hidden states `[T, H]`, or to those of `needed_rows`."""
+        if self.passes is not None:
+            hidden_states = self.passes.run(
+                base_of(self.inner), input_ids, positions, attn, lambda metas: attending(self._attend(metas))
+            )
+        else:
+            with attending(self._attend(attn)):
+                hidden_states = base_of(self.inner)(
+                    input_ids=input_ids[None].long(), position_ids=positions[None], use_cache=False
+                ).last_hidden_state[0]
+        return hidden_states if needed_rows is None else hidden_states[needed_rows]
+
+    def _attend(self, attn: GroupedMetadata) -> Attend:
+        """The attention of one pass over all layers."""
         layers = iter(self.attention)
 
         def attend(
@@ -131,11 +163,7 @@ class TransformersLM(nn.Module):
             q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (q, k, v))
             return layer(q, k, v, attn[layer.cache_group]).view(1, len(q), layer.num_heads, -1)
 
-        with attending(attend):
-            out = base_of(self.inner)(
-                input_ids=input_ids[None].long(), position_ids=positions[None], use_cache=False
-            ).last_hidden_state[0]
-        return out if needed_rows is None else out[needed_rows]
+        return attend
 
     def rounded_logits(self, hidden: torch.Tensor) -> None:
         """None: `logits` are float32."""
@@ -179,9 +207,20 @@ class _Output(tuple[torch.Tensor]):
 
 
 class _KnownLayers(nn.Module):
-    """Stands for the layers of a model whose `hidden` states are known."""
+    """Stands for the layers `known` of a model whose `hidden` states are known."""
 
     hidden: torch.Tensor
+
+    def __init__(self, known: nn.Module):
+        super().__init__()
+        self._known = [known]  # a list, so that it is not a part
+
+    def __getattr__(self, name: str) -> Any:
+        """Numbers that some models keep next to their layers."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._known[0], name)
 
     def forward(self, *args: Any, **options: Any) -> _Output:
         return _Output((self.hidden,))
@@ -194,7 +233,7 @@ class _KnownLayers(nn.Module):
 def _head_of(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """`model` without its layers: it computes logits, in its family's way, from given hidden states."""
     head = copy.copy(model)
-    head._modules = dict(model._modules) | {model.base_model_prefix: _KnownLayers()}
+    head._modules = dict(model._modules) | {model.base_model_prefix: _KnownLayers(base_of(model))}
     return head
 
 

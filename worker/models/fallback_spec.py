@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import transformers
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from quire.worker.models.fallback_states import Held, held_states, keeps_states, make_cache, pass_tokens, state_spec
 from quire.worker.spec.model import LayerSpec, ModelSpec
 
 NAME = "quire"  # of our attention in transformers' interface
@@ -36,6 +38,7 @@ UNSUPPORTED = {
 # Arguments of the attention interface that do not change the result.
 _HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position", "return_dict"}
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_UNBOUNDED = 1 << 20  # positions of a model without attention
 _GROWING_ROPES = ("dynamic", "longrope")
 
 
@@ -60,13 +63,14 @@ def read_spec(folder: str, raw: dict[str, Any]) -> ModelSpec:
     except Exception as error:
         reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"architecture {architecture} cannot run with transformers: {reason}") from error
+    positions = getattr(text, "max_position_embeddings", None) or _UNBOUNDED
     return ModelSpec(
         architecture=architecture,
         model_type=config.model_type,
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        max_position_embeddings=text.max_position_embeddings,
-        max_model_len=text.max_position_embeddings,
+        max_position_embeddings=positions,
+        max_model_len=positions,
         norm_eps=0.0,
         ropes={},
         tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
@@ -154,10 +158,14 @@ def _layers(config: Any, text: Any) -> tuple[LayerSpec, ...]:
         with torch.device("meta"), torch.no_grad():
             model = make_model("", config)
             model.config.pad_token_id = None  # GPT-2 would look for it among the ids
-            if type(model)._is_stateful or getattr(base_of(model), "_is_stateful", False):
-                raise ValueError("it keeps a recurrent state per request")
+            states = keeps_states(config)
+            attends = set(getattr(text, "layer_types", None) or ("unknown",)) <= _ATTENTION
+            if not states and not attends and type(model)._is_stateful:
+                raise ValueError("it keeps its recurrent state elsewhere than in transformers' cache classes")
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation(f"{NAME}_meta")
+            if states:
+                return stateful_layers(model, text)
             found: list[LayerSpec] = []
             ids = torch.zeros(1, 3, dtype=torch.long)
             with attending(lambda *call: _record(found, text, *call)):
@@ -181,6 +189,43 @@ def _layers(config: Any, text: Any) -> tuple[LayerSpec, ...]:
             + (f"; layers of the types {', '.join(others)} are not implemented" if others else "")
         )
     return tuple(found)
+
+
+def stateful_layers(model: transformers.PreTrainedModel, text: Any) -> tuple[LayerSpec, ...]:
+    """The layers of a model on the meta device whose layers keep states (`fallback_states.py`)."""
+    attended: dict[int, LayerSpec] = {}
+    calls = 0
+
+    def attend(module: torch.nn.Module, *call: Any) -> torch.Tensor:
+        nonlocal calls
+        one: list[LayerSpec] = []
+        out = _record(one, text, module, *call)
+        attended[module.layer_idx], calls = one[0], calls + 1
+        return out
+
+    layers, states = [], first_states(model, attend)
+    if calls != len(attended) or not attended.keys() <= set(range(len(states))):
+        raise ValueError("layers share one module of attention")
+    for i, held in enumerate(states):
+        if i not in attended and not held and not _is_without_mixer(model, i):
+            raise ValueError(f"layer {i} neither attends through transformers' attention interface nor keeps a state")
+        layer = attended.get(i) or LayerSpec(1, 1, 1, 1, text.hidden_size, rope=None, attends=False)
+        layers.append(replace(layer, state=state_spec(held)))
+    return tuple(layers)
+
+
+def _is_without_mixer(model: transformers.PreTrainedModel, layer: int) -> bool:
+    """Return whether a layer is an MLP alone."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return layer < len(kinds) and kinds[layer] in ("mlp", "moe")
+
+
+def first_states(model: transformers.PreTrainedModel, attend: Attend) -> list[tuple[Held, ...]]:
+    """What the layers of a model hold after a first pass."""
+    cache, ids = make_cache(model.config), torch.zeros(3, dtype=torch.long)
+    with attending(attend):
+        pass_tokens(base_of(model), cache, ids, ids)
+    return held_states(cache)
 
 
 def _record(

@@ -1,5 +1,6 @@
 """Granite 3 and 4 with experts: multipliers of embedding, residual, attention and logits. In some a shared MLP stands
-beside the experts. Granite 4 also has models without experts, and models with Mamba layers.
+beside the experts. Granite 4 also has models without experts, and models with Mamba layers; Granite-MoE-SWA has
+Granite-SWA's attention.
 """
 
 from __future__ import annotations
@@ -7,8 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from quire.worker.models.granite import GraniteSWA, ropes_by_theta, with_theta
 from quire.worker.spec.model import LayerSpec
 from quire.worker.spec.moe import MoESpec
+from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.mamba_reader import MAMBA2_DEFAULTS, mamba2
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, routing
@@ -76,6 +79,30 @@ class GraniteMoeShared(GraniteMoe):
     @classmethod
     def moe(cls, values: dict[str, Any]) -> MoESpec:
         return replace(super().moe(values), shared_size=values["shared_intermediate_size"])
+
+
+class GraniteMoeSWA(GraniteMoeShared):
+    config_defaults = GraniteMoeShared.config_defaults | {
+        "model_type": "granitemoe_swa",
+        "sliding_window": 128,
+        "layer_rope_theta": None,
+    }
+    facts = GraniteMoeShared.facts | GraniteSWA.facts
+    renames = {
+        name: found for name, found in GraniteMoeShared.renames.items() if not name.startswith("mlp.experts")
+    } | {"mlp.gate": "block_sparse_moe.router"}
+
+    @classmethod
+    def layer_types(cls, values: dict[str, Any]) -> list[str]:
+        return GraniteSWA.layer_types(values)
+
+    @classmethod
+    def ropes(cls, values: dict[str, Any], raw: dict[str, Any]) -> dict[str, RopeSpec]:
+        return ropes_by_theta(values, super().ropes(values, raw)["default"])
+
+    @classmethod
+    def layer(cls, values: dict[str, Any], index: int, kind: str, layer: LayerSpec) -> LayerSpec:
+        return with_theta(values, index, super().layer(values, index, kind, layer))
 
 
 class GraniteMoeHybrid(GraniteMoeShared):

@@ -55,9 +55,11 @@ class LayerSpec:
     attends: bool = True  # whether the mixer has attention
     # for attention next to a state (`mixers/side_by_side.py`), or form "normed_residual"
     mixer_scales: tuple[float, ...] = ()
-    # a sigmoid multiplies the attended values: one per head or, of mixer "attention" only, one per entry
+    # a gate multiplies the attended values: one per head, or one per entry
     head_gate: bool = False
     entry_gate: bool = False
+    gate_act: str = "sigmoid"  # its activation, a key of `attention.GATE_ACTIVATIONS`
+    v_scale: float = 1.0  # factor of the values, for mixer "attention" only
     cross_length: int = 0  # for mixer "cross": positions of the encoder's output, to which all tokens attend
 
 

@@ -18,6 +18,21 @@ def check_split(name: str, size: int, tp: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeSpec:
+    """States of `sizes` that are not split over ranks: those of models that transformers computes."""
+
+    sizes: Shapes
+
+    def shapes(self, tp: int) -> Shapes:
+        return self.sizes
+
+    def check(self, tp: int) -> None:
+        """Raise ValueError unless there is one rank."""
+        if tp > 1:
+            raise ValueError(f"tensor_parallel_size {tp} does not work with models that transformers computes")
+
+
+@dataclass(frozen=True, slots=True)
 class ShortConvSpec:
     """Gated short convolution (LFM2)."""
 

@@ -4,11 +4,12 @@ normalise q and k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from quire.worker.attention.base import AttentionMetadata
@@ -60,11 +61,12 @@ class SelfAttention(nn.Module):
             kind.scale,
             kind.soft_cap,
             kind.v_head_dim,
-            _sinks(kind.num_heads, self.qkv_proj.num_heads, prefix) if kind.sinks else None,
+            attention_sinks(kind.num_heads, self.qkv_proj.num_heads, prefix) if kind.sinks else None,
             chunk=kind.chunk,
             output_window=kind.output_window,
         )
         self.g_proj = gate_projection(spec, kind, prefix, weights)
+        self.gate_act, self.v_scale = kind.gate_act, kind.v_scale
         self.qk_norm_rope_write = TORCH.qk_norm_rope_write
         self.eps = spec.norm_eps
         self.make_norms(spec, kind, prefix)
@@ -93,6 +95,8 @@ class SelfAttention(nn.Module):
 
     def write_cache(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
         """Store the keys and values of qkv `[T, _]`, which may be overwritten, and return q `[T, heads, D]`."""
+        if self.attn.v_head_dim != self.attn.head_dim:
+            return self._write_apart(qkv, rotation, meta)
         return self.qk_norm_rope_write(
             qkv,
             *self.head_norms(),
@@ -105,6 +109,17 @@ class SelfAttention(nn.Module):
             self.attn.num_heads,
         )
 
+    def _write_apart(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
+        """`write_cache` of heads whose values are not as wide as their keys."""
+        q, k, v = self.split(qkv)
+        rows = rotation.cos_sin[rotation.positions]
+        q, k = (
+            apply_rotary(heads if weight is None else rms_norm(heads, weight, self.eps), rows)
+            for heads, weight in zip((q, k), self.head_norms())
+        )
+        meta.backend.write_kv(k, v, self.attn.k_cache, self.attn.v_cache, meta.slot_mapping)
+        return q
+
     def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         meta, scale = call.attn[self.attn.cache_group], call.rotation.query_scale
         q = self.write_cache(self.qkv_proj(x), call.rotation, meta)
@@ -112,7 +127,11 @@ class SelfAttention(nn.Module):
             q = q * scale[:, None, None].to(q.dtype)
         attended = self.attn.attend(q, meta)
         attended = call.needed(attended)
-        return self.o_proj(attended if self.g_proj is None else gated(attended, self.g_proj(call.needed(x))))
+        if self.v_scale != 1.0:
+            attended = attended * self.v_scale
+        if self.g_proj is not None:
+            attended = gated(attended, self.g_proj(call.needed(x)), self.gate_act)
+        return self.o_proj(attended)
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         """Return the all-reduces of `forward`, in order."""
@@ -369,9 +388,13 @@ def gate_projection(
     return ColumnParallelLinear(spec.hidden_size, [shard], False, weights.linear(shard.prefix))
 
 
-def gated(attended: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """attended `[T, heads * D]` times the sigmoid of logits `[T, heads]` or `[T, heads * D]`."""
-    gate = sigmoid(logits.float()).to(attended.dtype)
+# by `LayerSpec.gate_act`
+GATE_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sigmoid": sigmoid, "softplus": F.softplus}
+
+
+def gated(attended: torch.Tensor, logits: torch.Tensor, activation: str = "sigmoid") -> torch.Tensor:
+    """attended `[T, heads * D]` times the activation of logits `[T, heads]` or `[T, heads * D]`."""
+    gate = GATE_ACTIVATIONS[activation](logits.float()).to(attended.dtype)
     if gate.shape == attended.shape:
         return attended * gate
     return (attended.unflatten(-1, (gate.shape[1], -1)) * gate[..., None]).flatten(1)
@@ -385,7 +408,8 @@ def rope_view(spec: ModelSpec, kind: LayerSpec) -> View | None:
     return rotary_rows(kind.head_dim, rope.rotary_dim, rope.interleaved)
 
 
-def _sinks(num_heads: int, mine: int, prefix: str) -> nn.Parameter:
+def attention_sinks(num_heads: int, mine: int, prefix: str) -> nn.Parameter:
+    """The sinks of this rank's heads, a score each."""
     sinks = empty_parameter(mine, parts=[Part(f"{prefix}.sinks", (num_heads,), ((0, tp().rank * mine, mine),))])
     sinks.dummy_mean = 0.0
     return sinks

@@ -145,9 +145,9 @@ class SandwichLayer(DecoderLayer):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, call: LayerCall) -> Streams:
         x, residual = add(self.input_layernorm, x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, call))
+        x = self.scaled(self.post_attention_layernorm(self.self_attn(x, call)))
         x, residual = self.pre_feedforward_layernorm.add(x, call.needed(residual))
-        return self.post_feedforward_layernorm(self.feed_forward(x, residual)), residual
+        return self.scaled(self.post_feedforward_layernorm(self.feed_forward(x, residual))), residual
 
     def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
         """Return the MLP's output for x, the norm of the residual stream."""

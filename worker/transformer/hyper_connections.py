@@ -73,7 +73,7 @@ class HyperLayer(DecoderLayer):
 
 
 class HyperDecoder(Decoder):
-    """All streams begin as the embeddings; the last norm reads their mean."""
+    """All streams begin as the embeddings; the last norm reads their mean, or what `merge` makes of them."""
 
     @staticmethod
     def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
@@ -91,7 +91,11 @@ class HyperDecoder(Decoder):
             streams = call.hidden.unflatten(1, (size, hidden))
         for layer, layer_call in self.layer_calls(call):
             streams, _ = layer(streams, None, layer_call)
-        return self.norm(streams.mean(1)) if self.last else streams.flatten(1)
+        return self.norm(self.merge(streams)) if self.last else streams.flatten(1)
+
+    def merge(self, streams: torch.Tensor) -> torch.Tensor:
+        """What the last norm reads `[T, H]`."""
+        return streams.mean(1)
 
 
 def num_streams(spec: ModelSpec) -> int:

@@ -24,7 +24,7 @@ from quire.worker.parallel import Exchange, split_size, tp
 from quire.worker.spec.cache import LatentSizes
 from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.spec.rope import RopeSpec
-from quire.worker.transformer.attention import gate_projection, gated
+from quire.worker.transformer.attention import attention_sinks, gate_projection, gated
 from quire.worker.transformer.calls import LayerCall
 
 # keys of config.json, with defaults of DeepSeek
@@ -169,7 +169,8 @@ class MLAttention(nn.Module):
             weights.linear(f"{prefix}.o_proj"),
         )
         self.g_proj = gate_projection(spec, kind, prefix, weights)
-        self.attn = LatentAttention(heads, sizes, layer, kind.scale)
+        sinks = attention_sinks(kind.num_heads, heads, prefix) if kind.sinks else None
+        self.attn = LatentAttention(heads, sizes, layer, kind.scale, sinks)
 
     def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         meta, sizes, rotation = call.attn[self.attn.cache_group], self.sizes, call.rotation

@@ -22,6 +22,8 @@ _B = {
 _H = _B | {"head_dim": 16}
 _W = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24}
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 3, "long_factor": [1.0, 2.0, 3.0]}
+_HALF = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+_HALF_LOCAL = _HALF | {"rope_theta": 1e4}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -65,6 +67,13 @@ _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
 
 # name -> (model_type in transformers, settings)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": (
+        "afmoe",
+        _H
+        | _EXPERTS
+        | {"num_experts": 4, "num_shared_experts": 2, "num_dense_layers": 2, "sliding_window": 24, "route_scale": 1.5}
+        | {"global_attn_every_n_layers": 2, "mup_enabled": True},
+    ),
     "arcee": ("arcee", _H),
     "axk1": (
         "axk1",
@@ -82,6 +91,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", _B | _MAMBA | {"attn_layer_indices": [1, 3]}),
     "cohere": ("cohere", _B | {"use_qk_norm": True, "logit_scale": 0.3}),
     "cohere2": ("cohere2", _H | {"sliding_window": 24, "logit_scale": 0.3}),
+    "cwm": ("cwm", _H | {"sliding_window": 24}),
+    "dots1": (
+        "dots1",
+        _H
+        | _EXPERTS
+        | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "sliding_window": 24}
+        | {"max_window_layers": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True},
+    ),
     "ernie4_5": ("ernie4_5", _H | {"use_bias": True}),
     "exaone4": ("exaone4", _B | {"sliding_window": 24}),
     "exaone4-full": ("exaone4", _B | {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
@@ -107,6 +124,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_mamba",
         {key: value for key, value in _B.items() if key in _PURE} | {"state_size": 8, "use_bias": True},
     ),
+    "flex_olmo": ("flex_olmo", _B | {"num_experts": 4, "num_experts_per_tok": 2}),
     "gemma": ("gemma", _H),
     "gemma2": ("gemma2", _H | {"query_pre_attn_scalar": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
     "gemma3": ("gemma3_text", _H | _W | {"query_pre_attn_scalar": 32}),
@@ -186,6 +204,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoeshared",
         _B | {"attention_multiplier": 0.4, "num_local_experts": 4, "shared_intermediate_size": 40},
     ),
+    "granite_moe_swa": (
+        "granitemoe_swa",
+        _B
+        | _W
+        | {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4}
+        | {"num_local_experts": 4, "shared_intermediate_size": 40, "layer_rope_theta": [1e4, 0, 1e5, 1e4]},
+    ),
     "granite_swa": (
         "granite_swa",
         _B
@@ -198,7 +223,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "hunyuan_v1_dense",
         _H | {"rope_parameters": {"rope_type": "dynamic", "alpha": 10.0, "factor": 1.0, "rope_theta": 1e4}},
     ),
+    "hy_v4": (
+        "hy_v4",
+        _B
+        | _EXPERTS
+        | _LATENT
+        | {"n_routed_experts": 8, "num_hidden_layers": 3, "hc_mult": 3, "swiglu_limit": 0.5, "index_topk": 1024}
+        | {"index_head_dim": 16, "index_n_heads": 2},
+    ),
+    "hyperclovax": (
+        "hyperclovax",
+        _H
+        | {"embedding_multiplier": 2.0, "logits_scaling": 0.5, "residual_multiplier": 0.7, "attention_multiplier": 0.4},
+    ),
     "internlm3": ("internlm3", _H | {"qkv_bias": True, "bias": True}),
+    "jais2": ("jais2", _H),
     "jamba": (
         "jamba",
         _B
@@ -215,6 +254,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_head_dim": 16, "linear_num_heads": 4}
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     ),
+    "kolibri1": (
+        "kolibri1",
+        {key: value for key, value in _H.items() if key != "intermediate_size"}
+        | _EXPERTS
+        | {"num_experts": 4, "shared_expert_intermediate_size": 24, "sliding_window": 24, "num_hidden_layers": 6},
+    ),
+    "laguna": (
+        "laguna",
+        _H
+        | _W
+        | _EXPERTS
+        | {"num_experts": 4, "shared_expert_intermediate_size": 24, "moe_routed_scaling_factor": 1.5}
+        | {"num_attention_heads_per_layer": [4, 6, 6, 4]},
+    ),
+    "laguna-entries": (
+        "laguna",
+        _H | _W | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 24, "gating": "per-element"},
+    ),
     "llama4": (
         "llama4_text",
         _H
@@ -229,6 +286,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2_moe",
         _B | _EXPERTS | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "num_experts": 4},
     ),
+    "lfm3": (
+        "lfm3",
+        _H
+        | {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"], "sliding_window": 24}
+        | {"conv_bias": True},
+    ),
     "mamba": (
         "mamba",
         {key: value for key, value in _B.items() if key in _PURE} | {"state_size": 8, "use_bias": True},
@@ -238,6 +301,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {key: value for key, value in _B.items() if key in _PURE}
         | {"state_size": 16, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8, "use_bias": True}
         | {"time_step_limit": (0.01, 0.5)},
+    ),
+    "mellum": ("mellum", _H | _W | _EXPERTS | {"num_experts": 4, "mlp_layer_types": ["dense"] + ["sparse"] * 3}),
+    "mimo_v2": (
+        "mimo_v2_flash",
+        _H
+        | _W
+        | _EXPERTS
+        | {"num_key_value_heads": 1, "v_head_dim": 12, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+        | {"norm_topk_prob": True, "rope_parameters": {"full_attention": _HALF, "sliding_attention": _HALF_LOCAL}},
     ),
     "minimax": (
         "minimax",
@@ -309,6 +381,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "solar_open": ("solar_open", _H | _EXPERTS | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1}),
     "smollm3": ("smollm3", _B),
     "starcoder2": ("starcoder2", _B | {"sliding_window": 24}),
+    "vaultgemma": ("vaultgemma", _H | {"query_pre_attn_scalar": 32, "sliding_window": 24}),
+    "youtu": ("youtu", _B | _LATENT | {"pad_token_id": None}),  # transformers sets the embedding of padding to 0
     "zamba2": (
         "zamba2",
         _B
@@ -401,6 +475,15 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# models without a file of their own, which transformers computes
+BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zaya": (
+        "zaya",
+        {key: value for key, value in _H.items() if key != "intermediate_size"}
+        | {"num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16, "num_hidden_layers": 2},
+    ),
+}
+
 # compared in float32 only: these differ from their family in one formula, and rounding to 16 bits moves what a random
 # Zamba 2 says by nats, in transformers, too
 VARIANTS = ("falcon_h1-gate-first", "falcon_h1-no-norm", "zamba2")
@@ -411,7 +494,7 @@ def family_config(name: str) -> Any:
     """transformers' configuration of family `name`, as its config.json has it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type, settings = (FAMILIES | SEEING)[name]
+    model_type, settings = (FAMILIES | SEEING | BY_TRANSFORMERS)[name]
     config = CONFIG_MAPPING[model_type](**settings)
     config.architectures = [causal_lm_class(model_type).__name__]
     return config
@@ -422,7 +505,7 @@ def build_family(name: str, folder: str | Path, dtype: str = "float32", **overri
     import torch
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type, settings = (FAMILIES | SEEING)[name]
+    model_type, settings = (FAMILIES | SEEING | BY_TRANSFORMERS)[name]
     torch.manual_seed(0)
     model = causal_lm_class(model_type)._from_config(CONFIG_MAPPING[model_type](**settings | overrides))
     redraw(model)
@@ -456,8 +539,16 @@ def _dense_mlp(path: Path) -> None:
     save_file({dense.sub("mlp.", name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
 
+def _gates_of_mlps(path: Path) -> None:
+    """Name the gates of MLPs as the published files do; transformers names them like those of attention."""
+    from safetensors.torch import load_file, save_file
+
+    gates = {name: name.replace("linear_gate", "gate_proj") for name in load_file(path) if ".mlp." in name}
+    save_file({gates.get(name, name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
 # what to change in the file that transformers writes, so that it is like the family's published ones
-_PUBLISHED = {"kimi_linear": _dense_mlp, "olmo_hybrid": _whole_convolutions}
+_PUBLISHED = {"hy_v4": _gates_of_mlps, "kimi_linear": _dense_mlp, "olmo_hybrid": _whole_convolutions}
 
 
 def causal_lm_class(model_type: str) -> Any:
