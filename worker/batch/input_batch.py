@@ -21,6 +21,7 @@ from quire.worker.messages import StepInput
 from quire.worker.platforms.base import Platform
 from quire.worker.platforms.step_tensors import StepTensors
 from quire.worker.transformer.calls import Encoded
+from quire.worker.transformer.cross_weights import CrossWeights
 from quire.worker.transformer.vision.image_embeds import ImageEmbeds
 
 
@@ -89,11 +90,12 @@ class InputBatch:
     drafts: dict[int, list[int]] = field(default_factory=dict)  # batch position -> drafts that the step verifies
     images: ImageEmbeds | None = None  # on the first stage, if the step computes placeholders of images
     encoded: Encoded | None = None  # of requests that begin, of a model with cross-attention
+    cross_weights: CrossWeights | None = None
 
     @property
     def is_recordable(self) -> bool:
         """Return whether the forward pass needs nothing but tokens, positions and attention."""
-        return self.images is None and self.encoded is None
+        return self.images is None and self.encoded is None and self.cross_weights is None
 
 
 def prepare_inputs(

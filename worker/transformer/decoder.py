@@ -26,6 +26,7 @@ from quire.worker.platforms.ops import FusedLayers, Ops
 from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.transformer.blocks import BLOCKS, DecoderLayer
 from quire.worker.transformer.calls import Encoded, LayerCall, StageCall
+from quire.worker.transformer.cross_weights import CrossWeights
 from quire.worker.transformer.moe import MoE
 from quire.worker.transformer.mtp import PredictionHead
 from quire.worker.transformer.names import TensorNames, below
@@ -122,7 +123,7 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.layers.values()):
             own = None if inputs is None else inputs[:, i]
             needed = call.needed_rows if i == last else None
-            yield layer, LayerCall(rotations.get(layer.rope), call.attn, needed, own, call.encoded)
+            yield layer, LayerCall(rotations.get(layer.rope), call.attn, needed, own, call.encoded, call.cross_weights)
 
     def forward(self, call: StageCall) -> torch.Tensor:
         x, *before = [self.embed(call)] if self.first else call.hidden.split(self.spec.hidden_size, 1)
@@ -251,12 +252,15 @@ class CausalLM(ConfigReader, nn.Module):
         images: ImageEmbeds | None = None,
         token_types: torch.Tensor | None = None,
         encoded: Encoded | None = None,
+        cross_weights: CrossWeights | None = None,
     ) -> torch.Tensor:
         """The hidden states `[T, H]` after this stage's layers; the arguments are those of `StageCall`.
 
         With `needed_rows` the result is `[S, H]`, and the last layer computes only keys and values for other tokens.
         """
-        return self.model(StageCall(input_ids, positions, attn, hidden, needed_rows, images, token_types, encoded))
+        return self.model(
+            StageCall(input_ids, positions, attn, hidden, needed_rows, images, token_types, encoded, cross_weights)
+        )
 
     def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
         """Map hidden `[S, H]`, of the positions to sample, to `[S, vocab_size]` float32, possibly in `workspace`.

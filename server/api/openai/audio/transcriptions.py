@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from quire.engine.messages import SamplingParams
 from quire.server.api import needs
 from quire.server.api.openai.audio import objects, subtitles
-from quire.server.api.openai.audio.fields import TIMED, Fields, check_language, read_fields
+from quire.server.api.openai.audio.fields import TIMED, Fields, check_model, read_fields
 from quire.server.errors import BadRequest, GatewayTimeout, UnsupportedMediaType
 from quire.server.generate.deadlines import within
 from quire.server.generate.transcription import Said, Segment, Transcription, TranscriptionSpec, most_before
@@ -61,7 +61,7 @@ async def _answer(request: Request, state: needs.Transcriptions, task: str) -> R
         identity = admission.admit(request, state, ID_PREFIX, model=fields.model)
         if identity["adapters"]:
             raise BadRequest("LoRA adapters do not transcribe.", param="model")
-        check_language(fields, model, task)
+        check_model(fields, model, task)
         before = _tokens_before(fields.prompt, state)
         pieces = await sse.unless_disconnected(request, _open(fields, state, caller(request).turn))
         base = GenerationRequest(
@@ -81,6 +81,7 @@ async def _answer(request: Request, state: needs.Transcriptions, task: str) -> R
             before=before,
             temperature=fields.temperature,
             timestamps=fields.response_format in TIMED,
+            words=fields.words,
             follows=fields.follows,
             **({} if account is None else {"observed": account.observed}),
         )
@@ -202,14 +203,14 @@ class Answer:
             language=NAMES.get("en" if task == "translate" else code, code),
             duration=round(self.transcription.pieces.seconds, 3),
             text=text,
-            segments=[
-                self._segment(number, said, segment)
-                for number, (said, segment) in enumerate(
-                    (said, segment) for said in self.said for segment in said.segments
-                )
-            ],
+            segments=self._segments() if self.fields.segments else UNSET,
+            words=[word for said in self.said for word in said.words] if self.fields.words else UNSET,
             usage=self._duration(),
         )
+
+    def _segments(self) -> list[objects.TranscriptionSegment]:
+        found = [(said, segment) for said in self.said for segment in said.segments]
+        return [self._segment(number, *one) for number, one in enumerate(found)]
 
     def _segment(self, number: int, said: Said, segment: Segment) -> objects.TranscriptionSegment:
         return objects.TranscriptionSegment(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 
 import numpy as np
 import openai
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from quire.server.media.audio.features import log_mel
+from quire.server.media.audio.words import split_words
 from tests.helpers.models.sounds import wav
 from tests.helpers.models.speech_models import build_whisper, sound, token_id
 from tests.helpers.server.running import MODEL, poll, running_server
@@ -109,6 +111,49 @@ def test_formats(server, one_attempt):
     assert vtt.startswith("WEBVTT\n\n00:00:0") and "," not in vtt.splitlines()[2].split(" --> ")[0]
 
 
+def test_times_of_words(built, server, one_attempt):
+    """They are those of `WhisperForConditionalGeneration.generate` with `return_token_timestamps`."""
+    model, tokenizer = built[0], server.state.tokenizer
+    begin, end = token_id(model, "notimestamps") + 1, token_id(model, "endofspeech")
+    model.set_attn_implementation("eager")
+    for seed in range(1, 5):
+        answer = server.openai.audio.transcriptions.create(
+            model=MODEL,
+            file=file(seed),
+            language="en",
+            response_format="verbose_json",
+            timestamp_granularities=["word", "segment"],
+        )
+        out = model.generate(
+            heard(seed),
+            attention_mask=(torch.arange(3000) < 200).long()[None],
+            language="en",
+            return_timestamps=True,
+            return_token_timestamps=True,
+            return_segments=False,
+            force_unique_generate_call=True,
+        )
+        ids, times = (out[key][0].tolist() for key in ("sequences", "token_timestamps"))
+        kept = [i for i, one in enumerate(ids) if one < end]
+        words = split_words([ids[i] for i in kept], tokenizer.decode, True)
+        expected = [(one.text.strip(), times[kept[one.first] - 1], times[kept[one.last - 1]]) for one in words]
+        assert any(token >= begin for token in ids) and len(expected) > 3
+        assert [one.word for one in answer.words] == [text for text, *_ in expected]
+        for one, (_, start, last) in zip(answer.words, expected):
+            assert (one.start, one.end) == pytest.approx((start, last), abs=0.011)
+        assert "".join(one.word for one in answer.words) == "".join(answer.text.split())
+        assert answer.segments
+
+
+def test_words_without_segments(server, one_attempt):
+    found = server.openai.audio.transcriptions.create(
+        model=MODEL, file=file(2, 65.0), response_format="verbose_json", timestamp_granularities=["word"]
+    )
+    assert found.words and found.segments is None
+    times = [time for one in found.words for time in (one.start, one.end)]
+    assert times == sorted(times) and times[-1] <= 65.0 and times[-1] > 30.0
+
+
 def test_stream_is_the_whole_text(server, one_attempt):
     def create(**fields):
         return server.openai.audio.transcriptions.create(
@@ -175,7 +220,8 @@ BAD = [
     ({"stream": "true", "response_format": "srt"}, 400, "stream", "json or text"),
     ({"include[]": "items"}, 400, "include", "must be one of logprobs"),
     ({"include[]": "logprobs", "response_format": "text"}, 400, "include", "needs response_format json"),
-    ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, 400, "timestamp_granularities", "words"),
+    ({"timestamp_granularities[]": "word", "response_format": "json"}, 400, "timestamp_granularities", "verbose_json"),
+    ({"timestamp_granularities[]": "page", "response_format": "verbose_json"}, 400, "timestamp_granularities", "word"),
     ({"timestamp_granularities[]": "segment"}, 400, "timestamp_granularities", "verbose_json"),
     ({"chunking_strategy": "often"}, 400, "chunking_strategy", "must be auto"),
     ({"chunking_strategy": '{"type": "server_vad", "depth": 1}'}, 400, "chunking_strategy", "has no 'depth'"),
@@ -287,6 +333,20 @@ def test_a_model_of_english(tmp_path, one_attempt):
             create(model=MODEL, file=file(), language="de")
         with pytest.raises(openai.BadRequestError, match="translates nothing"):
             running.openai.audio.translations.create(model=MODEL, file=file())
+
+
+def test_a_model_without_alignment_heads(built, tmp_path):
+    shutil.copytree(built[1], tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "generation_config.json").read_text())
+    del settings["alignment_heads"]
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    with running_server(str(tmp_path), **SETTINGS) as running:
+        running.wait_ready(120)
+        with pytest.raises(openai.BadRequestError, match="has no timestamps of words") as caught:
+            running.openai.audio.transcriptions.create(
+                model=MODEL, file=file(), response_format="verbose_json", timestamp_granularities=["word"]
+            )
+        assert caught.value.param == "timestamp_granularities"
 
 
 def test_a_model_of_text_transcribes_nothing(model_folder):
