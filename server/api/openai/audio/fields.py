@@ -38,8 +38,13 @@ FIELDS: dict[str, Json] = {
     "stream": {"type": "boolean"},
     "condition_on_previous_text": {"type": "boolean"},
 }
+_OTHERS = {name.removesuffix("[]"): schema for name, schema in FIELDS.items() if name != "file"}
+_IN_JSON = {"file_url": {"type": "string", "description": "data:audio/wav;base64,..."}} | _OTHERS
 FORM = {
-    "content": {"multipart/form-data": {"schema": {"type": "object", "required": ["file"], "properties": FIELDS}}},
+    "content": {
+        "multipart/form-data": {"schema": {"type": "object", "required": ["file"], "properties": FIELDS}},
+        "application/json": {"schema": {"type": "object", "required": ["file_url"], "properties": _IN_JSON}},
+    },
     "required": True,
 }
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -18,12 +19,14 @@ from quire.engine.messages import SamplingParams
 from quire.server.api import needs
 from quire.server.api.openai.audio import objects, subtitles
 from quire.server.api.openai.audio.fields import TIMED, Fields, check_model, read_fields
+from quire.server.api.openai.audio.json_form import MAX_BYTES, form_of
 from quire.server.errors import BadRequest, GatewayTimeout, UnsupportedMediaType
 from quire.server.generate.deadlines import within
 from quire.server.generate.transcription import Said, Segment, Transcription, TranscriptionSpec, most_before
 from quire.server.http import admission, request_options, sse
 from quire.server.http.bodies.form import MAX_FORM_BYTES, declared_size, read_form
 from quire.server.http.caller import caller
+from quire.server.http.read_body import in_turns, read_body
 from quire.server.media.audio.languages import NAMES, gap
 from quire.server.media.audio.model import STEP
 from quire.server.media.audio.service import Pieces, Room, too_large
@@ -51,10 +54,17 @@ async def _answer(request: Request, state: needs.Transcriptions, task: str) -> R
     def refusal():
         return too_large(state.speech.max_bytes)
 
-    room = state.speech.hold(declared_size(request, most, refusal) or most)
+    is_json = request.headers.get("content-type", "").startswith("application/json")
+    size = declared_size(request, most, refusal)
+    room = state.speech.hold((size or most) if not is_json else MAX_BYTES)
     form, keep = FormData(), False  # whether a stream reads on
     try:
-        form = await read_form(request, most, refusal, "Audio, in the field file,", max_fields=64)
+        if is_json:
+            body = await read_body(request, state, MAX_BYTES)
+            form = await in_turns(request, state, len(body), partial(form_of, body))
+            del body
+        else:
+            form = await read_form(request, most, refusal, "Audio, in the field file,", max_fields=64)
         fields = read_fields(form, state.config.server.strict_params)
         if fields.ignored:
             caller(request).ignored = fields.ignored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import itertools
 import json
@@ -38,8 +39,9 @@ def built(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(built):
-    with running_server(built[1], **SETTINGS) as running:
+def server(built, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("batches"))
+    with running_server(built[1], batch_dir=folder, batch_disk=8 << 20, **SETTINGS) as running:
         yield running.wait_ready(120)
 
 
@@ -274,7 +276,7 @@ def test_refused_files(server, content, message):
 
 def test_refused_forms(server, monkeypatch):
     post = server.http.post
-    assert post("/v1/audio/transcriptions", json={"file": "a"}).status_code == 415
+    assert post("/v1/audio/transcriptions", content=b"x", headers={"Content-Type": "audio/wav"}).status_code == 415
     missing = post("/v1/audio/transcriptions", files={"other": file()})
     assert (missing.status_code, missing.json()["error"]["code"]) == (400, "missing_required_parameter")
     page = post("/v1/audio/transcriptions", files={"file": file()}, headers={"Origin": "http://elsewhere"})
@@ -286,6 +288,79 @@ def test_refused_forms(server, monkeypatch):
     monkeypatch.setattr(server.state.speech, "max_seconds", 1.5)
     long = post("/v1/audio/transcriptions", files={"file": file()})
     assert long.status_code == 400 and "it has 2 seconds" in long.json()["error"]["message"]
+
+
+def data_url(seed: int = 1) -> str:
+    return "data:audio/wav;base64," + base64.b64encode(file(seed)[1]).decode()
+
+
+def test_a_body_of_json(server, one_attempt):
+    """It is the form: lists, numbers and flags as JSON has them."""
+
+    def both(body, **form):
+        by_json = server.http.post("/v1/audio/transcriptions", json={"language": "en"} | body)
+        by_form = server.http.post("/v1/audio/transcriptions", files={"file": file(3)}, data={"language": "en"} | form)
+        assert by_json.status_code == by_form.status_code == 200, by_json.text
+        return by_json, by_form
+
+    first, second = both({"file_url": data_url(3), "prompt": None, "stream": False, "temperature": 0})
+    assert first.json() == second.json() and first.json()["text"]
+    options = {"response_format": "verbose_json", "timestamp_granularities": ["word"]}
+    first, second = both({"url": data_url(3)} | options, **options)
+    assert first.json() == second.json() and first.json()["words"]
+    vad = {"type": "server_vad", "threshold": 0.4}
+    first, second = both(
+        {"url": data_url(3), "chunking_strategy": vad, "response_format": "srt"},
+        chunking_strategy=json.dumps(vad),
+        response_format="srt",
+    )
+    assert first.text == second.text
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        (b"[1]", None, "not a JSON object"),
+        (b"{}", "file_url", "Missing required parameter"),
+        (b'{"file": "a"}', "file", "send file_url"),
+        (b'{"file_url": 3}', "file_url", "must be a data: URL"),
+        (b'{"url": "https://a/b.wav"}', "url", "must be a data: URL"),
+        (b'{"file_url": "data:text/plain;base64,YQ=="}', "file_url", "holds text/plain, not audio or a video"),
+        (b'{"file_url": "data:audio/wav;base64,?"}', "file_url", "not valid base64"),
+        (b'{"file_url": "data:audio/wav;base64,YQ=="}', "file", "container is not known"),
+    ],
+)
+def test_refused_bodies(server, body, param, message):
+    answer = server.http.post("/v1/audio/transcriptions", content=body, headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and message in error["message"]
+
+
+def test_a_batch(server, one_attempt):
+    url = "/v1/audio/transcriptions"
+    bodies = {
+        "a": {"file_url": data_url(1), "language": "en"},
+        "b": {"file_url": data_url(2), "language": "en", "response_format": "text"},
+        "c": {"file_url": "data:audio/wav;base64,YQ=="},
+        "d": {"file_url": data_url(1), "stream": True},
+    }
+    lines = [{"custom_id": key, "method": "POST", "url": url, "body": body} for key, body in bodies.items()]
+    client = server.openai
+    content = "\n".join(map(json.dumps, lines)).encode()
+    uploaded = client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=uploaded.id, endpoint=url, completion_window="24h")
+    poll(lambda: client.batches.retrieve(batch.id).status == "completed", 120)
+    batch = client.batches.retrieve(batch.id)
+    found = {}
+    for file_id in (batch.output_file_id, batch.error_file_id):
+        for text in client.files.content(file_id).text.splitlines():
+            one = json.loads(text)
+            found[one["custom_id"]] = (one["response"]["status_code"], one["response"]["body"])
+    as_json, as_text = (
+        client.audio.transcriptions.create(model=MODEL, file=file(seed), language="en").text for seed in (1, 2)
+    )
+    assert found["a"][1]["text"] == as_json and found["b"] == (200, as_text + "\n")
+    assert found["c"][0] == found["d"][0] == 400
 
 
 def test_other_endpoints_say_what_the_model_does(server):
