@@ -35,7 +35,7 @@ _RATE = 16_000
 _PITCHES = range(100, 3000)  # Hz, of generated tones
 
 
-class _Usage(msgspec.Struct):
+class _Usage(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
@@ -90,7 +90,7 @@ def parser() -> Parser:
     )
     result.add_argument("--language", metavar="CODE", help="what is spoken (default: detected)")
     result.add_argument(
-        "--temperature", type=float, metavar="T", help="one attempt at it (default: Whisper's attempts)"
+        "--temperature", type=float, metavar="T", help="one attempt at it (default: several)"
     )
     result.add_argument(
         "--metric-percentiles",

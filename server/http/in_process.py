@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 async def call(app: ASGIApp, path: str, body: bytes, caller: Caller) -> tuple[int, str, bytes]:
-    """(status, request id, body) of the answer to POST `path` with a JSON body, as that of `caller`. The body is JSON: a
-    string with the text of an answer of another type.
+    """(status, request id, body) of the answer to POST `path` with a JSON body, as that of `caller`. The body is JSON:
+    a string with the text of an answer of another type.
     """
     unread = [body]
     answer = bytearray()
