@@ -52,9 +52,11 @@ def test_tones_and_files_of_unknown_length(server, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_errors(server, capsys, tmp_path):
-    assert bench(server, str(tmp_path / "missing.wav")) == 1
+    with pytest.raises(SystemExit):
+        bench(server, str(tmp_path / "missing.wav"))
     assert "No such file" in capsys.readouterr().err
-    assert bench(server, "--language", "xx", "--seconds", "1") == 1
+    with pytest.raises(SystemExit):
+        bench(server, "--language", "xx", "--seconds", "1")
     assert "the first request failed: HttpError: HTTP 400" in capsys.readouterr().err
 
 
