@@ -10,6 +10,7 @@ all processes over the number of threads, which a busy machine disturbs less), a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -79,9 +80,10 @@ def cpu_seconds(pid: int) -> float:
     """CPU time of a process and its descendants."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    kids = {kid for one in threads for kid in (one / children.name).read_text().split()}
+    kids: set[str] = set()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has ended
+            kids.update((thread / "children").read_text().split())
     return own + sum(cpu_seconds(int(kid)) for kid in kids)
 
 
