@@ -119,8 +119,10 @@ def check_model(fields: Fields, model: SpeechModel, task: str) -> None:
 def _check_lists(fields: Fields, lists: dict[str, list[object]]) -> None:
     wanted = [_choice("timestamp_granularities", one, ("segment", "word")) for one in lists["timestamp_granularities"]]
     fields.words, fields.segments = "word" in wanted, "segment" in wanted or not wanted
-    if wanted and fields.response_format != "verbose_json":
-        raise BadRequest("timestamp_granularities needs response_format verbose_json.", param="timestamp_granularities")
+    if fields.words and fields.response_format != "verbose_json":  # the AI SDK asks for segments with json, too
+        raise BadRequest(
+            "timestamp_granularities word needs response_format verbose_json.", param="timestamp_granularities"
+        )
     for value in lists["include"]:
         _choice("include", value, ("logprobs",))
         fields.logprobs = True

@@ -110,8 +110,11 @@ async def _answer(request: Request, state: needs.Transcriptions, task: str) -> R
 
 def _require_program(request: Request) -> None:
     """Refuse forms that web pages of others send, which browsers do not ask for first."""
-    from_page = any(name in request.headers for name in ("origin", "sec-fetch-site"))
-    if from_page and not any(name in request.headers for name in ("x-requested-with", "authorization", "x-api-key")):
+    headers = request.headers
+    from_page = "origin" in headers or "sec-fetch-site" in headers
+    own = headers.get("sec-fetch-site") == "same-origin"  # browsers say so themselves: this server's page
+    deliberate = any(name in headers for name in ("x-requested-with", "authorization", "x-api-key"))
+    if from_page and not own and not deliberate:
         raise UnsupportedMediaType("A form from a web page must be sent with an X-Requested-With header.")
 
 
