@@ -261,16 +261,14 @@ class Transcription:
 
         A token is said from where the one before it begins on the path: attention looks for the next token.
         """
-        import numpy as np
+        from quire.server.media.audio.words import read_times, split_words
 
-        from quire.server.media.audio.words import begins, split_words
-
-        times = begins(np.frombuffer(data, np.float32).reshape(-1, positions)) * STEP
+        times = read_times(data, positions)
         offset, words = said.piece.start, []
         for segment in said.segments:
             for word in split_words(segment.token_ids, self._text, gap(self.language) != ""):
                 first, last = segment.first + word.first, segment.first + word.last - 1
-                start, end = (round(offset + float(at), 2) for at in (times[max(first - 1, 0)], times[last]))
+                start, end = (round(offset + at, 2) for at in (times[max(first - 1, 0)], times[last]))
                 words.append(TimedWord(word.text.strip(), start, end))
         return words
 

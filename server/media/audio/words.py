@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.server.media.audio.model import STEP
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -24,6 +26,13 @@ class Word:
     text: str
     first: int
     last: int  # after its last token
+
+
+def read_times(data: bytes, positions: int) -> list[float]:
+    """The second at which each token begins, from the matrix of float32 that the engine answers."""
+    import numpy as np
+
+    return (begins(np.frombuffer(data, np.float32).reshape(-1, positions)) * STEP).tolist()
 
 
 def begins(matrix: np.ndarray) -> np.ndarray:
