@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from quire.worker.attention.base import AttentionBackend, GroupedMetadata
+from quire.worker.attention.cross_weights import CrossWeights
 from quire.worker.batch.group_metadata import adapt
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.messages import StepInput
 from quire.worker.platforms.base import Platform
 from quire.worker.platforms.step_tensors import StepTensors
 from quire.worker.transformer.calls import Encoded
-from quire.worker.transformer.cross_weights import CrossWeights
 from quire.worker.transformer.vision.image_embeds import ImageEmbeds
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from quire.worker.attention.cross_weights import CrossWeights, RequestWeights
 from quire.worker.batch.input_batch import InputBatch
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.images.step_audio import AudioRows
@@ -12,7 +13,6 @@ from quire.worker.messages import Alignment, NewRequest, StepInput
 from quire.worker.parallel import tp
 from quire.worker.platforms.base import Platform
 from quire.worker.sampling.pooling import Pooled
-from quire.worker.transformer.cross_weights import CrossWeights, RequestWeights
 from quire.worker.transformer.decoder import CausalLM
 
 

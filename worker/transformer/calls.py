@@ -15,7 +15,7 @@ from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.rotary import Rotation
 
 if TYPE_CHECKING:
-    from quire.worker.transformer.cross_weights import CrossWeights
+    from quire.worker.attention.cross_weights import CrossWeights
     from quire.worker.transformer.vision.image_embeds import ImageEmbeds
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from quire.checkpoints.ranks import too_many_stages
 from quire.worker.attention.base import GroupedMetadata
+from quire.worker.attention.cross_weights import CrossWeights
 from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.embedding import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, WeightFormat
@@ -26,7 +27,6 @@ from quire.worker.platforms.ops import FusedLayers, Ops
 from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.transformer.blocks import BLOCKS, DecoderLayer
 from quire.worker.transformer.calls import Encoded, LayerCall, StageCall
-from quire.worker.transformer.cross_weights import CrossWeights
 from quire.worker.transformer.moe import MoE
 from quire.worker.transformer.mtp import PredictionHead
 from quire.worker.transformer.names import TensorNames, below
