@@ -126,7 +126,7 @@ class Scheduler:
         check_request(message, self.max_model_len, self._vocab_size, self.pooling, self.max_loras)
         # an image that is computed whole always fits next to the tokens of the other running requests
         check_media(message, self.media, self.token_budget - self.max_running + 1)
-        pools_all = message.pooling is not None and self.pooling.reads_all
+        pools_all = message.pooling is not None and (self.pooling is None or self.pooling.reads_all)
         first, arrival = self._num_added + 1, time.monotonic() - message.age
         requests = [
             Request(message, choice, client, i, first, arrival, self.max_model_len, self.by_priority, pools_all)

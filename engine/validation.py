@@ -64,6 +64,10 @@ def _check_task(message: AddRequest, pooling: PoolingInfo | None) -> None:
         if pooling is not None and not pooling.generates:
             raise ValueError("this model cannot generate text: it has no output head")
         return
+    if message.sampling.max_tokens or message.sampling.prompt_logprobs is not None or message.siblings:
+        raise ValueError("a pooling request has max_tokens 0, no prompt_logprobs and one choice")
+    if message.pooling.task == "align":  # see `check_media`
+        return
     if pooling is None or message.pooling.task not in pooling.tasks:
         known = ", ".join(pooling.tasks) if pooling else "none"
         raise ValueError(f"pooling task {message.pooling.task!r} is not supported by this model; supported: {known}")
@@ -71,14 +75,14 @@ def _check_task(message: AddRequest, pooling: PoolingInfo | None) -> None:
         raise ValueError(f"num_dimensions is {message.pooling.num_dimensions}, the model has {pooling.num_dimensions}")
     if not 0 <= message.pooling.second_start <= len(message.prompt_token_ids):
         raise ValueError(f"second_start is {message.pooling.second_start}, but must be within the prompt")
-    if message.sampling.max_tokens or message.sampling.prompt_logprobs is not None or message.siblings:
-        raise ValueError("a pooling request has max_tokens 0, no prompt_logprobs and one choice")
 
 
 def check_media(message: AddRequest, media: MediaInfo | None, longest_span: int) -> None:
     """Raise ValueError, naming the image and the limit, for images that the model cannot read. `longest_span` is the
     most tokens that an image may take in a prompt of a model that computes its images whole.
     """
+    if message.pooling is not None and message.pooling.task == "align":
+        _check_alignment(message, media)
     if not message.media:
         return
     if media is None:
@@ -101,6 +105,19 @@ def _check_audio(items: list[MediaItem], media: MediaInfo) -> None:
         raise ValueError(f"a request of this model has one piece of audio, not {len(items)}")
     if (item.offset, item.length, item.num_embeds) != (0, 1, media.cross):
         raise ValueError(f"the audio has {item.num_embeds} embeddings, but {media.cross} at token 0 are expected")
+
+
+def _check_alignment(message: AddRequest, media: MediaInfo | None) -> None:
+    wanted = message.pooling.alignment
+    if media is None or not media.cross or not message.media or wanted is None:
+        raise ValueError("pooling task 'align' needs audio and a model with cross-attention")
+    layers, heads = media.cross_heads
+    if not wanted.heads or not all(0 <= layer < layers and 0 <= head < heads for layer, head in wanted.heads):
+        raise ValueError(f"alignment: heads must be of {layers} layers with {heads} heads")
+    if not 0 <= wanted.first < len(message.prompt_token_ids) or not 0 < wanted.positions <= media.cross:
+        raise ValueError(f"alignment: it must begin within the prompt and have 1 to {media.cross} positions")
+    if wanted.width < 1 or wanted.width % 2 == 0:
+        raise ValueError(f"alignment: the width of the median filter is {wanted.width}, but must be odd")
 
 
 def _check_image(i: int, item: MediaItem, span: list[int], media: MediaInfo, longest_span: int) -> None:

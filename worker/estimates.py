@@ -49,7 +49,9 @@ def media_info(spec: ModelSpec, limits: Limits, platform: Platform) -> MediaInfo
         return None
     if cross := spec.vision.cross:
         batch = cross * max(1, (platform.encoder_budget or limits.max_num_batched_tokens) // cross)
-        return MediaInfo(-1, max(cross * min(limits.max_num_seqs, _KEPT_AUDIO), batch), batch, cross=cross)
+        heads = [layer.num_heads for layer in spec.layers if layer.cross_length]
+        kept = max(cross * min(limits.max_num_seqs, _KEPT_AUDIO), batch)
+        return MediaInfo(-1, kept, batch, cross=cross, cross_heads=(len(heads), min(heads)))
     size = max(limits.max_num_batched_tokens, min(limits.max_model_len, _LARGEST_IMAGE))
     budget, vision = min(limits.max_num_batched_tokens, platform.encoder_budget or size), spec.vision
     return MediaInfo(vision.image_token_id, size, budget, vision.bidirectional, vision.mrope)

@@ -164,15 +164,26 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
         return any(some)
 
 
+class Alignment(msgspec.Struct, frozen=True, array_like=True):
+    """The cross-attention of a prompt's tokens, from `first` on, to the first `positions` of the encoder's output."""
+
+    heads: tuple[tuple[int, int], ...]  # (layer, head), of which the mean is taken
+    first: int
+    positions: int
+    width: int  # of the median filter over the positions, odd
+
+
 class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The request returns one vector for its prompt instead of tokens (`SamplingParams.max_tokens` is 0): embed, the
-    pooled hidden states; classify, the logits of the model's classifier.
+    pooled hidden states; classify, the logits of the model's classifier; align, the matrix of an `Alignment`, row by
+    row.
     """
 
     task: str = "embed"
     num_dimensions: int = 0  # for an embedding: the first ones are kept; 0 keeps all
     normalize: bool = False  # scale an embedding to length 1, after the cut
     second_start: int = 0  # index of the first token of a pair's second text, 0 for one text
+    alignment: Alignment | None = None  # of align
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -307,6 +318,7 @@ class MediaInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     whole: bool = False  # tokens of an image attend to each other in both directions: one step computes its span
     has_grids: bool = False  # positions have three axes, so that items need a `grid`
     cross: int = 0  # embeddings of each item, to which the decoder attends; 0: embeddings replace placeholders
+    cross_heads: tuple[int, int] = (0, 0)  # layers that attend to them, and heads of each
 
 
 class LoraUse(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -34,6 +34,7 @@ from quire.worker.messages import NO_TOKEN_ERROR, StepInput, StepOutput, TokenLo
 from quire.worker.parallel import tp
 from quire.worker.pipeline import SingleStage
 from quire.worker.platforms.base import Event, Platform, is_out_of_memory
+from quire.worker.sampling.alignments import Alignments
 from quire.worker.sampling.logprobs import Entries, PromptLogprobs, prompt_messages
 from quire.worker.sampling.pooling import Pooled, Pooling
 from quire.worker.sampling.sampler import RowLogprobs, Sampled, Sampler
@@ -201,11 +202,15 @@ class ModelRunner:
                 self.measurement = measure(self._run_alone, costs, table, most, page)
         self.prompt_logprobs = PromptLogprobs(table, platform)
         table.register(self.prompt_logprobs)
-        self.pooling = Pooling(table, platform, model)
-        table.register(self.pooling)
         self.shares_outputs = all(group.shares_outputs for group in table.groups)
         steps = StepAudio if model.spec.crosses else StepImages
         self.images = steps(model, table, platform, self.stage) if model.spec.vision is not None else None
+        self.pooling: Pooling | Alignments = (
+            Alignments(table, platform, model, self.images.rows)
+            if model.spec.crosses
+            else Pooling(table, platform, model)
+        )
+        table.register(self.pooling)
         self.adapters = adapters
         if adapters is not None:
             table.register(adapters)
@@ -272,10 +277,11 @@ class ModelRunner:
         the failure.
 
         False once the other ranks may have sampled, and if they exchange more than `_abandon` knows of (a pipeline,
-        prompt logprobs, --debug-check-ranks).
+        prompt logprobs, alignments, --debug-check-ranks).
         """
         known = self.stage.first and self.stage.last and type(self.sampler) is Sampler
-        return known and self._reached < _SAMPLING and not self.prompt_logprobs.needed(step)
+        exchanges = self.prompt_logprobs.needed(step) or (self.model.spec.crosses and self.pooling.needed(step))
+        return known and self._reached < _SAMPLING and not exchanges
 
     def _abandon(self, batch: InputBatch, num_done: int) -> Failed:
         """Send NaN in the remaining exchanges of the step: a rank whose hidden states are all NaN concludes that the
@@ -345,6 +351,8 @@ class ModelRunner:
         if self.images is not None:
             errors |= self.images.errors(step)
         scored, pools = self.prompt_logprobs.needed(step), self.pooling.needed(step)
+        if pools and self.model.spec.crosses:
+            batch.cross_weights = self.pooling.weights(batch)
         keeps_all = scored or pools or (self.speculator is not None and self.speculator.needs_hidden)
         if self.stage.last and step.samples:
             self.sampler.grammars.begin(batch.sampling)
@@ -480,4 +488,5 @@ class ModelRunner:
             batch.needed_rows,
             **({} if batch.images is None else {"images": batch.images}),
             **({} if batch.encoded is None else {"encoded": batch.encoded}),
+            **({} if batch.cross_weights is None else {"cross_weights": batch.cross_weights}),
         )

@@ -97,12 +97,14 @@ class Client:
         self.authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self.idle: list[_Connection] = []
 
-    async def request(self, method: str, path: str, body: bytes = b"") -> tuple[Response, _Connection]:
+    async def request(
+        self, method: str, path: str, body: bytes = b"", content_type: str = "application/json"
+    ) -> tuple[Response, _Connection]:
         """Send one request. Return the connection with `release` after the body was read."""
         host = f"{self.host}:{self.port}"
         head = (
             f"{method} {self.path}{path} HTTP/1.1\r\nHost: {host}\r\n{self.authorization}Content-Type: "
-            "application/json\r\n"
+            f"{content_type}\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         ).encode("latin-1")
         while self.idle:

@@ -10,6 +10,7 @@ from quire.configs.options import suggestion
 
 COMMANDS = {
     "serve": "a running server over HTTP: throughput, time to first token, time per token",
+    "audio": "a running server that transcribes: real-time factor, latency",
     "throughput": "the engine without HTTP, all prompts at once",
     "latency": "the engine without HTTP, one batch at a time",
     "startup": "seconds from the command to the first answered probe, readiness and first token",

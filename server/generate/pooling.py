@@ -240,6 +240,7 @@ def _message(request: GenerationRequest) -> AddRequest:
         cache_seconds=request.cache_seconds,
         pooling=request.pooling,
         background=request.background,
+        media=[one.item for one in request.media],
         tenant=request.tenant,
         weight=request.weight,
         adapters=[one.use for one in request.adapters],

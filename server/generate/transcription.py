@@ -14,10 +14,11 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from quire.engine.messages import MediaItem, SamplingParams, TokenLogprobs
+from quire.engine.messages import Alignment, MediaItem, PoolingParams, SamplingParams, TokenLogprobs
 from quire.server.errors import EngineError
-from quire.server.generate import deltas, needs
+from quire.server.generate import deltas, needs, pooling
 from quire.server.generate.generation import Generation
+from quire.server.media.audio.languages import gap
 from quire.server.media.audio.model import STEP, SpeechModel
 from quire.server.media.audio.service import Piece, Pieces
 from quire.server.model_info import ModelInfo
@@ -51,8 +52,18 @@ class TranscriptionSpec:
     before: list[int] = field(default_factory=list)  # tokens of the text that the first piece follows
     temperature: float = 0.0  # 0: Whisper's attempts
     timestamps: bool = False
+    words: bool = False  # also the times of words; needs `timestamps`
     follows: bool = False  # whether each piece follows the text of the one before it, so that they run one by one
     observed: Observed = lambda found: found
+
+
+@dataclass(slots=True)
+class TimedWord:
+    """A word, with seconds from the beginning of the file."""
+
+    word: str
+    start: float
+    end: float
 
 
 @dataclass(slots=True)
@@ -63,6 +74,7 @@ class Segment:
     end: float
     token_ids: list[int]
     text: str
+    first: int = 0  # index of its first token in the output
 
 
 @dataclass(slots=True)
@@ -72,6 +84,8 @@ class Said:
     piece: Piece
     text: str = ""
     segments: list[Segment] = field(default_factory=list)
+    words: list[TimedWord] = field(default_factory=list)
+    sequence: list[int] = field(default_factory=list)  # prompt and output, with special tokens
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     temperature: float = 0.0
@@ -152,7 +166,11 @@ class Transcription:
                 return said.silenced()
             if not said.fails:
                 break
-        return said.silenced() if said.is_silence(PERHAPS_NO_SPEECH) else said
+        if said.is_silence(PERHAPS_NO_SPEECH):
+            return said.silenced()
+        if spec.words and said.segments:
+            said.words = await self._words(said)
+        return said
 
     async def _detect(self, piece: Piece) -> str:
         """Return the code of the likeliest language."""
@@ -190,6 +208,7 @@ class Transcription:
         else:
             no_speech = await self._no_speech(piece)
         said = self._read(piece, ids, logprobs)
+        said.sequence = [*prompt, *(token for token in ids if token != model.end)]
         said.temperature, said.no_speech, said.num_prompt = temperature, no_speech, len(prompt)
         return said
 
@@ -210,16 +229,48 @@ class Transcription:
         """Return the parts between timestamps. One that has no end lasts to the end of the piece."""
         begin, segments = self.model.timestamp_begin, []
         start, tokens = 0.0, []
-        for token in [*ids, None]:
+        for i, token in enumerate([*ids, None]):
             if token is not None and token < self.model.end:
                 tokens.append(token)
             elif token is None or token >= begin:
                 at = piece.seconds if token is None else min((token - begin) * STEP, piece.seconds)
                 if tokens:
                     first, last = (round(piece.start + one, 2) for one in (min(start, at), at))
-                    segments.append(Segment(first, last, tokens, self._text(tokens)))
+                    segments.append(Segment(first, last, tokens, self._text(tokens), i - len(tokens)))
                 start, tokens = at, []
         return segments
+
+    async def _words(self, said: Said) -> list[TimedWord]:
+        """The words of a piece with their times, from one more forward pass over its tokens."""
+        model, piece, first = self.model, said.piece, said.num_prompt
+        num_frames = math.ceil(round(piece.seconds / STEP * 2, 3))  # of features, two for each position
+        positions = min(num_frames // 2, model.positions)
+        if not positions:
+            return [TimedWord(segment.text.strip(), segment.start, segment.end) for segment in said.segments]
+        wanted = Alignment(model.alignment_heads, first, positions, model.median_width)
+        request = self._request(piece, said.sequence, SamplingParams(max_tokens=0))
+        request.pooling = PoolingParams("align", alignment=wanted)
+        try:
+            (found,) = await pooling.run(self.state, [request])
+        finally:
+            request.media[0].lease.release()
+        return await self.state.speech.run(lambda: self._timed(said, found.data, positions), self.pieces.turn)
+
+    def _timed(self, said: Said, data: bytes, positions: int) -> list[TimedWord]:
+        """Read an answer of the engine. Runs in a thread.
+
+        A token is said from where the one before it begins on the path: attention looks for the next token.
+        """
+        from quire.server.media.audio.words import read_times, split_words
+
+        times = read_times(data, positions)
+        offset, words = said.piece.start, []
+        for segment in said.segments:
+            for word in split_words(segment.token_ids, self._text, gap(self.language) != ""):
+                first, last = segment.first + word.first, segment.first + word.last - 1
+                start, end = (round(offset + at, 2) for at in (times[max(first - 1, 0)], times[last]))
+                words.append(TimedWord(word.text.strip(), start, end))
+        return words
 
     def _text(self, token_ids: list[int]) -> str:
         return self.state.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -228,20 +279,7 @@ class Transcription:
         self, piece: Piece, prompt: list[int], sampling: SamplingParams
     ) -> tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]:
         """(tokens, their log-probabilities, those of the prompt) that the engine answers."""
-        lease, model = self.state.speech.lease(piece), self.model
-        item = MediaItem(lease.image.key, 0, 1, model.positions, lease.image.path)
-        base = self.spec.base
-        request = GenerationRequest(
-            request_id=f"{base.request_id}-{next(_serial)}",
-            prompt_token_ids=prompt,
-            sampling=sampling,
-            priority=base.priority,
-            background=base.background,
-            tenant=base.tenant,
-            weight=base.weight,
-            arrival_time=time.time(),
-            media=[Attached(item, lease)],
-        )
+        request = self._request(piece, prompt, sampling)
         generation = Generation(self.state.client, self.state.tokenizer, request, self.state.metrics)
         ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
@@ -254,3 +292,19 @@ class Transcription:
                 if delta.finish_reason == "abort":
                     raise EngineError("The request was aborted.")
         return ids, logprobs, of_prompt
+
+    def _request(self, piece: Piece, prompt: list[int], sampling: SamplingParams) -> GenerationRequest:
+        """A request to the engine, which holds a lease of the piece."""
+        lease, base = self.state.speech.lease(piece), self.spec.base
+        item = MediaItem(lease.image.key, 0, 1, self.model.positions, lease.image.path)
+        return GenerationRequest(
+            request_id=f"{base.request_id}-{next(_serial)}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            priority=base.priority,
+            background=base.background,
+            tenant=base.tenant,
+            weight=base.weight,
+            arrival_time=time.time(),
+            media=[Attached(item, lease)],
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import msgspec
 from starlette.types import ASGIApp, Message
 
 from quire.server.error_shapes import internal_body
@@ -15,10 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 async def call(app: ASGIApp, path: str, body: bytes, caller: Caller) -> tuple[int, str, bytes]:
-    """(status, request id, body) of the answer to POST `path` with a JSON body, as that of `caller`."""
+    """(status, request id, body) of the answer to POST `path` with a JSON body, as that of `caller`. The body is JSON:
+    a string with the text of an answer of another type.
+    """
     unread = [body]
     answer = bytearray()
-    status = 500
+    status, is_json = 500, True
 
     async def receive() -> Message:
         if unread:
@@ -27,9 +30,10 @@ async def call(app: ASGIApp, path: str, body: bytes, caller: Caller) -> tuple[in
         raise AssertionError
 
     async def send(message: Message) -> None:
-        nonlocal status
+        nonlocal status, is_json
         if message["type"] == "http.response.start":
             status = message["status"]
+            is_json = dict(message["headers"]).get(b"content-type", b"").startswith(b"application/json")
         else:
             answer.extend(message.get("body", b""))
 
@@ -54,4 +58,4 @@ async def call(app: ASGIApp, path: str, body: bytes, caller: Caller) -> tuple[in
         return 500, caller.request_id, internal_body(path)
     finally:
         caller.close(status)
-    return status, caller.request_id, bytes(answer)
+    return status, caller.request_id, bytes(answer) if is_json else msgspec.json.encode(answer.decode())

@@ -96,7 +96,7 @@ class Preparing(Prompting, Admission, Protocol):
     """To accept a request, and to prepare its prompt."""
 
 
-class Transcriptions(Transcribing, Admission, Protocol):
+class Transcriptions(Transcribing, Body, Admission, Protocol):
     """A route that answers with the text of audio."""
 
 

@@ -8,6 +8,8 @@ import stat
 from urllib.parse import unquote, urlsplit
 
 _SLICE = 2**20  # characters that are decoded at once: decoding holds the interpreter
+_EXAMPLES = {"image": "image/png", "audio": "audio/wav"}
+_WITH_ARTICLE = {"image": "an image", "audio": "audio", "video": "a video"}
 _SPACES = str.maketrans("", "", " \t\r\n")
 
 
@@ -27,14 +29,17 @@ def from_base64(text: str, max_bytes: int) -> bytes:
         raise ValueError("it is not valid base64") from None
 
 
-def from_data_url(url: str, max_bytes: int) -> bytes:
-    """Return the content of "data:image/png;base64,...". Raises ValueError, for the client."""
+def from_data_url(url: str, max_bytes: int, kinds: tuple[str, ...] = ("image",)) -> bytes:
+    """Return the content of "data:image/png;base64,...", of a media type of one of `kinds`. Raises ValueError, for the
+    client.
+    """
     head, comma, data = url.partition(",")
     kind, *parameters = head.partition(":")[2].split(";")
     if not comma or "base64" not in (one.strip().lower() for one in parameters):
-        raise ValueError("its data URL has not the form data:image/png;base64,...")
-    if kind and not kind.strip().lower().startswith(("image/", "application/octet-stream")):
-        raise ValueError(f"its data URL holds {kind[:100]}, not an image")
+        raise ValueError(f"its data URL has not the form data:{_EXAMPLES[kinds[0]]};base64,...")
+    allowed = *(f"{one}/" for one in kinds), "application/octet-stream"
+    if kind and not kind.strip().lower().startswith(allowed):
+        raise ValueError(f"its data URL holds {kind[:100]}, not {' or '.join(map(_WITH_ARTICLE.get, kinds))}")
     return from_base64(data, max_bytes)
 
 

@@ -202,16 +202,19 @@ class LLM:
         language: str | None = None,
         temperature: float = 0.0,
         timestamps: bool = False,
+        word_timestamps: bool = False,
         use_tqdm: bool = True,
     ) -> list[TranscriptionOutput]:
         """Transcribe every file, in order: a path or the bytes of a file, or a list of them. `task` may also be
         translate, to English. `language` is a code or an English name, by default detected; `temperature` 0 is
-        Whisper's attempts at rising temperatures. With `timestamps`, `segments` says when what is said.
+        Whisper's attempts at rising temperatures. With `timestamps`, `segments` says when what is said, with
+        `word_timestamps` also `words`.
 
         Raises ValueError for a file or a parameter that cannot be used, or a model that transcribes nothing.
         """
         files = [audio] if isinstance(audio, str | bytes | os.PathLike) else list(audio)
         options = {"task": task, "language": language, "temperature": temperature, "timestamps": timestamps}
+        options["word_timestamps"] = word_timestamps
         return self._run(self._transcribe(files, options, use_tqdm))
 
     def score(

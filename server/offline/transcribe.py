@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from quire.engine.messages import SamplingParams
 from quire.server.errors import BadRequest
-from quire.server.generate.transcription import Said, Segment, Transcription, TranscriptionSpec
+from quire.server.generate.transcription import Said, Segment, TimedWord, Transcription, TranscriptionSpec
 from quire.server.http import needs
 from quire.server.media.audio.languages import code_of, gap
 from quire.server.request.generation_request import GenerationRequest
@@ -29,6 +29,7 @@ class TranscriptionOutput:
     language: str | None
     duration: float
     segments: list[Segment]
+    words: list[TimedWord]
 
 
 async def transcribe_file(
@@ -40,6 +41,7 @@ async def transcribe_file(
     language: str | None,
     temperature: float,
     timestamps: bool,
+    word_timestamps: bool,
 ) -> TranscriptionOutput:
     """Transcribe one file. Raises BadRequest."""
     from quire.server.media.audio.windows import Cutting
@@ -50,8 +52,17 @@ async def transcribe_file(
         raise BadRequest(f"language {language!r} is not one of this model's: {', '.join(model.codes)}")
     if task != "transcribe" and task not in model.tasks:
         raise BadRequest(f"task {task!r} is not one of this model's: {', '.join(model.tasks) or 'transcribe'}")
+    if word_timestamps and not model.alignment_heads:
+        raise BadRequest("word_timestamps: the model's generation_config.json has no alignment_heads")
     base = GenerationRequest(request_id=request_id, prompt_token_ids=[model.start], sampling=SamplingParams())
-    spec = TranscriptionSpec(base=base, task=task, language=code, temperature=temperature, timestamps=timestamps)
+    spec = TranscriptionSpec(
+        base=base,
+        task=task,
+        language=code,
+        temperature=temperature,
+        timestamps=timestamps or word_timestamps,
+        words=word_timestamps,
+    )
     with ExitStack() as stack:
         file, size = _opened(audio, stack)
         pieces = await state.speech.open_file(file, size, Cutting(), TURN)
@@ -60,7 +71,8 @@ async def transcribe_file(
             said = [one async for one in found]
     text = joined(said, transcription.language)
     segments = [segment for one in said for segment in one.segments]
-    return TranscriptionOutput(text, transcription.language, pieces.seconds, segments)
+    words = [word for one in said for word in one.words]
+    return TranscriptionOutput(text, transcription.language, pieces.seconds, segments, words)
 
 
 def joined(said: list[Said], language: str | None) -> str:

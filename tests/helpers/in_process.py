@@ -17,7 +17,7 @@ import pytest
 
 from quire.configs.config import Config
 from quire.engine.executor.base import get_executor, steps_in_flight
-from quire.engine.messages import AddRequest, Choice, LoraUse, MediaItem, SamplingParams, TokenLogprobs
+from quire.engine.messages import AddRequest, Choice, LoraUse, MediaItem, PoolingParams, SamplingParams, TokenLogprobs
 from quire.engine.startup import make_scheduler
 from quire.worker.messages import WorkerReady
 
@@ -36,6 +36,7 @@ class Result:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
+    pooled: bytes | None = None
 
 
 def forced_drafts(folder: str) -> dict[str, str]:
@@ -76,10 +77,11 @@ class InProcessEngine:
         n: int = 1,
         adapters: list[list[LoraUse]] | None = None,
         turn_start: int = 0,
+        pooling: list[PoolingParams | None] | None = None,
     ) -> list[Result]:
         """Run all prompts at once until they finish. `outputs` are tokens from before a resubmission, `media` the
-        images of each prompt, `adapters` its LoRA adapters. Each prompt has `n` choices, whose seeds follow one
-        another.
+        images of each prompt, `adapters` its LoRA adapters, `pooling` its vector. Each prompt has `n` choices,
+        whose seeds follow one another.
         """
         params = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         ids = [[str(i), *(f"{i}.{k}" for k in range(1, n))] for i in range(len(prompts))]
@@ -95,6 +97,7 @@ class InProcessEngine:
                     adapters=adapters[i] if adapters else [],
                     siblings=[Choice(one, params[i].seed + k) for k, one in enumerate(ids[i]) if k],
                     turn_start=turn_start,
+                    pooling=pooling[i] if pooling else None,
                 )
             )
             if early:
@@ -120,6 +123,7 @@ class InProcessEngine:
             result = results[output.request_id]
             assert result.finish_reason is None, "an output after the last"
             result.token_ids += output.new_token_ids
+            result.pooled = output.pooled
             result.logprobs += output.logprobs or []
             result.prompt_logprobs += output.prompt_logprobs or []
             result.finish_reason, result.stop_reason, result.error = (

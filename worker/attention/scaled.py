@@ -89,6 +89,14 @@ def store(cache: KVCache, slot_mapping: torch.Tensor, x: torch.Tensor) -> None:
         cache.write(blocks, offsets, x)
 
 
+def load(cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
+    """What `store` has put into the slots, `[T, num_kv_heads, head_dim]` float32."""
+    blocks, offsets = slots // cache.shape[1], slots % cache.shape[1]
+    if isinstance(cache, torch.Tensor):
+        return cache[blocks, offsets].float()
+    return widened(cache.values[blocks, offsets], cache.scales[blocks, offsets])
+
+
 def values_of(cache: KVCache) -> torch.Tensor:
     """Return the elements of a cache, without their scales."""
     return cache if isinstance(cache, torch.Tensor) else cache.values

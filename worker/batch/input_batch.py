@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from quire.worker.attention.base import AttentionBackend, GroupedMetadata
+from quire.worker.attention.cross_weights import CrossWeights
 from quire.worker.batch.group_metadata import adapt
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.messages import StepInput
@@ -89,11 +90,12 @@ class InputBatch:
     drafts: dict[int, list[int]] = field(default_factory=dict)  # batch position -> drafts that the step verifies
     images: ImageEmbeds | None = None  # on the first stage, if the step computes placeholders of images
     encoded: Encoded | None = None  # for requests that begin, of a model with cross-attention
+    cross_weights: CrossWeights | None = None
 
     @property
     def is_recordable(self) -> bool:
         """Return whether the forward pass needs only tokens, positions and attention."""
-        return self.images is None and self.encoded is None
+        return self.images is None and self.encoded is None and self.cross_weights is None
 
 
 def prepare_inputs(

@@ -15,6 +15,7 @@ from quire.worker.attention.base import GroupedMetadata
 from quire.worker.layers.rotary import Rotation
 
 if TYPE_CHECKING:
+    from quire.worker.attention.cross_weights import CrossWeights
     from quire.worker.transformer.vision.image_embeds import ImageEmbeds
 
 
@@ -38,6 +39,7 @@ class StageCall:
     images: ImageEmbeds | None = None
     token_types: torch.Tensor | None = None  # [T]: 1 for tokens of a pair's second text, by default 0
     encoded: Encoded | None = None
+    cross_weights: CrossWeights | None = None  # of requests whose cross-attention is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class LayerCall:
     needed_rows: torch.Tensor | None = None  # in the last layer
     inputs: torch.Tensor | None = None  # the layer's own inputs [T, size] (per_layer.py)
     encoded: Encoded | None = None  # for requests that begin in this step, for layers that attend to it
+    cross_weights: CrossWeights | None = None
 
     def needed(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of x `[T, _]` whose result is needed."""

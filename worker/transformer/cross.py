@@ -39,7 +39,10 @@ class CrossAttention(nn.Module):
         if call.encoded is not None:
             k, v = self.kv_proj(call.encoded.hidden).unflatten(-1, (-1, self.attn.head_dim)).chunk(2, 1)
             meta.backend.write_kv(k, v, self.attn.k_cache, self.attn.v_cache, call.encoded.slots)
-        return self.o_proj(call.needed(self.attn.attend(self.q_proj(x), meta)))
+        q = self.q_proj(x)
+        if call.cross_weights is not None:
+            call.cross_weights.note(self.attn, q)
+        return self.o_proj(call.needed(self.attn.attend(q, meta)))
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         """Return the all-reduces of `forward`, in order."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from quire.checkpoints.ranks import too_many_stages
 from quire.worker.attention.base import GroupedMetadata
+from quire.worker.attention.cross_weights import CrossWeights
 from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.embedding import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, WeightFormat
@@ -122,7 +123,7 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.layers.values()):
             own = None if inputs is None else inputs[:, i]
             needed = call.needed_rows if i == last else None
-            yield layer, LayerCall(rotations.get(layer.rope), call.attn, needed, own, call.encoded)
+            yield layer, LayerCall(rotations.get(layer.rope), call.attn, needed, own, call.encoded, call.cross_weights)
 
     def forward(self, call: StageCall) -> torch.Tensor:
         x, *before = [self.embed(call)] if self.first else call.hidden.split(self.spec.hidden_size, 1)
@@ -251,12 +252,15 @@ class CausalLM(ConfigReader, nn.Module):
         images: ImageEmbeds | None = None,
         token_types: torch.Tensor | None = None,
         encoded: Encoded | None = None,
+        cross_weights: CrossWeights | None = None,
     ) -> torch.Tensor:
         """Return the hidden states `[T, H]` after this stage's layers; the arguments are those of `StageCall`.
 
         With `needed_rows` the result is `[S, H]`, and the last layer computes only keys and values for other tokens.
         """
-        return self.model(StageCall(input_ids, positions, attn, hidden, needed_rows, images, token_types, encoded))
+        return self.model(
+            StageCall(input_ids, positions, attn, hidden, needed_rows, images, token_types, encoded, cross_weights)
+        )
 
     def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
         """Map hidden `[S, H]`, of the positions to sample, to `[S, vocab_size]` float32, possibly in `workspace`.

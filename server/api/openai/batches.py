@@ -24,6 +24,8 @@ ENDPOINTS = (
     "/v1/completions",
     "/v1/responses",
     "/v1/embeddings",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
     "/v1/score",
     "/score",
     "/v1/rerank",

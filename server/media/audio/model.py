@@ -33,6 +33,8 @@ class SpeechModel:
     suppress: tuple[int, ...]
     suppress_first: tuple[int, ...]
     max_first: int
+    alignment_heads: tuple[tuple[int, int], ...] = ()  # (layer, head) whose attention says when words are said
+    median_width: int = 7  # of the filter over that attention
 
     @property
     def timestamp_begin(self) -> int:
@@ -95,7 +97,32 @@ def read_speech_model(folder: str, tokenizer: Tokenizer) -> SpeechModel:
         suppress=_ids(settings.get("suppress_tokens")),
         suppress_first=_ids(settings.get("begin_suppress_tokens")),
         max_first=settings.get("max_initial_timestamp_index") or -1,
+        alignment_heads=_alignment_heads(settings.get("alignment_heads"), config),
+        median_width=_median_width(config.get("median_filter_width", 7)),
     )
+
+
+def _alignment_heads(value: object, config: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Raises ValueError for heads that the model does not have."""
+    sizes = [config.get(name, default) for name, default in (("decoder_layers", 4), ("decoder_attention_heads", 6))]
+    heads = value or []
+    if not isinstance(heads, list) or not all(
+        isinstance(pair, list)
+        and len(pair) == 2
+        and all(isinstance(one, int) and 0 <= one < size for one, size in zip(pair, sizes))
+        for pair in heads
+    ):
+        raise ValueError(
+            f"alignment_heads in its generation_config.json must be pairs of a layer below {sizes[0]} and a head below "
+            f"{sizes[1]}"
+        )
+    return tuple((layer, head) for layer, head in heads)
+
+
+def _median_width(value: object) -> int:
+    if not isinstance(value, int) or value < 1 or value % 2 == 0:
+        raise ValueError(f"median_filter_width must be an odd number, not {value!r}")
+    return value
 
 
 def _ids(value: object) -> tuple[int, ...]:

@@ -163,7 +163,7 @@ class Pieces:
     """The windows of one file, in order. `seconds` is how long it is as far as it was read."""
 
     def __init__(self, speech: Speech, windows: Iterator[Window], turn: str):
-        self._speech, self._windows, self._turn = speech, windows, turn
+        self._speech, self._windows, self.turn = speech, windows, turn
         self.seconds = 0.0
 
     async def next(self) -> Piece | None:
@@ -173,7 +173,7 @@ class Pieces:
             window = next(self._windows, None)
             return None if window is None else self._speech.add(window)
 
-        piece = await self._speech.run(work, self._turn)
+        piece = await self._speech.run(work, self.turn)
         if piece is not None:
             self.seconds = piece.start + piece.seconds
         return piece

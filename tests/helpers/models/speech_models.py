@@ -72,6 +72,7 @@ def build_whisper(folder: Path, positions: int = 1500, *, multilingual: bool = T
         max_length=config.max_target_positions,
         is_multilingual=multilingual,
         return_timestamps=False,
+        alignment_heads=[[0, 1], [1, 3], [1, 0]],
         **(
             {
                 "lang_to_id": {f"<|{name}|>": ids[name] for name in LANGUAGES},

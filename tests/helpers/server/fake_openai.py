@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -29,10 +30,12 @@ class FakeOpenAI:
     def __init__(self, first_delay: float = 0.0, token_delay: float = 0.0, api_key: str | None = None):
         self.first_delay, self.token_delay, self.api_key = first_delay, token_delay, api_key
         self.requests: list[dict] = []
+        self.forms: list[dict] = []  # of transcriptions
         self.fail: str | None = None  # "status", "stream" or "cut": the kind of failure of the next requests
         self.num_running = self.max_running = self.num_cancelled = 0
         routes = [
             Route("/v1/models", self._models),
+            Route("/v1/audio/transcriptions", self._transcribe, methods=["POST"]),
             Route("/health", lambda request: Response()),
             *(Route(f"/v1/{path}", self._generate, methods=["POST"]) for path in ("completions", "chat/completions")),
         ]
@@ -63,6 +66,17 @@ class FakeOpenAI:
         return self._refusal(request) or JSONResponse(
             {"object": "list", "data": [{"id": MODEL, "object": "model", "root": "/nowhere"}]}
         )
+
+    async def _transcribe(self, request: Request) -> Response:
+        async with request.form() as form:
+            fields = {
+                key: await value.read() if isinstance(value, UploadFile) else value for key, value in form.items()
+            }
+        self.forms.append(fields)
+        await asyncio.sleep(self.first_delay)
+        if fields.get("language") not in (None, "en"):
+            return JSONResponse({"error": {"message": "no such language"}}, 400)
+        return JSONResponse({"text": "seven words", "usage": {"type": "duration", "seconds": 7}})
 
     def _refusal(self, request: Request) -> Response | None:
         if self.api_key and request.headers.get("authorization") != f"Bearer {self.api_key}":

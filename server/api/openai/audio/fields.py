@@ -32,14 +32,19 @@ FIELDS: dict[str, Json] = {
     "prompt": _ONE,
     "response_format": _ONE | {"enum": list(FORMATS)},
     "temperature": {"type": "number", "minimum": 0, "maximum": 1},
-    "timestamp_granularities[]": {"type": "array", "items": _ONE | {"enum": ["segment"]}},
+    "timestamp_granularities[]": {"type": "array", "items": _ONE | {"enum": ["segment", "word"]}},
     "include[]": {"type": "array", "items": _ONE | {"enum": ["logprobs"]}},
     "chunking_strategy": _ONE,
     "stream": {"type": "boolean"},
     "condition_on_previous_text": {"type": "boolean"},
 }
+_OTHERS = {name.removesuffix("[]"): schema for name, schema in FIELDS.items() if name != "file"}
+_IN_JSON = {"file_url": {"type": "string", "description": "data:audio/wav;base64,..."}} | _OTHERS
 FORM = {
-    "content": {"multipart/form-data": {"schema": {"type": "object", "required": ["file"], "properties": FIELDS}}},
+    "content": {
+        "multipart/form-data": {"schema": {"type": "object", "required": ["file"], "properties": FIELDS}},
+        "application/json": {"schema": {"type": "object", "required": ["file_url"], "properties": _IN_JSON}},
+    },
     "required": True,
 }
 
@@ -54,6 +59,8 @@ class Fields:
     prompt: str = ""
     response_format: Literal["json", "text", "srt", "vtt", "verbose_json"] = "json"
     temperature: float = 0.0
+    words: bool = False
+    segments: bool = True  # in the answer of verbose_json
     logprobs: bool = False
     stream: bool = False
     follows: bool = False
@@ -93,8 +100,14 @@ def read_fields(form: FormData, strict: bool) -> Fields:
     return fields
 
 
-def check_language(fields: Fields, model: SpeechModel, task: str) -> None:
-    """Raises BadRequest for a language that the model does not know, and for a translation that it cannot make."""
+def check_model(fields: Fields, model: SpeechModel, task: str) -> None:
+    """Raises BadRequest for a language, a translation or timestamps of words that the model does not have."""
+    if fields.words and not model.alignment_heads:
+        raise BadRequest(
+            "timestamp_granularities: the model has no timestamps of words: its generation_config.json has no "
+            "alignment_heads.",
+            param="timestamp_granularities",
+        )
     if task == "translate" and "translate" not in model.tasks:
         raise BadRequest("The model translates nothing: it knows English only.", param="model")
     if fields.language is not None and fields.language not in model.codes:
@@ -104,14 +117,12 @@ def check_language(fields: Fields, model: SpeechModel, task: str) -> None:
 
 
 def _check_lists(fields: Fields, lists: dict[str, list[object]]) -> None:
-    for value in lists["timestamp_granularities"]:
-        if _choice("timestamp_granularities", value, ("segment", "word")) == "word":
-            raise BadRequest(
-                "timestamp_granularities: the timestamps of words are not available, those of segments are.",
-                param="timestamp_granularities",
-            )
-    if lists["timestamp_granularities"] and fields.response_format != "verbose_json":
-        raise BadRequest("timestamp_granularities needs response_format verbose_json.", param="timestamp_granularities")
+    wanted = [_choice("timestamp_granularities", one, ("segment", "word")) for one in lists["timestamp_granularities"]]
+    fields.words, fields.segments = "word" in wanted, "segment" in wanted or not wanted
+    if fields.words and fields.response_format != "verbose_json":  # the AI SDK asks for segments with json, too
+        raise BadRequest(
+            "timestamp_granularities word needs response_format verbose_json.", param="timestamp_granularities"
+        )
     for value in lists["include"]:
         _choice("include", value, ("logprobs",))
         fields.logprobs = True

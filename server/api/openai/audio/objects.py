@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.server.generate.transcription import TimedWord
+
 
 class DurationUsage(msgspec.Struct):
     seconds: float
@@ -49,7 +51,8 @@ class VerboseTranscription(msgspec.Struct, kw_only=True):
     language: str
     duration: float
     text: str
-    segments: list[TranscriptionSegment]
+    segments: list[TranscriptionSegment] | UnsetType = UNSET
+    words: list[TimedWord] | UnsetType = UNSET
     usage: DurationUsage
 
 

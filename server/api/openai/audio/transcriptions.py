@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -17,13 +18,15 @@ from starlette.responses import PlainTextResponse, Response
 from quire.engine.messages import SamplingParams
 from quire.server.api import needs
 from quire.server.api.openai.audio import objects, subtitles
-from quire.server.api.openai.audio.fields import TIMED, Fields, check_language, read_fields
+from quire.server.api.openai.audio.fields import TIMED, Fields, check_model, read_fields
+from quire.server.api.openai.audio.json_form import MAX_BYTES, form_of
 from quire.server.errors import BadRequest, GatewayTimeout, UnsupportedMediaType
 from quire.server.generate.deadlines import within
 from quire.server.generate.transcription import Said, Segment, Transcription, TranscriptionSpec, most_before
 from quire.server.http import admission, request_options, sse
 from quire.server.http.bodies.form import MAX_FORM_BYTES, declared_size, read_form
 from quire.server.http.caller import caller
+from quire.server.http.read_body import in_turns, read_body
 from quire.server.media.audio.languages import NAMES, gap
 from quire.server.media.audio.model import STEP
 from quire.server.media.audio.service import Pieces, Room, too_large
@@ -51,17 +54,24 @@ async def _answer(request: Request, state: needs.Transcriptions, task: str) -> R
     def refusal():
         return too_large(state.speech.max_bytes)
 
-    room = state.speech.hold(declared_size(request, most, refusal) or most)
+    is_json = request.headers.get("content-type", "").startswith("application/json")
+    size = declared_size(request, most, refusal)
+    room = state.speech.hold((size or most) if not is_json else MAX_BYTES)
     form, keep = FormData(), False  # whether a stream reads on
     try:
-        form = await read_form(request, most, refusal, "Audio, in the field file,", max_fields=64)
+        if is_json:
+            body = await read_body(request, state, MAX_BYTES)
+            form = await in_turns(request, state, len(body), partial(form_of, body))
+            del body
+        else:
+            form = await read_form(request, most, refusal, "Audio, in the field file,", max_fields=64)
         fields = read_fields(form, state.config.server.strict_params)
         if fields.ignored:
             caller(request).ignored = fields.ignored
         identity = admission.admit(request, state, ID_PREFIX, model=fields.model)
         if identity["adapters"]:
             raise BadRequest("LoRA adapters do not transcribe.", param="model")
-        check_language(fields, model, task)
+        check_model(fields, model, task)
         before = _tokens_before(fields.prompt, state)
         pieces = await sse.unless_disconnected(request, _open(fields, state, caller(request).turn))
         base = GenerationRequest(
@@ -81,6 +91,7 @@ async def _answer(request: Request, state: needs.Transcriptions, task: str) -> R
             before=before,
             temperature=fields.temperature,
             timestamps=fields.response_format in TIMED,
+            words=fields.words,
             follows=fields.follows,
             **({} if account is None else {"observed": account.observed}),
         )
@@ -99,8 +110,11 @@ async def _answer(request: Request, state: needs.Transcriptions, task: str) -> R
 
 def _require_program(request: Request) -> None:
     """Refuse forms that web pages of others send, which browsers do not ask for first."""
-    from_page = any(name in request.headers for name in ("origin", "sec-fetch-site"))
-    if from_page and not any(name in request.headers for name in ("x-requested-with", "authorization", "x-api-key")):
+    headers = request.headers
+    from_page = "origin" in headers or "sec-fetch-site" in headers
+    own = headers.get("sec-fetch-site") == "same-origin"  # browsers say so themselves: this server's page
+    deliberate = any(name in headers for name in ("x-requested-with", "authorization", "x-api-key"))
+    if from_page and not own and not deliberate:
         raise UnsupportedMediaType("A form from a web page must be sent with an X-Requested-With header.")
 
 
@@ -202,14 +216,14 @@ class Answer:
             language=NAMES.get("en" if task == "translate" else code, code),
             duration=round(self.transcription.pieces.seconds, 3),
             text=text,
-            segments=[
-                self._segment(number, said, segment)
-                for number, (said, segment) in enumerate(
-                    (said, segment) for said in self.said for segment in said.segments
-                )
-            ],
+            segments=self._segments() if self.fields.segments else UNSET,
+            words=[word for said in self.said for word in said.words] if self.fields.words else UNSET,
             usage=self._duration(),
         )
+
+    def _segments(self) -> list[objects.TranscriptionSegment]:
+        found = [(said, segment) for said in self.said for segment in said.segments]
+        return [self._segment(number, *one) for number, one in enumerate(found)]
 
     def _segment(self, number: int, said: Said, segment: Segment) -> objects.TranscriptionSegment:
         return objects.TranscriptionSegment(

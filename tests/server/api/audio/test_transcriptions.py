@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
+import itertools
 import json
+import shutil
 
 import numpy as np
 import openai
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from quire.server.media.audio.features import log_mel
+from quire.server.media.audio.words import split_words
 from tests.helpers.models.sounds import wav
 from tests.helpers.models.speech_models import build_whisper, sound, token_id
 from tests.helpers.server.running import MODEL, poll, running_server
@@ -35,8 +39,9 @@ def built(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(built):
-    with running_server(built[1], **SETTINGS) as running:
+def server(built, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("batches"))
+    with running_server(built[1], batch_dir=folder, batch_disk=8 << 20, **SETTINGS) as running:
         yield running.wait_ready(120)
 
 
@@ -109,6 +114,60 @@ def test_formats(server, one_attempt):
     assert vtt.startswith("WEBVTT\n\n00:00:0") and "," not in vtt.splitlines()[2].split(" --> ")[0]
 
 
+def test_times_of_words(built, server, one_attempt):
+    """They are those of `WhisperForConditionalGeneration.generate` with `return_token_timestamps`. It has no attention
+    of a last token without a successor, which a random model's output has, so its tokens are computed once more.
+    """
+    model, tokenizer = built[0], server.state.tokenizer
+    from transformers.generation.utils import GenerateEncoderDecoderOutput
+
+    begin, end = token_id(model, "notimestamps") + 1, token_id(model, "endofspeech")
+    model.set_attn_implementation("eager")
+    num_words = 0
+    for seed in range(1, 5):
+        answer = server.openai.audio.transcriptions.create(
+            model=MODEL,
+            file=file(seed),
+            language="en",
+            response_format="verbose_json",
+            timestamp_granularities=["word", "segment"],
+        )
+        start = [token_id(model, name) for name in ("startoftranscript", "en", "transcribe")]
+        out = model.generate(heard(seed), language="en", return_timestamps=True, force_unique_generate_call=True)
+        ids = [*start, *(token for token in out[0].tolist() if token not in (*start, end))]
+        with torch.inference_mode():
+            forward = model(heard(seed), decoder_input_ids=torch.tensor([ids]), output_attentions=True)
+        output = GenerateEncoderDecoderOutput(
+            sequences=torch.tensor([ids]), cross_attentions=(forward.cross_attentions,)
+        )
+        (times,) = model._extract_token_timestamps(
+            output, model.generation_config.alignment_heads, num_frames=200, num_input_ids=3
+        ).tolist()
+        expected = []
+        for is_text, group in itertools.groupby(range(len(ids)), [one < end for one in ids].__getitem__):
+            kept = list(group)
+            first = kept[0]
+            for one in split_words([ids[i] for i in kept], tokenizer.decode, True) if is_text else ():
+                expected.append((one.text.strip(), times[first + one.first - 1], times[first + one.last - 1]))
+        assert any(token >= begin for token in ids)
+        num_words += len(expected)
+        assert [one.word for one in answer.words] == [text for text, *_ in expected]
+        for one, (_, start, last) in zip(answer.words, expected):
+            assert (one.start, one.end) == pytest.approx((start, last), abs=0.011)
+        assert "".join(one.word for one in answer.words) == "".join(answer.text.split())
+        assert answer.segments
+    assert num_words > 6
+
+
+def test_words_without_segments(server, one_attempt):
+    found = server.openai.audio.transcriptions.create(
+        model=MODEL, file=file(2, 65.0), response_format="verbose_json", timestamp_granularities=["word"]
+    )
+    assert found.words and found.segments is None
+    times = [time for one in found.words for time in (one.start, one.end)]
+    assert times == sorted(times) and times[-1] <= 65.0 and times[-1] > 30.0
+
+
 def test_stream_is_the_whole_text(server, one_attempt):
     def create(**fields):
         return server.openai.audio.transcriptions.create(
@@ -175,8 +234,8 @@ BAD = [
     ({"stream": "true", "response_format": "srt"}, 400, "stream", "json or text"),
     ({"include[]": "items"}, 400, "include", "must be one of logprobs"),
     ({"include[]": "logprobs", "response_format": "text"}, 400, "include", "needs response_format json"),
-    ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, 400, "timestamp_granularities", "words"),
-    ({"timestamp_granularities[]": "segment"}, 400, "timestamp_granularities", "verbose_json"),
+    ({"timestamp_granularities[]": "word", "response_format": "json"}, 400, "timestamp_granularities", "verbose_json"),
+    ({"timestamp_granularities[]": "page", "response_format": "verbose_json"}, 400, "timestamp_granularities", "word"),
     ({"chunking_strategy": "often"}, 400, "chunking_strategy", "must be auto"),
     ({"chunking_strategy": '{"type": "server_vad", "depth": 1}'}, 400, "chunking_strategy", "has no 'depth'"),
     ({"chunking_strategy[type]": "server_vad", "chunking_strategy[threshold]": "2"}, 400, "chunking_strategy.threshold",
@@ -216,11 +275,27 @@ def test_refused_files(server, content, message):
 
 def test_refused_forms(server, monkeypatch):
     post = server.http.post
-    assert post("/v1/audio/transcriptions", json={"file": "a"}).status_code == 415
+    assert post("/v1/audio/transcriptions", content=b"x", headers={"Content-Type": "audio/wav"}).status_code == 415
     missing = post("/v1/audio/transcriptions", files={"other": file()})
     assert (missing.status_code, missing.json()["error"]["code"]) == (400, "missing_required_parameter")
     page = post("/v1/audio/transcriptions", files={"file": file()}, headers={"Origin": "http://elsewhere"})
     assert page.status_code == 415
+    elsewhere = {"Origin": "http://elsewhere", "Sec-Fetch-Site": "cross-site"}
+    assert post("/v1/audio/transcriptions", files={"file": file()}, headers=elsewhere).status_code == 415
+    site = {"Origin": "http://elsewhere", "Sec-Fetch-Site": "same-site"}
+    assert post("/v1/audio/transcriptions", files={"file": file()}, headers=site).status_code == 415
+
+
+def test_the_page_of_this_server_and_the_ai_sdk(server, one_attempt):
+    """The page's microphone sends no header of its own; the AI SDK asks for segments with response_format json."""
+    headers = {"Origin": "http://127.0.0.1", "Sec-Fetch-Site": "same-origin"}
+    data = {"language": "en", "timestamp_granularities[]": "segment", "response_format": "json"}
+    answer = server.http.post("/v1/audio/transcriptions", files={"file": file()}, data=data, headers=headers)
+    assert answer.status_code == 200 and "segments" not in answer.json()
+
+
+def test_refused_sizes(server, monkeypatch):
+    post = server.http.post
     monkeypatch.setattr(server.state.speech, "max_bytes", 1000)
     large = post("/v1/audio/transcriptions", files={"file": file()})
     assert large.status_code == 413 and "1000 bytes" in large.json()["error"]["message"]
@@ -228,6 +303,79 @@ def test_refused_forms(server, monkeypatch):
     monkeypatch.setattr(server.state.speech, "max_seconds", 1.5)
     long = post("/v1/audio/transcriptions", files={"file": file()})
     assert long.status_code == 400 and "it has 2 seconds" in long.json()["error"]["message"]
+
+
+def data_url(seed: int = 1) -> str:
+    return "data:audio/wav;base64," + base64.b64encode(file(seed)[1]).decode()
+
+
+def test_a_body_of_json(server, one_attempt):
+    """It is the form: lists, numbers and flags as JSON has them."""
+
+    def both(body, **form):
+        by_json = server.http.post("/v1/audio/transcriptions", json={"language": "en"} | body)
+        by_form = server.http.post("/v1/audio/transcriptions", files={"file": file(3)}, data={"language": "en"} | form)
+        assert by_json.status_code == by_form.status_code == 200, by_json.text
+        return by_json, by_form
+
+    first, second = both({"file_url": data_url(3), "prompt": None, "stream": False, "temperature": 0})
+    assert first.json() == second.json() and first.json()["text"]
+    options = {"response_format": "verbose_json", "timestamp_granularities": ["word"]}
+    first, second = both({"url": data_url(3)} | options, **options)
+    assert first.json() == second.json() and first.json()["words"]
+    vad = {"type": "server_vad", "threshold": 0.4}
+    first, second = both(
+        {"url": data_url(3), "chunking_strategy": vad, "response_format": "srt"},
+        chunking_strategy=json.dumps(vad),
+        response_format="srt",
+    )
+    assert first.text == second.text
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        (b"[1]", None, "not a JSON object"),
+        (b"{}", "file_url", "Missing required parameter"),
+        (b'{"file": "a"}', "file", "send file_url"),
+        (b'{"file_url": 3}', "file_url", "must be a data: URL"),
+        (b'{"url": "https://a/b.wav"}', "url", "must be a data: URL"),
+        (b'{"file_url": "data:text/plain;base64,YQ=="}', "file_url", "holds text/plain, not audio or a video"),
+        (b'{"file_url": "data:audio/wav;base64,?"}', "file_url", "not valid base64"),
+        (b'{"file_url": "data:audio/wav;base64,YQ=="}', "file", "container is not known"),
+    ],
+)
+def test_refused_bodies(server, body, param, message):
+    answer = server.http.post("/v1/audio/transcriptions", content=body, headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and message in error["message"]
+
+
+def test_a_batch(server, one_attempt):
+    url = "/v1/audio/transcriptions"
+    bodies = {
+        "a": {"file_url": data_url(1), "language": "en"},
+        "b": {"file_url": data_url(2), "language": "en", "response_format": "text"},
+        "c": {"file_url": "data:audio/wav;base64,YQ=="},
+        "d": {"file_url": data_url(1), "stream": True},
+    }
+    lines = [{"custom_id": key, "method": "POST", "url": url, "body": body} for key, body in bodies.items()]
+    client = server.openai
+    content = "\n".join(map(json.dumps, lines)).encode()
+    uploaded = client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=uploaded.id, endpoint=url, completion_window="24h")
+    poll(lambda: client.batches.retrieve(batch.id).status == "completed", 120)
+    batch = client.batches.retrieve(batch.id)
+    found = {}
+    for file_id in (batch.output_file_id, batch.error_file_id):
+        for text in client.files.content(file_id).text.splitlines():
+            one = json.loads(text)
+            found[one["custom_id"]] = (one["response"]["status_code"], one["response"]["body"])
+    as_json, as_text = (
+        client.audio.transcriptions.create(model=MODEL, file=file(seed), language="en").text for seed in (1, 2)
+    )
+    assert found["a"][1]["text"] == as_json and found["b"] == (200, as_text + "\n")
+    assert found["c"][0] == found["d"][0] == 400
 
 
 def test_other_endpoints_say_what_the_model_does(server):
@@ -287,6 +435,20 @@ def test_a_model_of_english(tmp_path, one_attempt):
             create(model=MODEL, file=file(), language="de")
         with pytest.raises(openai.BadRequestError, match="translates nothing"):
             running.openai.audio.translations.create(model=MODEL, file=file())
+
+
+def test_a_model_without_alignment_heads(built, tmp_path):
+    shutil.copytree(built[1], tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "generation_config.json").read_text())
+    del settings["alignment_heads"]
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    with running_server(str(tmp_path), **SETTINGS) as running:
+        running.wait_ready(120)
+        with pytest.raises(openai.BadRequestError, match="has no timestamps of words") as caught:
+            running.openai.audio.transcriptions.create(
+                model=MODEL, file=file(), response_format="verbose_json", timestamp_granularities=["word"]
+            )
+        assert caught.value.param == "timestamp_granularities"
 
 
 def test_a_model_of_text_transcribes_nothing(model_folder):
