@@ -122,8 +122,9 @@ class FixedQuant {
   // Widens 32 k to 16-bit integers.
   void widen(int k, int16_t* to) const {
     const Ints zero_point = set1_words(quant_zero_point(KIND));
-    const __m128i order = _mm_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
-    const Ints first = repeat(order), second = repeat(_mm_add_epi8(order, _mm_set1_epi16(2)));
+    static constexpr int8_t kFirst[16] = {0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1},
+                            kSecond[16] = {2, -1, 3, -1, 6, -1, 7, -1, 10, -1, 11, -1, 14, -1, 15, -1};
+    const Ints first = repeat(kFirst), second = repeat(kSecond);
     for (int column = 0; column < kCols; column += kLanes) {
       const uint8_t* at = codes_at(q_, nb_, k, column);
       auto put = [&](int row, Ints bytes) {  // four k of kLanes columns

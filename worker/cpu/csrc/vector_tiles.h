@@ -33,7 +33,7 @@ struct Fetch {
   const char* at = nullptr;
   int lines = 0;
   void step() {
-    for (int i = 0; i < lines; i++, at += 64) _mm_prefetch(at, _MM_HINT_T1), _mm_prefetch(at - (7 << 10), _MM_HINT_T0);
+    for (int i = 0; i < lines; i++, at += 64) prefetch_l2(at), prefetch_l1(at - (7 << 10));
   }
 };
 
