@@ -26,7 +26,7 @@ constexpr int kWholeParts = 16 / kLanes;
 struct Whole { Ints parts[kWholeParts]; };
 Whole truncated(vf x) {
   Whole y;
-  for (int i = 0; i < kWholeParts; i++) y.parts[i] = truncated(part(x, i));
+  for (int i = 0; i < kWholeParts; i++) y.parts[i] = ::truncated(part(x, i));
   return y;
 }
 vf to_float(Whole x) {

@@ -123,6 +123,7 @@ static inline Floats load_floats(const float* p) { return _mm256_loadu_ps(p); }
 static inline void store_floats(float* p, Floats x) { _mm256_storeu_ps(p, x); }
 static inline Floats set1_floats(float x) { return _mm256_set1_ps(x); }
 static inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Floats max_floats(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 static inline Floats root(Floats x) { return _mm256_sqrt_ps(x); }
 static inline Ints load_ints(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 static inline void store_ints(void* p, Ints x) { _mm256_storeu_si256((__m256i*)p, x); }

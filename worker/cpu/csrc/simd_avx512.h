@@ -136,6 +136,7 @@ static inline Floats load_floats(const f16* p) { return load(p).v; }
 static inline void store_floats(float* p, Floats x) { _mm512_storeu_ps(p, x); }
 static inline Floats set1_floats(float x) { return _mm512_set1_ps(x); }
 static inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+static inline Floats max_floats(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 static inline Floats root(Floats x) { return _mm512_sqrt_ps(x); }
 static inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
 static inline void store_ints(void* p, Ints x) { _mm512_storeu_si512(p, x); }

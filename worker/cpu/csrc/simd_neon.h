@@ -42,6 +42,7 @@ static inline Floats load_floats(const f16* p) {
 static inline void store_floats(float* p, Floats x) { vst1q_f32(p, x.a), vst1q_f32(p + 4, x.b); }
 static inline Floats set1_floats(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
 static inline Floats fma(Floats x, Floats y, Floats z) { return {vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b)}; }
+static inline Floats max_floats(Floats x, Floats y) { return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
 static inline Floats root(Floats x) { return {vsqrtq_f32(x.a), vsqrtq_f32(x.b)}; }
 
 // Applies a function of registers of bytes or words.
