@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "arena.h"
@@ -38,8 +39,8 @@ static void start(void) {
   arena_file = memfd_create("arena", MFD_CLOEXEC);
   void* at = MAP_FAILED;
   if (arena_file >= 0 && ftruncate(arena_file, ARENA_BYTES) == 0)
-    at = mmap((void*)ARENA_AT, ARENA_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED_NOREPLACE,
-              arena_file, 0);
+    at = (void*)syscall(SYS_mmap, ARENA_AT, ARENA_BYTES, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_NORESERVE | MAP_FIXED_NOREPLACE, arena_file, 0L);
   if (at != (void*)ARENA_AT) _exit(121);
   next_block = at;
 }
@@ -82,7 +83,8 @@ void free(void* memory) {
   if (memory == NULL) return;
   const Block header = header_of(memory);
   char* block = (char*)memory - header.offset;
-  if (size_of(header.class) >= kLarge) madvise((char*)(((uintptr_t)block + 4095) & ~4095ul), size_of(header.class) - 8192, MADV_REMOVE);
+  if (size_of(header.class) >= kLarge)
+    madvise((char*)(((uintptr_t)block + 4095) & ~4095ul), size_of(header.class) - 8192, MADV_REMOVE);
   pthread_mutex_lock(&lock);
   memcpy(block, &free_blocks[header.class], sizeof(void*));
   free_blocks[header.class] = block;
@@ -110,3 +112,31 @@ void* realloc(void* memory, size_t size) {
 int posix_memalign(void** memory, size_t align, size_t size) { return (*memory = take(size, align)) ? 0 : ENOMEM; }
 void* aligned_alloc(size_t align, size_t size) { return take(size, align); }
 void* memalign(size_t align, size_t size) { return take(size, align); }
+
+// Memory and files that the process maps; the C library's own maps do not come here. Of a file it has a copy, unless
+// others are to see what is written.
+void* mmap(void* at, size_t size, int protection, int flags, int file, off_t offset) {
+  const int private = (flags & MAP_PRIVATE) != 0, anonymous = (flags & MAP_ANONYMOUS) != 0;
+  const int ours = at == NULL && !(protection & PROT_EXEC) && !(flags & (MAP_STACK | MAP_FIXED)) &&
+                   (anonymous ? private && (protection & PROT_WRITE) && size >= kLarge
+                              : private || !(protection & PROT_WRITE));
+  if (!ours) return (void*)syscall(SYS_mmap, at, size, protection, flags, file, offset);
+  const size_t whole = (size + 4095) & ~4095ul;
+  char* memory = take(whole, 4096);
+  if (memory == NULL) return MAP_FAILED;
+  madvise(memory, whole, MADV_REMOVE);  // zeros
+  for (size_t done = 0; !anonymous && done < size;) {
+    const ssize_t count = pread(file, memory + done, size - done, offset + (off_t)done);
+    if (count < 0) return free(memory), MAP_FAILED;
+    if (count == 0) break;
+    done += (size_t)count;
+  }
+  return memory;
+}
+void* mmap64(void* at, size_t size, int protection, int flags, int file, off_t offset) {
+  return mmap(at, size, protection, flags, file, offset);
+}
+int munmap(void* at, size_t size) {
+  if ((uintptr_t)at < ARENA_AT || (uintptr_t)at >= ARENA_AT + ARENA_BYTES) return (int)syscall(SYS_munmap, at, size);
+  return free(at), 0;
+}
