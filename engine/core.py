@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Generator
 from typing import Any
 
+from quire.configs import platforms
 from quire.configs.config import Config
 from quire.engine.calls import Calls
 from quire.engine.chores.base import Chore, run_due, seconds_until_due
@@ -54,7 +55,6 @@ from quire.engine.process import (
     kill_engine,
     no_collection,
     read_config,
-    set_name,
     start_logging,
     wake_on_signals,
     watch_parent,
@@ -285,7 +285,7 @@ def main() -> None:
     signal.signal(EXIT_SIGNAL, _exit_on_signal)
     end_with_parent()
     dump_stacks_on(signal.SIGUSR2, "engine")
-    set_name("quire-engine")
+    platforms.name_process("quire-engine")
     socket = ServerSocket(sys.argv[1])
     socket.watch(wake_on_signals())
     config = read_config(sys.stdin.fileno())

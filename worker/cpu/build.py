@@ -179,8 +179,7 @@ def cpu_levels() -> list[str]:
     return [
         level
         for level in levels_of("x86_64")
-        if all(_CPU_FLAGS.get(need, need) in flags for need in LEVELS[level])
-        and (level != "amx" or _amx_permitted())
+        if all(_CPU_FLAGS.get(need, need) in flags for need in LEVELS[level]) and (level != "amx" or _amx_permitted())
     ]
 
 
@@ -198,11 +197,7 @@ def _arm_levels() -> list[str]:
         return [level for level, (_, _, features) in _ARM_NEEDS.items() if all(map(has, features))]
     libc.getauxval.argtypes, libc.getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
     first, second = libc.getauxval(16), libc.getauxval(26)  # AT_HWCAP, AT_HWCAP2
-    return [
-        level
-        for level, (needs, more, _) in _ARM_NEEDS.items()
-        if first & needs == needs and second & more == more
-    ]
+    return [level for level, (needs, more, _) in _ARM_NEEDS.items() if first & needs == needs and second & more == more]
 
 
 def _cpuinfo(key: str) -> str:
@@ -362,7 +357,8 @@ def _compile(cxx: str, level: str, work: Path, target: Path, report: Report | No
     if report is not None:
         report(level, 0, len(objects))
     # One compiler per core: with more, a background build takes most of a small machine despite its low priority.
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(num_cores) as pool:
         made = [pool.submit(make, out, *options, "-c", str(objects[out])) for out in objects]
         for num_done, future in enumerate(as_completed(made), start=1):
             if future.exception() is not None:
@@ -438,7 +434,10 @@ def main(argv: list[str] | None = None) -> int:
         help="folder of the libraries (default: worker/cpu/prebuilt of the package, where a start looks first)",
     )
     parser.add_argument(
-        "--level", action="append", choices=list(LEVELS), help="instruction-set level, may be repeated (default: all of the machine that the compiler compiles for)"
+        "--level",
+        action="append",
+        choices=list(LEVELS),
+        help="instruction-set level, may be repeated (default: all of the machine that the compiler compiles for)",
     )
     # A level to build in a forked child after the others, so that the caller need not wait for it.
     parser.add_argument("--then", choices=list(LEVELS), help=argparse.SUPPRESS)

@@ -7,12 +7,13 @@
 
 namespace {
 
-constexpr int kFixedRows = kLanes == 16 ? 6 : 9;  // minimum rows; 5 rows, or 8 with AVX2, take as long as in floats
+// Minimum rows; 5 rows, or 8 with AVX2, take as long as in floats
+constexpr int kFixedRows = !kFastWords ? INT_MAX : kLanes == 16 ? 6 : 9;
 // Minimum rows for quantized weights, which cost more to prepare
-constexpr int kFixedQuantRows = 96;
-constexpr int kFixedFloatRows = 16;  // the same for 8-bit floats
+constexpr int kFixedQuantRows = kFastWords ? 96 : INT_MAX;
+constexpr int kFixedFloatRows = kFastWords ? 16 : INT_MAX;  // the same for 8-bit floats
 // Minimum rows for logits: the largest must not depend on whether all are computed
-constexpr int kFixedLogitRows = kMostGreedy + 1;
+constexpr int kFixedLogitRows = kFastWords ? kMostGreedy + 1 : INT_MAX;
 constexpr long kFixedPiece = 1 << 20;   // bytes of the rows of one chunk
 constexpr long kFixedAhead = 16 << 10;  // prefetch distance in bytes
 

@@ -86,6 +86,11 @@ __attribute__((always_inline)) inline void unrolled(F&& f) { unrolled(f, std::ma
 // Convert bf16 to float: the even or the odd elements of pairs.
 static inline Floats evens(Ints pairs) { return (Floats)left<16>(pairs); }
 static inline Floats odds(Ints pairs) { return (Floats)(pairs & set1_ints(int(0xffff0000u))); }
+// sum += the two products of bf16 in each lane, for levels that have no instruction for it
+template <typename I>
+static inline Floats add_pair_products(Floats sum, I pairs, Ints x) {
+  return fma(odds(pairs), odds(x), fma(evens(pairs), evens(x), sum));
+}
 
 static inline vf exp(vf x) { return exp2(x * set1(1.44269504f)); }  // for x <= ~88
 

@@ -199,3 +199,7 @@ static inline void transpose(Ints* r) {
 }
 static inline vf whole(const Floats* r) { return {r[0], r[1]}; }
 static inline Floats part(vf x, int i) { return i ? x.b : x.a; }
+// Whether one instruction multiplies twice as many words as floats
+constexpr bool kFastWords = true;
+// Whether products of pairs of bf16, as they are stored, are faster than those of floats
+constexpr bool kPairDots = false;

@@ -196,3 +196,7 @@ static inline void store_two_dwords(int32_t* p, vf x) {
 static inline void transpose(Ints* r) { transpose_16x16(r); }
 static inline vf whole(const Floats* r) { return {r[0]}; }
 static inline Floats part(vf x, int) { return x.v; }
+// Whether one instruction multiplies twice as many words as floats
+constexpr bool kFastWords = true;
+// Whether products of pairs of bf16, as they are stored, are faster than those of floats
+constexpr bool kPairDots = false;

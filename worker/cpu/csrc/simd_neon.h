@@ -165,6 +165,19 @@ static inline Ints add_small_products(Ints sum, const Ints* codes, const int32_t
   return {add_small_products<N>(sum.a, first, by), add_small_products<N>(sum.b, second, by)};
 }
 
+// Whether one instruction multiplies twice as many words as floats
+constexpr bool kFastWords = false;
+// sum += the two products of bf16 in each lane.
+#if defined(__ARM_FEATURE_BF16)
+constexpr bool kPairDots = true;
+static inline Floats add_pair_products(Floats sum, Ints pairs, Ints x) {
+  auto halves = [](int32x4_t x) { return vreinterpretq_bf16_s32(x); };
+  return {vbfdotq_f32(sum.a, halves(pairs.a), halves(x.a)), vbfdotq_f32(sum.b, halves(pairs.b), halves(x.b))};
+}
+#else
+constexpr bool kPairDots = false;
+#endif
+
 static inline void transpose_4x4(int32x4_t& a, int32x4_t& b, int32x4_t& c, int32x4_t& d) {
   const int64x2_t s = vreinterpretq_s64_s32(vtrn1q_s32(a, b)), t = vreinterpretq_s64_s32(vtrn2q_s32(a, b)),
                   u = vreinterpretq_s64_s32(vtrn1q_s32(c, d)), v = vreinterpretq_s64_s32(vtrn2q_s32(c, d));
