@@ -1,7 +1,8 @@
 """Compiles the native CPU kernels of every instruction-set level into a wheel, so that installing it needs no compiler.
 
-Everything else is in pyproject.toml. They are those of the machine that $CXX compiles for. Without a compiler, and on machines
-without levels, the wheel holds the libraries that `quire build-kernels --into worker/cpu/prebuilt` left in the sources, or none.
+Everything else is in pyproject.toml. The levels are those of the machine that $CXX compiles for. Without a compiler,
+and on machines without levels, the wheel holds the libraries that `quire build-kernels --into worker/cpu/prebuilt` left
+in the sources, or none.
 """
 
 from __future__ import annotations

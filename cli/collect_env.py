@@ -10,6 +10,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from quire.configs import platforms
+
 PACKAGES = (
     "torch",
     "flash-attn",
@@ -58,7 +60,6 @@ VARIABLES = (
 _TORCH = """
 import torch
 
-from quire.configs import platforms
 capability = torch.backends.cpu.get_cpu_capability()
 print("threads:", torch.get_num_threads(), "| capability:", capability, "| CUDA build:", torch.version.cuda)
 for i in range(torch.cuda.device_count()):
