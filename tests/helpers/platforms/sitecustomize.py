@@ -1,5 +1,5 @@
-"""Takes names from the standard library that only some systems have; Python imports it at the start of each process that
-has this folder in PYTHONPATH. Names stay where the libraries that quire uses want them themselves.
+"""Takes names from the standard library that only some systems have; Python imports it at the start of each process
+that has this folder in PYTHONPATH.
 """
 
 import ctypes
@@ -33,9 +33,9 @@ def _hide_folders() -> None:
 
     def hide(event: str, arguments: tuple) -> None:
         path = arguments[0] if arguments else None
-        if event in ("open", "os.listdir", "os.scandir") and isinstance(path, (str, bytes)):
-            if os.fsdecode(path).startswith(_ABSENT) and not os.fsdecode(path).startswith("/proc/self/fd"):
-                raise FileNotFoundError(2, "No such file or directory", path)
+        is_read = event in ("open", "os.listdir", "os.scandir") and isinstance(path, (str, bytes))
+        if is_read and os.fsdecode(path).startswith(_ABSENT):
+            raise FileNotFoundError(2, "No such file or directory", path)
         if event == "socket.bind" and isinstance(arguments[1], (str, bytes)) and arguments[1][:1] in ("\0", b"\0"):
             raise OSError(22, "no abstract sockets")
 
