@@ -17,6 +17,7 @@ from quire.configs import platforms
 from tests.helpers.server.running import poll
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("checkpoints", "cli", "configs", "engine", "server", "worker")
 WITHOUT = ROOT / "tests" / "helpers" / "platforms"
 # names of the standard library that not all systems have
 _ONLY_SOME = re.compile(r"\bsched_[gs]et\w+|\.prctl\b|\bRLIMIT_\w+|/dev/shm|\baccept4\b|\bMADV_HUGEPAGE|\bSCHED_BATCH")
@@ -27,7 +28,7 @@ _MAY_ASK = {"configs/platforms.py", "worker/cpu/build.py"}
 def test_one_module_asks_for_what_only_some_systems_have():
     asking = {
         str(path.relative_to(ROOT))
-        for folder in ("checkpoints", "cli", "configs", "engine", "server", "worker")
+        for folder in FOLDERS
         for path in (ROOT / folder).rglob("*.py")
         if _ONLY_SOME.search(path.read_text())
     }
@@ -61,8 +62,10 @@ import torch._dynamo
 sys.platform = "darwin"
 import quire
 failed = {}
-for module in pkgutil.walk_packages(quire.__path__, "quire."):
-    if module.name.endswith("__main__") or ".cuda" in module.name or module.name.startswith("quire.tests"):
+folders = {folder: importlib.import_module(f"quire.{folder}").__path__ for folder in FOLDERS}
+modules = [module for folder in FOLDERS for module in pkgutil.walk_packages(folders[folder], f"quire.{folder}.")]
+for module in modules:
+    if module.name.endswith("__main__") or ".cuda" in module.name:
         continue
     try:
         importlib.import_module(module.name)
@@ -79,10 +82,14 @@ print(len([name for name in sys.modules if name.startswith("quire.")]))
 @pytest.mark.slow
 def test_every_module_is_imported_on_macos():
     done = subprocess.run(
-        [sys.executable, "-c", _IMPORT_ALL], capture_output=True, text=True, timeout=300, env=_environment()
+        [sys.executable, "-c", f"FOLDERS = {FOLDERS}{_IMPORT_ALL}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=_environment(),
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 500
+    assert int(done.stdout) > 400
 
 
 def _environment(**more: str) -> dict[str, str]:

@@ -201,8 +201,11 @@ def _arm_levels() -> list[str]:
 
 
 def _cpuinfo(key: str) -> str:
-    with open("/proc/cpuinfo") as f:
-        return next((line.split(":", 1)[1].strip() for line in f if line.startswith(key)), "")
+    try:
+        with open("/proc/cpuinfo") as f:
+            return next((line.split(":", 1)[1].strip() for line in f if line.startswith(key)), "")
+    except FileNotFoundError:  # no /proc
+        return ""
 
 
 @cache

@@ -54,7 +54,7 @@ class _WithoutPrctl(ctypes.CDLL):
     """The C library without calls that other systems lack."""
 
     def __getattr__(self, name: str):
-        if name in ("prctl", "accept4", "getauxval", "malloc_trim") and self._name is None:
+        if name in ("prctl", "accept4", "getauxval", "malloc_trim", "mallinfo2") and self._name is None:
             raise AttributeError(name)
         return super().__getattr__(name)
 
