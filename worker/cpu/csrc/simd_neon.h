@@ -255,11 +255,18 @@ static inline vf operator-(vf x, vf y) { return {x.a - y.a, x.b - y.b}; }
 static inline vf operator*(vf x, vf y) { return {x.a * y.a, x.b * y.b}; }
 static inline vf operator/(vf x, vf y) { return {x.a / y.a, x.b / y.b}; }
 static inline vf fma(vf x, vf y, vf z) { return {fma(x.a, y.a, z.a), fma(x.b, y.b, z.b)}; }
-static inline vf max(vf x, vf y) { return by_registers([](auto x, auto y) { return vmaxq_f32(x, y); }, x, y); }
-static inline vf min(vf x, vf y) { return by_registers([](auto x, auto y) { return vminq_f32(x, y); }, x, y); }
+// As on x86, y if one of them is NaN.
+static inline vf max(vf x, vf y) {
+  return by_registers([](auto x, auto y) { return vbslq_f32(vcgtq_f32(x, y), x, y); }, x, y);
+}
+static inline vf min(vf x, vf y) {
+  return by_registers([](auto x, auto y) { return vbslq_f32(vcltq_f32(x, y), x, y); }, x, y);
+}
 static inline vf root(vf x) { return {root(x.a), root(x.b)}; }
 static inline float reduce_add(vf x) { return vaddvq_f32((x.a.a + x.b.a) + (x.a.b + x.b.b)); }
-static inline float reduce_max(vf x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.a.a, x.b.a), vmaxq_f32(x.a.b, x.b.b))); }
+static inline float reduce_max(vf x) { 
+  return vmaxnmvq_f32(vmaxnmq_f32(vmaxnmq_f32(x.a.a, x.b.a), vmaxnmq_f32(x.a.b, x.b.b)));
+ }
 // Returns lanes lo <= lane < hi of x, and `other` in the remaining lanes.
 static inline vf select_range(vf x, int lo, int hi, vf other) {
   const int32x4_t low = vdupq_n_s32(lo), high = vdupq_n_s32(hi), first = {0, 1, 2, 3};
