@@ -264,7 +264,7 @@ static inline vf min(vf x, vf y) {
 }
 static inline vf root(vf x) { return {root(x.a), root(x.b)}; }
 static inline float reduce_add(vf x) { return vaddvq_f32((x.a.a + x.b.a) + (x.a.b + x.b.b)); }
-static inline float reduce_max(vf x) { 
+static inline float reduce_max(vf x) {
   return vmaxnmvq_f32(vmaxnmq_f32(vmaxnmq_f32(x.a.a, x.b.a), vmaxnmq_f32(x.a.b, x.b.b)));
  }
 // Returns lanes lo <= lane < hi of x, and `other` in the remaining lanes.
