@@ -8,6 +8,9 @@
 #       PyTorch's CUDA build, which installs its CUDA libraries; the host provides the driver.
 #   docker run --stop-timeout 40 -p 127.0.0.1:8000:8000 -v quire-cache:/cache quire:cpu Qwen/Qwen3-0.6B
 #
+# For Arm: --platform linux/arm64, or both with `docker buildx build --platform linux/amd64,linux/arm64`; the kernels are
+# those of the platform's machine.
+#
 # Arguments after the image's name are passed to `quire serve`. Layers are ordered by how often they change: an edit of
 # the sources installs no package again, and the kernels are compiled again only if they or their build script changed.
 

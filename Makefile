@@ -9,7 +9,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 
 JOBS ?= 2
 
-.PHONY: serve test quick soak faults lint docs constraints install install-dev clean
+.PHONY: serve test quick soak faults lint docs constraints wheel install install-dev clean
 
 install: $(SERVE_STAMP)
 
@@ -52,6 +52,18 @@ faults: $(DEV_STAMP)
 docs: $(SERVE_STAMP)
 	@$(PYTHON) tools/install.py $(VENV) docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+
+# wheels with the kernels of every level in dist/, one for each kind of machine that a compiler in $(COMPILERS) compiles
+# for (g++-aarch64-linux-gnu of Debian and Ubuntu compiles for the other kind)
+COMPILERS ?= g++ aarch64-linux-gnu-g++
+wheel: $(SERVE_STAMP)
+	@for cxx in $(COMPILERS); do \
+	    command -v $$cxx >/dev/null || { echo "make wheel: $$cxx is not installed; COMPILERS=g++ builds for this machine only" >&2; exit 1; }; \
+	done
+	@for cxx in $(COMPILERS); do \
+	    rm -rf build && CXX=$$cxx $(PYTHON) -m pip wheel --quiet --no-deps -w dist . || exit 1; \
+	done
+	@ls dist/*.whl
 
 # resolve the pins anew: `make constraints`, and `make constraints ARGS=--upgrade` for the newest versions
 constraints:

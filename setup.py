@@ -1,7 +1,8 @@
 """Compiles the native CPU kernels of every instruction-set level into a wheel, so that installing it needs no compiler.
 
-Everything else is in pyproject.toml. Without a compiler, and on other machines than x86-64 Linux, the wheel holds the
-libraries that `quire build-kernels --into worker/cpu/prebuilt` left in the sources, or none.
+Everything else is in pyproject.toml. The levels are those of the machine that $CXX compiles for. Without a compiler,
+and on machines without levels, the wheel holds the libraries that `quire build-kernels --into worker/cpu/prebuilt` left
+in the sources, or none.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ class BuildWithKernels(build_py):
 
     def _add_kernels(self, folder: Path) -> None:
         kernels = _build_script()
-        missing = [level for level in kernels.LEVELS if not list(folder.glob(f"{kernels.library_prefix(level)}*.so"))]
-        if missing and (not kernels.is_supported_machine() or kernels.compiler() is None):
-            logger.warning("no C++ compiler for x86-64 Linux: the wheel has no native CPU kernels (%s)", missing)
+        levels = kernels.levels_of(kernels.target_machine() or kernels.machine())
+        missing = [level for level in levels if not list(folder.glob(f"{kernels.library_prefix(level)}*.so"))]
+        if not levels or (missing and kernels.compiler() is None):
+            logger.warning("no C++ compiler for x86-64 or AArch64: the wheel has no native CPU kernels (%s)", missing)
             return
         for level in missing:
             logger.info("compiling the native CPU kernels (%s)", level)
@@ -64,7 +66,8 @@ class WheelWithKernels(bdist_wheel):
         newer = {symbol for library in libraries for symbol in kernels.newer_symbols(library)}
         if newer:
             logger.warning("the kernels want %s: the wheel is for this system only", ", ".join(sorted(newer)))
-        return "py3", "none", "linux_x86_64" if newer else f"{kernels.MANYLINUX}_x86_64"
+        kind = kernels.machine_of(libraries)
+        return "py3", "none", f"{'linux' if newer else kernels.MANYLINUX}_{kind}"
 
 
 setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelWithKernels})

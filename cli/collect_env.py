@@ -10,6 +10,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from quire.configs import platforms
+
 PACKAGES = (
     "torch",
     "flash-attn",
@@ -57,6 +59,7 @@ VARIABLES = (
 # torch runs in a child process: a broken installation must not end the report
 _TORCH = """
 import torch
+
 capability = torch.backends.cpu.get_cpu_capability()
 print("threads:", torch.get_num_threads(), "| capability:", capability, "| CUDA build:", torch.version.cuda)
 for i in range(torch.cuda.device_count()):
@@ -82,10 +85,7 @@ def report() -> list[tuple[str, str]]:
         ("CPU", cpu_model()),
         (
             "cores",
-            (
-                f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} usable of "
-                f"{os.cpu_count()}"
-            ),
+            f"{len(platforms.usable_cpus())} usable of {os.cpu_count()}",
         ),
     ]
     lines += [

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -26,6 +25,7 @@ from quire.cli.conversation import HELP
 from quire.cli.loading import Loading
 from quire.cli.main import SECTIONS, Parser, add_config_flags, read_settings
 from quire.cli.prompting import PromptParser, add_flags_without_effect, one_prompt, warn_without_effect
+from quire.configs import platforms
 from quire.configs.config import Config
 from quire.configs.sources import Settings
 from quire.server.startup.model_names import accepted_names, served_names
@@ -197,8 +197,7 @@ def _started(settings: Settings) -> Iterator[str]:
 
 def _end_with_parent() -> None:
     """In the child: SIGTERM when `quire run` is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    platforms.signal_at_parents_end(signal.SIGTERM)
 
 
 def _wait_ready(process: subprocess.Popen, address_file: Path, log: IO[bytes]) -> str:

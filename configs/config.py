@@ -299,7 +299,7 @@ class DeviceConfig:
         "auto",
         "instruction set of the native CPU kernels, one that this CPU has; auto: the widest, or avx2 if that measures "
         "faster",
-        choices=("auto", "amx", "avx512bf16", "avx512", "avx2"),
+        choices=("auto", "amx", "avx512bf16", "avx512", "avx2", "bf16", "i8mm", "dotprod", "neon"),
     )
     cpu_activation_bits: str = opt(
         "auto",

@@ -23,6 +23,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
+from quire.configs import platforms
 from quire.configs.config import Config
 from quire.configs.priority import run_nice
 from quire.engine.calls import Calls
@@ -57,7 +58,6 @@ from quire.engine.process import (
     kill_engine,
     no_collection,
     read_config,
-    set_name,
     start_logging,
     wake_on_signals,
     watch_parent,
@@ -293,7 +293,7 @@ def main() -> None:
     signal.signal(EXIT_SIGNAL, _exit_on_signal)
     end_with_parent()
     dump_stacks_on(signal.SIGUSR2, "engine")
-    set_name("quire-engine")
+    platforms.name_process("quire-engine")
     socket = ServerSocket(sys.argv[1])
     socket.watch(wake_on_signals())
     if len(sys.argv) > 3:  # started before its configuration is known

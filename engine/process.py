@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from quire.configs import platforms
 from quire.configs.config import Config
 from quire.configs.log_format import formatter
 from quire.configs.log_ring import LogRing
@@ -23,17 +24,6 @@ from quire.configs.serving import ServerConfig
 from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
 RENDEZVOUS = "rendezvous"  # file in the engine's folder through which the ranks of one machine find each other
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
-
-
-def set_name(name: str) -> None:
-    """Show `name` (its first 15 bytes) as the command in ps, top and the debugger.
-
-    Linux only; a no-op elsewhere.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 @contextlib.contextmanager
@@ -54,8 +44,7 @@ def die_with_parent() -> None:
 
     Linux only. Elsewhere the process exits between steps, on EOF of its pipe.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    platforms.signal_at_parents_end(signal.SIGKILL)
 
 
 def end_with_parent() -> None:
@@ -65,12 +54,12 @@ def end_with_parent() -> None:
     This also works while compiled code holds the interpreter: the signal handler is a function of the C library. It is
     called with the signal's number, and SIGHUP is 1, so it runs `alarm(1)`, whose SIGALRM ends the process. Linux only.
     """
-    if sys.platform == "linux":
+    if platforms.LINUX:
         libc = ctypes.CDLL(None)
         libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         libc.signal(signal.SIGHUP, ctypes.cast(libc.alarm, ctypes.c_void_p))
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
+        platforms.signal_at_parents_end(signal.SIGHUP)
 
 
 def kill_descendants() -> None:
@@ -78,7 +67,7 @@ def kill_descendants() -> None:
     cluster started here has such processes, and its workers notice their parents' exit only after seconds. Linux only.
     """
     children: dict[int, list[int]] = {}
-    for pid in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else []):
+    for pid in filter(str.isdigit, os.listdir("/proc") if platforms.LINUX else []):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # the process may exit meanwhile
             parent = int(file.read().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(int(pid))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import statistics
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from quire.cli.bench.report import percentile
 from quire.cli.collect_env import cpu_model, version
+from quire.configs import platforms
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -38,7 +38,7 @@ def require_plot(path: str | None) -> None:
 
 def caption() -> str:
     """This machine and the code that measures: processor, cores, version, and the commit of a git checkout."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(platforms.usable_cpus())
     parts = [f"{cpu_model()}, {cores} core{'s' * (cores != 1)}", f"quire {version('quire')}"]
     return "; ".join([*parts, f"commit {found}"] if (found := commit()) else parts)
 

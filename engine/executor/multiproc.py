@@ -26,10 +26,11 @@ from typing import Any
 
 import msgspec
 
+from quire.configs import platforms
 from quire.configs.config import Config
 from quire.engine.executor.base import Executor, Pending, ReportProgress
 from quire.engine.messages import STACKS_FOLDER
-from quire.engine.process import RENDEZVOUS, die_with_parent, dump_stacks_on, no_collection, set_name, start_logging
+from quire.engine.process import RENDEZVOUS, die_with_parent, dump_stacks_on, no_collection, start_logging
 from quire.worker.messages import StepInput, StepOutput, WorkerReady
 
 STEP, CALL = b"S", b"C"  # to a worker
@@ -214,7 +215,7 @@ def worker_main(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dump_stacks_on(signal.SIGUSR2, f"worker {rank}")
     die_with_parent()
-    set_name(f"quire-worker-{rank}")
+    platforms.name_process(f"quire-worker-{rank}")
     # all ranks are on this machine, so loopback is enough
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     start_logging(config.server, f"worker {rank}")

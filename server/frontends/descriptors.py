@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import time
 from typing import Any
+
+from quire.configs import platforms
 
 logger = logging.getLogger("quire")
 
@@ -19,19 +20,19 @@ ACCEPT_LOG_INTERVAL = 10.0  # seconds between errors logged when no connection c
 
 def raise_descriptor_limit() -> None:
     """Let this process and its children open as many files and connections as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < target:
+    soft, hard = platforms.open_files_limits()
+    target = MOST_DESCRIPTORS if hard == platforms.UNLIMITED else min(hard, MOST_DESCRIPTORS)
+    if soft != platforms.UNLIMITED and soft < target:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+            platforms.set_open_files_limit(target, hard)
         except (ValueError, OSError) as error:  # macOS has a second, unpublished limit
             logger.warning("the limit of %d open files cannot be raised: %s", soft, error)
 
 
 def max_connections() -> int:
     """Return the number of connections that the limit of open files allows."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft = MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    soft, _ = platforms.open_files_limits()
+    soft = MOST_DESCRIPTORS if soft == platforms.UNLIMITED else soft
     return max(soft - RESERVED_DESCRIPTORS, soft // 2)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import itertools
 import os
@@ -18,9 +17,9 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
+from quire.configs import platforms
 from quire.engine.messages import Progress, Ready
 from quire.server.engines.client import EngineUnavailable
 from quire.server.frontends.background_log import configure_logging
@@ -248,15 +247,13 @@ async def _run(listener: socket.socket, end: socket.socket) -> None:
     if start is None:
         return
     configure_logging(start.config.server, f"server {start.index}")
-    with contextlib.suppress(OSError):  # Linux only; the name in ps and top
-        Path("/proc/self/comm").write_text(f"quire-api-{start.index}")
+    platforms.name_process(f"quire-api-{start.index}")
     await ManagedFrontend(channel, start, listener).run()
     channel.close()
 
 
 def _end_with_parent() -> None:
-    if sys.platform == "linux":  # works even if this process is stopped, or native code holds the GIL
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    platforms.signal_at_parents_end(signal.SIGKILL)  # even if this process is stopped, or native code holds the GIL
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
 
 

@@ -14,6 +14,7 @@ import sqlite3
 import time
 from pathlib import Path
 
+from quire.configs import platforms
 from quire.server.database import connect, transaction
 from quire.server.errors import TooManyRequests, Unavailable
 from quire.server.keys.key import Key
@@ -149,7 +150,7 @@ class Ledger:
     def _num_running(self, key: Key) -> int:
         """Return the count in all live processes; a killed process leaves its count."""
         rows = self._db.execute("SELECT pid, count FROM running WHERE name = ?", (key.name,)).fetchall()
-        return sum(count for pid, count in rows if os.path.exists(f"/proc/{pid}"))
+        return sum(count for pid, count in rows if platforms.process_exists(pid))
 
     def _run(self, key: Key, change: int) -> None:
         self._db.execute(

@@ -7,7 +7,6 @@ removed by the next one. Every method may be called in any thread.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.checkpoints.sizes import format_bytes, format_each
+from quire.configs import platforms
 from quire.server.errors import Unavailable
 from quire.server.media.inputs import Lease, PreparedImage
 from quire.server.private_folder import make_folder, remove_abandoned
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire.images")
 
 PREFIX = "quire-images-"
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(slots=True)
@@ -135,8 +134,4 @@ class ImageStore:
 
 def _roomy(num_bytes: int) -> Path:
     """Shared memory, or the folder of temporary files if that is too small, as it is by default in a container."""
-    with contextlib.suppress(OSError):
-        status = os.statvfs(SHARED_MEMORY)
-        if os.access(SHARED_MEMORY, os.W_OK) and status.f_bavail * status.f_frsize >= num_bytes:
-            return SHARED_MEMORY
-    return Path(tempfile.gettempdir())
+    return platforms.shared_memory(num_bytes) or Path(tempfile.gettempdir())

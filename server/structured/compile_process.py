@@ -8,7 +8,6 @@ big-endian, and data. The first is the `Vocabulary` (msgpack); each later one is
 
 from __future__ import annotations
 
-import resource
 import signal
 import sys
 import traceback
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from quire.configs import platforms
 from quire.engine.messages import GRAMMAR_LIMITS
 from quire.server.structured.lark import StructureError
 from quire.server.structured.library_errors import NOTHING, OURS, readable
@@ -183,7 +183,7 @@ def _alone(structure: Structure, schema: dict[str, Any], definitions: dict[str, 
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    platforms.limit_memory(MAX_MEMORY)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     vocabulary = msgspec.msgpack.decode(_read(source), type=Vocabulary)

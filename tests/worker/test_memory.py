@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire.configs import platforms
 from quire.configs.config import Config
 from quire.worker import estimates, memory
 from quire.worker.attention.base import AttentionSpec
@@ -379,7 +380,7 @@ def test_memory_in_a_container_whose_group_is_not_mounted(tmp_path):
 
 
 def test_cores_are_physical_and_within_the_quota(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "_affinity", lambda: {0, 1, 2, 3, 4, 5})
+    monkeypatch.setattr(platforms, "usable_cpus", lambda: {0, 1, 2, 3, 4, 5})
     cpus = tmp_path / "cpus"
     for cpu in range(6):
         (cpus / f"cpu{cpu}" / "topology").mkdir(parents=True)

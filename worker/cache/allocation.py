@@ -4,8 +4,6 @@ the only writers. A latent cache is one tensor, whose first columns are the valu
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from math import lcm
 import torch
 from torch import nn
 
+from quire.configs import platforms
 from quire.worker.attention.scaled import SCALE, KVCache, ScaledCache, ScaledLatents, tensors_of
 from quire.worker.cache.storage import KVStorage
 from quire.worker.host import huge_pages
@@ -279,8 +278,7 @@ class Warmer:
     def _work(self) -> None:
         # Not SCHED_IDLE: on a busy machine the thread would get no time for seconds, and the process, whose memory it
         # holds, would not end before.
-        if sys.platform == "linux":
-            os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
+        platforms.schedule_thread_as_batch()
         while self._resident < self._size:
             size = min(huge_pages.PAGE, self._size - self._resident)
             self._wait()

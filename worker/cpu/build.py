@@ -47,7 +47,19 @@ LEVELS = {
     "avx512bf16": _BF16,
     "avx512": _AVX512,
     "avx2": _AVX2,
+    "bf16": ["arch=armv8.2-a+dotprod+i8mm+bf16"],
+    "i8mm": ["arch=armv8.2-a+dotprod+i8mm"],
+    "dotprod": ["arch=armv8.2-a+dotprod"],
+    "neon": ["arch=armv8-a"],
 }
+# What a CPU of AArch64 needs for a level, as bits of AT_HWCAP and AT_HWCAP2 (Linux) and names of sysctl (macOS)
+_ARM_NEEDS = {
+    "bf16": (1 << 20, 1 << 13 | 1 << 14, ("FEAT_DotProd", "FEAT_I8MM", "FEAT_BF16")),
+    "i8mm": (1 << 20, 1 << 13, ("FEAT_DotProd", "FEAT_I8MM")),
+    "dotprod": (1 << 20, 0, ("FEAT_DotProd",)),
+    "neon": (1 << 1, 0, ()),
+}
+_NAMES_OF_MACHINES = {"x86_64": "x86_64", "AMD64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 _MUCH_FASTER = 0.95  # maximum time relative to the level with more instructions; a smaller gain may be noise
 # compiler option -> flag in /proc/cpuinfo, if spelled differently
 _CPU_FLAGS = {
@@ -59,6 +71,8 @@ _CPU_FLAGS = {
 }
 
 
+# Why there is no level
+NO_LEVEL = "the CPU lacks AVX2 or NEON, or the system is neither Linux nor macOS on Arm"
 LINE_INTERVAL = 5.0  # seconds between lines about a build
 Report = Callable[[str, int, int], None]
 LINK_FLAGS = ["-shared", "-pthread", "-s"]
@@ -73,8 +87,8 @@ class BuildError(Exception):
 
 
 def cpu_level() -> str | None:
-    """Return the level with the most instructions that this machine's CPU supports, or None if it supports no level
-    (not x86-64, or too old).
+    """Return the level with the most instructions that this machine's CPU supports, or None if it supports no level (of
+    another kind, or too old).
     """
     return next(iter(cpu_levels()), None)
 
@@ -94,7 +108,7 @@ def choose_level(asked: str = "auto") -> tuple[str | None, str]:
             )
         return asked, "as asked"
     if not levels:
-        return None, "the CPU lacks AVX2, or is not x86-64 Linux"
+        return None, NO_LEVEL
     for narrower in rivals(levels[0]):
         libraries = [find_library(level) for level in (levels[0], narrower)]
         if all(libraries) and (times := _calibrated(*libraries)) is not None:
@@ -135,26 +149,63 @@ def _calibrated(wide: Path, narrow: Path) -> float | None:
     return float(result.read_text().split()[0])
 
 
-def is_supported_machine() -> bool:
-    """Return whether there are levels for this kind of machine at all."""
-    return platform.machine() in ("x86_64", "AMD64") and sys.platform == "linux"
+def machine() -> str | None:
+    """The kind of this machine, as in names of wheels, or None if there are no levels for it (or for its system)."""
+    found = _NAMES_OF_MACHINES.get(platform.machine())
+    systems = {"x86_64": ("linux",), "aarch64": ("linux", "darwin")}
+    return found if sys.platform in systems.get(found, ()) else None
+
+
+def target_machine() -> str | None:
+    """The kind of machine that the compiler compiles for, or None without a compiler or if there are no levels."""
+    if (cxx := compiler()) is None:
+        return None
+    target = subprocess.run([cxx, "-dumpmachine"], capture_output=True, text=True).stdout
+    return _NAMES_OF_MACHINES.get(target.split("-")[0].strip())
+
+
+def levels_of(kind: str | None) -> list[str]:
+    """The levels of a kind of machine, best first."""
+    return [level for level in LEVELS if kind == ("aarch64" if level in _ARM_NEEDS else "x86_64")]
 
 
 def cpu_levels() -> list[str]:
     """Return the levels that this machine's CPU supports, the one with the most instructions first."""
-    if not is_supported_machine():
+    if machine() == "aarch64":
+        return _arm_levels()
+    if machine() is None:
         return []
     flags = set(_cpuinfo("flags").split())
     return [
         level
-        for level, needs in LEVELS.items()
-        if all(_CPU_FLAGS.get(need, need) in flags for need in needs) and (level != "amx" or _amx_permitted())
+        for level in levels_of("x86_64")
+        if all(_CPU_FLAGS.get(need, need) in flags for need in LEVELS[level]) and (level != "amx" or _amx_permitted())
     ]
 
 
+def _arm_levels() -> list[str]:
+    """The levels that this machine's CPU, of AArch64, supports."""
+    libc = ctypes.CDLL(None)
+    if sys.platform == "darwin":
+
+        def has(feature: str) -> bool:
+            value, size = ctypes.c_int(0), ctypes.c_size_t(4)
+            name = f"hw.optional.arm.{feature}".encode()
+            found = libc.sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+            return found == 0 and value.value == 1
+
+        return [level for level, (_, _, features) in _ARM_NEEDS.items() if all(map(has, features))]
+    libc.getauxval.argtypes, libc.getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    first, second = libc.getauxval(16), libc.getauxval(26)  # AT_HWCAP, AT_HWCAP2
+    return [level for level, (needs, more, _) in _ARM_NEEDS.items() if first & needs == needs and second & more == more]
+
+
 def _cpuinfo(key: str) -> str:
-    with open("/proc/cpuinfo") as f:
-        return next((line.split(":", 1)[1].strip() for line in f if line.startswith(key)), "")
+    try:
+        with open("/proc/cpuinfo") as f:
+            return next((line.split(":", 1)[1].strip() for line in f if line.startswith(key)), "")
+    except FileNotFoundError:  # no /proc
+        return ""
 
 
 @cache
@@ -271,6 +322,14 @@ def _work_of(target: Path) -> Path:
     return target.with_name(f".build-{target.name}")
 
 
+def machine_of(libraries: list[Path]) -> str:
+    """The kind of machine that libraries, which may be of a wheel for one kind only, are for."""
+    kinds = {"aarch64" if library.name.split("-")[2] in _ARM_NEEDS else "x86_64" for library in libraries}
+    if len(kinds) != 1:
+        raise BuildError(f"the libraries are for several kinds of machines: {', '.join(sorted(kinds))}")
+    return kinds.pop()
+
+
 def newer_symbols(library: Path) -> list[str]:
     """Return the symbol versions that `library` wants and `MANYLINUX` lacks."""
     versions = set(re.findall(rb"\0(GLIBC|GLIBCXX|CXXABI|GCC)_(\d[\d.]*)(?=\0)", library.read_bytes()))
@@ -301,7 +360,8 @@ def _compile(cxx: str, level: str, work: Path, target: Path, report: Report | No
     if report is not None:
         report(level, 0, len(objects))
     # One compiler per core: with more, a background build takes most of a small machine despite its low priority.
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(num_cores) as pool:
         made = [pool.submit(make, out, *options, "-c", str(objects[out])) for out in objects]
         for num_done, future in enumerate(as_completed(made), start=1):
             if future.exception() is not None:
@@ -328,7 +388,7 @@ def build_kernels(
             raise ValueError(f"unknown instruction-set level {level!r}; there are {', '.join(LEVELS)}")
     return [
         build(level, folder or prebuilt_folder(), wait, report)
-        for level in levels or sorted(LEVELS, key=lambda level: level != cpu_level())
+        for level in levels or sorted(levels_of(target_machine()), key=lambda level: level != cpu_level())
     ]
 
 
@@ -377,7 +437,10 @@ def main(argv: list[str] | None = None) -> int:
         help="folder of the libraries (default: worker/cpu/prebuilt of the package, where a start looks first)",
     )
     parser.add_argument(
-        "--level", action="append", choices=list(LEVELS), help="instruction-set level, may be repeated (default: all)"
+        "--level",
+        action="append",
+        choices=list(LEVELS),
+        help="instruction-set level, may be repeated (default: all of the machine that the compiler compiles for)",
     )
     # A level to build in a forked child after the others, so that the caller need not wait for it.
     parser.add_argument("--then", choices=list(LEVELS), help=argparse.SUPPRESS)

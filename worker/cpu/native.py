@@ -333,7 +333,7 @@ class Kernels:
             return True
         self.level, self.level_reason = build.choose_level(level)
         if self.level is None:
-            self._status = "no native kernels: the CPU lacks AVX2, or is not x86-64 Linux"
+            self._status = f"no native kernels: {build.NO_LEVEL}"
             self.warning = f"{self._status}; plain torch serves, {SLOWER}"
             return False
         path = build.find_library(self.level)

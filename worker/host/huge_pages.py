@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from quire.configs import platforms
+
 PAGE = 1 << 21
 
 
@@ -30,8 +32,7 @@ def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` alive
     start = -tensor.data_ptr() % PAGE
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE, start, size // PAGE * PAGE)
+    platforms.advise_huge_pages(memory, start, size // PAGE * PAGE)
     return tensor[start : start + size].view(dtype).view(shape)
 
 

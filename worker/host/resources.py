@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from quire.configs import platforms
+
 
 def memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
     """(total, available) bytes of RAM for this process: the machine's, or less if a control group limits it.
@@ -30,17 +32,11 @@ def num_cores(
     Matrix products saturate a core with one thread; a second thread on the core only competes for its vector units and
     cache.
     """
-    cores = {_first_sibling(cpus, cpu) for cpu in _affinity()}
+    cores = {_first_sibling(cpus, cpu) for cpu in platforms.usable_cpus()}
     count = len(cores)
     for quota in _cgroup_quotas(proc, cgroup):
         count = min(count, int(quota))
     return max(count, 1)
-
-
-def _affinity() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def _first_sibling(cpus: Path, cpu: int) -> int:

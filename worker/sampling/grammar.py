@@ -10,7 +10,6 @@ grammar cost nothing.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
+from quire.configs import platforms
 from quire.worker.batch.input_batch import SamplingBatch
 from quire.worker.messages import GRAMMAR_ERROR, GRAMMAR_LIMITS, NewRequest, Vocabulary
 from quire.worker.platforms.base import Event, Platform
@@ -317,7 +317,7 @@ class Tokens:
         self.tokenizer: LLTokenizer = LLTokenizer(
             _Wrapper(vocabulary), n_vocab=vocab_size, eos_token=vocabulary.eos_token_ids
         )
-        num_threads = min(MAX_THREADS, max(len(os.sched_getaffinity(0)) // 2, 1))
+        num_threads = min(MAX_THREADS, max(len(platforms.usable_cpus()) // 2, 1))
         self.executor: LLExecutor = LLExecutor(num_threads)
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self._texts, self._special = vocabulary.tokens, {*vocabulary.special_ids, *vocabulary.eos_token_ids}

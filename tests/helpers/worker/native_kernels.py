@@ -11,7 +11,7 @@ import torch
 
 from quire.worker.cpu import build, native
 
-LEVELS = list(build.LEVELS)
+LEVELS = build.levels_of(build.machine())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative error of one rounding, with a margin for a different order of summation.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}

@@ -97,7 +97,7 @@ inline void decode_values(const Layer& l, const Task& t, long h, long key, int t
     const bf16* v = (const bf16*)l.v_cache + l.v_place(t.table, at) + h * l.v_head + c0;
     if (h + 1 < t.h1)
       for (long j = 0; j < 16; j++)
-        for (long c = 0; c < 128; c += 32) _mm_prefetch((const char*)(v + l.v_head + j * rows + c), _MM_HINT_T1);
+        for (long c = 0; c < 128; c += 32) prefetch_l2(v + l.v_head + j * rows + c);
     long stride = rows * 2;
     if (at < t.begin || at + 16 > t.end) {
       for (long j = 0; j < 16; j++) {

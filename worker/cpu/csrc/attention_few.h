@@ -111,11 +111,8 @@ void score_bytes(const QueryBytes& queries, const int8_t* const* k, long d, floa
         if (FIRST == 0 && c % 64 == 0) ahead.fetch(1, int(d));
       }
       unrolled<COUNT>([&](auto r) __attribute__((always_inline)) {
-        const Ints four = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0][r], sums[1][r]),
-                                            _mm256_hadd_epi32(sums[2][r], sums[3][r]));
-        const __m128i total = _mm_add_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
-        _mm_storeu_ps(x + (FIRST + r) * kKeys + j,
-                      _mm_mul_ps(_mm_cvtepi32_ps(total), _mm_set1_ps(queries.units[FIRST + r])));
+        const Ints four[4] = {sums[0][r], sums[1][r], sums[2][r], sums[3][r]};
+        store_totals(x + (FIRST + r) * kKeys + j, four, queries.units[FIRST + r]);
       });
     });
 }

@@ -25,8 +25,8 @@ struct KeyBlock {
     begin = lo, end = int(std::min(long(kKeys), last - key)), row = lo, line = 0;
     for (int j = lo; j < end; j++) {
       if (kScaled<T> && (j == lo || slot == 0)) {
-        _mm_prefetch((const char*)l.k_scales.at(table[block], slot, head), _MM_HINT_T1);
-        _mm_prefetch((const char*)l.v_scales.at(table[block], slot, head), _MM_HINT_T1);
+        prefetch_l2(l.k_scales.at(table[block], slot, head));
+        prefetch_l2(l.v_scales.at(table[block], slot, head));
       }
       k[j] = (const T*)l.k_cache + table[block] * l.k_block + slot * l.k_slot + head * l.k_head;
       v[j] = (const T*)l.v_cache + table[block] * l.v_block + slot * l.v_slot + head * l.v_head;
@@ -54,8 +54,8 @@ struct KeyBlock {
     if (row >= end) return;
     const char *at_k = (const char*)k[row] + line, *at_v = (const char*)v[row] + line;
     for (; lines > 0; lines--, at_k += 64, at_v += 64) {
-      _mm_prefetch(at_k, _MM_HINT_T1);
-      _mm_prefetch(at_v, _MM_HINT_T1);
+      prefetch_l2(at_k);
+      prefetch_l2(at_v);
       if ((line += 64) < bytes) continue;
       line = 0;
       if (++row >= end) return;

@@ -216,7 +216,7 @@ size_t vector_bytes(const Step& s, int rows) {
 template <typename T, typename C>
 void attend_vector(const Step& s, const Task& t, const Task* following, const Partials& partials, const Plan& plan,
                    bool one_order, char* memory) {
-  if constexpr (std::is_same_v<T, bf16> && kFixable<C>)
+  if constexpr (kFastWords && std::is_same_v<T, bf16> && kFixable<C>)
     if (!one_order && t.count * s.group() >= kFixedRowsFrom && s.layer.head_dim % 32 == 0 && s.layer.v_dim % 32 == 0 &&
         (!s.layer.two_scales() || s.layer.v_dim % kFixedRun == 0))
       return attend_rows<T, C, FixedTiles<C>>(s, t, following, partials, plan.slots.data(), memory);

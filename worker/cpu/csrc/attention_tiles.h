@@ -109,8 +109,8 @@ class KeysAhead {
   }
   void bring(long lines) {
     for (; lines > 0 && key_ < end_; lines--) {
-      _mm_prefetch(k_ + at_, _MM_HINT_T1);
-      _mm_prefetch(v_ + at_, _MM_HINT_T1);
+      prefetch_l2(k_ + at_);
+      prefetch_l2(v_ + at_);
       if ((at_ += 64) >= l_.head_dim * size_) key_++, find();
     }
   }

@@ -99,30 +99,29 @@ static inline bool all_zero(const bf16* packed, long count) {
 // if one cannot be stored.
 template <typename F>
 static inline bool compact_group(const bf16* packed, int low, uint16_t* data, F&& list) {
-  auto bits_of = [](__m256i word, int mask) { return _mm256_and_si256(word, _mm256_set1_epi16(short(mask))); };
-  for (int half = 0; half < 32; half += 16) {
-    __m256i field[4];
+  typedef uint16_t Words __attribute__((vector_size(16)));
+  for (int part = 0; part < 32; part += 8) {
+    Words field[4];
     for (int j = 0; j < 4; j++) {
-      const __m256i w = _mm256_loadu_si256((const __m256i*)(packed + j * 32 + half)),
-                    code = _mm256_sub_epi16(bits_of(_mm256_srli_epi16(w, 7), 255), _mm256_set1_epi16(short(low)));
-      const __m256i inside = _mm256_cmpeq_epi16(_mm256_min_epu16(code, _mm256_set1_epi16(15)), code);
-      field[j] = _mm256_or_si256(bits_of(w, 0x807f), _mm256_and_si256(inside, _mm256_slli_epi16(code, 7)));
-      for (uint32_t rest = ~uint32_t(_mm256_movemask_epi8(inside)) & 0x55555555; rest; rest &= rest - 1) {
-        const int place = j * 32 + half + __builtin_ctz(rest) / 2,
-                  bits = exception_bits(packed[place].bits, low - Compact::kLow);
+      Words w;
+      memcpy(&w, packed + j * 32 + part, sizeof w);
+      const Words code = (w >> 7 & 255) - uint16_t(low), inside = (Words)(code <= 15);
+      field[j] = (w & 0x807f) | (inside & code << 7);
+      uint64_t both[2];
+      memcpy(both, &inside, sizeof both);
+      if ((both[0] & both[1]) == ~0ull) continue;
+      for (int i = 0; i < 8; i++) {
+        if (inside[i]) continue;
+        const int place = j * 32 + part + i, bits = exception_bits(packed[place].bits, low - Compact::kLow);
         if (bits < 0) return false;
         list(place, bits);
       }
     }
-    const __m256i last = field[3], upper = _mm256_or_si256(bits_of(_mm256_srli_epi16(last, 12), 8),
-                                                           bits_of(_mm256_srli_epi16(last, 4), 7));
-    auto put = [&](int i, __m256i nibble) {
-      _mm256_storeu_si256((__m256i*)(data + i * 32 + half),
-                          _mm256_or_si256(field[i], _mm256_slli_epi16(bits_of(nibble, 15), 11)));
-    };
-    put(0, _mm256_srli_epi16(last, 7));
-    put(1, last);
-    put(2, upper);
+    const Words last = field[3], nibbles[3] = {last >> 7, last, (last >> 12 & 8) | (last >> 4 & 7)};
+    for (int i = 0; i < 3; i++) {
+      const Words word = field[i] | (nibbles[i] & 15) << 11;
+      memcpy(data + i * 32 + part, &word, sizeof word);
+    }
   }
   return true;
 }

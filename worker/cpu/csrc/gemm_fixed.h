@@ -7,12 +7,13 @@
 
 namespace {
 
-constexpr int kFixedRows = kLanes == 16 ? 6 : 9;  // minimum rows; 5 rows, or 8 with AVX2, take as long as in floats
+// Minimum rows; 5 rows, or 8 with AVX2, take as long as in floats
+constexpr int kFixedRows = !kFastWords ? INT_MAX : kLanes == 16 ? 6 : 9;
 // Minimum rows for quantized weights, which cost more to prepare
-constexpr int kFixedQuantRows = 96;
-constexpr int kFixedFloatRows = 16;  // the same for 8-bit floats
+constexpr int kFixedQuantRows = kFastWords ? 96 : INT_MAX;
+constexpr int kFixedFloatRows = kFastWords ? 16 : INT_MAX;  // the same for 8-bit floats
 // Minimum rows for logits: the largest must not depend on whether all are computed
-constexpr int kFixedLogitRows = kMostGreedy + 1;
+constexpr int kFixedLogitRows = kFastWords ? kMostGreedy + 1 : INT_MAX;
 constexpr long kFixedPiece = 1 << 20;   // bytes of the rows of one chunk
 constexpr long kFixedAhead = 16 << 10;  // prefetch distance in bytes
 
@@ -122,8 +123,9 @@ class FixedQuant {
   // Widens 32 k to 16-bit integers.
   void widen(int k, int16_t* to) const {
     const Ints zero_point = set1_words(quant_zero_point(KIND));
-    const __m128i order = _mm_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
-    const Ints first = repeat(order), second = repeat(_mm_add_epi8(order, _mm_set1_epi16(2)));
+    static constexpr int8_t kFirst[16] = {0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1},
+                            kSecond[16] = {2, -1, 3, -1, 6, -1, 7, -1, 10, -1, 11, -1, 14, -1, 15, -1};
+    const Ints first = repeat(kFirst), second = repeat(kSecond);
     for (int column = 0; column < kCols; column += kLanes) {
       const uint8_t* at = codes_at(q_, nb_, k, column);
       auto put = [&](int row, Ints bytes) {  // four k of kLanes columns

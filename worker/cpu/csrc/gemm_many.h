@@ -93,7 +93,7 @@ class WeightStream {
     if (lines_ > 0) at_ = source(next);
   }
   void bring() {
-    for (due_ += lines_; due_ >= calls_; due_ -= calls_, at_ += 64) _mm_prefetch(at_, _MM_HINT_T1);
+    for (due_ += lines_; due_ >= calls_; due_ -= calls_, at_ += 64) prefetch_l2(at_);
   }
 
  private:
@@ -110,7 +110,7 @@ class WeightStream {
   }
   void fetch(const Part& at) {
     const char* from = source(at);
-    for (long i = 0; i < bytes(at); i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
+    for (long i = 0; i < bytes(at); i += 64) prefetch_l2(from + i);
   }
 
   const Gemm& g_;

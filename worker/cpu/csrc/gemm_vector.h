@@ -173,7 +173,7 @@ inline void run_quant_vector(const std::vector<Gemm>& products, int threads) {
 
 // --- 8-bit floats ----------------------------------------------------------------------------------------------------
 
-// y[ROWS][32] += k0 .. k1 - 1 (whole spans) of a group x of `Groups` times block nb of 8-bit floats, in the order of k.
+// y[ROWS][32] += k0 .. k1 - 1 (whole spans) of a group x of `FloatGroups` times block nb of 8-bit floats, in the order of k.
 template <int ROWS>
 void e4m3_part(const Quant& q, const float* x, int nb, long k0, long k1, Fetch& fetch, float* y) {
   constexpr bool STREAM = kLanes == 16 && ROWS <= 4;
@@ -209,7 +209,7 @@ void e4m3_part(const Quant& q, const float* x, int nb, long k0, long k1, Fetch& 
 }
 
 // y[rows of x][32] = x times block nb.
-inline void e4m3_block(const Quant& q, const Groups& x, int rows, int nb, float* y) {
+inline void e4m3_block(const Quant& q, const FloatGroups& x, int rows, int nb, float* y) {
   const bool stream = kLanes == 16 && rows <= 4;
   const long width = long(q.k_steps) * 64, part = stream ? width : 512;
   const int passes = 32 / (2 * kLanes) * x.count();
@@ -225,10 +225,10 @@ inline void e4m3_block(const Quant& q, const Groups& x, int rows, int nb, float*
 
 inline void run_e4m3(const std::vector<Gemm>& products, int threads) {
   const long k = long(products[0].quant->k_steps) * 64;
-  auto floats = [&](float* memory, const Chunk& c) { return Groups(memory + c.rows * kCols, k, c.rows); };
+  auto floats = [&](float* memory, const Chunk& c) { return FloatGroups(memory + c.rows * kCols, k, c.rows); };
   over_chunks(
       products, threads, kVectorPiece / (k * sizeof(float)),
-      [&](int rows) { return (rows * kCols + Groups::floats(k, rows)) * sizeof(float); },
+      [&](int rows) { return (rows * kCols + FloatGroups::floats(k, rows)) * sizeof(float); },
       [&](float* memory, const Chunk& c) {
         floats(memory, c).fill(c.g->k, [&](int r) { return c.g->x + (c.row0 + r) * c.g->ldx; });
       },

@@ -39,10 +39,10 @@ inline bool round_block(const Gemm& g, const Screen& screen, int nb, const bf16*
     Floats top = {}, rounded = {}, away = {}, all = {};
     for (int k = 0; k < g.k; k++) {
       const Floats w = Floats(Ints(weights(k)) & set1_ints(0x7fffffff));
-      top = top > w ? top : w;
+      top = max_floats(top, w);
     }
     const Floats scale = top * set1_floats(1.f / 127), least = set1_floats(1e-30f),
-                 inverse = 1 / (scale > least ? scale : least);
+                 inverse = set1_floats(1) / max_floats(scale, least);
     for (int k = 0; k < g.k; k += 4) {
       Ints four = {};
       unrolled<4>([&](auto i) {

@@ -5,4 +5,6 @@
 
 #if defined(__x86_64__) && defined(__GLIBC__)
 __asm__(".symver log, log@GLIBC_2.2.5");
+#elif defined(__aarch64__) && defined(__GLIBC__)
+__asm__(".symver log, log@GLIBC_2.17");
 #endif

@@ -32,15 +32,23 @@ constexpr Source kSources[] = {{32, 18, 0, 2},
                                {256, 110, 108, 32, 0, 96}};
 
 inline void halves(const uint8_t* q, uint8_t* codes) {
-  const __m128i both = _mm_loadu_si128((const __m128i*)q), low = _mm_set1_epi8(15);
-  _mm_storeu_si128((__m128i*)codes, _mm_and_si128(both, low));
-  _mm_storeu_si128((__m128i*)(codes + 16), _mm_and_si128(_mm_srli_epi16(both, 4), low));
+  uint64_t two[2];
+  memcpy(two, q, 16);
+  for (int i = 0; i < 2; i++) {
+    const uint64_t low = two[i] & 0x0f0f0f0f0f0f0f0f, high = two[i] >> 4 & 0x0f0f0f0f0f0f0f0f;
+    memcpy(codes + i * 8, &low, 8), memcpy(codes + 16 + i * 8, &high, 8);
+  }
+}
+// Puts bit i into bit 4 of byte i.
+inline uint64_t fifth_bits(uint8_t bits) {
+  const uint64_t one_a_byte = bits * 0x0101010101010101u & 0x8040201008040201u;
+  return (one_a_byte + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u;
 }
 inline void add_fifth_bits(const uint8_t* bits, uint8_t* codes) {
   for (int i = 0; i < 4; i++) {
     uint64_t eight;
     memcpy(&eight, codes + 8 * i, 8);
-    eight |= _pdep_u64(bits[i], 0x1010101010101010);
+    eight |= fifth_bits(bits[i]);
     memcpy(codes + 8 * i, &eight, 8);
   }
 }

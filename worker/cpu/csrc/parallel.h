@@ -5,17 +5,13 @@
 // time, in a hundred regions per token.
 #pragma once
 
-#include <immintrin.h>
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
-#include <climits>
 #include <cstdint>
 #include <cstdlib>
 #include <thread>
+
+#include "machine.h"
 
 class Pool {
  public:
@@ -51,36 +47,32 @@ class Pool {
     const uint32_t region = ++region_;
     state_.store(uint64_t(region) << 32 | kOpen, std::memory_order_release);
     number_.store(region, std::memory_order_seq_cst);
-    if (sleepers_.load(std::memory_order_seq_cst) > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
+    sleepers_.wake(number_);
     body();
     state_.fetch_and(~uint64_t(kOpen), std::memory_order_acq_rel);
-    for (const uint64_t start = __rdtsc(); (state_.load(std::memory_order_acquire) & kInside) != 0;)
-      __rdtsc() - start < kPatience ? _mm_pause() : std::this_thread::yield();
+    for (const uint64_t start = ticks(); (state_.load(std::memory_order_acquire) & kInside) != 0;)
+      ticks() - start < patience_ ? pause_thread() : std::this_thread::yield();
     busy_.store(false, std::memory_order_release);
   }
 
  private:
   static constexpr uint64_t kOpen = 1u << 31, kInside = kOpen - 1;
-  // Spin times in TSC ticks, 2 to 3 per ns. Outside a region about 100 us: longer than the gap between two kernels,
-  // shorter than the gap between two steps. In an open region with all pieces taken about 1 ms: another region follows,
-  // and waking threads for it costs the caller time, too.
-  static constexpr uint64_t kPatience = 250'000, kPatienceInside = 2'500'000;
+  // Spin times. Outside a region about 100 us: longer than the gap between two kernels, shorter than the gap between two
+  // steps. In an open region with all pieces taken about 1 ms: another region follows, and waking threads for it costs
+  // the caller time, too.
+  const uint64_t patience_ = 100 * ticks_per_us(), patience_inside_ = 1000 * ticks_per_us();
 
   void work() {
     uint32_t seen = 0;
     for (;;) {
-      for (uint64_t start = __rdtsc(), since = start; number_.load(std::memory_order_acquire) == seen;) {
-        _mm_pause();
-        const uint64_t now = __rdtsc();
-        if (now - since <= kPatience) continue;
-        if (!(state_.load(std::memory_order_relaxed) & kOpen) || now - start > kPatienceInside) break;
+      for (uint64_t start = ticks(), since = start; number_.load(std::memory_order_acquire) == seen;) {
+        pause_thread();
+        const uint64_t now = ticks();
+        if (now - since <= patience_) continue;
+        if (!(state_.load(std::memory_order_relaxed) & kOpen) || now - start > patience_inside_) break;
         since = now;
       }
-      if (number_.load(std::memory_order_acquire) == seen) {
-        sleepers_.fetch_add(1, std::memory_order_seq_cst);
-        while (number_.load(std::memory_order_seq_cst) == seen) futex(FUTEX_WAIT_PRIVATE, int(seen));
-        sleepers_.fetch_sub(1, std::memory_order_relaxed);
-      }
+      if (number_.load(std::memory_order_acquire) == seen) sleepers_.sleep(number_, seen);
       uint64_t state = state_.load(std::memory_order_acquire);
       bool joined = false;
       while ((state & kOpen) && int(state & kInside) < threads_ - 1 &&
@@ -92,12 +84,11 @@ class Pool {
     }
   }
 
-  void futex(int operation, int value) { syscall(SYS_futex, &number_, operation, value, nullptr, nullptr, 0); }
-
   inline static thread_local int thread_ = 0;
   std::atomic<bool> busy_{false};  // no std::mutex: its try_lock wants a newer glibc than everything else here
   int started_ = 0;
-  std::atomic<int> threads_{1}, sleepers_{0};
+  std::atomic<int> threads_{1};
+  Sleepers sleepers_;
   uint32_t region_ = 0;
   void (*call_)(void*) = nullptr;
   void* context_ = nullptr;

@@ -67,6 +67,8 @@ constexpr int quant_zero_point(int kind) { return kKinds[kind].zero_point; }
 constexpr int top_code(int kind) {
   return kind == kFloats4 ? 24 : kind == kIq4 || kind == kIq4_XS ? 240 : (1 << quant_bits(kind)) - 1;
 }
+// What is subtracted from codes that are multiplied as signed bytes
+constexpr int byte_offset(int kind) { return kSignedBytes && top_code(kind) > 127 ? 128 : 0; }
 constexpr bool is_super_kind(int kind) { return kKinds[kind].super > 0; }
 // Whether scales and offsets are f16 or bf16 per group
 constexpr bool has_table_of_halves(int kind) { return !is_super_kind(kind) && kind != kFloats4 && kind != kFloats8; }
@@ -120,7 +122,7 @@ __attribute__((always_inline)) inline void codes_of(const uint8_t* at, int half,
     for (int i = 0; i < 2; i++) {
       const Ints line = load_ints(at + half * 128 + i * 64), a = line & low, b = words_right<4>(line) & low;
       if constexpr (kCodeTable<KIND> != nullptr) {
-        const Ints table = repeat(_mm_load_si128((const __m128i*)kCodeTable<KIND>));
+        const Ints table = repeat(kCodeTable<KIND>);
         f(2 * i, shuffle_bytes(table, a)), f(2 * i + 1, shuffle_bytes(table, b));
       } else {
         f(2 * i, a), f(2 * i + 1, b);
@@ -206,8 +208,8 @@ class SuperScales {
     const uint8_t* tile = super + kHeads + column / 16 * kTile + column % 16 * 4;
     const Ints low = set1_words(0x0f0f), upper = set1_words(0x3030);
     auto dword = [&](int i) { return load_ints(tile + i * 64); };
-    d_ = halves(super + column * 2);
-    if constexpr (kKinds[KIND].offsets) dmin_ = halves(super + 64 + column * 2);
+    d_ = load_floats((const f16*)super + column);
+    if constexpr (kKinds[KIND].offsets) dmin_ = load_floats((const f16*)super + 32 + column);
     if constexpr (KIND == kQ6_K) {
       for (int i = 0; i < 4; i++) scales_[i] = dword(i);
     } else if constexpr (KIND == kQ2_K) {
@@ -245,13 +247,6 @@ class SuperScales {
   static Floats byte(Ints x) {
     return to_floats(I == 3 ? right<24>(x) : right<I * 8>(x) & set1_ints(255));
   }
-  static Floats halves(const uint8_t* p) {
-#if defined(__AVX512F__)
-    return load((const f16*)p).v;
-#else
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-#endif
-  }
   Ints scales_[256 / kGroup / 4], offsets_[256 / kGroup / 4];
   Floats d_, dmin_;
 };
@@ -259,12 +254,7 @@ class SuperScales {
 // 2 ** (exponent - 128) of kLanes exponents: half the scale, for codes that stand for twice the value. Below 2 ** -126
 // it is zero.
 inline Floats half_power(const uint8_t* exponents) {
-  const Ints e = widen_bytes(exponents);
-#if defined(__AVX512F__)
-  return Floats(left<23>(_mm512_max_epi32(_mm512_sub_epi32(e, set1_ints(1)), set1_ints(0))));
-#else
-  return Floats(left<23>(_mm256_max_epi32(_mm256_sub_epi32(e, set1_ints(1)), set1_ints(0))));
-#endif
+  return Floats(left<23>(max_ints(add_ints(widen_bytes(exponents), set1_ints(-1)), set1_ints(0))));
 }
 
 // The scale of (code - zero point) and the offset of sixteen columns of tile t, for the 16 k from k on.

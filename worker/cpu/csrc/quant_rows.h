@@ -1,9 +1,9 @@
 // Activations as integers, for products with quantized weights on vector units.
 //
-// In 16 bits, with one scale per 256 k, they are finer than bf16 for all but the smallest entries. AVX-512 multiplies
-// bytes, so it takes them as two planes, x = 256 high + low; AVX2 takes pairs of words.
+// In 16 bits, with one scale per 256 k, they are finer than bf16 for all but the smallest entries. AVX-512 and Arm's
+// dotprod multiply bytes, so they take them as two planes, x = 256 high + low; AVX2 and NEON take pairs of words.
 //
-// In 8 bits (Quant::narrow) they are one plane of bytes, or pairs of words for AVX2 and codes above 63, whose products
+// In 8 bits (Quant::narrow) they are one plane of bytes, or, of AVX2 and NEON for codes above 63, pairs of words, whose products
 // with bytes would overflow. They have a scale per group of the weight, of 256 k at most, or per 256 k for kQ4_K and so
 // on: the same as in llama.cpp for the blocks of GGUF files.
 #pragma once
@@ -21,7 +21,7 @@ class IntegerRows {
   // Maximum rows of a group: their sums and totals, and the operands, fit 32 registers
   static constexpr int group_rows(int dwords, int rows) { return by_two(dwords, rows) ? kMostRows / 2 : kMostRows; }
   IntegerRows(void* memory, int rows, const Quant& q)
-        : width_(long(q.k_steps) * 64), rows_(rows), span_(q.span()), per_(per(q)), zero_point_(q.zero_point()),
+        : width_(long(q.k_steps) * 64), rows_(rows), span_(q.span()), per_(per(q)), zero_point_(q.zero_point() - byte_offset(q.kind)),
           dwords_(dwords(q)), top_(q.narrow ? 127 : 127 * 256 + 127), scaled_sums_(by_span(q.kind, q.narrow)),
           groups_((rows + group_rows(dwords_, rows) - 1) / group_rows(dwords_, rows)),
           least_(rows / std::max(groups_, 1)), larger_(rows % std::max(groups_, 1)), span_bits_(__builtin_ctz(span_)),
@@ -35,7 +35,7 @@ class IntegerRows {
   // Whether each span of k has a scale of its own, not each run.
   static constexpr bool by_span(int kind, bool narrow) { return narrow && !is_super_kind(kind); }
   // The number of dwords for 4 k.
-  static constexpr int dwords(int kind, bool narrow) { return narrow && (kLanes == 16 || top_code(kind) < 64) ? 1 : 2; }
+  static constexpr int dwords(int kind, bool narrow) { return narrow && (QUIRE_BYTE_PRODUCTS || top_code(kind) < 64) ? 1 : 2; }
   static int dwords(const Quant& q) { return dwords(q.kind, q.narrow); }
 
   int groups() const { return groups_; }
@@ -66,7 +66,7 @@ class IntegerRows {
     while (begin(group + 1) <= r) group++;
     const int32_t* at = values(group, k) + (r - begin(group)) * dwords_;
     if (dwords_ == 1) return ((const int8_t*)at)[k % 4];
-#if defined(__AVX512F__)
+#if QUIRE_BYTE_PRODUCTS
     return 256 * ((const int8_t*)at)[k % 4] + ((const int8_t*)at)[4 + k % 4];
 #else
     return ((const int16_t*)at)[k % 4 / 2 + k % 2 * 2];
@@ -120,20 +120,9 @@ class IntegerRows {
       for (int i = 0; i < 4; i++) to[i * size(group)] = bytes[i];
       return;
     }
-    __m128i pairs[4];
-#if defined(__AVX512F__)
-    const __m512i n = _mm512_cvtps_epi32(integers.v);
-    const __m128i low = _mm512_cvtepi32_epi8(n),
-                  high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8));
-    pairs[0] = _mm_unpacklo_epi32(high, low), pairs[2] = _mm_unpackhi_epi32(high, low);
-#else
-    const __m256i a = _mm256_cvtps_epi32(integers.a), b = _mm256_cvtps_epi32(integers.b),
-                  n = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
-    const __m256i ordered = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(n, 0xd8), 0xd8);
-    pairs[0] = _mm256_castsi256_si128(ordered), pairs[2] = _mm256_extracti128_si256(ordered, 1);
-#endif
-    pairs[1] = _mm_unpackhi_epi64(pairs[0], pairs[0]), pairs[3] = _mm_unpackhi_epi64(pairs[2], pairs[2]);
-    for (int i = 0; i < 4; i++) _mm_storel_epi64((__m128i*)(to + i * size(group) * 2), pairs[i]);
+    alignas(32) int32_t pairs[8];
+    store_two_dwords(pairs, integers);
+    for (int i = 0; i < 4; i++) memcpy(to + i * size(group) * 2, pairs + i * 2, 8);
   }
 
   long width_;

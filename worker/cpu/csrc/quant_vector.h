@@ -9,7 +9,7 @@ namespace {
 
 // Sums of products of rows with four k of kLanes columns. DWORDS, NARROW: as in IntegerRows.
 template <int DWORDS, bool NARROW> struct Sum;
-#if defined(__AVX512F__)
+#if QUIRE_BYTE_PRODUCTS
 template <bool NARROW> struct Sum<2, NARROW> {
   Ints high, low;
   static Sum from(int start) { return {Ints{}, set1_ints(start)}; }
@@ -44,19 +44,15 @@ template <> struct Sum<1, true> {
 // sums[r] += 16 k of kLanes columns, half HALF of the 32 of `from`, times rows r < ROWS.
 template <int HALF, int ROWS, typename CODES, int DWORDS, bool NARROW>
 __attribute__((always_inline)) inline void add_codes(const CODES& from, const int32_t* x, Sum<DWORDS, NARROW>* sums) {
-#if !defined(__AVX512F__)
+#if !QUIRE_BYTE_PRODUCTS
   if constexpr (DWORDS == 1) {
     constexpr int TOGETHER = CODES::kTogether;
     Ints codes[4];
     from.template read<HALF>([&](int i, Ints bytes) __attribute__((always_inline)) { codes[i] = bytes; });
     unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
       unrolled<4 / TOGETHER>([&](auto part) __attribute__((always_inline)) {
-        Ints words = word_products(codes[part * TOGETHER], set1_ints(x[part * TOGETHER * ROWS + r]));
-        unrolled<TOGETHER - 1>([&](auto j) __attribute__((always_inline)) {
-          constexpr int at = part * TOGETHER + j + 1;
-          words = add_words(words, word_products(codes[at], set1_ints(x[at * ROWS + r])));
-        });
-        sums[r].sum = add_products(sums[r].sum, words, set1_words(1));
+        constexpr int at = part * TOGETHER;
+        sums[r].sum = add_small_products<TOGETHER>(sums[r].sum, codes + at, x + at * ROWS + r, ROWS);
       });
     });
     return;
@@ -88,12 +84,7 @@ struct RunNumbers {
 };
 
 inline Floats floats_of(const Quant& q, const void* table, long at) {
-#if defined(__AVX512F__)
-  return q.sixteen(table, at).v;
-#else
-  return q.half ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)((const f16*)table + at)))
-                : load8((const bf16*)table + at);
-#endif
+  return q.half ? load_floats((const f16*)table + at) : load_floats((const bf16*)table + at);
 }
 
 template <int KIND>
@@ -134,14 +125,17 @@ struct StoredCodes {
   const uint8_t* at;
   int odd;  // whether `at` is the second half of a step of a tile
   template <int HALF, typename F>
-  __attribute__((always_inline)) void read(F&& f) const { codes_of<KIND>(at, HALF, f); }
+  __attribute__((always_inline)) void read(F&& f) const {
+    codes_of<KIND>(at, HALF, [&](int i, Ints codes) __attribute__((always_inline)) {
+      f(i, byte_offset(KIND) ? sub_bytes(codes, set1_words(0x8080)) : codes);
+    });
+  }
   void next() { at += odd ? quant_bits(KIND) * 192 : quant_bits(KIND) * 64, odd ^= 1; }
   __attribute__((always_inline)) void prefetch() const {  // else GCC takes it for a function without effect
     for (const uint8_t* line = at; line < at + quant_bits(KIND) * 64; line += 64)
       if (quant_bits(KIND) == 8) read_ahead(line);
       else
-        _mm_prefetch((const char*)line + kCodesAhead, _MM_HINT_T1),
-            _mm_prefetch((const char*)line + kCodesNext, _MM_HINT_T0);
+        prefetch_l2(line + kCodesAhead), prefetch_l1(line + kCodesNext);
   }
 };
 

@@ -22,22 +22,25 @@ constexpr float kLeast = 1.f / kScale / kScale; // smaller weights count as 0
 constexpr float kFarBelow = -30.f;              // e^this is less than kLeast
 
 // Sixteen floats truncated to 32-bit integers.
-#if defined(__AVX512F__)
-struct Whole { __m512i v; };
-Whole truncated(vf x) { return {_mm512_cvttps_epi32(x.v)}; }
-vf to_float(Whole x) { return {_mm512_cvtepi32_ps(x.v)}; }
-Whole operator+(Whole a, Whole b) { return {_mm512_add_epi32(a.v, b.v)}; }
-void store(int32_t* p, Whole x) { _mm512_storeu_si512(p, x.v); }
-#else
-struct Whole { __m256i a, b; };
-Whole truncated(vf x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
-vf to_float(Whole x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
-Whole operator+(Whole x, Whole y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-void store(int32_t* p, Whole x) {
-  _mm256_storeu_si256((__m256i*)p, x.a);
-  _mm256_storeu_si256((__m256i*)(p + 8), x.b);
+constexpr int kWholeParts = 16 / kLanes;
+struct Whole { Ints parts[kWholeParts]; };
+Whole truncated(vf x) {
+  Whole y;
+  for (int i = 0; i < kWholeParts; i++) y.parts[i] = ::truncated(part(x, i));
+  return y;
 }
-#endif
+vf to_float(Whole x) {
+  Floats parts[kWholeParts];
+  for (int i = 0; i < kWholeParts; i++) parts[i] = to_floats(x.parts[i]);
+  return whole(parts);
+}
+Whole operator+(Whole x, Whole y) {
+  for (int i = 0; i < kWholeParts; i++) x.parts[i] = add_ints(x.parts[i], y.parts[i]);
+  return x;
+}
+void store(int32_t* p, Whole x) {
+  for (int i = 0; i < kWholeParts; i++) store_ints(p + i * kLanes, x.parts[i]);
+}
 
 struct Sampling {
   float temperature, min_p;

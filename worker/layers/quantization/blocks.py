@@ -15,6 +15,7 @@ import torch
 from quire.worker.host import resources as host
 from quire.worker.layers.linear import Linear, PlainLinear, product
 from quire.worker.layers.quantization.gguf_blocks import dequantize
+from quire.worker.layers.quantization.torch_int4 import PackedNibbles
 
 _PIECE = 1 << 22  # weights dequantized at once
 _SPARE = 0.5  # share of the machine's memory that dequantized weights leave available
@@ -41,7 +42,7 @@ class PlainBlocks(PlainLinear):
 
     def __init__(self, layer: Linear, parts: list[Rows], dtype: torch.dtype):
         self.parts, self.dtype = parts, dtype
-        self._weight: torch.Tensor | None = None  # dequantized
+        self._weight: list[torch.Tensor | PackedNibbles] | None = None  # dequantized, or packed, parts
         self._may_keep = True
         for i, part in enumerate(parts):
             layer.register_buffer(f"blocks_{i}", part.blocks, persistent=False)
@@ -60,33 +61,39 @@ class PlainBlocks(PlainLinear):
         if self._weight is None and self._may_keep:
             self._keep_weight(layer)
         if self._weight is not None:
-            whole = product(x, self._weight)
+            pieces = [one.product(x) if isinstance(one, PackedNibbles) else product(x, one) for one in self._weight]
         else:
-            whole = torch.cat([product(x, piece) for piece in self._pieces(layer)], -1)
+            pieces = [product(x, piece) for part in self.parts for piece in self._pieces(layer, part)]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
         if whole.shape[-1] < layer.out_features:  # rows that pad the vocabulary
             whole = torch.nn.functional.pad(whole, (0, layer.out_features - whole.shape[-1]))
         return whole if layer.bias is None else whole + layer.bias
 
     def _keep_weight(self, layer: Linear) -> None:
-        """Dequantize once if this is a CPU with memory to spare: it takes most of the time of a step with few rows.
-        The native kernels, which need no such copy, replace this method and free it.
+        """Dequantize or pack once if this is a CPU with memory to spare: it takes most of the time of a step with few
+        rows. The native kernels, which need no such copy, replace this method and free it.
         """
         num_rows = sum(len(part.blocks) for part in self.parts)
         size, (total, available) = num_rows * layer.in_features * self.dtype.itemsize, host.memory()
         self._may_keep = self.parts[0].blocks.device.type == "cpu" and available - size >= _SPARE * total
         if self._may_keep:
-            weight, start = torch.empty(num_rows, layer.in_features, dtype=self.dtype), 0
-            for piece in self._pieces(layer):
-                weight[start : start + len(piece)] = piece
-                start += len(piece)
-            self._weight = weight
+            self._weight = [
+                PackedNibbles.of(part.blocks, part.type, self.dtype) or self._whole(layer, part) for part in self.parts
+            ]
 
-    def _pieces(self, layer: Linear) -> Iterator[torch.Tensor]:
-        """Yield the weight, dequantized some rows at a time."""
+    def _whole(self, layer: Linear, part: Rows) -> torch.Tensor:
+        """Return a part, dequantized."""
+        weight, start = torch.empty(len(part.blocks), layer.in_features, dtype=self.dtype), 0
+        for piece in self._pieces(layer, part):
+            weight[start : start + len(piece)] = piece
+            start += len(piece)
+        return weight
+
+    def _pieces(self, layer: Linear, part: Rows) -> Iterator[torch.Tensor]:
+        """Yield a part, dequantized some rows at a time."""
         step = max(1, _PIECE // layer.in_features)
-        for part in self.parts:
-            for i in range(0, len(part.blocks), step):
-                yield part.dequantized(slice(i, i + step)).to(self.dtype)
+        for i in range(0, len(part.blocks), step):
+            yield part.dequantized(slice(i, i + step)).to(self.dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows `ids` `[T]` of the weight, for an embedding."""

@@ -24,6 +24,15 @@ def dequantize(blocks: torch.Tensor, kind: str) -> torch.Tensor:
     return values.view(len(blocks), -1)
 
 
+def nibbles(blocks: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of blocks of a type of `NIBBLE_TYPES` as codes of 4 bits in groups of 32: int32 `[n, values]`, and each
+    group's scale and offset, float32 `[n, values / 32]`. A value is code * scale + offset.
+    """
+    _, size = BLOCKS[kind]
+    codes, scales, offsets = NIBBLE_TYPES[kind](blocks.reshape(-1, size))
+    return codes.view(len(blocks), -1), scales.view(len(blocks), -1), offsets.view(len(blocks), -1)
+
+
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """Return the float16 at byte `at` of each block: float32 `[b, 1]`."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
@@ -37,6 +46,14 @@ def _halves(stored: torch.Tensor) -> torch.Tensor:
 def _fifth_bits(stored: torch.Tensor) -> torch.Tensor:
     """Return the 32 bits of four bytes `[b, 4]`: int32 `[b, 32]`."""
     return (stored[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=stored.device) & 1).flatten(1).int()
+
+
+def _nibbles_q4_0(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _halves(b[:, 2:]), _half(b, 0), -8 * _half(b, 0)
+
+
+def _nibbles_q4_1(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _halves(b[:, 4:]), _half(b, 0), _half(b, 2)
 
 
 def _q4_0(b: torch.Tensor) -> torch.Tensor:
@@ -101,9 +118,14 @@ def _nibble_pairs(stored: torch.Tensor) -> torch.Tensor:
     return torch.cat([quarters & 15, quarters >> 4], 2).flatten(1).int()
 
 
-def _q4_k(b: torch.Tensor) -> torch.Tensor:
+def _nibbles_q4_k(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     scales, minima = _six_bits(b[:, 4:16])
-    return _scaled(_nibble_pairs(b[:, 16:]), _half(b, 0) * scales, _half(b, 2) * minima)
+    return _nibble_pairs(b[:, 16:]), _half(b, 0) * scales, -_half(b, 2) * minima
+
+
+def _q4_k(b: torch.Tensor) -> torch.Tensor:
+    codes, scales, offsets = _nibbles_q4_k(b)
+    return _scaled(codes, scales, -offsets)
 
 
 def _q5_k(b: torch.Tensor) -> torch.Tensor:
@@ -157,3 +179,4 @@ _DEQUANTIZE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "MXFP4": _mxfp4,
 }
 BLOCK_TYPES = tuple(_DEQUANTIZE)
+NIBBLE_TYPES = {"Q4_0": _nibbles_q4_0, "Q4_1": _nibbles_q4_1, "Q4_K": _nibbles_q4_k}
