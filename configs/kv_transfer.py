@@ -8,7 +8,7 @@ from typing import Any
 
 GIB = 1 << 30
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
-# vLLM's connectors by what they ask for; all that move blocks between servers are one transport here
+# vLLM's connectors by their purpose; all that move blocks between servers are one transport here
 _TRANSFER = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector")
 _TRANSFER += ("P2pNcclConnector",)
 _STORES = ("LMCacheConnector", "LMCacheConnectorV1", "LMCacheMPConnector", "MooncakeStoreConnector")
@@ -41,7 +41,7 @@ class KVTransferSettings:
 
 
 def read_kv_transfer(text: str) -> KVTransferSettings:
-    """Read the JSON object `text`. Raises ValueError naming the key and what it may be."""
+    """Read the JSON object `text`. Raises ValueError naming the key and its values."""
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError(f"must be a JSON object, got {text}")

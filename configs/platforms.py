@@ -1,4 +1,4 @@
-"""Answers all questions about the operating system: what one system has and another lacks, and what stands in for it.
+"""Answers all questions about the operating system: the functions that some systems lack, and their substitutes.
 
 Other modules ask here instead of using names of `os`, `resource` and `mmap` that only some systems have.
 """

@@ -27,8 +27,9 @@ from quire.worker.cpu.experts import NativeExperts
 from quire.worker.parallel import Group, use_groups
 from tests.helpers.models.checkpoints import CHECKPOINTS as DENSE
 from tests.helpers.models.checkpoints import MOE_CHECKPOINTS, build_checkpoint
-from tests.helpers.models.families import FAMILIES, build_family, load_family
+from tests.helpers.models.families import FAMILIES, build_family
 from tests.helpers.models.gguf_converter import Converter, common, experts
+from tests.helpers.models.judges import load_family
 from tests.helpers.models.ocr_models import build_model as build_ocr_model
 from tests.helpers.worker.ranks import run_ranks, thread_groups
 from tests.worker.layers.test_stored_weights import load, logits_of

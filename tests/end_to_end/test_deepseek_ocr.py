@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from quire.engine.messages import SamplingParams
 from tests.helpers.in_process import InProcessEngine, Result
 from tests.helpers.models import deepseek_ocr_reading as reading
-from tests.helpers.models.families import judge
 from tests.helpers.models.image_prompts import PREPROCESSORS, Prompt, Reference, Writer, build, picture
+from tests.helpers.models.judges import judge
 from tests.helpers.models.ocr_models import build_model
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)

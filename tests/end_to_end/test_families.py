@@ -16,7 +16,8 @@ from quire.worker.models.registry import read_model_spec
 from quire.worker.spec.cache import plan_cache
 from quire.worker.spec.model import cache_specs
 from tests.helpers.in_process import FORCED_DRAFTS, InProcessEngine
-from tests.helpers.models.families import FAMILIES, VOCAB, WITHOUT_VARIANTS, build_family, judge, load_family, redraw
+from tests.helpers.models.families import FAMILIES, VOCAB, WITHOUT_VARIANTS, build_family, redraw
+from tests.helpers.models.judges import judge, load_family
 
 NUM_TOKENS = 20
 LENGTHS = [1, 2, 3, 5, 8, 13, 15, 16, 17, 24, 25, 32, 33, 47, 64, 65, 90, 100, 127, 128, 200, 333, 600, 700]

@@ -18,8 +18,8 @@ from quire.engine.messages import SamplingParams
 from tests.helpers.in_process import InProcessEngine, Result
 from tests.helpers.models import deepseek_ocr_reading as reading
 from tests.helpers.models import ocr_models
-from tests.helpers.models.families import judge
 from tests.helpers.models.image_prompts import PREPROCESSORS, Prompt, Reference, Writer, build, picture
+from tests.helpers.models.judges import judge
 from tests.helpers.models.llava_models import _GRIDS as GRIDS
 from tests.helpers.models.llava_models import PREPROCESSORS as LLAVA
 from tests.helpers.models.llava_models import SIDE

@@ -14,8 +14,8 @@ from quire.server.offline.llm import LLM
 from quire.server.offline.params import RequestOutput, SamplingParams
 from tests.helpers.models import deepseek_ocr_reading as reading
 from tests.helpers.models import seeing_models
-from tests.helpers.models.families import judge
 from tests.helpers.models.image_prompts import picture
+from tests.helpers.models.judges import judge
 from tests.server.media.test_llava_processors import transformers_class
 
 pytestmark = pytest.mark.slow

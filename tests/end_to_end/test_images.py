@@ -17,8 +17,8 @@ from quire.worker.models.registry import read_model_spec
 from quire.worker.spec.cache import plan_cache
 from quire.worker.spec.model import cache_specs
 from tests.helpers.in_process import InProcessEngine, Result
-from tests.helpers.models.families import judge
 from tests.helpers.models.image_prompts import Prompt, Reference, Writer, build, picture
+from tests.helpers.models.judges import judge
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ from quire.server.media.registry import load_processor
 from tests.end_to_end.test_recovery import SCRIPT, TINY, check, crowd, wait_for_death
 from tests.helpers.models import ocr_models
 from tests.helpers.models.checkpoints import _byte_level
-from tests.helpers.models.families import judge
 from tests.helpers.models.image_prompts import PREPROCESSORS, Reference, picture
+from tests.helpers.models.judges import judge
 from tests.helpers.models.qwen_gemma_models import build_model
 from tests.helpers.server.running import poll
 from tests.server.media.conftest import IMAGE_ID, TEMPLATE

@@ -10,7 +10,7 @@ import torch
 from quire.engine.messages import SamplingParams
 from quire.worker.models.registry import read_model_spec
 from tests.end_to_end.test_families import small_engine
-from tests.helpers.models.families import judge
+from tests.helpers.models.judges import judge
 from tests.helpers.twins import TWINS, VOCAB, build_twin, load_twin
 from tests.worker.models.test_family_ranks import Pipeline, over_ranks
 from tests.worker.test_tensor_parallel import build, logits_of

@@ -131,6 +131,7 @@ def test_each_thing_is_said_once():
     pages = [*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
     num_words = {page.relative_to(ROOT).as_posix(): len(page.read_text(encoding="utf-8").split()) for page in pages}
     assert len(num_words) > 30
+    del num_words["docs/model-types.md"]  # a generated table
     assert sum(num_words.values()) <= MAX_WORDS, sorted(num_words.items(), key=lambda item: -item[1])
 
 

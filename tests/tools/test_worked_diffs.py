@@ -70,7 +70,7 @@ def test_a_model_family(load, monkeypatch, tmp_path):
     import torch
 
     from quire.worker.models import registry
-    from tests.helpers.models.families import load_family
+    from tests.helpers.models.judges import load_family
 
     root = apply("add-a-model-family.md", tmp_path)
     assert "HeliumForCausalLM" not in registry.MODELS

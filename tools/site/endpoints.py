@@ -180,6 +180,10 @@ ELSEWHERE = {
     "other-apis.md": ("/infill", "/tokenizer_info"),
     "api.md": ("/classify", "/v1/streams/"),
     "kv-cache.md": ("/slots/",),
+    "fleet.md": (
+        "/get_server_info", "/health_generate", "/kv_event_sources", "/v1/completions/render", "/is_sleeping",
+        "/is_scaling_elastic_ep", "/scale_elastic_ep",
+    ),
     "operations.md": ("/start_profile", "/stop_profile"),
 }
 

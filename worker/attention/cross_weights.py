@@ -5,14 +5,22 @@ ask for.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from quire.worker.attention.scaled import load
+from quire.worker.attention.scaled import KVCache, load
 
-if TYPE_CHECKING:
-    from quire.worker.layers.attention import Attention
+
+class CrossLayer(Protocol):
+    """A layer whose tokens attend to the encoder's output."""
+
+    layer_index: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    k_cache: KVCache
 
 
 @dataclass(slots=True)
@@ -31,7 +39,7 @@ class RequestWeights:
 class CrossWeights:
     requests: list[RequestWeights]
 
-    def note(self, attn: Attention, q: torch.Tensor) -> None:
+    def note(self, attn: CrossLayer, q: torch.Tensor) -> None:
         """Compute the weights of a layer from the queries `[T, num_heads * head_dim]` of the step's tokens."""
         group = attn.num_heads // attn.num_kv_heads
         for one in self.requests:

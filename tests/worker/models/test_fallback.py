@@ -11,7 +11,7 @@ from quire.engine.messages import SamplingParams
 from quire.worker.models.registry import DECODERS, model_class
 from tests.end_to_end.test_equals_transformers import LENGTHS, engine_for
 from tests.end_to_end.test_families import small_engine
-from tests.helpers.models import families
+from tests.helpers.models import families, judges
 from tests.helpers.models.checkpoints import (
     CHECKPOINTS,
     MOE_CHECKPOINTS,
@@ -158,7 +158,7 @@ def test_linear_layers_are_quires_own(quantization, most, tmp_path, monkeypatch)
     assert not any(parameter.data_ptr() in file for parameter in model.parameters() for file in mapped)
     logits = model.logits(PagedRunner(model, 1, 64).step({0: text})[0])
     with torch.inference_mode():
-        exact = families.load_family(folder)(torch.tensor([text])).logits[0]
+        exact = judges.load_family(folder)(torch.tensor([text])).logits[0]
     errors = (logits - exact).norm(dim=1) / exact.norm(dim=1)
     assert errors.median() < most
 
@@ -247,7 +247,7 @@ def test_the_families_with_files_of_their_own(name, tmp_path):
     for step in ({0: texts[0][:30], 2: texts[2][:9]}, {0: texts[0][30:], 1: texts[1], 2: texts[2][9:]}):
         for row, hidden in runner.step(step).items():
             got[row].append(model.logits(hidden))
-    reference = families.load_family(folder)
+    reference = judges.load_family(folder)
     for text, logits, first in zip(texts, got, (30, 1, 9)):
         with torch.inference_mode():
             wanted = reference(torch.tensor([text])).logits[0]
@@ -269,12 +269,12 @@ def test_models_with_states(name, tmp_path):
     again = engine.generate(prompts[::-1], sampling)[::-1]
     engine.close()
     assert sum(result.num_cached_tokens for result in again) > 0, "no prefix was found again"
-    reference = families.load_family(folder)
+    reference = judges.load_family(folder)
     for results in (first, again):
         for prompt, result in zip(prompts, results):
             assert result.error is None
             logprobs = [entry.logprobs[0] for entry in result.logprobs]
-            wrong, error = families.judge(reference, prompt, result.token_ids, logprobs)
+            wrong, error = judges.judge(reference, prompt, result.token_ids, logprobs)
             assert (wrong, error < 1e-3) == (0, True), f"prompt of {len(prompt)} tokens: error {error}"
 
 

@@ -173,7 +173,8 @@ inline void run_quant_vector(const std::vector<Gemm>& products, int threads) {
 
 // --- 8-bit floats ----------------------------------------------------------------------------------------------------
 
-// y[ROWS][32] += k0 .. k1 - 1 (whole spans) of a group x of `FloatGroups` times block nb of 8-bit floats, in the order of k.
+// y[ROWS][32] += k0 .. k1 - 1 (whole spans) of a group x of `FloatGroups` times block nb of 8-bit floats, in the order
+// of k.
 template <int ROWS>
 void e4m3_part(const Quant& q, const float* x, int nb, long k0, long k1, Fetch& fetch, float* y) {
   constexpr bool STREAM = kLanes == 16 && ROWS <= 4;

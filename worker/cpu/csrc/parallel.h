@@ -57,9 +57,9 @@ class Pool {
 
  private:
   static constexpr uint64_t kOpen = 1u << 31, kInside = kOpen - 1;
-  // Spin times. Outside a region about 100 us: longer than the gap between two kernels, shorter than the gap between two
-  // steps. In an open region with all pieces taken about 1 ms: another region follows, and waking threads for it costs
-  // the caller time, too.
+  // Spin times. Outside a region about 100 us: longer than the gap between two kernels, shorter than the gap between
+  // two steps. In an open region with all pieces taken about 1 ms: another region follows, and waking threads for it
+  // costs the caller time, too.
   const uint64_t patience_ = 100 * ticks_per_us(), patience_inside_ = 1000 * ticks_per_us();
 
   void work() {

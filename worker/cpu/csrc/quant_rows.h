@@ -3,9 +3,9 @@
 // In 16 bits, with one scale per 256 k, they are finer than bf16 for all but the smallest entries. AVX-512 and Arm's
 // dotprod multiply bytes, so they take them as two planes, x = 256 high + low; AVX2 and NEON take pairs of words.
 //
-// In 8 bits (Quant::narrow) they are one plane of bytes, or, of AVX2 and NEON for codes above 63, pairs of words, whose products
-// with bytes would overflow. They have a scale per group of the weight, of 256 k at most, or per 256 k for kQ4_K and so
-// on: the same as in llama.cpp for the blocks of GGUF files.
+// In 8 bits (Quant::narrow) they are one plane of bytes, or, of AVX2 and NEON for codes above 63, pairs of words, whose
+// products with bytes would overflow. They have a scale per group of the weight, of 256 k at most, or per 256 k for
+// kQ4_K and so on: the same as in llama.cpp for the blocks of GGUF files.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,9 @@ class IntegerRows {
   // Maximum rows of a group: their sums and totals, and the operands, fit 32 registers
   static constexpr int group_rows(int dwords, int rows) { return by_two(dwords, rows) ? kMostRows / 2 : kMostRows; }
   IntegerRows(void* memory, int rows, const Quant& q)
-        : width_(long(q.k_steps) * 64), rows_(rows), span_(q.span()), per_(per(q)), zero_point_(q.zero_point() - byte_offset(q.kind)),
-          dwords_(dwords(q)), top_(q.narrow ? 127 : 127 * 256 + 127), scaled_sums_(by_span(q.kind, q.narrow)),
+        : width_(long(q.k_steps) * 64), rows_(rows), span_(q.span()), per_(per(q)),
+          zero_point_(q.zero_point() - byte_offset(q.kind)), dwords_(dwords(q)),
+          top_(q.narrow ? 127 : 127 * 256 + 127), scaled_sums_(by_span(q.kind, q.narrow)),
           groups_((rows + group_rows(dwords_, rows) - 1) / group_rows(dwords_, rows)),
           least_(rows / std::max(groups_, 1)), larger_(rows % std::max(groups_, 1)), span_bits_(__builtin_ctz(span_)),
           per_bits_(__builtin_ctz(per_)), values_((int32_t*)memory),
@@ -35,7 +36,9 @@ class IntegerRows {
   // Whether each span of k has a scale of its own, not each run.
   static constexpr bool by_span(int kind, bool narrow) { return narrow && !is_super_kind(kind); }
   // The number of dwords for 4 k.
-  static constexpr int dwords(int kind, bool narrow) { return narrow && (QUIRE_BYTE_PRODUCTS || top_code(kind) < 64) ? 1 : 2; }
+  static constexpr int dwords(int kind, bool narrow) {
+    return narrow && (QUIRE_BYTE_PRODUCTS || top_code(kind) < 64) ? 1 : 2;
+  }
   static int dwords(const Quant& q) { return dwords(q.kind, q.narrow); }
 
   int groups() const { return groups_; }

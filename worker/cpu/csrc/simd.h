@@ -3,9 +3,9 @@
 // `vf` is sixteen floats: one AVX-512 register, two of AVX2, four of NEON. `load` and `store` are overloaded on the
 // element type, so a template over the cache's dtype (float, bf16, f16) supports all three.
 //
-// `Floats` and `Ints` are one register of the instruction set, kLanes entries of 32 bits; with NEON, whose registers are
-// half as wide as AVX2's and twice as many, two. Products (vector_tiles.h, fixed_tiles.h) count registers, since the
-// number of registers limits how many sums a loop can keep. GCC's operators work on both types.
+// `Floats` and `Ints` are one register of the instruction set, kLanes entries of 32 bits; with NEON, whose registers
+// are half as wide as AVX2's and twice as many, two. Products (vector_tiles.h, fixed_tiles.h) count registers, since
+// the number of registers limits how many sums a loop can keep. GCC's operators work on both types.
 #pragma once
 
 #include <cmath>

@@ -77,7 +77,8 @@ static inline Ints sub_bytes(Ints x, Ints y) {
 }
 template <int N> static inline Ints left(Ints x) { return {x.a << N, x.b << N}; }
 template <int N> static inline Ints right(Ints x) {
-  return {vreinterpretq_s32_u32(vreinterpretq_u32_s32(x.a) >> N), vreinterpretq_s32_u32(vreinterpretq_u32_s32(x.b) >> N)};
+  return {vreinterpretq_s32_u32(vreinterpretq_u32_s32(x.a) >> N),
+          vreinterpretq_s32_u32(vreinterpretq_u32_s32(x.b) >> N)};
 }
 template <int N> static inline Ints signed_right(Ints x) { return {x.a >> N, x.b >> N}; }
 template <int N> static inline Ints words_left(Ints x) { return by_words(x, [](uint16x8_t w) { return w << N; }); }
@@ -274,7 +275,8 @@ static inline vf select_range(vf x, int lo, int hi, vf other) {
     const int32x4_t lane = first + begin;
     return vbslq_f32(vandq_u32(vcgeq_s32(lane, low), vcltq_s32(lane, high)), x, y);
   };
-  return {{pick(x.a.a, other.a.a, 0), pick(x.a.b, other.a.b, 4)}, {pick(x.b.a, other.b.a, 8), pick(x.b.b, other.b.b, 12)}};
+  return {{pick(x.a.a, other.a.a, 0), pick(x.a.b, other.a.b, 4)},
+          {pick(x.b.a, other.b.a, 8), pick(x.b.b, other.b.b, 12)}};
 }
 static inline vf nearest(vf x) { return by_registers([](auto x) { return vrndnq_f32(x); }, x); }
 static inline vf zero_below(vf x, vf least) {

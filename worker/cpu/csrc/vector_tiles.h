@@ -78,8 +78,9 @@ void vector_tiles(const int32_t* x, const bf16* w, int steps, Fetch& fetch, floa
 #pragma GCC unroll 2
     for (int p = 0; p < 16; p++, x += ROWS) {
       Ints pairs[WIDTH];
-      unrolled<WIDTH>([&](auto i)
-                          __attribute__((always_inline)) { pairs[i] = load_ints(w + p * 32 + tile_place(i * kLanes)); });
+      unrolled<WIDTH>([&](auto i) __attribute__((always_inline)) {
+        pairs[i] = load_ints(w + p * 32 + tile_place(i * kLanes));
+      });
       unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
         const Ints one = set1_ints(x[r]);
         unrolled<WIDTH>([&](auto i) __attribute__((always_inline)) {
