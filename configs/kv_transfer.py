@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,10 @@ _OFFLOADING, _MULTI = "OffloadingConnector", "MultiConnector"
 # keys of vLLM that say how its own transports work
 _IGNORED = {"engine_id", "kv_buffer_device", "kv_rank", "kv_parallel_size", "kv_connector_module_path"}
 _IGNORED |= {"enable_permute_local_kv", "kv_load_failure_policy"}
+# of servers that a request may name: this machine, private networks, and those of carriers, which clusters use
+PRIVATE = (
+    "localhost", "127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7",
+)  # fmt: skip
 _KEYS = {"kv_connector", "kv_role", "kv_ip", "kv_port", "kv_buffer_size", "kv_connector_extra_config"}
 
 
@@ -29,15 +34,36 @@ class KVTransferSettings:
     buffer_bytes: int = 1_000_000_000  # of blocks that wait for consumers, per engine
     offload_gib: float | None = None
     folder: str | None = None
+    allowed_hosts: tuple[str, ...] = PRIVATE  # names, addresses and networks whose blocks are read
     notes: tuple[str, ...] = ()  # what has no effect, and why
 
     @property
     def sends(self) -> bool:
         return self.role in ("kv_producer", "kv_both")
 
+    def allows(self, host: str) -> bool:
+        """Return whether blocks may come from `host`. The block of a strange server could be wrong for all requests
+        with the same prefix, and connections to any address would show what listens there.
+        """
+        if host in self.allowed_hosts:
+            return True
+        try:
+            address = ipaddress.ip_address(host.strip("[]"))
+        except ValueError:
+            return False
+        return any(address in network for network in map(_network, self.allowed_hosts) if network is not None)
+
     @property
     def receives(self) -> bool:
         return self.role in ("kv_consumer", "kv_both")
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """Return the network or the address that `text` is; None for a name."""
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError:
+        return None
 
 
 def read_kv_transfer(text: str) -> KVTransferSettings:
@@ -59,7 +85,7 @@ def _read(values: dict[str, Any]) -> KVTransferSettings:
     if not isinstance(extra, dict):
         raise ValueError("kv_connector_extra_config must be a JSON object")
     if connector in _TRANSFER:
-        return KVTransferSettings(role, **_address(values))
+        return KVTransferSettings(role, **_address(values), allowed_hosts=_allowed_hosts(extra))
     if connector == _OFFLOADING:
         return _offloading(extra)
     if connector in _STORES:
@@ -69,6 +95,15 @@ def _read(values: dict[str, Any]) -> KVTransferSettings:
         return _several(extra)
     known = sorted((*_TRANSFER, *_STORES, _OFFLOADING, _MULTI))
     raise ValueError(f"kv_connector is {json.dumps(connector)}, but must be one of {', '.join(known)}")
+
+
+def _allowed_hosts(extra: dict[str, Any]) -> tuple[str, ...]:
+    hosts = extra.get("allowed_hosts")
+    if hosts is None:
+        return PRIVATE
+    if not isinstance(hosts, list) or not all(isinstance(one, str) and one for one in hosts):
+        raise ValueError("kv_connector_extra_config.allowed_hosts must be a list of names, addresses or networks")
+    return tuple(hosts)
 
 
 def _address(values: dict[str, Any]) -> dict[str, Any]:
@@ -121,6 +156,7 @@ def _several(extra: dict[str, Any]) -> KVTransferSettings:
     for one in map(_read, connectors):
         if one.role:
             merged = replace(merged, role=one.role, host=one.host, port=one.port, buffer_bytes=one.buffer_bytes)
+            merged = replace(merged, allowed_hosts=one.allowed_hosts)
         gib, folder = one.offload_gib, one.folder
         merged = replace(
             merged,

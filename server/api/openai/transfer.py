@@ -43,8 +43,17 @@ def read_transfer(params: dict[str, Json] | None) -> Transfer | None:
 
 def check_transfer(params: dict[str, Json] | None, config: CacheConfig) -> None:
     """Raises BadRequest for parameters that this server cannot follow."""
-    if params and not config.transfer.role:
+    if not params:
+        return
+    if not config.transfer.role:
         raise BadRequest(f"{PARAM} needs a server with --kv-transfer-config.", param=PARAM)
+    host = params.get("remote_host")
+    if isinstance(host, str) and params.get("do_remote_prefill") and not config.transfer.allows(host):
+        raise BadRequest(
+            f"{PARAM}.remote_host: this server reads no blocks from {host[:255]!r}: name it in `allowed_hosts` of "
+            "kv_connector_extra_config (--kv-transfer-config).",
+            param=PARAM,
+        )
 
 
 def _blocks(value: Json) -> list[list[int]]:
