@@ -136,6 +136,16 @@ def _damaged(producer, monkeypatch):
     monkeypatch.setattr(remote, "crc32", lambda content: 1)
 
 
+def _nonsense(producer, monkeypatch):
+    box = producer.tier("remote")._outbox
+    monkeypatch.setattr(box, "_answer", lambda client, *args: box._socket.send_multipart([client, b"x", b""]) or True)
+
+
+def _one_frame(producer, monkeypatch):
+    box = producer.tier("remote")._outbox
+    monkeypatch.setattr(box, "_answer", lambda client, *args: box._socket.send_multipart([client, b"x"]) or True)
+
+
 def _of_another_size(producer, monkeypatch):
     found = producer.tier("remote")._outbox
     for entry in found._entries.values():
@@ -145,7 +155,8 @@ def _of_another_size(producer, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "fault", [_gone, _silent, _dies_half_way, _forgot, _another_model, _damaged, _of_another_size]
+    "fault",
+    [_gone, _silent, _dies_half_way, _forgot, _another_model, _damaged, _of_another_size, _nonsense, _one_frame],
 )
 def test_without_the_producer_the_prompt_is_computed(engines, monkeypatch, fault):
     producer, consumer = engines()

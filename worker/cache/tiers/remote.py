@@ -203,8 +203,8 @@ class _Server:
         return key in self._arrived or key in self._asked
 
     def read(self, keys: list[bytes], fingerprint: bytes) -> bytes | None:
-        """The content of the first key's block, None if the server has none; asks for the others, too. Raises
-        TimeoutError if nothing comes.
+        """Return the content of the first key's block, None if the server has none; ask for the others, too. Raises
+        TimeoutError if nothing useful comes.
         """
         first = keys[0]
         if not self.has(first):
@@ -223,8 +223,11 @@ class _Server:
         self._socket.send(msgspec.msgpack.encode(Ask(self._number, fingerprint, self._host, keys)), zmq.DONTWAIT)
 
     def _take(self, fingerprint: bytes) -> None:
-        head, content = self._socket.recv_multipart()
-        found = msgspec.msgpack.decode(head, type=Found)
+        try:
+            head, content = self._socket.recv_multipart()
+            found = msgspec.msgpack.decode(head, type=Found)
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise TimeoutError(f"an answer that is none of quire's: {error}") from None
         if found.key not in self._asked:
             return
         if found.size != UNKNOWN and found.place is not None:
