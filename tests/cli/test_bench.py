@@ -460,38 +460,6 @@ def script(name: str):
     return module
 
 
-def test_compare_starts_both_in_turn(folder, tmp_path, capsys):
-    command = f"{sys.executable} -m quire serve {folder} {' '.join(FAKE)} --port {{port}}"
-    assert (
-        script("compare").main(
-            [
-                "--a",
-                command,
-                "--b",
-                f"{command} --max-num-seqs 2",
-                "--rounds",
-                "1",
-                "--output-json",
-                str(tmp_path / "r.json"),
-                "--",
-                "--num-prompts",
-                "4",
-                "--input-len",
-                "8",
-                "--output-len",
-                "8",
-                "--ignore-eos",
-                "--max-concurrency",
-                "1,4",
-            ]
-        )
-        == 0
-    )
-    runs = json.loads((tmp_path / "r.json").read_text())["runs"]
-    assert [[run["total_output_tokens"] for run in runs[name][0]] for name in ("a", "b")] == [[32, 32], [32, 32]]
-    assert "| 4 | output tok/s |" in capsys.readouterr().out
-
-
 def test_overhead_attributes_cpu_time(folder, capsys):
     assert script("overhead").main([folder, "--max-concurrency", "2", "--output-len", "32", "--input-len", "16"]) == 0
     header, row = capsys.readouterr().out.splitlines()

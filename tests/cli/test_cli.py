@@ -197,7 +197,7 @@ def test_dtype_takes_the_usual_short_names(served, monkeypatch, value, expected)
 @pytest.mark.parametrize(
     "content, expected",
     [
-        ("max_num_seq: 3", "unknown setting max_num_seq in {file}; did you mean max_num_seqs?"),
+        ("max_num_sqs: 3", "unknown setting max_num_sqs in {file}; did you mean max_num_seqs?"),
         ("max-num-seqs: many", "max-num-seqs in {file}: expected a whole number, got 'many'"),
         ("max_num_seqs: 2.5", "expected a whole number, got 2.5"),
         ("served_model_name: [a, no]", "expected text that is not empty, got False"),
@@ -215,9 +215,9 @@ def test_wrong_files_are_named(refused, tmp_path, content, expected):
 
 
 def test_unknown_and_wrong_variables_are_named(refused, monkeypatch):
-    monkeypatch.setenv("QUIRE_MAX_NUM_SEQ", "3")
-    assert "unknown environment variable QUIRE_MAX_NUM_SEQ; did you mean QUIRE_MAX_NUM_SEQS?" in refused("m")
-    monkeypatch.delenv("QUIRE_MAX_NUM_SEQ")
+    monkeypatch.setenv("QUIRE_MAX_NUM_SQS", "3")
+    assert "unknown environment variable QUIRE_MAX_NUM_SQS; did you mean QUIRE_MAX_NUM_SEQS?" in refused("m")
+    monkeypatch.delenv("QUIRE_MAX_NUM_SQS")
     monkeypatch.setenv("QUIRE_STRICT_PARAMS", "maybe")
     assert "QUIRE_STRICT_PARAMS: expected true or false, got 'maybe'" in refused("m")
 

@@ -157,10 +157,14 @@ def machine() -> str | None:
 
 
 def target_machine() -> str | None:
-    """The kind of machine that the compiler compiles for, or None without a compiler or if there are no levels."""
+    """Return the kind of machine that the compiler compiles for, or None without a compiler or if there are no levels.
+    A compiler that does not tell compiles for this machine.
+    """
     if (cxx := compiler()) is None:
         return None
     target = subprocess.run([cxx, "-dumpmachine"], capture_output=True, text=True).stdout
+    if not target.strip():
+        return machine()
     return _NAMES_OF_MACHINES.get(target.split("-")[0].strip())
 
 

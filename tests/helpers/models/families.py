@@ -257,7 +257,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "kolibri1",
         {key: value for key, value in _H.items() if key != "intermediate_size"}
         | _EXPERTS
-        | {"num_experts": 4, "shared_expert_intermediate_size": 24, "sliding_window": 24, "num_hidden_layers": 6},
+        | {"num_experts": 4, "shared_expert_intermediate_size": 24, "sliding_window": 24, "num_hidden_layers": 4}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
     "laguna": (
         "laguna",

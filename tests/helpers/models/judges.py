@@ -10,13 +10,14 @@ import torch
 from tests.helpers.models.families import causal_lm_class
 
 
-def load_family(folder: str) -> Any:
-    """The checkpoint in transformers."""
+def load_family(folder: str, bounded: bool = True) -> Any:
+    """Return the checkpoint in transformers, its time steps `bounded` as the published code does."""
     from transformers import AutoConfig
 
     cls = causal_lm_class(AutoConfig.from_pretrained(folder).model_type)
     model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    _bound_time_steps(model)
+    if bounded:
+        _bound_time_steps(model)
     return model
 
 

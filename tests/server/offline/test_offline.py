@@ -241,7 +241,7 @@ def test_wrong_messages_are_named(llm):
 def test_settings_are_checked():
     for wrong, message in [
         ({"port": 3}, "port is a setting of the HTTP server"),
-        ({"max_num_seq": 3}, "did you mean max_num_seqs"),
+        ({"max_num_sqs": 3}, "did you mean max_num_seqs"),
         ({"max_num_seqs": 0}, "max_num_seqs: must be at least 1"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -55,6 +55,7 @@ WITHOUT_A_BODY = {
     "DELETE /api/delete",
     "DELETE /v1/cache/{key}",
     "DELETE /v1/streams/{stream_id}",
+    "GET /health_generate",
     "GET /ping",
     "POST /api/copy",
 }

@@ -133,7 +133,7 @@ def test_unknown_architecture(checkpoint):
     from dataclasses import replace
 
     spec = replace(read_model_spec(checkpoint("qwen3")), architecture="Elephant")
-    with pytest.raises(ValueError, match=r"Elephant.*Supported: Arcee.*LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"Elephant.*Supported: Afmoe.*LlamaForCausalLM"):
         build_model(spec, torch.float32, CPU)
 
 
