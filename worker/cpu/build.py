@@ -82,6 +82,9 @@ _OLDEST_SYSTEM = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11),
 BUSY = 75  # exit status: another process is building this library
 
 
+_NO_COMPILER = "no C++ compiler (looked for $CXX, g++, clang++)"
+
+
 class BuildError(Exception):
     """The kernels cannot be compiled on this machine; the message says why."""
 
@@ -284,7 +287,7 @@ def build(level: str, folder: Path, wait: bool = True, report: Report | None = N
     """
     cxx = compiler()
     if cxx is None:
-        raise BuildError("no C++ compiler (looked for $CXX, g++, clang++)")
+        raise BuildError(_NO_COMPILER)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / library_name(level, cxx)
     with open(_lock_of(target), "w") as lock:
@@ -390,10 +393,11 @@ def build_kernels(
     for level in levels or []:
         if level not in LEVELS:
             raise ValueError(f"unknown instruction-set level {level!r}; there are {', '.join(LEVELS)}")
-    return [
-        build(level, folder or prebuilt_folder(), wait, report)
-        for level in levels or sorted(levels_of(target_machine()), key=lambda level: level != cpu_level())
-    ]
+    if not levels:
+        levels = sorted(levels_of(target_machine()), key=lambda level: level != cpu_level())
+    if not levels:
+        raise BuildError(_NO_COMPILER if compiler() is None else "the C++ compiler's machine has no kernels")
+    return [build(level, folder or prebuilt_folder(), wait, report) for level in levels]
 
 
 class _Lines:

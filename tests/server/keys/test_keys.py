@@ -115,7 +115,7 @@ def test_every_route_of_administrators(server):
 
 def test_a_key_of_no_model_learns_nothing_of_it(server):
     """Of all GETs without parameters these answer such a key."""
-    general = {"/live", "/ready", "/health", "/ping", "/version", "/api/version", "/load", "/metrics"}
+    general = {"/live", "/ready", "/health", "/ping", "/version", "/is_sleeping", "/api/version", "/load", "/metrics"}
     lists = {path.strip() for path in LISTS} | {"/lora-adapters"}
     for route in ROUTES:
         if route.method == "GET" and not route.admin and "{" not in route.path:
