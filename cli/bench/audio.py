@@ -23,6 +23,7 @@ import msgspec
 
 from quire.cli.bench.connection import Client, HttpError
 from quire.cli.bench.datasets import positive_int
+from quire.cli.bench.plot import add_plot_flag, plot_transcriptions, require_plot
 from quire.cli.bench.report import percentile
 from quire.cli.bench.serve import concurrencies, find_model, percentiles, positive_float
 from quire.cli.chat import add_tls_flag
@@ -89,9 +90,7 @@ def parser() -> Parser:
         "--seconds", type=positive_float, default=30.0, metavar="S", help="length of generated tones (default: 30)"
     )
     result.add_argument("--language", metavar="CODE", help="what is spoken (default: detected)")
-    result.add_argument(
-        "--temperature", type=float, metavar="T", help="one attempt at it (default: several)"
-    )
+    result.add_argument("--temperature", type=float, metavar="T", help="one attempt at it (default: several)")
     result.add_argument(
         "--metric-percentiles",
         type=percentiles,
@@ -100,6 +99,7 @@ def parser() -> Parser:
         help="percentiles to report (default: 50,90,99)",
     )
     result.add_argument("--result-filename", metavar="FILE", help="write the figures as JSON")
+    add_plot_flag(result, "the real-time factor over the sweep")
     result.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
     return result
 
@@ -109,9 +109,12 @@ def main(argv: list[str]) -> int:
     flags = parser()
     arguments = flags.parse_args(argv)
     try:
+        require_plot(arguments.plot)
         runs = asyncio.run(_measure(arguments))
         if arguments.result_filename:
             Path(arguments.result_filename).write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+        if arguments.plot:
+            plot_transcriptions(runs, arguments.plot)
     except (ValueError, OSError, RuntimeError) as error:
         flags.exit(1, f"{flags.prog}: error: {error}\n")
     return 1 if any(run["failed"] for run in runs) else 0

@@ -107,6 +107,16 @@ def plot_sweep(runs: Sequence[dict[str, Any]], path: str) -> None:
             panel.legend()
 
 
+def plot_transcriptions(runs: Sequence[dict[str, Any]], path: str) -> None:
+    """Draw the real-time factor of all files together over the number of concurrent requests."""
+    with figure(path, f"{runs[0]['model_id']}: transcription", f"load from {caption()}") as (panel,):
+        panel.plot([run["max_concurrency"] for run in runs], [run["rtf"] for run in runs], marker="o")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.set(xlabel="concurrent requests", ylabel="real-time factor (less is faster)")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+
+
 def plot_throughput(figures: dict[str, Any], path: str) -> None:
     """Bars: tokens per second of prompts, of answers, and of both."""
     bars = {

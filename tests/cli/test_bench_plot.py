@@ -20,6 +20,7 @@ EXPECTED_TEXT = {
     "throughput": "1.50 requests per second",
     "latency": "p50: 0.500 s",
     "startup": "2.00 s",
+    "audio": "real-time factor",
 }
 
 
@@ -51,6 +52,7 @@ def test_every_benchmark_draws_with_machine_and_commit(command, tmp_path, monkey
         ),
         "latency": lambda: plot.plot_latencies([0.25, 0.75], str(path)),
         "startup": lambda: plot.plot_starts({stage: [1.5, 2.5] for stage in startup.STAGES}, startup.STAGES, str(path)),
+        "audio": lambda: plot.plot_transcriptions([{"model_id": "m", "max_concurrency": 2, "rtf": 0.1}], str(path)),
     }
     monkeypatch.setattr(plot, "cpu_model", lambda: "Abacus 9000")
     draw[command]()

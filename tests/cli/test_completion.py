@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from quire.cli import main as cli
+from quire.cli.bench.main import COMMANDS as BENCH
 from quire.cli.completion import SCRIPTS, all_flags
 from quire.configs.options import all_options
 
@@ -64,7 +65,7 @@ def test_completions(shell, tmp_path, capsys):
 
 def test_every_setting_of_every_command_is_there():
     found = all_flags()
-    assert set(found) == {*cli.COMMANDS, "bench serve", "bench throughput", "bench latency", "bench startup"}
+    assert set(found) == {*cli.COMMANDS, *(f"bench {name}" for name in BENCH)}
     of_one_model = {flag for option in all_options().values() if option.section != "models" for flag in option.flags}
     of_several = {flag for option in all_options().values() if option.section == "models" for flag in option.flags}
     for command in ("serve", "check"):

@@ -84,7 +84,7 @@ def test_between_requests_for_text(built):
     params = msgspec.structs.replace(greedy(model), max_tokens=60, ignore_eos=True)
     writes, media = [prompt(model)] * 2, [audio(folder, seed) for seed in (4, 5, 1, 2, 3)]
     found = []
-    for blocks in (200, 3 * BLOCKS + 6):
+    for blocks in (200, 3 * BLOCKS + 2):
         engine = InProcessEngine(str(folder), num_gpu_blocks_override=blocks, max_num_batched_tokens=16, **SETTINGS)
         try:
             results = engine.generate(
