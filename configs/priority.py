@@ -36,8 +36,8 @@ def run_nice(niceness: int, function: Callable[[Report], T], report: Report) -> 
 
     thread = threading.Thread(target=run, name="nice", daemon=True)
     thread.start()
-    while (next_one := reports.get()) is not None:
-        report(*next_one)
+    while (progress := reports.get()) is not None:
+        report(*progress)
     thread.join()
     if errors:
         raise errors[0]

@@ -76,8 +76,7 @@ class EngineCore:
     """The loop of one engine: call `start`, then `run`. Both raise the errors that end the engine."""
 
     def __init__(self, config: Config, socket: ServerSocket, index: int = 0):
-        ranks = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-        config = replace(config, cache=config.cache.of_engine(index, ranks))
+        config = replace(config, cache=config.cache.of_engine(index, config.parallel.world_size))
         self.config, self.index = config, index  # its number among `data_parallel_size` engines
         self.socket = socket
         self.clients: set[bytes] = set()  # ROUTER identities of servers that sent Hello
