@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
+
+from quire.configs import platforms
 
 T = TypeVar("T")
 Report = Callable[[str, float], None]  # (phase, fraction of it)
@@ -19,7 +20,7 @@ def run_nice(niceness: int, function: Callable[[Report], T], report: Report) -> 
     Threads that the function starts have the same niceness; a thread cannot be given its priority back, so they should
     end with it. Without Linux, where a thread has no priority of its own, or at 0, the function runs here.
     """
-    if not niceness or sys.platform != "linux":
+    if not niceness or not platforms.LINUX:
         return function(report)
     reports: queue.SimpleQueue[tuple[str, float] | None] = queue.SimpleQueue()
     found: list[T] = []

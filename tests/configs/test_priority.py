@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from quire.configs import platforms
 from quire.configs.priority import run_nice
 
 
@@ -44,7 +45,7 @@ def test_errors_are_the_callers():
         run_nice(19, fail, print)
 
 
-@pytest.mark.parametrize(("number", "platform"), [(0, "linux"), (5, "darwin")])
-def test_without_a_priority_it_runs_here(monkeypatch, number, platform):
-    monkeypatch.setattr(sys, "platform", platform)
+@pytest.mark.parametrize(("number", "linux"), [(0, True), (5, False)])
+def test_without_a_priority_it_runs_here(monkeypatch, number, linux):
+    monkeypatch.setattr(platforms, "LINUX", linux)
     assert run_nice(number, lambda report: threading.get_ident(), print) == threading.get_ident()
