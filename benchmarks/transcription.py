@@ -88,7 +88,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def quieter(name: str, folder: str, factor: float) -> str:
-    """A copy of a file that no cache has seen."""
+    """Return a copy of a file that no cache has seen."""
     path = Path(folder, f"{factor:.2f}-{Path(name).name}")
     with wave.open(name) as file:
         samples = array("h", file.readframes(file.getnframes()))

@@ -138,7 +138,7 @@ def memory() -> str:
 
 
 def proc_values(path: str, key: str) -> list[str]:
-    """The values of the `key: value` lines of a /proc file; [] if there is no such file."""
+    """Return the values of the `key: value` lines of a /proc file; [] if there is no such file."""
     if not Path(path).is_file():
         return []
     lines = (line.partition(":") for line in Path(path).read_text(encoding="utf-8").splitlines())

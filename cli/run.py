@@ -135,8 +135,8 @@ def _note_unused(settings: Settings) -> None:
 
 
 def find_server(config: Config, key: str | None, any_model: bool, insecure: bool) -> tuple[Server, str] | None:
-    """The server at host and port of the settings and its name of the model, if one runs there and has the model.
-    `any_model`: the user named none.
+    """Return the server at host and port of the settings and its name of the model, if one runs there and has the
+    model. `any_model`: the user named none.
     """
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.server.host, config.server.host)
     has_tls = config.server.ssl_certfile is not None
@@ -201,8 +201,8 @@ def _end_with_parent() -> None:
 
 
 def _wait_ready(process: subprocess.Popen, address_file: Path, log: IO[bytes]) -> str:
-    """The server's address, HOST:PORT or https://HOST:PORT, once it is ready; shows its progress. Raises ServerError if
-    it ends.
+    """Return the server's address, HOST:PORT or https://HOST:PORT, once it is ready; shows its progress. Raises
+    ServerError if it ends.
     """
     with Loading() as loading:
         while process.poll() is None:
@@ -213,7 +213,7 @@ def _wait_ready(process: subprocess.Popen, address_file: Path, log: IO[bytes]) -
 
 
 def _reason(log: IO[bytes]) -> str:
-    """The errors in the log of a server that ended, without time and process."""
+    """Return the errors in the log of a server that ended, without time and process."""
     log.seek(0)
     lines = log.read().decode(errors="replace").splitlines()
     return "\n".join(line.partition(" ERROR ")[2].partition(": ")[2] for line in lines if " ERROR " in line)

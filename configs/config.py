@@ -188,7 +188,7 @@ class CacheConfig:
         return replace(found, host=self.kv_transfer_host or found.host, port=self.kv_transfer_port or found.port)
 
     def of_engine(self, index: int, num_ranks: int) -> CacheConfig:
-        """The settings of one of several engines, each of whose ranks has a port."""
+        """Return the settings of one of several engines, each of whose ranks has a port."""
         port = self.transfer.port
         return replace(self, kv_transfer_port=port + index * num_ranks) if index else self
 

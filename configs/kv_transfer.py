@@ -148,7 +148,7 @@ def _offloading(extra: dict[str, Any]) -> KVTransferSettings:
 
 
 def _several(extra: dict[str, Any]) -> KVTransferSettings:
-    """The connectors of a MultiConnector, each of which may set what the others leave."""
+    """Return the connectors of a MultiConnector, each of which may set what the others leave."""
     connectors = extra.get("connectors")
     if not isinstance(connectors, list) or not all(isinstance(one, dict) for one in connectors):
         raise ValueError("MultiConnector: kv_connector_extra_config.connectors must be a list of JSON objects")

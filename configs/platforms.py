@@ -23,7 +23,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def usable_cpus() -> set[int]:
-    """The CPUs that this process may use; all where the system does not tell (macOS)."""
+    """Return the CPUs that this process may use; all where the system does not tell (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
@@ -59,7 +59,7 @@ def _prctl(option: int, value: bytes | int) -> None:
 
 
 def shared_memory(num_bytes: int) -> Path | None:
-    """The folder of files in memory, if there is one with room for `num_bytes`."""
+    """Return the folder of files in memory, if there is one with room for `num_bytes`."""
     with contextlib.suppress(OSError):
         status = os.statvfs(_SHARED_MEMORY)
         if os.access(_SHARED_MEMORY, os.W_OK) and status.f_bavail * status.f_frsize >= num_bytes:
@@ -82,7 +82,8 @@ def limit_memory(num_bytes: int) -> bool:
 
 
 def open_files_limits() -> tuple[int, int]:
-    """(how many files this process may open, how many it may allow itself); UNLIMITED where there is no limit."""
+    """Return (how many files this process may open, how many it may allow itself); UNLIMITED where there is no limit.
+    """
     limit = getattr(resource, "RLIMIT_NOFILE", None)
     return (UNLIMITED, UNLIMITED) if limit is None else resource.getrlimit(limit)
 

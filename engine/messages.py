@@ -261,7 +261,7 @@ class EngineCalls(Protocol):
         """Return totals of the tiers below the pool since the start; None without any."""
 
     def kv_event_source(self) -> dict[str, object] | None:
-        """Where KV events are published, with vLLM's keys; None if they are not."""
+        """Return where KV events are published, with vLLM's keys; None if they are not."""
 
     def describe_ops(self) -> dict[str, object]:
         """Return the operations in use, the state of faster ones, and since when those are in use (time.time())."""

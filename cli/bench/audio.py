@@ -121,7 +121,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_sounds(files: Sequence[str], count: int | None, seconds: float) -> list[Sound]:
-    """The audio of each request. Raises OSError."""
+    """Return the audio of each request. Raises OSError."""
     if not files:
         return [Sound("tones.wav", tones(seed, seconds), seconds) for seed in range(count or 8)]
     found = [Sound(Path(name).name, data := Path(name).read_bytes(), wav_seconds(data)) for name in files]
@@ -129,7 +129,7 @@ def read_sounds(files: Sequence[str], count: int | None, seconds: float) -> list
 
 
 def wav_seconds(data: bytes) -> float | None:
-    """The length of a WAV file; None for other files."""
+    """Return the length of a WAV file; None for other files."""
     try:
         with wave.open(io.BytesIO(data)) as file:
             return file.getnframes() / file.getframerate()
@@ -138,7 +138,7 @@ def wav_seconds(data: bytes) -> float | None:
 
 
 def tones(seed: int, seconds: float) -> bytes:
-    """A WAV file of a new tone every fifth of a second."""
+    """Return a WAV file of a new tone every fifth of a second."""
     rng, samples = random.Random(seed), []
     for _ in range(math.ceil(seconds * 5)):
         pitch = rng.choice(_PITCHES)
@@ -154,7 +154,7 @@ def tones(seed: int, seconds: float) -> bytes:
 
 
 def form(sound: Sound, fields: dict[str, str]) -> bytes:
-    """The body of a request."""
+    """Return the body of a request."""
     parts = [
         f'--{_BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
         for name, value in fields.items()
@@ -168,7 +168,7 @@ def form(sound: Sound, fields: dict[str, str]) -> bytes:
 
 
 async def _measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One run for each number of --max-concurrency. Raises RuntimeError when the first request fails."""
+    """Return one run for each number of --max-concurrency. Raises RuntimeError when the first request fails."""
     sounds = read_sounds(arguments.files, arguments.num_prompts, arguments.seconds)
     url = (arguments.base_url or f"http://{arguments.host}:{arguments.port}").rstrip("/").removesuffix("/v1")
     client = Client(url, arguments.api_key, arguments.insecure)
@@ -227,7 +227,7 @@ async def _send(client: Client, sound: Sound, fields: dict[str, str]) -> Result:
 
 
 def summarize(results: Sequence[Result], duration: float, wanted: Sequence[float]) -> dict[str, Any]:
-    """The figures of one run: of all audio together, and percentiles over requests."""
+    """Return the figures of one run: of all audio together, and percentiles over requests."""
     good = [result for result in results if result.error is None]
     audio = sum(result.audio for result in good)
     figures: dict[str, Any] = {
@@ -260,7 +260,7 @@ _TITLES = {
 
 
 def render(figures: dict[str, Any]) -> str:
-    """The figures as a readable table."""
+    """Return the figures as a readable table."""
     rows = [(title, figures[name]) for name, title in _TITLES.items()]
     for key, value in figures.items():
         percent, _, rest = key.partition("_")

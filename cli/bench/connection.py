@@ -32,7 +32,7 @@ class Response:
         return b"".join([part async for part in self.body])
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The `data:` payloads of an event stream, as they arrive, without the final `[DONE]`.
+        """Yield the `data:` payloads of an event stream, as they arrive, without the final `[DONE]`.
 
         Raises HttpError when that never comes.
         """

@@ -44,7 +44,9 @@ def caption() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that has this file, with "-dirty" if it was changed; None for an installed copy."""
+    """Return the commit of the checkout that has this file, with "-dirty" if it was changed; None for an installed
+    copy.
+    """
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         # an installed copy may lie in a repository of something else, which does not track it
@@ -133,7 +135,7 @@ def plot_throughput(figures: dict[str, Any], path: str) -> None:
 
 
 def plot_latencies(seconds: Sequence[float], path: str) -> None:
-    """The seconds of each batch in order, with lines at their median and 90th percentile."""
+    """Draw the seconds of each batch in order, with lines at their median and 90th percentile."""
     with figure(path, "seconds per batch", caption()) as (panel,):
         panel.plot(range(1, len(seconds) + 1), seconds, marker="o", label="batch")
         for percent, style in ((50, "--"), (90, ":")):
@@ -147,7 +149,7 @@ def plot_latencies(seconds: Sequence[float], path: str) -> None:
 
 
 def plot_starts(figures: dict[str, list[float]], titles: dict[str, str], path: str) -> None:
-    """A bar per stage: the median seconds from the command, with a point for each start."""
+    """Draw a bar per stage: the median seconds from the command, with a point for each start."""
     stages = list(titles)
     medians = [statistics.median(figures[stage]) for stage in stages]
     with figure(path, "seconds from the command", caption(), size=(8, 3.5)) as (panel,):

@@ -80,7 +80,7 @@ class KVEventPublisher:
         return socket
 
     def _source(self) -> dict[str, object]:
-        """The settings as vLLM's `/kv_event_sources` tells them, with the ports that the system chose."""
+        """Return the settings as vLLM's `/kv_event_sources` tells them, with the ports that the system chose."""
         settings = asdict(self._settings)
         settings.pop("event_format")
         for name, socket in (("endpoint", self._pub), ("replay_endpoint", self._replay)):
@@ -150,7 +150,7 @@ class KVEventPublisher:
 
 
 def _named(event: KVEvent) -> dict[str, object]:
-    """An event as a map, without fields that have vLLM's defaults."""
+    """Return an event as a map, without fields that have vLLM's defaults."""
     name, required = type(event).__name__, ("parent_block_hash", "lora_id", "lora_name")
     fields = msgspec.structs.asdict(event).items()
     return {"type": name} | {key: value for key, value in fields if value is not None or key in required}

@@ -80,7 +80,7 @@ class _Rates:
 
 
 def tiers_below(kv: KVCacheManager, ready: WorkerReady, calls: TierCalls) -> Tiers | None:
-    """The workers' tiers below the pool, if there are any."""
+    """Return the workers' tiers below the pool, if there are any."""
     return Tiers(kv, calls, ready.tiers) if kv.enable_prefix_caching and ready.tiers else None
 
 
@@ -129,7 +129,7 @@ class Tiers:
         return TierStats(found.used, counts, found.store_sizes, found.load_sizes)
 
     def describe(self) -> dict[str, Any] | None:
-        """The totals since the start, for a person; None if no tier takes blocks that leave the pool."""
+        """Return the totals since the start, for a person; None if no tier takes blocks that leave the pool."""
         if not self.keep:
             return None
         found, counts = self.calls.stats(False), self.counts

@@ -241,7 +241,7 @@ class Transcription:
         return segments
 
     async def _words(self, said: Said) -> list[TimedWord]:
-        """The words of a piece with their times, from one more forward pass over its tokens."""
+        """Return the words of a piece with their times, from one more forward pass over its tokens."""
         model, piece, first = self.model, said.piece, said.num_prompt
         num_frames = math.ceil(round(piece.seconds / STEP * 2, 3))  # of features, two for each position
         positions = min(num_frames // 2, model.positions)
@@ -294,7 +294,7 @@ class Transcription:
         return ids, logprobs, of_prompt
 
     def _request(self, piece: Piece, prompt: list[int], sampling: SamplingParams) -> GenerationRequest:
-        """A request to the engine, which holds a lease of the piece."""
+        """Return a request to the engine, which holds a lease of the piece."""
         lease, base = self.state.speech.lease(piece), self.spec.base
         item = MediaItem(lease.image.key, 0, 1, self.model.positions, lease.image.path)
         return GenerationRequest(

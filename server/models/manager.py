@@ -399,7 +399,7 @@ def _shutting_down() -> Unavailable:
 
 
 def _file_bytes(source: str) -> int:
-    """The size of a model's weights on this machine; 0 if it is not here."""
+    """Return the size of a model's weights on this machine; 0 if it is not here."""
     folder = hub.ready_folder(source)
     if folder is None:
         return Path(source).stat().st_size if Path(source).is_file() else 0

@@ -81,7 +81,7 @@ class _Routes:
     # ---- lists
 
     def _visible(self, request: Request, state: HostState) -> list[tuple[str, Model]]:
-        """The names that a key may see, adapters included, each with its model."""
+        """Return the names that a key may see, adapters included, each with its model."""
         found = ((name, state.find(name)) for name in names_for(caller(request), state))
         return [(name, model) for name, model in found if model is not None]
 
@@ -187,7 +187,7 @@ class _Routes:
     # ---- sleep
 
     def _asked(self, request: Request, state: HostState) -> Model:
-        """The model of the query parameter `model`, else the first."""
+        """Return the model of the query parameter `model`, else the first."""
         name = request.query_params.get("model")
         require_model(caller(request), name, state)
         return state.find(name or state.names[0])

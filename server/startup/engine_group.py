@@ -153,7 +153,7 @@ class EngineGroup:
         tokenizer_only: bool = False,
         is_draft: bool = False,
     ) -> str:
-        """The folder of a model on this machine, downloaded if needed. Raises ValueError."""
+        """Return the folder of a model on this machine, downloaded if needed. Raises ValueError."""
         loop, options = asyncio.get_running_loop(), self.config.model
         return await in_thread(
             lambda: hub.resolve(
@@ -208,7 +208,7 @@ async def load_tokenizer(config: Config, folder: str, images: Images, model_fold
 
 
 def model_info(config: Config, worker: WorkerReady, tokenizer: Tokenizer, sampling: SamplingDefaults) -> ModelInfo:
-    """The facts about the model that requests are checked against."""
+    """Return the facts about the model that requests are checked against."""
     return ModelInfo(
         context_length(worker),
         worker.vocab_size,

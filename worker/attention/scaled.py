@@ -90,7 +90,7 @@ def store(cache: KVCache, slot_mapping: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def load(cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
-    """What `store` has put into the slots, `[T, num_kv_heads, head_dim]` float32."""
+    """Return what `store` has put into the slots, `[T, num_kv_heads, head_dim]` float32."""
     blocks, offsets = slots // cache.shape[1], slots % cache.shape[1]
     if isinstance(cache, torch.Tensor):
         return cache[blocks, offsets].float()

@@ -153,7 +153,9 @@ def _calibrated(wide: Path, narrow: Path) -> float | None:
 
 
 def machine() -> str | None:
-    """The kind of this machine, as in names of wheels, or None if there are no levels for it (or for its system)."""
+    """Return the kind of this machine, as in names of wheels, or None if there are no levels for it (or for its
+    system).
+    """
     found = _NAMES_OF_MACHINES.get(platform.machine())
     systems = {"x86_64": ("linux",), "aarch64": ("linux", "darwin")}
     return found if sys.platform in systems.get(found, ()) else None
@@ -172,7 +174,7 @@ def target_machine() -> str | None:
 
 
 def levels_of(kind: str | None) -> list[str]:
-    """The levels of a kind of machine, best first."""
+    """Return the levels of a kind of machine, best first."""
     return [level for level in LEVELS if kind == ("aarch64" if level in _ARM_NEEDS else "x86_64")]
 
 
@@ -191,7 +193,7 @@ def cpu_levels() -> list[str]:
 
 
 def _arm_levels() -> list[str]:
-    """The levels that this machine's CPU, of AArch64, supports."""
+    """Return the levels that this machine's CPU, of AArch64, supports."""
     libc = ctypes.CDLL(None)
     if sys.platform == "darwin":
 
@@ -330,7 +332,7 @@ def _work_of(target: Path) -> Path:
 
 
 def machine_of(libraries: list[Path]) -> str:
-    """The kind of machine that libraries, which may be of a wheel for one kind only, are for."""
+    """Return the kind of machine that libraries, which may be of a wheel for one kind only, are for."""
     kinds = {"aarch64" if library.name.split("-")[2] in _ARM_NEEDS else "x86_64" for library in libraries}
     if len(kinds) != 1:
         raise BuildError(f"the libraries are for several kinds of machines: {', '.join(sorted(kinds))}")

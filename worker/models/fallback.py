@@ -79,7 +79,7 @@ class TransformersLM(nn.Module):
         self._head = _head_of(inner)
 
     def _make_passes(self) -> StatePasses:
-        """What computes the steps of a model with states. The model has no memory yet."""
+        """Return what computes the steps of a model with states. The model has no memory yet."""
         _LOG.warning(
             "%s keeps a state per request, and transformers computes it: one request after another, and all but their "
             "first tokens one by one, so expect it to be slow",
@@ -147,7 +147,7 @@ class TransformersLM(nn.Module):
         return hidden_states if needed_rows is None else hidden_states[needed_rows]
 
     def _attend(self, attn: GroupedMetadata) -> Attend:
-        """The attention of one pass over all layers."""
+        """Return the attention of one pass over all layers."""
         layers = iter(self.attention)
 
         def attend(
@@ -175,7 +175,7 @@ class TransformersLM(nn.Module):
         return self._head(input_ids=ids, use_cache=False).logits[0].float()
 
     def largest(self, hidden: torch.Tensor) -> None:
-        """The argmax of `logits`: not faster than computing them."""
+        """Return the argmax of `logits`: not faster than computing them."""
         return None
 
     def use(self, ops: Ops) -> None:

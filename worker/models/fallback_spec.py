@@ -87,14 +87,14 @@ def read_spec(folder: str, raw: dict[str, Any]) -> ModelSpec:
 
 
 def make_model(folder: str, config: Any = None) -> transformers.PreTrainedModel:
-    """The model of `folder` with uninitialised weights of torch's default dtype, on its default device."""
+    """Return the model of `folder` with uninitialised weights of torch's default dtype, on its default device."""
     config = config or transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     dtype = torch.get_default_dtype()
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME).eval()
 
 
 def base_of(model: transformers.PreTrainedModel) -> torch.nn.Module:
-    """The part of a causal language model that computes hidden states."""
+    """Return the part of a causal language model that computes hidden states."""
     return getattr(model, model.base_model_prefix)
 
 
@@ -118,7 +118,7 @@ def _attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function of transformers' attention interface."""
+    """Return the function of transformers' attention interface."""
     if attention_mask is not None:
         others["attention_mask"] = attention_mask
     return _ATTEND.get()(module, query, key, value, scaling, others), None
@@ -192,7 +192,7 @@ def _layers(config: Any, text: Any) -> tuple[LayerSpec, ...]:
 
 
 def stateful_layers(model: transformers.PreTrainedModel, text: Any) -> tuple[LayerSpec, ...]:
-    """The layers of a model on the meta device whose layers keep states (`fallback_states.py`)."""
+    """Return the layers of a model on the meta device whose layers keep states (`fallback_states.py`)."""
     attended: dict[int, LayerSpec] = {}
     calls = 0
 
@@ -221,7 +221,7 @@ def _is_without_mixer(model: transformers.PreTrainedModel, layer: int) -> bool:
 
 
 def first_states(model: transformers.PreTrainedModel, attend: Attend) -> list[tuple[Held, ...]]:
-    """What the layers of a model hold after a first pass."""
+    """Return what the layers of a model hold after a first pass."""
     cache, ids = make_cache(model.config), torch.zeros(3, dtype=torch.long)
     with attending(attend):
         pass_tokens(base_of(model), cache, ids, ids)

@@ -52,7 +52,7 @@ class Held:
 
 
 def make_cache(config: Any, count: int = 0) -> transformers.DynamicCache:
-    """An empty cache of one request with `count` computed tokens, whose attention layers keep nothing."""
+    """Return an empty cache of one request with `count` computed tokens, whose attention layers keep nothing."""
     cache = transformers.DynamicCache(config=config)
     for layer in cache.layers:
         layer.get_seq_length = lambda *_, **__: count
@@ -75,7 +75,7 @@ def keeps_states(config: Any) -> bool:
 
 
 def pass_tokens(base: nn.Module, cache: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The hidden states `[n, H]` of tokens ids `[n]`, after which the cache holds their states."""
+    """Return the hidden states `[n, H]` of tokens ids `[n]`, after which the cache holds their states."""
     names = inspect.signature(base.forward).parameters
     name = next((name for name in _ARGUMENTS if name in names), None)
     if name is None:
@@ -85,7 +85,7 @@ def pass_tokens(base: nn.Module, cache: Any, ids: torch.Tensor, positions: torch
 
 
 def held_states(cache: transformers.DynamicCache) -> list[tuple[Held, ...]]:
-    """What each layer of a cache holds after a first pass."""
+    """Return what each layer of a cache holds after a first pass."""
     return [tuple(_held(layer)) for layer in cache.layers]
 
 
@@ -100,7 +100,7 @@ def _held(layer: Any) -> Iterator[Held]:
 
 
 def state_spec(held: tuple[Held, ...]) -> WholeSpec | None:
-    """The spec of a layer's states, None without any."""
+    """Return the spec of a layer's states, None without any."""
     return WholeSpec(tuple(state.shape for state in held)) if held else None
 
 
@@ -157,7 +157,7 @@ class StatePasses:
             part.get_seq_length = lambda *_, **__: count
 
     def _load(self, step: StateStep, i: int, computed: int) -> Any:
-        """A cache with the states that request `i` reads."""
+        """Return a cache with the states that request `i` reads."""
         cache = make_cache(self.config, computed)
         if bool(step.fresh[i]):
             return cache
@@ -181,12 +181,14 @@ class StatePasses:
 
 
 def _pieces(start: int, stop: int, fresh: bool) -> list[slice]:
-    """The tokens of one pass each: the first ones of a request together, later ones alone."""
+    """Return the tokens of one pass each: the first ones of a request together, later ones alone."""
     return [slice(start, stop)] if fresh else [slice(at, at + 1) for at in range(start, stop)]
 
 
 def _of_request(attn: GroupedMetadata, row: int, tokens: slice, length: int) -> tuple[AttentionMetadata, ...]:
-    """The metadata of some tokens of the request at `row`, which has `length` tokens then; a state group keeps its."""
+    """Return the metadata of some tokens of the request at `row`, which has `length` tokens then; a state group keeps
+    its.
+    """
     made = []
     for meta in attn:
         if isinstance(meta.extra, StateStep):

@@ -68,18 +68,18 @@ class HYV4Layer(DecoderLayer):
         return write(x, self.mlp(self.post_attention_layernorm(read)), writes), None
 
     def read(self, streams: torch.Tensor, weights: StreamWeights) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a half of the layer reads `[T, H]`, and the weights of its result per stream `[T, S]`."""
+        """Return what a half of the layer reads `[T, H]`, and the weights of its result per stream `[T, S]`."""
         reads, writes = weights(streams)
         return weighted(streams, reads + self.eps), self.magnitude * writes + self.eps
 
 
 def weighted(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The sum over streams `[T, S, H]` with weights `[T, S]`."""
+    """Return the sum over streams `[T, S, H]` with weights `[T, S]`."""
     return (weights[..., None] * streams).sum(1).to(streams.dtype)
 
 
 def write(streams: torch.Tensor, x: torch.Tensor, writes: torch.Tensor) -> torch.Tensor:
-    """The streams after a half of a layer, whose result is x `[T, H]`."""
+    """Return the streams after a half of a layer, whose result is x `[T, H]`."""
     return (writes[..., None] * x[:, None].float() + streams.float()).to(streams.dtype)
 
 

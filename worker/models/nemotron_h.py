@@ -83,7 +83,7 @@ class NemotronH(CausalLM):
 
     @classmethod
     def moe(cls, values: dict[str, Any]) -> MoESpec:
-        """The spec of the layers with experts."""
+        """Return the spec of the layers with experts."""
         latent = values["moe_latent_size"] or 0
         if latent and values["mlp_bias"]:
             raise ValueError("mlp_bias true is not supported with moe_latent_size")

@@ -316,8 +316,8 @@ def num_parameters(spec: ModelSpec) -> int:
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None, ops: Ops | None = None) -> int:
-    """Bytes of the weights of the whole model once they are loaded for a platform's operations. Builds the model
-    without allocating memory.
+    """Return the bytes of the weights of the whole model once they are loaded for a platform's operations. Builds the
+    model without allocating memory.
     """
     from quire.worker.layers.linear import Linear
 
@@ -329,7 +329,9 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str | None =
 
 
 def encoder_bytes_per_embed(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes that one embedding of an image needs while it is encoded, estimated (`VisionTower.bytes_per_embed`)."""
+    """Return the bytes that one embedding of an image needs while it is encoded, estimated
+    (`VisionTower.bytes_per_embed`).
+    """
     return without_memory(spec, dtype).vision.bytes_per_embed()
 
 

@@ -44,7 +44,7 @@ class Alignments:
         return bool(self.rows) and not self.rows.keys().isdisjoint(step.rows)
 
     def weights(self, batch: InputBatch) -> CrossWeights:
-        """What the layers are to note in a step."""
+        """Return what the layers are to note in a step."""
         step, found = batch.step, []
         for i, row in enumerate(step.rows):
             if (wanted := self.rows.get(row)) is None:
@@ -57,7 +57,7 @@ class Alignments:
         return CrossWeights(found)
 
     def compute(self, batch: InputBatch, hidden: torch.Tensor) -> Pooled:
-        """The matrices `[tokens, positions]` of the prompts that end in this step."""
+        """Return the matrices `[tokens, positions]` of the prompts that end in this step."""
         step, noted = batch.step, iter(batch.cross_weights.requests)
         self._pending, parts = {}, []
         for i, row in enumerate(step.rows):
@@ -78,7 +78,7 @@ class Alignments:
         self._pending = {}
 
     def _own(self, wanted: Alignment) -> dict[int, list[int]]:
-        """The heads of this rank, by layer."""
+        """Return the heads of this rank, by layer."""
         own: dict[int, list[int]] = {}
         for layer, head in wanted.heads:
             rank, local = divmod(head, self.num_heads)
@@ -87,7 +87,7 @@ class Alignments:
         return own
 
     def _finish(self, weights: torch.Tensor, wanted: Alignment) -> torch.Tensor:
-        """The mean of all ranks' heads, `[tokens, positions]`, from the weights of this rank's."""
+        """Return the mean of all ranks' heads, `[tokens, positions]`, from the weights of this rank's."""
         deviation, mean = torch.std_mean(weights, dim=1, keepdim=True, correction=0)
         even = ((weights - mean) / deviation).nan_to_num(0.0, 0.0, 0.0)
         total = smoothed(even, wanted.width).sum(0)
@@ -97,7 +97,7 @@ class Alignments:
 
 
 def smoothed(x: torch.Tensor, width: int) -> torch.Tensor:
-    """The median of `width` neighbours along the last dimension, which is mirrored at its ends."""
+    """Return the median of `width` neighbours along the last dimension, which is mirrored at its ends."""
     side = width // 2
     if x.shape[-1] <= side or not len(x):
         return x

@@ -409,7 +409,7 @@ def rope_view(spec: ModelSpec, kind: LayerSpec) -> View | None:
 
 
 def attention_sinks(num_heads: int, mine: int, prefix: str) -> nn.Parameter:
-    """The sinks of this rank's heads, a score each."""
+    """Return the sinks of this rank's heads, a score each."""
     sinks = empty_parameter(mine, parts=[Part(f"{prefix}.sinks", (num_heads,), ((0, tp().rank * mine, mine),))])
     sinks.dummy_mean = 0.0
     return sinks

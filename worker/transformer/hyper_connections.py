@@ -94,7 +94,7 @@ class HyperDecoder(Decoder):
         return self.norm(self.merge(streams)) if self.last else streams.flatten(1)
 
     def merge(self, streams: torch.Tensor) -> torch.Tensor:
-        """What the last norm reads `[T, H]`."""
+        """Return what the last norm reads `[T, H]`."""
         return streams.mean(1)
 
 

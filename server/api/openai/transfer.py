@@ -73,7 +73,7 @@ def _is_number(value: Json, most: int) -> bool:
 
 
 def answered(requests: Sequence[GenerationRequest]) -> dict[str, Json] | UnsetType:
-    """The parameters for the server that goes on; only a request of one prompt has them."""
+    """Return the parameters for the server that goes on; only a request of one prompt has them."""
     if len(requests) != 1 or (sent := requests[0].sent) is None:
         return UNSET
     return {

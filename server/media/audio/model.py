@@ -46,7 +46,7 @@ class SpeechModel:
         return list(self.languages) or ["en"]
 
     def prompt(self, language: str, task: str, timestamps: bool, before: Sequence[int] = ()) -> list[int]:
-        """The tokens before the output; `before` are those of the text that precedes the audio."""
+        """Return the tokens before the output; `before` are those of the text that precedes the audio."""
         start = [self.start]
         if self.languages:
             start += [self.languages[language], self.tasks[task]]
@@ -55,7 +55,7 @@ class SpeechModel:
         return [*([self.previous, *before] if before else []), *start]
 
     def rules(self, timestamps: bool) -> SpeechRules:
-        """The constraints on the output."""
+        """Return the constraints on the output."""
         if not timestamps:
             return SpeechRules(self.suppress, self.suppress_first, end=self.end)
         suppress = (*self.suppress, self.no_timestamps)

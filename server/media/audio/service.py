@@ -117,11 +117,12 @@ class Speech:
         return await self.run(look, turn)
 
     async def run(self, work: Callable[[], T], turn: str) -> T:
-        """The result of `work` in a thread, in turns of the tenant. Raises BadRequest for a ValueError."""
+        """Return the result of `work` in a thread, in turns of the tenant. Raises BadRequest for a ValueError."""
         return await self._turns.run(self._threads, turn, lambda: _explained(work), _BUSY_BYTES)
 
     def add(self, window: Window) -> Piece:
-        """The piece of a window. Runs in a thread. Raises Unavailable if running requests leave no room for it."""
+        """Return the piece of a window. Runs in a thread. Raises Unavailable if running requests leave no room for it.
+        """
         from quire.server.media.audio.features import HOP, log_mel
 
         if window.is_silent:
@@ -167,7 +168,7 @@ class Pieces:
         self.seconds = 0.0
 
     async def next(self) -> Piece | None:
-        """The next piece; None at the end. Raises BadRequest for a damaged part."""
+        """Return the next piece; None at the end. Raises BadRequest for a damaged part."""
 
         def work() -> Piece | None:
             window = next(self._windows, None)
@@ -180,7 +181,7 @@ class Pieces:
 
 
 def too_large(max_bytes: int) -> PayloadTooLarge:
-    """The error for a file of more than `max_bytes`."""
+    """Return the error for a file of more than `max_bytes`."""
     return PayloadTooLarge(f"An audio file may have at most {max_bytes} bytes; split it, or compress it.")
 
 

@@ -29,15 +29,15 @@ class Word:
 
 
 def read_times(data: bytes, positions: int) -> list[float]:
-    """The second at which each token begins, from the matrix of float32 that the engine answers."""
+    """Return the second at which each token begins, from the matrix of float32 that the engine answers."""
     import numpy as np
 
     return (begins(np.frombuffer(data, np.float32).reshape(-1, positions)) * STEP).tolist()
 
 
 def begins(matrix: np.ndarray) -> np.ndarray:
-    """The position at which each row of `matrix` `[tokens, positions]` begins on the path from its first to its last
-    entry with the largest sum (dynamic time warping).
+    """Return the position at which each row of `matrix` `[tokens, positions]` begins on the path from its first to its
+    last entry with the largest sum (dynamic time warping).
 
     All cells of an antidiagonal depend on the two before it only, so that each is one operation.
     """
@@ -71,7 +71,7 @@ def begins(matrix: np.ndarray) -> np.ndarray:
 
 
 def split_words(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str], spaced: bool) -> list[Word]:
-    """The words of a text. Without `spaced`, each character is one; marks belong to the word next to them."""
+    """Return the words of a text. Without `spaced`, each character is one; marks belong to the word next to them."""
     words = _characters(token_ids, decode)
     if spaced:
         words = _joined_at_spaces(words)
@@ -79,7 +79,7 @@ def split_words(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 
 
 def _characters(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[Word]:
-    """The shortest runs of tokens that are whole characters."""
+    """Return the shortest runs of tokens that are whole characters."""
     whole, words, first, length = decode(token_ids), [], 0, 0
     for last in range(1, len(token_ids) + 1):
         text = decode(token_ids[first:last])

@@ -26,7 +26,9 @@ def model_identity(folder: str) -> bytes:
 
 
 def model_content(folder: str) -> bytes:
-    """A digest of all bytes of config.json and the files of weights, which is equal for copies on other machines."""
+    """Return a digest of all bytes of config.json and the files of weights, which is equal for copies on other
+    machines.
+    """
     digest = hashlib.sha256()
     for file in _weights(folder, digest):
         with file.open("rb") as weights:
@@ -35,7 +37,7 @@ def model_content(folder: str) -> bytes:
 
 
 def _weights(folder: str, digest: Any) -> list[Path]:
-    """A model's files of weights; its config.json is added to `digest`."""
+    """Return a model's files of weights; its config.json is added to `digest`."""
     path = Path(folder)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if (config := path / "config.json").is_file():

@@ -49,7 +49,9 @@ class Found(msgspec.Struct, array_like=True):
 
 
 def this_host() -> str:
-    """A name that two processes share if one can open the other's files: the boot and the namespace of processes."""
+    """Return a name that two processes share if one can open the other's files: the boot and the namespace of
+    processes.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
@@ -195,7 +197,7 @@ def _write(fd: int, content: bytes, offset: int) -> None:
 
 
 def _address(host: str) -> str:
-    """The address of a name, as ZeroMQ binds to it."""
+    """Return the address of a name, as ZeroMQ binds to it."""
     if host in ("*", "0.0.0.0", "::"):
         return "*"
     found = sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)[0][4][0]

@@ -75,7 +75,7 @@ class RemoteTier(Tier):
 
     @classmethod
     def plan(cls, config: Config, platform: Platform) -> int | None:
-        """The RAM of blocks that wait to be read."""
+        """Return the RAM of blocks that wait to be read."""
         settings = config.cache.transfer
         if not settings.role:
             return None
@@ -245,7 +245,7 @@ class _Server:
 
 
 def _read_place(process: int, fd: int, offset: int, size: int) -> bytes:
-    """The content at a place in another process's file; b"" if it cannot be read."""
+    """Return the content at a place in another process's file; b"" if it cannot be read."""
     try:
         descriptor = os.open(f"/proc/{int(process)}/fd/{int(fd)}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

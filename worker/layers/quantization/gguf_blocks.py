@@ -25,8 +25,8 @@ def dequantize(blocks: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def nibbles(blocks: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of blocks of a type of `NIBBLE_TYPES` as codes of 4 bits in groups of 32: int32 `[n, values]`, and each
-    group's scale and offset, float32 `[n, values / 32]`. A value is code * scale + offset.
+    """Return rows of blocks of a type of `NIBBLE_TYPES` as codes of 4 bits in groups of 32: int32 `[n, values]`, and
+    each group's scale and offset, float32 `[n, values / 32]`. A value is code * scale + offset.
     """
     _, size = BLOCKS[kind]
     codes, scales, offsets = NIBBLE_TYPES[kind](blocks.reshape(-1, size))

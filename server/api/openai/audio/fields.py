@@ -137,7 +137,7 @@ def _prompt(text: str) -> str:
 
 
 def _read_vad(given: dict[str, str]) -> dict[str, float]:
-    """The parameters of server_vad, which come as JSON or as fields of their own."""
+    """Return the parameters of server_vad, which come as JSON or as fields of their own."""
     text, param = given.get("chunking_strategy", "auto"), "chunking_strategy"
     values: Json = {
         name.removeprefix(f"{param}[").removesuffix("]"): value

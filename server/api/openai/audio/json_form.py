@@ -22,7 +22,7 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def form_of(body: bytes) -> FormData:
-    """The form that a body stands for. Raises BadRequest."""
+    """Return the form that a body stands for. Raises BadRequest."""
     try:
         fields = _decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -48,7 +48,7 @@ def _content(url: object, param: str) -> bytes:
 
 
 def _items(name: str, value: Json) -> list[tuple[str, str]]:
-    """The fields of a form that a value stands for: several for a list, none for null."""
+    """Return the fields of a form that a value stands for: several for a list, none for null."""
     if value is None:
         return []
     if isinstance(value, list):

@@ -119,7 +119,7 @@ def _require_program(request: Request) -> None:
 
 
 def _tokens_before(prompt: str, state: needs.Transcriptions) -> list[int]:
-    """The last tokens of a prompt. Raises BadRequest for special tokens in it."""
+    """Return the last tokens of a prompt. Raises BadRequest for special tokens in it."""
     ids = state.tokenizer.encode(" " + prompt.strip(), add_special_tokens=False) if prompt.strip() else []
     if any(token >= state.speech.require().end for token in ids):
         raise BadRequest("prompt must not contain special tokens, such as <|endoftext|>.", param="prompt")
@@ -162,7 +162,7 @@ class Answer:
         self.said: list[Said] = []
 
     async def whole(self) -> Response:
-        """The answer to a request without `stream`."""
+        """Return the answer to a request without `stream`."""
         async with aclosing(self.transcription.said()) as found:
             async for said in found:
                 self.said.append(said)
@@ -181,7 +181,9 @@ class Answer:
         return sse.JsonResponse(objects.Transcription(text=text, logprobs=logprobs, usage=self._duration()))
 
     async def frames(self, total: float | None) -> AsyncGenerator[bytes, None]:
-        """The events of a stream: one per piece, then the whole text. Raises GatewayTimeout after `total` seconds."""
+        """Yield the events of a stream: one per piece, then the whole text. Raises GatewayTimeout after `total`
+        seconds.
+        """
         loop, text = asyncio.get_running_loop(), ""
         end = None if total is None else loop.time() + total
         async with aclosing(self.transcription.said()) as found:
@@ -203,7 +205,7 @@ class Answer:
         yield sse.event(msgspec.json.encode(done))
 
     def _joined(self, number: int) -> str:
-        """The text of a piece with the space before it."""
+        """Return the text of a piece with the space before it."""
         text = self.said[number].text.strip()
         if not text or not any(said.text.strip() for said in self.said[:number]):
             return text
