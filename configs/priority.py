@@ -15,7 +15,8 @@ Report = Callable[[str, float], None]  # (phase, fraction of it)
 
 
 def run_nice(niceness: int, function: Callable[[Report], T], report: Report) -> T:
-    """Return `function(report)`, run in a thread with this niceness (0 to 19). `report` is called in this thread.
+    """Return `function(report)`, run in a thread that is nicer than the process by this (0 to 19). `report` is called
+    in this thread.
 
     Threads that the function starts have the same niceness; a thread cannot be given its priority back, so they should
     end with it. Without Linux, where a thread has no priority of its own, or at 0, the function runs here.
@@ -28,7 +29,8 @@ def run_nice(niceness: int, function: Callable[[Report], T], report: Report) -> 
 
     def run() -> None:
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+            own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(own + niceness, 19))
             found.append(function(lambda phase, fraction: reports.put((phase, fraction))))
         except BaseException as error:  # raised below
             errors.append(error)

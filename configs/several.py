@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quire.configs.fields import opt
 
 FOREVER = -1.0
-LOAD_NICENESS = 5
+LOAD_NICENESS = 8
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
 

@@ -32,7 +32,7 @@ def test_the_work_and_its_threads_are_nice_and_nothing_else_is():
         reports.append((phase, fraction, threading.get_ident()))
 
     nicer = min(before + 3, 19)
-    assert run_nice(nicer, work, note) != threading.get_ident()
+    assert run_nice(3, work, note) != threading.get_ident()
     assert seen == [nicer, nicer] and niceness() == before
     assert reports == [("half", 0.5, threading.get_ident())]
 
