@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are decorated, so before any test module imports one
 
+import gc
 import signal
 import sys
 from collections.abc import Callable
@@ -36,6 +37,16 @@ settings.register_profile(
     "quire", settings.get_profile("shrink"), phases=set(Phase) - {Phase.shrink, Phase.explain}, print_blob=True
 )
 settings.load_profile("quire")
+
+
+gc.disable()  # until every test is collected
+
+
+def pytest_collection_finish() -> None:
+    """Leave what all tests share, millions of objects, out of every garbage collection: one took seconds."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
