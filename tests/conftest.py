@@ -9,6 +9,8 @@ import os
 
 from tests.helpers.gpu import has_gpu
 
+# compiled modules are kept: each of the several hundred servers that tests start would compile them again for a second
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -39,6 +41,7 @@ settings.register_profile(
 settings.load_profile("quire")
 
 
+sys.dont_write_bytecode = False
 gc.disable()  # until every test is collected
 
 
