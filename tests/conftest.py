@@ -21,6 +21,7 @@ import gc
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -43,6 +44,32 @@ settings.load_profile("quire")
 
 sys.dont_write_bytecode = False
 gc.disable()  # until every test is collected
+
+
+# Files that take a minute or more, the longest first: begun last, one would leave the other processes without work.
+LONG_FILES = [
+    "worker/cpu/test_emulated_kernels.py",
+    "end_to_end/test_families.py",
+    "worker/models/test_fallback.py",
+    "end_to_end/test_recovery.py",
+    "benchmarks/test_gpu.py",
+    "server/test_launch.py",
+    "server/frontends/test_fleet.py",
+    "end_to_end/test_equals_transformers.py",
+    "end_to_end/test_images.py",
+    "worker/cuda/kernels/test_triton_quantized.py",
+    "worker/quantize/test_quantize.py",
+    "worker/lora/test_lora.py",
+    "worker/sampling/test_prediction_head.py",
+    "end_to_end/test_structured_output.py",
+    "server/http/test_bounds.py",
+    "server/http/test_connections.py",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
 def pytest_collection_finish() -> None:
