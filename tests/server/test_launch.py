@@ -68,7 +68,7 @@ class ServerProcess:
                 stdout=log,
                 env=os.environ | {"FAKE_EXECUTOR": fake, "TMPDIR": str(temporary or tmp_path)},
             )
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20.0, trust_env=False)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20.0, trust_env=False, verify=False)
 
     @property
     def log(self) -> str:
@@ -105,7 +105,7 @@ class ServerProcess:
 
     def stream(self, num_tokens: int = 400, **fields) -> httpx.Response:
         body = {"messages": HELLO, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "seed": 1} | fields
-        client = httpx.Client(timeout=20.0, trust_env=False)
+        client = httpx.Client(timeout=20.0, trust_env=False, verify=False)
         return client.send(client.build_request("POST", f"http://127.0.0.1:{self.port}{CHAT}", json=body), stream=True)
 
     def wait(self, timeout: float = 15) -> int:
