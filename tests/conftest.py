@@ -20,7 +20,7 @@ if not has_gpu():
 import gc
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,6 @@ settings.load_profile("quire")
 
 
 sys.dont_write_bytecode = False
-gc.disable()  # until every test is collected
 
 
 # Files that take a minute or more, the longest first: begun last, one would leave the other processes without work.
@@ -72,11 +71,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
     """Leave what all tests share, millions of objects, out of every garbage collection: one took seconds."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
