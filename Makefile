@@ -28,8 +28,9 @@ $(DEV_STAMP): $(SERVE_STAMP)
 serve: $(SERVE_STAMP)
 	$(VENV)/bin/quire serve $(MODEL) $(ARGS)
 
-# a file at a time in each of $(JOBS) processes; after one that died, pytest-xdist waits for ever for the rest of its file
-PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
+# a file at a time in each of $(JOBS) processes, in the order of tests/conftest.py (pytest-xdist's own puts files of few,
+# long tests last); after one that died, pytest-xdist waits for ever for the rest of its file
+PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: $(DEV_STAMP)
 	$(PYTEST) $(ARGS)

@@ -27,10 +27,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
-from benchmarks import gpu_attention, gpu_products, gpu_report
+from benchmarks import gpu_report
 from benchmarks.gpu_models import MODELS, write_model
 from quire.configs.config import Config
-from quire.worker.models.registry import read_model_spec
 
 BATCHES, CONTEXT, PREFILLS = (1, 8, 64, 256), 1024, (1024, 8192, 32768)
 MIXED = (16, 128, 512, 1024)  # prompts of steps that are replayed in pieces
@@ -109,10 +108,12 @@ def main() -> int:
         print(gpu_report.table(json.loads(arguments.results.read_text(encoding="utf-8"))))
     elif arguments.part == "ceilings":
         gpu_report.update(arguments.results, device=ceilings(arguments.device))
-    elif arguments.part == "attention":
-        gpu_report.update(arguments.results, attention=gpu_attention.decoding(_seconds))
-    elif arguments.part == "products":
-        gpu_report.update(arguments.results, products=gpu_products.products(arguments.device, _seconds))
+    elif arguments.part in ("attention", "products"):
+        from benchmarks.gpu_attention import decoding
+        from benchmarks.gpu_products import products
+
+        found = decoding(_seconds) if arguments.part == "attention" else products(arguments.device, _seconds)
+        gpu_report.update(arguments.results, **{arguments.part: found})
     else:
         (name,) = arguments.rest
         Measurement(name, arguments).run(arguments.part)
@@ -234,12 +235,8 @@ class Measurement:
     def __init__(self, name: str, arguments: argparse.Namespace):
         if name not in MODELS:
             raise ValueError(f"{name!r} is not one of {', '.join(MODELS)}")
-        self.name, self.device, self.results, self.gpu = (
-            name,
-            arguments.device,
-            arguments.results,
-            arguments.device == "cuda",
-        )
+        self.name, self.device, self.results = name, arguments.device, arguments.results
+        self.gpu = self.device == "cuda"
         self.folder = write_model(name, arguments.folder)
         self.vocab_size = MODELS[name]["vocab_size"]
         self.max_model_len = min(MODELS[name]["max_position_embeddings"], 40960)
@@ -247,6 +244,8 @@ class Measurement:
         self.num_requests, self.lengths = (WORKLOAD["requests"], WORKLOAD["lengths"]) if self.gpu else (6, (8, 24))
 
     def run(self, part: str) -> None:
+        from quire.worker.models.registry import read_model_spec
+
         try:
             self.spec = read_model_spec(str(self.folder))
         except ValueError as error:

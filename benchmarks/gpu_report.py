@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks import gpu_attention
-from benchmarks.gpu_products import rows_of_table
-from quire.worker.models.registry import num_parameters
-from quire.worker.spec.model import ModelSpec, kv_bytes_per_token
+if TYPE_CHECKING:  # torch is imported where it is needed: a part's end is noted without it
+    from quire.worker.spec.model import ModelSpec
 
 GOALS = (
     "goals on one H200, 8B in bf16: batch-1 decode at 0.85 of its limit, batch-256 decode at 0.7, prefill at 0.6 "
@@ -49,6 +47,8 @@ def decode_limit(
     The embedding table is not read (a few rows are) unless it is the output head, too. Only experts that some token
     chose are read, and each token passes its own.
     """
+    from quire.worker.spec.model import kv_bytes_per_token
+
     weights = _matrix_parameters(spec) - _idle_experts(spec, batch)
     read = weights * dtype_bytes + batch * context * kv_bytes_per_token(spec, dtype_bytes)
     products = _matrix_parameters(spec) - _idle_experts(spec, 1)
@@ -86,6 +86,8 @@ def _idle_experts(spec: ModelSpec, num_tokens: int) -> float:
 
 
 def _matrix_parameters(spec: ModelSpec) -> int:
+    from quire.worker.models.registry import num_parameters
+
     return num_parameters(spec) - (0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size)
 
 
@@ -115,8 +117,12 @@ def table(report: dict[str, Any]) -> str:
     for name, model in report.get("models", {}).items():
         lines += ["", f"## {name}", *_model_lines(model)]
     if "products" in report:
+        from benchmarks.gpu_products import rows_of_table
+
         lines += ["", *rows_of_table(report["products"])]
     if report.get("attention"):
+        from benchmarks import gpu_attention
+
         lines += ["", *gpu_attention.rows_of_table(report["attention"])]
     lines += ["", "| part | seconds | ended |", "|---|---|---|"]
     lines += [

@@ -9,15 +9,19 @@ import os
 
 from tests.helpers.gpu import has_gpu
 
+# compiled modules are kept: each of the several hundred servers that tests start would compile them again for a second
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are decorated, so before any test module imports one
 
+import gc
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -36,6 +40,47 @@ settings.register_profile(
     "quire", settings.get_profile("shrink"), phases=set(Phase) - {Phase.shrink, Phase.explain}, print_blob=True
 )
 settings.load_profile("quire")
+
+
+sys.dont_write_bytecode = False
+
+
+# Files that take a minute or more, the longest first: begun last, one would leave the other processes without work.
+LONG_FILES = [
+    "worker/cpu/test_emulated_kernels.py",
+    "end_to_end/test_families.py",
+    "worker/models/test_fallback.py",
+    "end_to_end/test_recovery.py",
+    "benchmarks/test_gpu.py",
+    "server/test_launch.py",
+    "server/frontends/test_fleet.py",
+    "end_to_end/test_equals_transformers.py",
+    "end_to_end/test_images.py",
+    "worker/cuda/kernels/test_triton_quantized.py",
+    "worker/quantize/test_quantize.py",
+    "worker/lora/test_lora.py",
+    "worker/sampling/test_prediction_head.py",
+    "end_to_end/test_structured_output.py",
+    "server/http/test_bounds.py",
+    "server/http/test_connections.py",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave what all tests share, millions of objects, out of every garbage collection: one took seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

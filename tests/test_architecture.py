@@ -5,6 +5,7 @@ separate process.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -71,8 +72,16 @@ def imports(module: str, tree: ast.AST, packages: set[str], at_start: bool = Tru
 
 MODULES = modules()
 NEEDS = {name for name in MODULES if name.endswith(".needs")}  # protocols: the parts of the server that a folder uses
-TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
-IMPORTS = [found for module, tree in TREES.items() for found in imports(module, tree, set(MODULES))]
+
+
+@functools.cache  # not when tests are collected, which every process does
+def trees() -> dict[str, ast.Module]:
+    return {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
+
+
+@functools.cache
+def all_imports() -> list[Import]:
+    return [found for module, tree in trees().items() for found in imports(module, tree, set(MODULES))]
 
 
 def within(module: str, *prefixes: str) -> bool:
@@ -81,7 +90,7 @@ def within(module: str, *prefixes: str) -> bool:
 
 def select(*sources: str, of: tuple[str, ...] = ("quire",)) -> list[Import]:
     """Imports in modules under `sources` of modules under `of`."""
-    return [found for found in IMPORTS if within(found.module, *sources) and within(found.target, *of)]
+    return [found for found in all_imports() if within(found.module, *sources) and within(found.target, *of)]
 
 
 def outside(package: str, *allowed: str) -> list[str]:
@@ -91,7 +100,9 @@ def outside(package: str, *allowed: str) -> list[str]:
 
 def test_the_walk_sees_the_project():
     assert {"quire.engine.messages", "quire.worker.messages", "quire.configs.config", "quire"} <= set(MODULES)
-    assert any(found.module == "quire.engine.messages" and found.target == "quire.worker.messages" for found in IMPORTS)
+    assert any(
+        found.module == "quire.engine.messages" and found.target == "quire.worker.messages" for found in all_imports()
+    )
 
 
 # ---- which package may import which
@@ -145,7 +156,7 @@ def test_no_circles_between_rooms(folder):
 def assert_no_circle(room: dict[str, str]) -> None:
     """Assert that the rooms of the modules in `room` import each other in one direction."""
     graph: dict[str, set[str]] = {name: set() for name in room.values()}
-    for found in IMPORTS:
+    for found in all_imports():
         if found.module in room and found.target in room and room[found.module] != room[found.target]:
             graph[room[found.module]].add(room[found.target])
     done: set[str] = set()
@@ -181,7 +192,7 @@ def test_the_server_is_passed_as_the_parts_that_are_used():
     assert users <= composition, "type it with protocols of the folder's needs.py"
     missing = []
     for module, path in ((name, path) for name, path in MODULES.items() if within(name, "quire.server", "quire.cli")):
-        tree = TREES[module]
+        tree = trees()[module]
         for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
             for argument in (one for one in function.args.args if one.arg == "state"):
                 if (cls := _protocol(module, argument.annotation)) is not None:
@@ -197,7 +208,7 @@ def _is_attribute_of(node: ast.AST, name: str) -> bool:
 def _protocol(module: str, annotation: ast.expr | None) -> type | None:
     """Return the protocol that types a parameter, if a `needs.py` or the module itself defines it."""
     if isinstance(annotation, ast.Attribute) and ast.unparse(annotation).startswith("needs."):
-        needs = next(found.target for found in IMPORTS if found.module == module and found.target in NEEDS)
+        needs = next(found.target for found in all_imports() if found.module == module and found.target in NEEDS)
         return getattr(importlib.import_module(needs), annotation.attr)
     found = isinstance(annotation, ast.Name) and getattr(importlib.import_module(module), annotation.id, None)
     bases = found.__mro__[1:] if isinstance(found, type) else ()
@@ -299,7 +310,7 @@ def test_layers_take_the_arguments_of_a_step_in_one_object():
     models = {"quire.worker.transformer.decoder.CausalLM", "quire.worker.models.fallback.TransformersLM"}
     wide = []
     for module in (name for name in MODULES if within(name, "quire.worker.transformer", "quire.worker.models")):
-        for cls in (node for node in ast.walk(TREES[module]) if isinstance(node, ast.ClassDef)):
+        for cls in (node for node in ast.walk(trees()[module]) if isinstance(node, ast.ClassDef)):
             methods = (one for one in cls.body if isinstance(one, ast.FunctionDef))
             wide += [f"{module}.{cls.name}" for one in methods if one.name == "forward" and len(one.args.args) > 4]
     assert not set(wide) - models
@@ -318,7 +329,7 @@ def test_devices_are_behind_one_seam():
 def test_no_module_level_state():
     """No `global` statements, and no instances of our classes that modules share by import."""
     stateful = set()
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Global):
                 stateful.update((module, name) for name in node.names)

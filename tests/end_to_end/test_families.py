@@ -19,8 +19,8 @@ from tests.helpers.in_process import FORCED_DRAFTS, InProcessEngine
 from tests.helpers.models.families import FAMILIES, VOCAB, WITHOUT_VARIANTS, build_family, redraw
 from tests.helpers.models.judges import judge, load_family
 
-NUM_TOKENS = 20
-LENGTHS = [1, 2, 3, 5, 8, 13, 15, 16, 17, 24, 25, 32, 33, 47, 64, 65, 90, 100, 127, 128, 200, 333, 600, 700]
+NUM_TOKENS = 12
+LENGTHS = [1, 2, 3, 5, 8, 13, 15, 16, 17, 24, 25, 32, 33, 47, 64, 65, 90, 100, 127, 128, 200, 350]
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +39,10 @@ def small_engine(folder: str, **settings: Any) -> InProcessEngine:
     return InProcessEngine(
         folder,
         block_size=4,
-        num_gpu_blocks_override=most_blocks(groups, 720, 4, 64) + 4 if is_small else None,
+        num_gpu_blocks_override=most_blocks(groups, 368, 4, 64) + 4 if is_small else None,
         max_num_batched_tokens=64,
         max_num_seqs=24,
-        max_model_len="720",
+        max_model_len="368",
         **settings,
     )
 

@@ -91,7 +91,7 @@ class RunningServer:
 
     @cached_property
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30.0, trust_env=False)
+        return httpx.Client(base_url=self.url, timeout=30.0, trust_env=False, verify=False)
 
     @cached_property
     def openai(self) -> openai.OpenAI:

@@ -7,7 +7,6 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -28,6 +27,8 @@ REFERENCE = json.dumps({"messages": [{"role": "user", "content": f"word {i}"} fo
 
 @pytest.fixture(scope="module")
 def bounded_server(model_folder):
+    gc.collect()
+    gc.freeze()  # the objects of all tests before make a collection long
     with running_server(
         model_folder, max_model_len="2048", trust_request_chat_template=False, max_num_seqs=128
     ) as server:
@@ -47,7 +48,7 @@ def limit_now() -> float:
 
 
 @pytest.fixture
-def pieces(bounded_server, monkeypatch) -> Iterator[list[tuple[float, str]]]:
+def pieces(bounded_server, monkeypatch) -> list[tuple[float, str]]:
     """CPU seconds of every callback of the server's loop, independent of other processes on the machine."""
     run, measured = asyncio.Handle._run, []
 
@@ -58,10 +59,7 @@ def pieces(bounded_server, monkeypatch) -> Iterator[list[tuple[float, str]]]:
             measured.append((time.thread_time() - started, repr(handle)))
 
     monkeypatch.setattr(asyncio.Handle, "_run", timed)
-    gc.collect()
-    gc.freeze()  # the objects of all tests before make a collection long
-    yield measured
-    gc.unfreeze()
+    return measured
 
 
 @pytest.mark.slow

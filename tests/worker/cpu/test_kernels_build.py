@@ -24,10 +24,12 @@ from tests.helpers.server.running import poll
 
 pytestmark = pytest.mark.skipif(build.cpu_level() is None or build.compiler() is None, reason="no native kernels here")
 
-# Takes a moment, with a temporary file meanwhile, and "links" by copying a library that exists. Counts its links.
+# Takes a moment, or until the file $GATE exists, with a temporary file meanwhile, and "links" by copying a library that
+# exists. Counts its links.
 COMPILER = """#!/bin/sh
 temporary=$(mktemp)
 sleep ${{DELAY:-{delay}}}
+while [ -n "$GATE" ] && [ ! -e "$GATE" ]; do sleep 0.05; done
 rm "$temporary"
 while [ $# -gt 0 ]; do
   [ "$1" = -shared ] && shared=1
@@ -78,7 +80,7 @@ def _wait(kernels: Kernels) -> bool:
 
 @pytest.mark.slow
 def test_the_first_start_goes_on_and_the_kernels_arrive_later(fake_compiler):
-    fake_compiler(delay=0.5)
+    fake_compiler(delay=0.2)
     kernels = Kernels()
     started = time.monotonic()
     assert not kernels.load() and kernels.lib is None and kernels.building
@@ -90,20 +92,21 @@ def test_the_first_start_goes_on_and_the_kernels_arrive_later(fake_compiler):
 
 
 @pytest.mark.slow
-def test_a_builder_that_need_not_wait_ends_at_once(fake_compiler):
-    links = fake_compiler(delay=1)
+def test_a_builder_that_need_not_wait_ends_at_once(fake_compiler, tmp_path):
+    links, gate = fake_compiler(), tmp_path / "gate"
     command = [sys.executable, build.__file__, "--level", build.cpu_level(), "--into", str(build.cache_folder())]
-    first = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"GATE": str(gate)})
     target = build.cache_folder() / build.library_name(build.cpu_level(), os.environ["CXX"])
     poll(lambda: build.is_being_built(target))
     others = [subprocess.Popen([*command, "--no-wait"], stderr=subprocess.DEVNULL) for _ in range(3)]
     assert [other.wait(10) for other in others] == [build.BUSY] * 3 and first.poll() is None
+    gate.touch()
     assert first.wait(30) == 0 and links() == 1 and not build.is_being_built(target)
 
 
 @pytest.mark.slow
 def test_a_start_starts_no_builder_beside_another_and_takes_over_if_it_dies(fake_compiler):
-    links = fake_compiler(delay=0.3)
+    links = fake_compiler(delay=0.1)
     command = [sys.executable, build.__file__, "--level", build.cpu_level(), "--into", str(build.cache_folder())]
     other = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"DELAY": "60"}, process_group=0)
     target = build.cache_folder() / build.library_name(build.cpu_level(), os.environ["CXX"])
@@ -132,21 +135,20 @@ def test_the_progress_is_shown(fake_compiler, caplog, monkeypatch):
 
 
 @pytest.mark.slow
-def test_check_builds_nothing(fake_compiler, tmp_path):
+def test_check_builds_nothing(fake_compiler, capsys):
     fake_compiler(delay=60)
-    command = [sys.executable, "-m", "quire", "check", "--device", "cpu"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert cli.main(["check", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
     assert "are not built yet: quire serve does it at its start" in shown
     assert not build.cache_folder().exists()
 
 
 @pytest.mark.slow
-def test_without_a_compiler_check_warns_of_the_factor_and_the_remedy(fake_compiler, monkeypatch):
+def test_without_a_compiler_check_warns_of_the_factor_and_the_remedy(fake_compiler, monkeypatch, caplog):
     fake_compiler()
     monkeypatch.setenv("CXX", "there-is-no-such-compiler")
-    command = [sys.executable, "-m", "quire", "check", "--device", "cpu"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    warnings = [line for line in ended.stderr.splitlines() if line.startswith("WARNING")]
+    assert cli.main(["check", "--device", "cpu"]) == 0
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and "20 times slower" in warnings[0] and "install g++" in warnings[0]
 
 
@@ -163,7 +165,7 @@ def test_libraries_need_no_newer_system_than_wheels_may(library):
 
 @pytest.mark.slow
 def test_two_builders_build_once(fake_compiler):
-    links = fake_compiler(delay=0.3)
+    links = fake_compiler(delay=0.1)
     command = [sys.executable, build.__file__, "--level", build.cpu_level(), "--into", str(build.cache_folder())]
     builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = {builder.communicate()[0] for builder in builders}

@@ -269,6 +269,19 @@ def test_failures_leave_nothing(tmp_path, capsys, monkeypatch, error, status, wo
     assert out.exists() == existed and not (existed and list(out.iterdir()))
 
 
+@pytest.fixture(scope="module")
+def embedded_perplexity() -> tuple[str, list, float]:
+    """Return the folder of the embedded model, texts and its perplexity over them."""
+    folder = embedded_model()
+    if folder is None:
+        pytest.skip("the embedded model has no weights in this tree")
+    from benchmarks import perplexity
+    from tests.helpers.models.tiny_conversations import tiny_conversations
+
+    texts = tiny_conversations(Tokenizer.from_file(str(Path(folder, "tokenizer.json"))), count=20)
+    return folder, texts, perplexity.perplexity(folder, texts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "most"),
@@ -277,21 +290,18 @@ def test_failures_leave_nothing(tmp_path, capsys, monkeypatch, error, status, wo
         *[("Q8_0", 1.002), ("Q5_0", 1.003), ("Q4_0", 1.005), ("MXFP4", 1.005)],
     ],
 )
-def test_perplexity_of_the_embedded_model(tmp_path, form, most):
-    folder = embedded_model()
-    if folder is None:
-        pytest.skip("the embedded model has no weights in this tree")
+def test_perplexity_of_the_embedded_model(embedded_perplexity, tmp_path, form, most):
+    folder, texts, before = embedded_perplexity
     from benchmarks import perplexity
     from tests.helpers.models.tiny_conversations import NUM_MEASURED, tiny_conversations
 
-    tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
-    texts = tiny_conversations(tokenizer, count=20)
     if form.isupper():
         made, _ = perplexity.in_gguf(folder, tmp_path / "made", form)
     else:
         made = str(tmp_path / "made")
         Path(made).mkdir()
+        tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
         ids = [token for one, _ in tiny_conversations(tokenizer, NUM_MEASURED, 60) for token in one]
         quantize_checkpoint(folder, Path(made), Settings(form, "gptq"), cut(ids, 256, 24, None))
-    before, after = (perplexity.perplexity(path, texts) for path in (folder, made))
+    after = perplexity.perplexity(made, texts)
     assert before < 1.02 and 0.99 * before < after < most * before

@@ -249,11 +249,15 @@ STACKS = ["e4m3", "int4", "int8", "act-order", "some zeros", *CODES, "Q4_K", "IQ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", STACKS)
+@pytest.mark.parametrize(
+    ("kind", "bias"), [(kind, bias) for kind in STACKS for bias in ([True] if kind == "Q4_K" else [False, True])]
+)
 def test_experts_of_a_kind_are_one_call(kind, bias):
-    activation, k = "clamped_silu" if bias else "silu", 256 if kind == "Q4_K" else 64
-    moe = MoESpec(RoutingSpec(num_experts=4, top_k=2), k, activation=activation, bias=bias)
+    # a block of Q4_K has 256 values: with as many experts as the others, the interpreter takes half a minute
+    activation, k, count, rows = "clamped_silu" if bias else "silu", 64, 4, 7
+    if kind == "Q4_K":
+        k, count, rows = 256, 2, 2
+    moe = MoESpec(RoutingSpec(num_experts=count, top_k=2), k, activation=activation, bias=bias)
     experts = ListedExperts(k, moe, "experts", PLAIN_WEIGHTS).to(DEVICE)
     for i, expert in experts.experts.items():
         for layer in (expert.gate_up_proj, expert.down_proj):
@@ -262,8 +266,8 @@ def test_experts_of_a_kind_are_one_call(kind, bias):
             layer.use(TritonOps())
             give_weight(layer, kind, int(i))
     by_id = {int(i): expert for i, expert in experts.experts.items()}
-    x, weights = random(7, k) * 0.1, random(7, 2).abs()
-    ids = torch.rand(7, 4, generator=torch.Generator().manual_seed(3)).topk(2).indices.to(DEVICE)
+    x, weights = random(rows, k) * 0.1, random(rows, 2).abs()
+    ids = torch.rand(rows, count, generator=torch.Generator().manual_seed(3)).topk(2).indices.to(DEVICE)
     expected = run_experts(x, weights, ids, by_id)
     scale = expected.abs().max()
     run = grouped_experts(experts)
