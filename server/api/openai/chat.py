@@ -146,12 +146,12 @@ class ChatAnswer(Answer):
         match delta.events:
             case [Content(text)] if not self._with_tokens():  # most deltas
                 return self._text_event(delta.index, text)
-        told = [self.writer.delta(delta.index, event) for event in delta.events or ()]
-        told = [one for one in told if one is not None]
+        deltas = [self.writer.delta(delta.index, event) for event in delta.events or ()]
+        deltas = [one for one in deltas if one is not None]
         out = b""
-        if self._with_tokens() and (told or delta.token_ids):
-            out = self._token_event(delta, told.pop(0) if told else ChatDelta(content=""))
-        return out + b"".join(self.event([ChatChunkChoice(delta.index, one)]) for one in told)
+        if self._with_tokens() and (deltas or delta.token_ids):
+            out = self._token_event(delta, deltas.pop(0) if deltas else ChatDelta(content=""))
+        return out + b"".join(self.event([ChatChunkChoice(delta.index, one)]) for one in deltas)
 
     def _last_event(self, delta: Delta) -> bytes:
         if delta.finish_reason is None:
