@@ -107,7 +107,7 @@ class Answer(ABC):
     def frame(self, delta: Delta) -> bytes:
         """Return the events for one delta; may be empty."""
 
-    def filled(self, kind: type[T], choices: list[Any], timings: Timings | msgspec.UnsetType, **more: Any) -> T:
+    def filled(self, kind: type[T], choices: list[Any], timings: Timings | msgspec.UnsetType, **more: object) -> T:
         """Return an object of `kind` with the members that answers and chunks have in common."""
         return kind(
             id=self.id,
