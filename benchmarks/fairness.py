@@ -53,10 +53,10 @@ def until_first_token(long_prompts: int, prompt: int, per_token: float, per_step
     def note_time(step: Step) -> None:
         nonlocal seconds
         took = per_step + per_token * step.num_tokens
-        engine.scheduler.budget.pace.note_step(step.num_tokens, len(step.requests), took)
+        engine.scheduler.budget.pace.record_step(step.num_tokens, len(step.requests), took)
         seconds += took
 
-    engine.scheduler.budget.pace.note_end = note_time
+    engine.scheduler.budget.pace.record_end = note_time
     for tenant in ("long", "other"):  # both are known, and how long a step takes
         engine.add(tenant + "-before", [8, *range(600)], max_tokens=1, tenant=tenant)
         engine.run()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoints.rules import FLAG, MAX_LAYERS, OBJECT, TEXT, TEXTS, Kind, Number, Rule, Whole, shown
+from quire.checkpoints.rules import FLAG, MAX_LAYERS, OBJECT, TEXT, TEXTS, Kind, Number, Rule, Whole, printable
 
 TEXT_PARTS = ("text_config", "language_config", "llm_config")  # for wrappers that add an encoder to a language model
 _PARTS = (*TEXT_PARTS, "linear_attn_config")
@@ -103,11 +103,11 @@ def check_config(raw: Mapping[str, Any], path: Path) -> None:
         if not isinstance(values, Mapping):
             if values is None:
                 continue
-            raise ValueError(f"{path}: {part[:-1]} must be an object, not {shown(values)}")
+            raise ValueError(f"{path}: {part[:-1]} must be an object, not {printable(values)}")
         for key, value in values.items():
             rule = KEYS.get(key)
             if rule is not None and value is not None and not rule.fits(value):
-                raise ValueError(f"{path}: {part}{key} must be {rule}, not {shown(value)}")
+                raise ValueError(f"{path}: {part}{key} must be {rule}, not {printable(value)}")
 
 
 def _check_depth(raw: Any, path: Path) -> None:

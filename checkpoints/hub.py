@@ -132,15 +132,15 @@ def resolve(
             progress("downloading", 0.0)
         if num_bytes and on_bytes is not None:
             digest = _digest_of(repository, revision, sorted(sizes))
-            arrived = functools.partial(_tell_bytes, on_bytes, digest, num_bytes)
+            arrived = functools.partial(_report_bytes, on_bytes, digest, num_bytes)
             arrived(0)
         report = _Reports(num_bytes, progress, arrived)
-        begun = fetch_large(repository, revision, download_dir, sizes, report)
+        num_resumed = fetch_large(repository, revision, download_dir, sizes, report)
         folder = hub.snapshot_download(
             repository,
             revision=revision,
             cache_dir=download_dir,
-            tqdm_class=_bar_class(report, begun),
+            tqdm_class=_bar_class(report, num_resumed),
             **patterns,
         )
     except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
@@ -162,7 +162,7 @@ def _nothing(num_bytes: int) -> None:
     """Take no note of the bytes that arrived."""
 
 
-def _tell_bytes(on_bytes: OnBytes, digest: str, total: int, done: int) -> None:
+def _report_bytes(on_bytes: OnBytes, digest: str, total: int, done: int) -> None:
     on_bytes(digest, min(done, total), total)
 
 
@@ -317,8 +317,8 @@ class _Reports:
             self.arrived(int(done))
 
 
-def _bar_class(report: Callable[[float], None], begun: int = 0) -> type:
-    """Return a silent tqdm that reports how much has arrived, `begun` bytes included, which came before.
+def _bar_class(report: Callable[[float], None], num_resumed: int = 0) -> type:
+    """Return a silent tqdm that reports how much has arrived, `num_resumed` bytes included, which came before.
 
     The library makes several bars; the one with the highest count is the one that counts bytes.
     """
@@ -333,7 +333,7 @@ def _bar_class(report: Callable[[float], None], begun: int = 0) -> type:
         def update(self, n: float | None = 1) -> None:
             self.n += n or 0
             if self.counts_bytes:
-                report(begun + self.n)
+                report(num_resumed + self.n)
 
     return Bar
 

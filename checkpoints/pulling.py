@@ -17,27 +17,27 @@ from quire.checkpoints.library import checksums, names
 INTERVAL = 0.1  # seconds between two lines about the same bytes
 
 
-class _Teller:
+class _Reporter:
     """Writes the lines. Called from several threads."""
 
     def __init__(self) -> None:
         self.last, self.phase = 0.0, ""
 
-    def tell(self, **fields: Any) -> None:
+    def report(self, **fields: Any) -> None:
         sys.stdout.write(json.dumps(fields) + "\n")
         sys.stdout.flush()
 
     def on_progress(self, phase: str, fraction: float) -> None:
         """Tell a new phase once; bytes are told by `on_bytes`."""
         if phase != self.phase and phase != "downloading":
-            self.tell(status=phase)
+            self.report(status=phase)
         self.phase = phase
 
     def on_bytes(self, digest: str, done: int, total: int) -> None:
         now = time.monotonic()
         if done in (0, total) or now - self.last >= INTERVAL:
             self.last = now
-            self.tell(status=f"downloading {digest[7:19]}", digest=digest, total=total, completed=done)
+            self.report(status=f"downloading {digest[7:19]}", digest=digest, total=total, completed=done)
 
 
 def main(argv: list[str]) -> int:
@@ -48,8 +48,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--download-dir")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s", stream=sys.stderr)
-    teller = _Teller()
-    teller.tell(status="pulling manifest")
+    reporter = _Reporter()
+    reporter.report(status="pulling manifest")
     try:
         if arguments.adapter:
             hub.adapter_folder(arguments.model, arguments.download_dir)
@@ -57,13 +57,13 @@ def main(argv: list[str]) -> int:
         folder = hub.resolve(
             arguments.model,
             download_dir=arguments.download_dir,
-            progress=teller.on_progress,
-            on_bytes=teller.on_bytes,
+            progress=reporter.on_progress,
+            on_bytes=reporter.on_bytes,
         )
-        checksums.check(folder, teller.on_progress)
+        checksums.check(folder, reporter.on_progress)
     except (ValueError, OSError) as error:
         # a client must not see paths of this machine
-        teller.tell(error=str(error).removesuffix(names.not_found(arguments.model)))
+        reporter.report(error=str(error).removesuffix(names.not_found(arguments.model)))
         return 1
     return 0
 

@@ -67,7 +67,7 @@ TEXTS = Kind("a list of texts", (list,), (str,))
 OBJECT = Kind("an object", (dict,))
 
 
-def shown(value: Any) -> str:
+def printable(value: Any) -> str:
     """Return a value as an error message shows it: not too long."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 128 else "a number of many digits"
     return text if len(text) <= 80 else text[:80] + "..."

@@ -15,7 +15,7 @@ from quire.cli.api_client import Server, ServerError
 from quire.cli.conversation import HELP, Conversation
 from quire.cli.main import Parser
 from quire.cli.prompting import add_answer_flags, answer_options
-from quire.cli.terminal import note_length, read_lines, read_messages, stoppable
+from quire.cli.terminal import print_truncation, read_lines, read_messages, stoppable
 
 COMPLETION_TOKENS = 256  # per answer of `quire complete` without --max-tokens
 
@@ -140,7 +140,7 @@ def _continue(server: Server, options: dict[str, Any], prompt: str) -> None:
                 reason = choice.get("finish_reason") or reason
                 print(choice["text"], end="", flush=True)
     print(flush=True)
-    note_length(reason, body["max_tokens"])
+    print_truncation(reason, body["max_tokens"])
 
 
 def guarded(parser: Parser, run: Callable[[], None]) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.api_client import Server, ServerError
-from quire.cli.terminal import note_length, stoppable
+from quire.cli.terminal import print_truncation, stoppable
 from quire.cli.timings import Timings
 
 HELP = (
@@ -120,7 +120,7 @@ class Conversation:
         finally:
             print(end="\n" if answer else "", flush=True)
         self.messages.append({"role": "assistant", "content": answer})
-        note_length(self.finish_reason, self.options.get("max_tokens"))
+        print_truncation(self.finish_reason, self.options.get("max_tokens"))
 
     def _answer(self) -> Iterator[str]:
         """The pieces of the answer. The thoughts before it go to stderr."""

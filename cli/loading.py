@@ -19,7 +19,7 @@ class Loading:
     """`with Loading() as loading:`, `loading.is_ready(address)` now and then."""
 
     def __init__(self) -> None:
-        self.shown = progress.StartProgress()
+        self.bar = progress.StartProgress()
         if not sys.stderr.isatty():
             logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
 
@@ -27,7 +27,7 @@ class Loading:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.shown.close()
+        self.bar.close()
 
     def is_ready(self, address: str) -> bool:
         """Return whether the server at HOST:PORT, or https://HOST:PORT, is ready; shows what it does until then."""
@@ -35,7 +35,7 @@ class Loading:
         if health.get("status") == "ready":
             return True
         if "phase" in health:
-            self.shown.update(health["phase"], health.get("percent", 0) / 100)
+            self.bar.update(health["phase"], health.get("percent", 0) / 100)
         return False
 
 

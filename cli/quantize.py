@@ -81,11 +81,11 @@ def _quantize(args) -> None:
     if method == "gptq" and not args.calibration:
         raise ValueError("--method gptq needs --calibration FILE")
     out = _new_folder(args.out)
-    shown = StartProgress(sys.stderr)
+    bar = StartProgress(sys.stderr)
     try:
-        folder = hub.resolve(args.model, revision=args.revision, download_dir=args.download_dir, progress=shown.update)
+        folder = hub.resolve(args.model, revision=args.revision, download_dir=args.download_dir, progress=bar.update)
     finally:
-        shown.close()
+        bar.close()
     check_model_folder(folder)
     run = importlib.import_module("quire.worker.quantize.run")  # loads torch
     settings = run.Settings(args.format, method, args.group_size, not args.no_act_order)
@@ -93,17 +93,17 @@ def _quantize(args) -> None:
     try:
         with _emptied_on_failure(out):
             try:
-                report = run.quantize_checkpoint(folder, out, settings, texts, _bar(shown))
+                report = run.quantize_checkpoint(folder, out, settings, texts, _bar(bar))
             finally:
-                shown.close()
+                bar.close()
     except OSError as error:
         raise ValueError(f"cannot write {out}: {error.strerror or error}") from error
     _print(report, out)
 
 
-def _bar(shown: StartProgress) -> Callable[[float], None] | None:
+def _bar(bar: StartProgress) -> Callable[[float], None] | None:
     """Draws the fraction of layers on a terminal; elsewhere the lines about each layer are enough."""
-    return functools.partial(shown.update, "quantizing") if shown.stream.isatty() else None
+    return functools.partial(bar.update, "quantizing") if bar.stream.isatty() else None
 
 
 @contextmanager

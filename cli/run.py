@@ -108,14 +108,14 @@ def _run(arguments: argparse.Namespace, settings: Settings) -> None:
     key = config.server.api_key[0] if config.server.api_key else default_key()
     if arguments.url:
         server = Server(arguments.url, key, insecure=arguments.insecure)
-        _note_unused(settings)
+        _print_unused_flags(settings)
         warn_without_effect(arguments, ends=False)
         converse(server, server.first_model(), arguments, prompt)
         return
     any_model = settings.source("model").startswith("default")
     if (found := find_server(config, key, any_model, arguments.insecure)) is not None:
         print(f"using the server at {found[0].url}", file=sys.stderr)
-        _note_unused(settings)
+        _print_unused_flags(settings)
         warn_without_effect(arguments, ends=False)
         converse(*found, arguments, prompt)
         return
@@ -125,7 +125,7 @@ def _run(arguments: argparse.Namespace, settings: Settings) -> None:
         converse(server, server.first_model(), arguments, prompt)
 
 
-def _note_unused(settings: Settings) -> None:
+def _print_unused_flags(settings: Settings) -> None:
     """Name the flags that a server which runs already does not see."""
     used = {"model", "served_model_name", "api_key", *_PLACE}
     names = [name for name, source in settings.sources.items() if source == "command line" and name not in used]

@@ -110,7 +110,7 @@ def _history() -> Iterator[None]:
             print(f"the history is not kept: {path}: {error.strerror}", file=sys.stderr)
 
 
-def note_length(finish_reason: str | None, max_tokens: int | None) -> None:
+def print_truncation(finish_reason: str | None, max_tokens: int | None) -> None:
     """Say that an answer was cut."""
     if finish_reason == "length":
         limit = f"{max_tokens} tokens" if max_tokens else "the server's limit"

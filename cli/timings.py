@@ -11,7 +11,7 @@ class Timings:
     """Measured here, from the request to the last chunk; the tokens are the server's count."""
 
     def __init__(self) -> None:
-        self.begun = time.monotonic()
+        self.started = time.monotonic()
         self.first: float | None = None  # when the first text came
         self.usage: dict[str, Any] = {}
 
@@ -25,9 +25,9 @@ class Timings:
         """Print Ollama's lines to stderr."""
         end = time.monotonic()
         first = end if self.first is None else self.first
-        rows = [("total duration", f"{end - self.begun:.3f} s")]
+        rows = [("total duration", f"{end - self.started:.3f} s")]
         for name, key, seconds in (
-            ("prompt eval", "prompt_tokens", first - self.begun),
+            ("prompt eval", "prompt_tokens", first - self.started),
             ("eval", "completion_tokens", end - first),
         ):
             count = self.usage.get(key)

@@ -18,23 +18,23 @@ class Background:
 
     def __init__(self) -> None:
         self.budget = 0
-        self._last_other = -math.inf  # time.monotonic() when another request was last here
+        self._last_foreground = -math.inf  # time.monotonic() when another request was last here
 
-    def note_other(self) -> None:
+    def record_foreground(self) -> None:
         """Record the arrival of a foreground request."""
-        self._last_other = time.monotonic()
+        self._last_foreground = time.monotonic()
 
     @property
-    def expects_others(self) -> bool:
+    def expects_foreground(self) -> bool:
         """Return whether a foreground request was here lately."""
-        return time.monotonic() - self._last_other < SHORT_STEP_SECONDS
+        return time.monotonic() - self._last_foreground < SHORT_STEP_SECONDS
 
     def start_step(self, are_others: bool, num_tokens: int, token_budget: int) -> None:
         """Set the budget for a step that has `num_tokens` tokens of others. `are_others`: some run or wait."""
         if are_others:
-            self.note_other()
+            self.record_foreground()
             budget = max(num_tokens // BACKGROUND_SHARE, 1)
         else:
-            fraction = SHORT_STEP if self.expects_others else BACKGROUND_STEP
+            fraction = SHORT_STEP if self.expects_foreground else BACKGROUND_STEP
             budget = max(token_budget // fraction, 1)
         self.budget = min(budget, token_budget - num_tokens)

@@ -71,20 +71,20 @@ class Pace:
         self._tenant: str | None = None  # for the last request
         self._mixed_at = -math.inf  # time.monotonic() of the last request of another tenant than the one before
 
-    def note_request(self, tenant: str) -> None:
+    def record_request(self, tenant: str) -> None:
         """Record the arrival of a request."""
         if self._tenant not in (None, tenant):
             self._mixed_at = time.monotonic()
         self._tenant = tenant
 
-    def note_end(self, step: Step) -> None:
+    def record_end(self, step: Step) -> None:
         """Record the end of a step."""
         ended = time.monotonic()
         if not step.input.encode:
-            self.note_step(step.num_tokens, len(step.requests), ended - max(step.scheduled, self._last_end))
+            self.record_step(step.num_tokens, len(step.requests), ended - max(step.scheduled, self._last_end))
         self._last_end = ended
 
-    def note_step(self, num_tokens: int, num_requests: int, seconds: float) -> None:
+    def record_step(self, num_tokens: int, num_requests: int, seconds: float) -> None:
         """Record the duration of a step without images."""
         if num_tokens >= max(LEAST_TOKENS // 2, 2 * num_requests):  # most of it was prompts
             new = seconds / num_tokens

@@ -59,7 +59,7 @@ class Calls:
         return slots
 
     def waiting(self, request_ids: list[str]) -> list[str]:
-        return self._scheduler.not_begun(request_ids)
+        return self._scheduler.not_started(request_ids)
 
     def log_lines(self) -> list[dict[str, object]]:
         return [dict(line) for line in kept_lines()]

@@ -119,7 +119,7 @@ class Scheduler:
         """
         choices = message.choices
         if not message.background:
-            self.budget.background.note_other()
+            self.budget.background.record_foreground()
         for choice in choices:
             if (client, choice.request_id) in self.requests:
                 raise ValueError(f"request_id {choice.request_id!r} is already in use")
@@ -141,7 +141,7 @@ class Scheduler:
                 self.requests[client, request.request_id] = request
                 self.shares.enter(request)
                 if not request.background:
-                    self.budget.pace.note_request(request.tenant)
+                    self.budget.pace.record_request(request.tenant)
                 self._wait(request)
         return complete
 
@@ -154,7 +154,7 @@ class Scheduler:
             if request := self.requests.get((client, request_id)):
                 self._remove(request)
 
-    def not_begun(self, request_ids: list[str]) -> list[str]:
+    def not_started(self, request_ids: list[str]) -> list[str]:
         """Return those of the requests that were never scheduled."""
         asked = set(request_ids)
         return [one.request_id for one in self.waiting if not one.scheduled_time and one.request_id in asked]
@@ -211,7 +211,7 @@ class Scheduler:
         background requests after the step in flight.
         """
         only_background = all(queue.first.background for queue in (self.running, self.waiting) if queue)
-        if self._in_flight and only_background and self.budget.background.expects_others:
+        if self._in_flight and only_background and self.budget.background.expects_foreground:
             return None
         step = Step(StepInput(self._num_steps + 1, [], [], [], [], [], [], [], [], {}), [])
         self.kv.start_step()
@@ -322,7 +322,7 @@ class Scheduler:
         request always gets its blocks.
         """
         if self.kv.has_states:
-            self._note_published(request, self.kv.publish_late(request))
+            self._record_published(request, self.kv.publish_late(request))
         if self.kv.has_room(request, num_tokens):
             return True
         while (block_ids := self.kv.allocate(request, num_tokens)) is None:
@@ -434,10 +434,10 @@ class Scheduler:
         self._wait(request)
 
     def _free_row_and_blocks(self, request: Request, discard: bool = False) -> None:
-        self._note_published(request, self.kv.free(request, discard))
+        self._record_published(request, self.kv.free(request, discard))
         self._free_row(request)
 
-    def _note_published(self, request: Request, published: list[int]) -> None:
+    def _record_published(self, request: Request, published: list[int]) -> None:
         """Record that steps in flight fill these blocks of the request, which became visible after the steps were
         scheduled.
         """
@@ -466,8 +466,8 @@ class Scheduler:
                 self._fail(step.requests[i], message, now, outputs)
         self._in_flight.popleft()
         if self.tiers is not None:
-            self.tiers.note_step(step.num_tokens, time.monotonic() - step.scheduled)
-        self.budget.pace.note_end(step)
+            self.tiers.record_step(step.num_tokens, time.monotonic() - step.scheduled)
+        self.budget.pace.record_end(step)
         prompt_logprobs = step.new_prompt_logprobs(output)
         drafted, drafts, predicted = step.input.num_draft, output.num_draft or {}, output.predicted or ()
         for i, request, token_ids, logprobs in step.sampled(output):

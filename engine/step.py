@@ -57,7 +57,7 @@ class Step:
         self.requests.append(request)
         self.num_tokens += num_new
 
-    def note_encoded(self, begin: float, end: float) -> None:
+    def record_encoded(self, begin: float, end: float) -> None:
         """Record the times (time.time()) between which its images were encoded."""
         keys = {item.key for item in self.input.encode}
         for request in self.requests:

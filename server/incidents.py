@@ -43,12 +43,12 @@ class Incidents:
     last_death: float | None = None
     errors: deque[Failure] = field(default_factory=lambda: deque(maxlen=NUM_ERRORS))
 
-    def note_death(self) -> None:
+    def record_death(self) -> None:
         """Record the death of an engine."""
         self.num_deaths += 1
         self.last_death = time.time()
 
-    def note_error(self, **facts: Json) -> None:
+    def record_error(self, **facts: Json) -> None:
         """Record an answer with an error; `facts` are the fields of `Failure` but the time."""
         self.errors.append(Failure(time=time.time(), **facts))
 

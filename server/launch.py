@@ -185,7 +185,7 @@ class Launcher:
         self.config, self.listener, self.started = config, listener, started
         self.stats_logs: list[StatsLog] = []  # one per engine, once clients are served
         self.announced = False
-        self.shown = StartProgress()
+        self.bar = StartProgress()
         self.stop = asyncio.Event()
         self._interrupted, self._signalled = False, 0.0  # whether SIGINT came, and when the first signal did
         check_server_files(config.server)
@@ -240,11 +240,11 @@ class Launcher:
         try:
             await self.engines.run(self.frontend, self._on_ready, self._on_stats, self._progress)
         finally:
-            self.shown.close()
+            self.bar.close()
 
     def _progress(self, phase: str, fraction: float) -> None:
         self.frontend.progress(phase, fraction)
-        self.shown.update(phase, fraction)
+        self.bar.update(phase, fraction)
 
     def _on_ready(self, again: bool) -> None:
         """Called when an engine becomes ready, for the first time or `again` after a restart."""
@@ -256,7 +256,7 @@ class Launcher:
         """Called when requests are served for the first time."""
         from quire.server.startup.plan_table import plan_table
 
-        self.shown.close()
+        self.bar.close()
         logger.info("%s", plan_table(ready.worker))
         for warning in ready.worker.warnings:
             logger.warning("%s", warning)
@@ -329,7 +329,7 @@ class Launcher:
         self.frontend.refuse()
         self.stop.set()
         if not self.announced:
-            self.shown.close()  # or the line would follow the bar
+            self.bar.close()  # or the line would follow the bar
             logger.info("%s: stopping before the model is loaded", name)
             return
         logger.info(

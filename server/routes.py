@@ -38,7 +38,7 @@ async def model(request: Request, state: needs.Listing) -> Response:
         raise NotFound("There is no GET /v1/models/; the path is /v1/models.")
     require_model(caller(request), name, state)
     if name not in names_for(caller(request), state):  # an alias, which no answer shows
-        name = state.shown_name(name)
+        name = state.display_name(name)
     if "anthropic-version" in request.headers:
         return JsonResponse(anthropic_models.model_info(state, name))
     return JsonResponse(openai_models.model_card(state, name))

@@ -204,7 +204,7 @@ class ServerState:
         """Return the name of the model in an answer of OpenAI's form: that of the adapter asked for, else the first."""
         return name if name in self.adapters.loaded else self.names[0]
 
-    def shown_name(self, name: str | None) -> str:
+    def display_name(self, name: str | None) -> str:
         """Return the name for the answer to a request for `name`: the same if it is listed, else the first."""
         return name if name in self.all_names else self.names[0]
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.checkpoints.rules import FLAG, MAX_LAYERS, TEXT, TEXTS, Kind, Number, Rule, Whole, shown
+from quire.checkpoints.rules import FLAG, MAX_LAYERS, TEXT, TEXTS, Kind, Number, Rule, Whole, printable
 
 logger = logging.getLogger("quire.checkpoints")
 
@@ -267,7 +267,7 @@ def check_types(metadata: Mapping[str, Any], path: Path) -> None:
     for name, value in metadata.items():
         known = GENERAL.get(name) or (ARCHITECTURE.get(name[len(kind) + 1 :]) if _is_of(name, kind) else None)
         if known is not None and not known.rule.fits(value):
-            raise ValueError(f"{path}: {name} must be {known.rule}, not {shown(value)}")
+            raise ValueError(f"{path}: {name} must be {known.rule}, not {printable(value)}")
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     for name in _TOKEN_LISTS:
         listed = metadata.get(f"tokenizer.ggml.{name}")
@@ -311,7 +311,7 @@ def refuse_unread(metadata: Mapping[str, Any], read: Collection[str], config: Ma
             if kind in _STILL_WITHOUT and not value:
                 raise ValueError(f"{path}: {name} false, layers that do not rotate, is not supported")
         elif known.effect == HONOURED and not _changes_nothing(suffix, value, known, kind, config):
-            raise ValueError(f"{path}: {name} {shown(value)} is not supported in files of this architecture")
+            raise ValueError(f"{path}: {name} {printable(value)} is not supported in files of this architecture")
 
 
 def _changes_nothing(suffix: str, value: Any, known: Key, kind: str, config: Mapping[str, Any]) -> bool:

@@ -287,10 +287,10 @@ def minimax(m: Metadata) -> Settings:
     """Files have one factor of the residual stream, and none of the results."""
     layers = range(m.get("block_count"))
     recurrent = [f"blk.{i}.attn_norm_2.weight" in m.file.tensors for i in layers]
-    interval, said = m.find("full_attention_interval"), m.find("attention.recurrent_layers")
-    if interval and not said:
-        said = [(i + 1) % interval != 0 for i in layers]
-    if said and [*map(bool, said)] != recurrent:
+    interval, declared = m.find("full_attention_interval"), m.find("attention.recurrent_layers")
+    if interval and not declared:
+        declared = [(i + 1) % interval != 0 for i in layers]
+    if declared and [*map(bool, declared)] != recurrent:
         raise ValueError(f"{m.file.path}: {m.kind}.attention.recurrent_layers or full_attention_interval does not fit")
     factors = {f"{name}_alpha_factor": m.get("residual_scale") for name in ("full_attn", "linear_attn", "mlp")}
     rotary = {"rotary_dim": m.get("rope.dimension_count")}

@@ -76,10 +76,10 @@ def _commands(lines: list[str]) -> list[tuple[int, str, str]]:
             raise ValueError(
                 f"line {number} of the Modelfile: {word[:40]!r} is no command; there are {', '.join(_COMMANDS)}"
             )
-        prefix, quote, begun = rest.partition(_QUOTES)
+        prefix, quote, first_line = rest.partition(_QUOTES)
         role = prefix.strip().lower() if command == "MESSAGE" else ""
         if quote and (not prefix.strip() or role in _ROLES):
-            value, position = _quoted(begun, lines, position, number)
+            value, position = _quoted(first_line, lines, position, number)
             value = f"{role} {value}" if role else value
         else:
             value, position = _one_quote(rest.strip(), lines, position)
@@ -89,9 +89,9 @@ def _commands(lines: list[str]) -> list[tuple[int, str, str]]:
     return found
 
 
-def _quoted(begun: str, lines: list[str], position: int, number: int) -> tuple[str, int]:
-    """Return the text up to the next three quotation marks, which starts with `begun`, and the position after it."""
-    parts = [begun]
+def _quoted(first_line: str, lines: list[str], position: int, number: int) -> tuple[str, int]:
+    """Return the text up to the next quotation marks, which starts with `first_line`, and the position after it."""
+    parts = [first_line]
     while _QUOTES not in parts[-1]:
         if position == len(lines):
             raise ValueError(f"line {number} of the Modelfile: three quotation marks are not closed")

@@ -25,24 +25,24 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
     for name in ("httpx", "httpx2"):  # a line per request; the name depends on huggingface_hub's version
         logging.getLogger(name).setLevel("WARNING")
-    shown = StartProgress()
+    bar = StartProgress()
     try:
         folder = hub.resolve(
             arguments.model,
             revision=arguments.revision,
             download_dir=arguments.download_dir,
-            progress=shown.update,
+            progress=bar.update,
         )
-        num_checked = checksums.check(folder, shown.update)
+        num_checked = checksums.check(folder, bar.update)
     except ValueError as error:
-        shown.close()
+        bar.close()
         print(f"quire pull: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        shown.close()
+        bar.close()
         print("stopped; the same command continues", file=sys.stderr)
         return 130
-    shown.close()
+    bar.close()
     print(f"SHA-256 of {num_checked} file{'' if num_checked == 1 else 's'} is right", file=sys.stderr)
     print(folder)
     return 0

@@ -74,10 +74,10 @@ def stop(argv: list[str]) -> int:
 
 
 def _wait(servers: list[Running], timeout: float | None) -> int:
-    begun = time.monotonic()
+    started = time.monotonic()
     for server in servers:
         while is_running(server):
-            if timeout is not None and time.monotonic() - begun > timeout:
+            if timeout is not None and time.monotonic() - started > timeout:
                 raise ServerError(f"{server.url} (pid {server.pid}) still finishes its requests after {timeout:g} s")
             time.sleep(POLL_SECONDS)
         print(f"stopped {server.url} (pid {server.pid})")

@@ -13,4 +13,4 @@ class NoteEncoded(Chore):
 
     def observe(self, step: Step) -> None:
         if step.input.encode:
-            step.note_encoded(*self._workers.encoded())
+            step.record_encoded(*self._workers.encoded())

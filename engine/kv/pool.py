@@ -97,8 +97,8 @@ class BlockPool:
             pages.num_refs[page] = 1
             pages.blank[page] = 0
             if (key := pages.keys[page]) is not None:
-                for tell in self._taken:
-                    tell(page, key, page in order.hot)
+                for notify in self._taken:
+                    notify(page, key, page in order.hot)
                 self._unpublish(page, order)
             taken.append(page)
         return taken
@@ -156,7 +156,7 @@ class BlockPool:
     def is_published(self, page: int) -> bool:
         return self.pages.keys[page] is not None
 
-    def note_hits(self, pages: list[int], group: int) -> None:
+    def record_hits(self, pages: list[int], group: int) -> None:
         """Record that a request of this group of choices found these pages, which are in the order of a prefix. They
         are hot if another one published them.
         """
@@ -188,16 +188,16 @@ class BlockPool:
         if not pages.num_refs[page]:  # a checkpoint: reused after those that were used before
             self._order(page).remove(page)
             self._order(page).push(page)
-        for tell in self._published:
-            tell(page, key, request, i)
+        for notify in self._published:
+            notify(page, key, request, i)
         return True
 
     def _unpublish(self, page: int, order: EvictionOrder) -> None:
         key = self.pages.unpublish(page)
         if key is not None:
             order.unmark(page)
-            for tell in self._unpublished:
-                tell(page, key)
+            for notify in self._unpublished:
+                notify(page, key)
 
     def forget(self, pages: list[int]) -> None:
         """Unpublish these pages, so that no later request finds them, and reuse free ones before all others."""

@@ -152,8 +152,8 @@ class Retention:
 
     def _drop(self, key: str) -> None:
         """Remove a key. Its blocks are reused like others, unless another key keeps them, too."""
-        gone = self._keys.pop(key)
+        removed = self._keys.pop(key)
         self._num_unnamed -= key.startswith("\0")
-        for one in gone.hashes:
-            self._count(one, gone.level, -1)
-        self._apply(list(gone.hashes))
+        for one in removed.hashes:
+            self._count(one, removed.level, -1)
+        self._apply(list(removed.hashes))

@@ -41,7 +41,7 @@ class Fetch:
     owner: Request  # whose prefix the blocks are
     requests: list[Request]  # that wait for them
     started: float
-    heard: float  # when the last block arrived
+    last_arrival: float  # when the last block arrived
     num_done: int = 0
     num_tokens: int = 0
     of_slot: bool = False  # goes on without a request, as long as it takes
@@ -196,13 +196,13 @@ class Tiers:
                 continue
             if isinstance(report, int):
                 if report > fetch.num_done:
-                    fetch.num_done, fetch.heard = report, now
+                    fetch.num_done, fetch.last_arrival = report, now
                 continue
             del self._fetches[number]
             self._publish(fetch, report, now)
             ended += fetch.requests
         for number, fetch in list(self._fetches.items()):
-            if now - fetch.heard > SILENCE and not fetch.of_slot:
+            if now - fetch.last_arrival > SILENCE and not fetch.of_slot:
                 logger.warning("kv cache: no block came for %.0f s; going on without lower tiers for a while", SILENCE)
                 if not fetch.remote:
                     self._paused_until = now + PAUSE
@@ -220,7 +220,7 @@ class Tiers:
             media = [(self._infos[-level].medium, key) for key, level in levels if level]
             self.events.changed_below([(medium, key, True) for medium, key in media if medium])
         if not fetch.of_slot:
-            pool.note_hits([i for i, good in zip(fetch.block_ids, ok) if good and pool.is_published(i)], 0)
+            pool.record_hits([i for i, good in zip(fetch.block_ids, ok) if good and pool.is_published(i)], 0)
             self._count(fetch, ok, now)
         pool.release(fetch.block_ids)
 
@@ -244,7 +244,7 @@ class Tiers:
         self.calls.cancel(number)  # the workers write nothing to the blocks from here on
         self.kv.pool.release(self._fetches.pop(number).block_ids)
 
-    def note_step(self, num_tokens: int, seconds: float) -> None:
+    def record_step(self, num_tokens: int, seconds: float) -> None:
         """Measure how fast prompts are computed."""
         if num_tokens >= MEASURED_TOKENS:
             self.rates.computed = _Rates.mix(self.rates.computed, seconds / num_tokens)
@@ -281,8 +281,8 @@ class Tiers:
 
     def remove(self, keys: list[bytes]) -> None:
         """Have the lower tiers forget these blocks."""
-        gone = set(keys)
-        self._hot.evicted = [(block_id, key) for block_id, key in self._hot.evicted if key not in gone]
+        lost = set(keys)
+        self._hot.evicted = [(block_id, key) for block_id, key in self._hot.evicted if key not in lost]
         self.calls.remove(keys)
 
     def clear(self) -> None:

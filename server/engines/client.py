@@ -442,10 +442,10 @@ class EngineClient:
         entry = self._open.pop(request_id)
         entry.is_open = False
         self.num_background -= entry.prompt.request.background
-        self._note_computed(entry)
+        self._record_computed(entry)
         return entry
 
-    def _note_computed(self, entry: _Open) -> None:
+    def _record_computed(self, entry: _Open) -> None:
         """Record that the choice's prompt was processed, or is no longer needed."""
         if not entry.computed:
             entry.computed = True
@@ -545,7 +545,7 @@ class EngineClient:
         entry.output_token_ids.extend(output.new_token_ids)
         entry.num_received += len(output.new_token_ids)
         if not output.counts.prefilled:
-            self._note_computed(entry)
+            self._record_computed(entry)
         if output.prompt_logprobs is not None:
             output = self._without_repeated(entry, output)
         if output.finish_reason is not None:

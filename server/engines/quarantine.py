@@ -60,11 +60,11 @@ class Quarantine:
         for one in batch:
             one.num_crashes += 1
         if len(on_trial) == 1 and not others:
-            self._note_solo_death(on_trial[0])
+            self._record_solo_death(on_trial[0])
         else:
             self._groups.extendleft(reversed(_split(on_trial) + _first_trials(others)))
 
-    def _note_solo_death(self, suspect: Suspect) -> None:
+    def _record_solo_death(self, suspect: Suspect) -> None:
         suspect.num_solo_deaths += 1
         if suspect.num_solo_deaths < self.num_needed:
             self._groups.appendleft([suspect])

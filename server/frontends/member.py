@@ -74,7 +74,7 @@ class ManagedFrontend:
         self.frontend = Frontend(start.config, listener, self._on_open)
         self.clients = self.frontend.connect(lambda engine, stats: None, self._on_progress)
         for client in self.clients:
-            client.share(start.index, functools.partial(self._note_suspects, client.index))
+            client.share(start.index, functools.partial(self._send_suspects, client.index))
         self.frontend.state.scrape = self._scrape
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
         self.frontend.state.adapters.ask = self._change_adapters
@@ -113,11 +113,11 @@ class ManagedFrontend:
                     await self.clients[message.index].connect(message.address)
                     self._start(self._open_when_ready(message.index))
                 case EngineGone():
-                    self._note_death(message)
+                    self._on_engine_gone(message)
                 case Turn():
                     self.clients[message.index].set_turn(message.frontend)
                 case Elsewhere():
-                    self._note_elsewhere(message)
+                    self._on_elsewhere(message)
                 case Collect():
                     self.channel.send(Snapshot(message.number, self._counts()))
                 case Ping():
@@ -161,7 +161,7 @@ class ManagedFrontend:
 
     # ---- running
 
-    def _note_death(self, message: EngineGone) -> None:
+    def _on_engine_gone(self, message: EngineGone) -> None:
         client = self.clients[message.index]
         client.on_dead(message.reason)
         if client.num_explained_deaths > self._explained_deaths[message.index]:
@@ -169,10 +169,10 @@ class ManagedFrontend:
             self.channel.send(ExplainedDeath(message.index))
         self.frontend.on_death(message.index)
 
-    def _note_suspects(self, engine: int, active: bool) -> None:
+    def _send_suspects(self, engine: int, active: bool) -> None:
         self.channel.send(Suspects(engine, active))
 
-    def _note_elsewhere(self, message: Elsewhere) -> None:
+    def _on_elsewhere(self, message: Elsewhere) -> None:
         for client, count in zip(self.clients, message.num_open, strict=True):
             client.num_elsewhere = count
         self.frontend.state.num_in_flight_elsewhere = message.num_in_flight

@@ -249,11 +249,11 @@ class FrontendGroup:
             for engine, counts in enumerate(frontend.counts):
                 self.metrics.for_engine(engine).add(counts)
         for engine in range(frontend.num_engines):
-            self._note_suspects(engine, frontend, False)
+            self._record_suspects(engine, frontend, False)
         frontend.reset()
-        self._note_load()
+        self._update_load()
         for number in list(self._collections):
-            self._note_answer(number, frontend)
+            self._record_answer(number, frontend)
         self._share_load()
 
     def _check_restarts(self, frontend: FrontendProcess, reason: str) -> None:
@@ -279,20 +279,20 @@ class FrontendGroup:
                 case CannotStart():
                     self._refusals.put_nowait(message.reason)
                 case Opened():
-                    self._note_opened(frontend)
+                    self._on_opened(frontend)
                 case Busy():
                     frontend.num_open, frontend.num_in_flight = message.num_open, message.num_in_flight
-                    self._note_load()
+                    self._update_load()
                     self._share_load()
                 case ExplainedDeath():
-                    self._note_explained_death(message.index)
+                    self._count_explained_death(message.index)
                 case Suspects():
-                    self._note_suspects(message.index, frontend, message.active)
+                    self._record_suspects(message.index, frontend, message.active)
                 case Snapshot():
                     frontend.counts = message.counts
-                    self._note_answer(message.number, frontend)
+                    self._record_answer(message.number, frontend)
                 case Adopted():
-                    self._note_answer(message.number, frontend)
+                    self._record_answer(message.number, frontend)
                 case Scrape():
                     self._answer(self._answer_scrape(frontend, message))
                 case ChangeAdapters():
@@ -353,16 +353,16 @@ class FrontendGroup:
         self.addresses[engine] = None
         self.broadcast(EngineGone(engine, reason))
 
-    def _note_explained_death(self, engine: int) -> None:
+    def _count_explained_death(self, engine: int) -> None:
         """Count a death once, even if several frontends report it."""
         self._pool.clients[engine].num_explained_deaths += not self._explained[engine]
         self._explained[engine] = True
 
-    def _note_suspects(self, engine: int, frontend: FrontendProcess, active: bool) -> None:
+    def _record_suspects(self, engine: int, frontend: FrontendProcess, active: bool) -> None:
         if self._turns[engine].note(frontend.index, active):
             self.broadcast(Turn(engine, self._turns[engine].holder))
 
-    def _note_load(self) -> None:
+    def _update_load(self) -> None:
         """Update the load of an engine, which is the sum over the frontends."""
         for client in self._pool.clients if self._pool is not None else ():
             client.num_elsewhere = sum(frontend.num_open[client.index] for frontend in self.frontends)
@@ -379,7 +379,7 @@ class FrontendGroup:
             self.metrics = make_metrics(self.config, served_names(self.config)[0], self._ready.worker)
             self._announce_when_open()
 
-    def _note_opened(self, frontend: FrontendProcess) -> None:
+    def _on_opened(self, frontend: FrontendProcess) -> None:
         first = not frontend.opened.is_set()
         frontend.opened.set()
         if first:
@@ -432,7 +432,7 @@ class FrontendGroup:
             complete.set()
         return complete
 
-    def _note_answer(self, number: int, frontend: FrontendProcess) -> None:
+    def _record_answer(self, number: int, frontend: FrontendProcess) -> None:
         if number in self._collections:
             asked, complete = self._collections[number]
             asked.discard(frontend.index)

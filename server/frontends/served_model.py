@@ -147,7 +147,7 @@ class ServedModel:
 
     def on_death(self, engine: int) -> None:
         """Called when an engine dies, after its client was notified."""
-        self.state.incidents.note_death()
+        self.state.incidents.record_death()
         if self._pool is not None:
             self._pool.forget(engine)
         self.state.ready = self.state.client.ready  # another engine may be up

@@ -54,10 +54,10 @@ async def prepared(work: Awaitable[None], limits: Deadlines) -> Deadlines:
     loop = asyncio.get_running_loop()
     started = loop.time()
 
-    async def not_begun() -> bool:
+    async def not_started() -> bool:
         return True
 
-    await within(work, replace(limits, queue=None), not_begun)
+    await within(work, replace(limits, queue=None), not_started)
     return limits.after(loop.time() - started)
 
 

@@ -83,7 +83,7 @@ class Generation:
         """Tell the progress; returns whether the output has only that."""
         progress, prompt = self.request.progress, self.request.request_id
         if output.new_token_ids:
-            progress.note_first_token(prompt, output.counts)
+            progress.record_first_token(prompt, output.counts)
             return False
         progress.note(prompt, output.counts)
         return output.finish_reason is None and output.prompt_logprobs is None

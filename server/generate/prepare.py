@@ -1,5 +1,6 @@
-"""`prepare`: one `GenerationSpec` -> one `GenerationRequest` per prompt. Checks every parameter against the model,
-makes the prompts (`prompts.py`), truncates them, and fits max_tokens into the context.
+"""`prepare`: one `GenerationSpec` -> one `GenerationRequest` per prompt, in five steps of one direction: check every
+parameter against the model, render the prompts, tokenize them, decide how the answers are read, and fit each prompt and
+max_tokens into the context.
 
 A large request is prepared in a thread: nothing here waits, or writes to shared state.
 """
@@ -15,12 +16,12 @@ from quire.engine.messages import SamplingParams
 from quire.server.errors import BadRequest
 from quire.server.generate import needs
 from quire.server.model_info import ModelInfo
-from quire.server.prompt.conversation import Reading
-from quire.server.prompt.encode import encode_texts
-from quire.server.prompt.prompts import Prompt, prompts_of
+from quire.server.prompt.drafts import rendered
+from quire.server.prompt.encode import Prompt, encode_texts, encoded
+from quire.server.prompt.reading import Reading, reading_of
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.preset import filled
-from quire.server.request.request import GenerationOptions, GenerationSpec
+from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.request.sampling import check_max_tokens, fit, to_sampling_params
 from quire.server.text.detokenizer import StopStrings
 
@@ -32,18 +33,25 @@ def prepare(spec: GenerationSpec, state: needs.Prompting) -> list[GenerationRequ
 
     Raises BadRequest naming the parameter and its limit.
     """
+    sampling = checked(spec, state)
+    drafts = rendered(spec, state)
+    prompts = encoded(drafts, spec, state)
+    reading = reading_of(spec, drafts, state.formats)
+    return [fitted(spec, sampling, prompt, reading, state.model) for prompt in prompts]
+
+
+# ---- without the prompt
+
+
+def checked(spec: GenerationSpec, state: needs.Encoding) -> SamplingParams:
+    """Return the sampling parameters, with the presets of the model's name in `spec.options`. Raises BadRequest for all
+    that can be refused without the prompt's tokens.
+    """
     check_generates(state.model)
-    check_options(spec.options)
+    check_options(spec)
     spec.options = filled(spec.options, state.model.preset)
     sampling = to_sampling_params(spec, state.model, state.tokenizer)
-    prompts = prompts_of(spec, state)
-    sampling = msgspec.structs.replace(
-        sampling,
-        thinking=prompts.reading.thinking,
-        stop_token_ids=[*dict.fromkeys((*sampling.stop_token_ids, *prompts.end_ids))],
-        prediction=_prediction_ids(spec.options.prediction, state),
-    )
-    return [_request(spec, sampling, prompt, prompts.reading, state.model) for prompt in prompts.each]
+    return msgspec.structs.replace(sampling, prediction=_prediction_ids(spec.options.prediction, state))
 
 
 def check_generates(model: ModelInfo) -> None:
@@ -54,10 +62,16 @@ def check_generates(model: ModelInfo) -> None:
         raise BadRequest("The model transcribes audio; it serves: /v1/audio/transcriptions.", param="model")
 
 
-def check_options(options: GenerationOptions) -> None:
+def check_options(spec: GenerationSpec) -> None:
     """Raises BadRequest for a value that its type cannot exclude."""
-    if options.truncate_prompt_tokens == 0:
+    size = spec.options.truncate_prompt_tokens
+    if size == 0:
         raise BadRequest("truncate_prompt_tokens must be at least 1, or -1.", param="truncate_prompt_tokens")
+    images = spec.prompts.images if isinstance(spec.prompts, Conversation) else spec.images
+    if size is not None and images:
+        raise BadRequest(
+            "truncate_prompt_tokens is not available for a prompt with images.", param="truncate_prompt_tokens"
+        )
 
 
 def check_priority(priority: int, model: ModelInfo) -> None:
@@ -69,9 +83,6 @@ def check_priority(priority: int, model: ModelInfo) -> None:
         )
 
 
-# ---- one prompt -> one request
-
-
 def _prediction_ids(text: str | None, state: needs.Encoding) -> list[int] | None:
     """Return token ids of a predicted output, as many as the context holds; None without one."""
     if text is None:
@@ -81,16 +92,20 @@ def _prediction_ids(text: str | None, state: needs.Encoding) -> list[int] | None
     return ids[: state.model.max_model_len]
 
 
-def _request(
-    spec: GenerationSpec,
-    sampling: SamplingParams,
-    prompt: Prompt,
-    reading: Reading,
-    model: ModelInfo,
+# ---- one prompt -> one request
+
+
+def fitted(
+    spec: GenerationSpec, sampling: SamplingParams, prompt: Prompt, reading: Reading, model: ModelInfo
 ) -> GenerationRequest:
+    """Return the request for one prompt, truncated, with max_tokens fitted into the context. Raises BadRequest."""
     options = spec.options
     ids = truncate(prompt.ids, options, sampling, model)
-    sampling = fit(sampling, len(ids), model, spec.prompt_param)
+    sampling = msgspec.structs.replace(
+        fit(sampling, len(ids), model, spec.prompt_param),
+        thinking=reading.thinking,
+        stop_token_ids=[*dict.fromkeys((*sampling.stop_token_ids, *reading.end_ids))],
+    )
     check_max_tokens(spec, len(ids), model)
     if ids and max(ids) >= model.vocab_size:  # an added token for which the model has no embedding
         raise BadRequest(

@@ -1,6 +1,6 @@
 """The conversation of a request, and how long its cached prefix is wanted: `prompt_cache_key` of any body,
 else `session_id`, else the header X-Session-ID; `prompt_cache_retention`, or `ttl` of `prompt_cache_options`. Some
-dialects have hints of their own, without a name: `wanted_for`.
+dialects have hints of their own, without a name: `with_retention`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _ttl(options: msgspec.Raw | msgspec.UnsetType) -> float:
     return _TTL.get(ttl, RETENTION["in_memory"]) if isinstance(ttl, str) else RETENTION["in_memory"]
 
 
-def wanted_for(identity: dict[str, Any], seconds: float, name: str = "") -> dict[str, Any]:
+def with_retention(identity: dict[str, Any], seconds: float, name: str = "") -> dict[str, Any]:
     """Return the fields of a spec with a hint that the dialect has: the cached prefix is wanted for `seconds`. The name
     of a conversation that the client gave counts more than `name`; without any, how the prompt begins stands for it.
     """

@@ -101,7 +101,7 @@ class RequestBoundary:
                 self.state.leave()
                 self._log(scope, status, time.perf_counter() - started)
                 if status is not None and status >= 400:
-                    self._note_error(scope, status)
+                    self._record_error(scope, status)
                 if self.state.metrics is not None and status is not None:
                     self.state.metrics.observe_http(route_path(scope, "none"), scope["method"], status)
 
@@ -113,10 +113,10 @@ class RequestBoundary:
             scope["method"] = "other"
         await self.app(scope, receive, send)
 
-    def _note_error(self, scope: Scope, status: int) -> None:
+    def _record_error(self, scope: Scope, status: int) -> None:
         who = caller_in(scope)
         error = who.refusal
-        self.state.incidents.note_error(
+        self.state.incidents.record_error(
             method=scope["method"],
             route=route_path(scope, "none"),
             status=status,

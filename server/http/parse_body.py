@@ -153,7 +153,7 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, ign
     rules = _rules(type(value))
     if idle := value.without_effect() if rules.may_be_idle else ():
         for path, kind in idle.items():
-            ignored.note_hint(f"{prefix}{path} ({kind})" if kind else f"{prefix}{path}")
+            ignored.record_hint(f"{prefix}{path} ({kind})" if kind else f"{prefix}{path}")
     for name, raw in members.items():
         path = f"{prefix}{name[:100]}"
         if name in rules.declared:
@@ -167,9 +167,9 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, ign
                 raise BadRequest(f"{path} is not supported by this server.", param=path, code="unsupported_parameter")
         elif name in rules.hints:
             if not _neutral(raw, rules.hints[name]):
-                ignored.note_hint(path)
+                ignored.record_hint(path)
         elif name not in rules.harmless and path not in EVERYWHERE:
-            ignored.note_unknown(path)
+            ignored.record_unknown(path)
 
 
 class _Rules(NamedTuple):
@@ -195,7 +195,7 @@ def _check_items(raw: msgspec.Raw, items: list[Any], path: str, idle: Collection
         return
     for i, (item_raw, item) in enumerate(zip(_items(raw), items, strict=True)):
         if is_left_out(item):
-            ignored.note_unknown(f"{path}.{i} ({item.type})")
+            ignored.record_unknown(f"{path}.{i} ({item.type})")
         elif isinstance(item, msgspec.Struct) and not (idle and str(i) in idle):  # a document may be a text, too
             _check_undeclared(_members(item_raw), item, f"{path}.{i}.", ignored)
 

@@ -62,17 +62,17 @@ def deadlines(request: Request, state: needs.Settings, predict: float | None = N
     who = caller(request)
     asked = (server.request_timeout, who.timeout, seconds_of_header(request))
     now = asyncio.get_running_loop().time()
-    gone = 0.0 if who.arrived is None else now - who.arrived
+    elapsed = 0.0 if who.arrived is None else now - who.arrived
     total = min((seconds for seconds in asked if seconds), default=None)
     if who.background:  # a line of a batch has the time that its batch has
         return Deadlines(None, None, total, predict)
-    if total is not None and gone >= total:
+    if total is not None and elapsed >= total:
         raise RequestTimeout(f"The request's time of {total:g} seconds has passed before it could begin.")
     first, queue = server.first_token_timeout or None, server.queue_timeout or None
     return Deadlines(
         queue,
-        None if first is None else max(first - gone, 0.0),
-        None if total is None else total - gone,
+        None if first is None else max(first - elapsed, 0.0),
+        None if total is None else total - elapsed,
         predict,
     )
 

@@ -58,11 +58,11 @@ class Kept:
                 for one in frame.split(b"\n\n")[:-1]:
                     self._events.append(b"id: %d\n%b\n\n" % (self._first + len(self._events), one))
                     self._size += len(self._events[-1])
-                self._tell()
+                self._notify()
                 await self._make_room()
         finally:
             self.ended = True
-            self._tell()
+            self._notify()
             await frames.aclose()
 
     async def _make_room(self) -> None:
@@ -73,7 +73,7 @@ class Kept:
             else:
                 await self._changed.wait()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -84,20 +84,20 @@ class Kept:
             while True:
                 changed, begin = self._changed, after + 1 - self._first
                 if begin < 0:  # another reader was faster
-                    yield event(gone(self._first).body())
+                    yield event(expired(self._first).body())
                     return
                 if batch := list(islice(self._events, begin, begin + _BATCH)):
                     yield b"".join(batch)
                     after += len(batch)
                     self._sent = max(self._sent, after)
-                    self._tell()
+                    self._notify()
                 elif self.ended:
                     return
                 else:
                     await changed.wait()
         finally:
             self._num_readers -= 1
-            self._tell()
+            self._notify()
 
     async def abandoned(self) -> None:
         """Until there was no reader for `ABANDONED_AFTER` seconds."""
@@ -184,6 +184,6 @@ class ResumableStream(EventStream):
             await asyncio.gather(filling, return_exceptions=True)
 
 
-def gone(first: int) -> NotFound:
+def expired(first: int) -> NotFound:
     """Return the error for events before number `first`."""
     return NotFound(f"Events before number {first} are no longer kept.", param="Last-Event-ID", code="events_gone")

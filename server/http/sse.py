@@ -102,13 +102,13 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": True})
         pump = asyncio.create_task(self._pump(send))
         watch = asyncio.create_task(self._watch(receive, send))
-        tell = asyncio.create_task(self._tell(send))
+        progress_task = asyncio.create_task(self._send_progress(send))
         try:
             await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (tell, watch, pump):
+            for task in (progress_task, watch, pump):
                 task.cancel()
-            await asyncio.gather(pump, watch, tell, return_exceptions=True)
+            await asyncio.gather(pump, watch, progress_task, return_exceptions=True)
             await self.frames.aclose()
         if not pump.cancelled():
             pump.result()
@@ -123,7 +123,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": frame, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _tell(self, send: Send) -> None:
+    async def _send_progress(self, send: Send) -> None:
         """Send the frames of `progress`, if there is one."""
         while self.progress is not None:
             await self.progress.wait()

@@ -65,7 +65,7 @@ class Account:
         """time.time() of the request's first byte, as well as it is known."""
         return self.opened - self.preparation
 
-    def _begun(self, num_choices: int) -> None:
+    def _start_choices(self, num_choices: int) -> None:
         """They wait no longer."""
         if self.num_waiting:
             self.num_waiting -= num_choices
@@ -73,12 +73,12 @@ class Account:
 
     async def observed(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """`deltas`, counted."""
-        begun: set[int] = set()
+        started: set[int] = set()
         try:
             async for delta in deltas:
-                if delta.index not in begun:
-                    begun.add(delta.index)
-                    self._begun(1)
+                if delta.index not in started:
+                    started.add(delta.index)
+                    self._start_choices(1)
                 self.used.add(delta)
                 if delta.finish_reason is not None:
                     self.finish_reasons.add(delta.finish_reason)
@@ -89,7 +89,7 @@ class Account:
     def close(self, status: int | None) -> None:
         """`status` is the answer's; None if there was none, because the client left."""
         state, key, used = self.state, self.key, self.used
-        self._begun(self.num_waiting)
+        self._start_choices(self.num_waiting)
         if key is not None and key.is_limited:
             try:
                 state.keys.ledger.end(key, used.num_output, self.caller.background)

@@ -52,7 +52,6 @@ class KeyRing:
             for key in given
         ]
         self.is_required = bool(plain) or self._path is not None
-        self.has_admin_routes = bool(given) or self._path is not None
         self.ledger = Ledger(config.key_usage_file, self._path)
         self._stamp: tuple[int, ...] | None = None
         self._looked = 0.0

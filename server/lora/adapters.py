@@ -18,7 +18,7 @@ from quire.configs.config import Config
 from quire.engine.messages import EngineCalls
 from quire.server.errors import BadRequest, Conflict, Forbidden, NotFound, Unavailable
 from quire.server.lora.fields import LoraScale
-from quire.server.lora.served import Adapter, Served
+from quire.server.lora.served import Adapter, LoadChange, Served
 from quire.server.lora.snapshots import Snapshot
 
 if TYPE_CHECKING:
@@ -91,28 +91,20 @@ class Adapters(Served):
 
     # ---- at run time
 
-    async def load(
-        self,
-        client: EngineHandle,
-        names: Sequence[str],
-        name: str,
-        path: str,
-        in_place: bool,
-        parent: str | None = None,
-    ) -> None:
-        """Load the adapter in the folder `path` as `name`; `in_place` replaces one of that name. `names` are the
-        model's.
+    async def load(self, client: EngineHandle, names: Sequence[str], change: LoadChange) -> None:
+        """Load an adapter. `names` are the model's.
 
         Raises Forbidden for a path outside the allowed folders, Conflict for a name in use, BadRequest for an adapter
         that cannot be used, Unavailable if no engine is ready.
         """
         self.require_dynamic()
-        folder = self._allowed_folder(path)
+        name = change.name
+        folder = self._allowed_folder(change.path)
         folder = self._on_hub.get(folder, folder)
         known = self.loaded.get(name)
         if name in names:
             raise Conflict(f"'{name}' is the name of the model itself.", param="lora_name")
-        if name in self._loading or (known is not None and not in_place):
+        if name in self._loading or (known is not None and not change.in_place):
             raise Conflict(
                 f"The LoRA adapter '{name}' is loaded already: unload it first, or set load_inplace.", param="lora_name"
             )
@@ -120,7 +112,7 @@ class Adapters(Served):
             raise BadRequest(f"lora_name: {MAX_ADAPTERS} adapters are loaded, and there can be no more.")
         self._loading.add(name)
         try:
-            adapter = await self._read(name, folder, parent)
+            adapter = await self._read(name, folder, change.parent)
             await _load_into(client, adapter)
             number = next(self._ids) if known is None else known.id
             self.loaded[name] = replace(adapter, id=number)

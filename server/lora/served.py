@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from quire.engine.messages import LoraUse
 from quire.server.errors import BadRequest
 from quire.server.lora.fields import LoraScale
@@ -15,6 +17,19 @@ from quire.server.lora.snapshots import Snapshot, Snapshots
 
 if TYPE_CHECKING:
     from quire.server.engines.handle import EngineHandle
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A message, or a part of one, between frontends and their parent."""
+
+
+class LoadChange(Part):
+    """Load the adapter in the folder `path` as `name`; `in_place` replaces one of that name."""
+
+    name: str
+    path: str
+    in_place: bool
+    parent: str | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,15 +112,7 @@ class ChangeableAdapters(Protocol):
     def choose(self, name: str | None, scales: Sequence[LoraScale] | None = None) -> list[Chosen]: ...
     def close(self) -> None: ...
     async def open(self, client: EngineHandle) -> None: ...
-    async def load(
-        self,
-        client: EngineHandle,
-        names: Sequence[str],
-        name: str,
-        path: str,
-        in_place: bool,
-        parent: str | None = None,
-    ) -> None: ...
+    async def load(self, client: EngineHandle, names: Sequence[str], change: LoadChange) -> None: ...
     async def unload(self, client: EngineHandle, name: str) -> None: ...
     async def set_default_scales(self, scales: Sequence[LoraScale]) -> None: ...
 

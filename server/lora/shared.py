@@ -9,11 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from quire.server.errors import ApiError, BadRequest, Conflict, Forbidden, NotFound, Unavailable
 from quire.server.lora.fields import LoraScale
-from quire.server.lora.served import Adapter, Served
+from quire.server.lora.served import Adapter, LoadChange, Part, Served
 
 if TYPE_CHECKING:
     from quire.server.engines.handle import EngineHandle
@@ -22,29 +20,18 @@ if TYPE_CHECKING:
 _REFUSALS = {one.__name__: one for one in (BadRequest, Conflict, Forbidden, NotFound)}
 
 
-class _Part(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
-
-
-class LoadChange(_Part):
-    name: str
-    path: str
-    in_place: bool
-    parent: str | None
-
-
-class UnloadChange(_Part):
+class UnloadChange(Part):
     name: str
 
 
-class ScalesChange(_Part):
+class ScalesChange(Part):
     scales: list[LoraScale]
 
 
 Change = LoadChange | UnloadChange | ScalesChange
 
 
-class Listed(_Part):
+class Listed(Part):
     """An `Adapter`. `folder` has the parent's copy of its files, which stays until every frontend has its own."""
 
     name: str
@@ -55,14 +42,14 @@ class Listed(_Part):
     created: int
 
 
-class Listing(_Part):
+class Listing(Part):
     """All adapters in order, and the scales of requests for the base model."""
 
     adapters: list[Listed]
     default_scales: dict[str, float]
 
 
-class Refusal(_Part):
+class Refusal(Part):
     """The reason for which a change was not made, as an `ApiError`."""
 
     kind: str
@@ -93,7 +80,7 @@ async def make(change: Change, adapters: Adapters, client: EngineHandle, names: 
     """Make a change that a frontend asked for. Raises ApiError."""
     match change:
         case LoadChange():
-            await adapters.load(client, names, change.name, change.path, change.in_place, change.parent)
+            await adapters.load(client, names, change)
         case UnloadChange():
             await adapters.unload(client, change.name)
         case ScalesChange():
@@ -131,17 +118,9 @@ class SharedAdapters(Served):
 
     # ---- at run time: as the methods of `Adapters`
 
-    async def load(
-        self,
-        client: EngineHandle,
-        names: Sequence[str],
-        name: str,
-        path: str,
-        in_place: bool,
-        parent: str | None = None,
-    ) -> None:
+    async def load(self, client: EngineHandle, names: Sequence[str], change: LoadChange) -> None:
         self.require_dynamic()
-        await self.ask(LoadChange(name, path, in_place, parent))
+        await self.ask(change)
 
     async def unload(self, client: EngineHandle, name: str) -> None:
         self.require_dynamic()

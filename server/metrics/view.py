@@ -36,11 +36,11 @@ class _Seen:
 
     def collect(self) -> Iterator[Any]:
         for family in self.registry.collect():
-            family.samples = [sample for sample in family.samples if self._sees(sample.labels)]
+            family.samples = [sample for sample in family.samples if self._is_visible(sample.labels)]
             if family.samples:
                 yield family
 
-    def _sees(self, labels: dict[str, str]) -> bool:
+    def _is_visible(self, labels: dict[str, str]) -> bool:
         if "key" not in labels:
             return self.view.shared
         return self.view.key in (None, labels["key"])

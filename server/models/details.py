@@ -27,7 +27,7 @@ async def details_of(model: Model) -> ModelDetails | None:
         return None
 
 
-def shown(details: ModelDetails, model: Model, planned: Planned | None, abilities: list[str]) -> dict[str, Any]:
+def show_answer(details: ModelDetails, model: Model, planned: Planned | None, abilities: list[str]) -> dict[str, Any]:
     """Return the answer of /api/show for a model that is not loaded."""
     more = {} if planned is None else {f"{details.family}.context_length": planned.max_model_len}
     return {

@@ -97,11 +97,11 @@ class HostState(ServerState):
         adapters = [name for model in self.models.values() for name in model.state.adapters.loaded]
         return [*self.names, *adapters]
 
-    def shown_name(self, name: str | None) -> str:
+    def display_name(self, name: str | None) -> str:
         model = self.find(name or "")
         return name if name in self.all_names else model.name if model is not None else self.names[0]
 
-    answering = shown_name
+    answering = display_name
 
     def require_model(self, name: str | None, known: Sequence[str]) -> None:
         """Raises NotFound, which names the `known` ones, unless `name` is absent, empty or a name of a model."""

@@ -91,12 +91,12 @@ class Models:
         """Refuse new requests from now on."""
         for model in self.models.values():
             model.state.draining = True
-        self._tell_watchers()
+        self._notify_watchers()
 
     def _on_change(self, model: Model) -> None:
         if model.status in (UNLOADED, FAILED):
             self._notify()
-        self._tell_watchers()
+        self._notify_watchers()
 
     def prepare_spare(self) -> None:
         """Start the engine process of the next model, if there is one to load and none is loading."""
@@ -107,7 +107,7 @@ class Models:
                 self.spare.prepare(model.entry.config)
                 return
 
-    def _tell_watchers(self) -> None:
+    def _notify_watchers(self) -> None:
         for event in self.changed:
             event.set()
 

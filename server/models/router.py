@@ -21,7 +21,7 @@ from quire.server.http.caller import caller, caller_in
 from quire.server.http.middleware import send_json
 from quire.server.http.read_body import read_body
 from quire.server.keys.access import names_for, require_model
-from quire.server.models.details import details_of, shown
+from quire.server.models.details import details_of, show_answer
 from quire.server.models.host import HostState
 from quire.server.models.loaded import LOADED, LOADING, Model
 from quire.server.models.manager import Models
@@ -150,7 +150,7 @@ class Router:
         try:
             await self._enter(request, chosen, sender)
         except ApiError as error:
-            if not sender.has_begun:
+            if not sender.has_started:
                 raise
             await sender.fail(error)
             return
@@ -159,7 +159,7 @@ class Router:
             if (app := model.app) is None:  # its engine failed for good in this moment
                 message = f"The model '{model.name}' failed: {model.error}"
                 error = Unavailable(message, code="model_failed", retry_after=2)
-                await sender.fail(error) if sender.has_begun else await self._refuse(request, error, send)
+                await sender.fail(error) if sender.has_started else await self._refuse(request, error, send)
                 return
             await app(request.scope, receive, sender)
         finally:
@@ -168,23 +168,23 @@ class Router:
     async def _enter(self, request: Request, chosen: Chosen, sender: _Sender) -> None:
         """Have the model loaded, while the client is told how far it is. Raises as `Models.enter`, and ClientGone."""
         waits = chosen.model.status != LOADED and chosen.streams
-        telling = asyncio.create_task(self._tell(chosen.model, sender)) if waits else None
+        status_task = asyncio.create_task(self._send_status(chosen.model, sender)) if waits else None
         try:
             await sse.unless_disconnected(request, self.models.enter(chosen.model, chosen.keep_alive))
         finally:
-            if telling is not None:
-                telling.cancel()
-                await asyncio.gather(telling, return_exceptions=True)
+            if status_task is not None:
+                status_task.cancel()
+                await asyncio.gather(status_task, return_exceptions=True)
 
     async def _show(self, request: Request, model: Model, send: Send) -> bool:
         """Answer /api/show from the files of a model that is not loaded. Returns False if they are not here."""
         if (found := await details_of(model)) is None:
             return False
-        answer = shown(found, model, self.models.planner.known(model.name), capabilities(model, self.models))
+        answer = show_answer(found, model, self.models.planner.known(model.name), capabilities(model, self.models))
         await sse.JsonResponse(answer)(request.scope, request.receive, send)
         return True
 
-    async def _tell(self, model: Model, sender: _Sender) -> None:
+    async def _send_status(self, model: Model, sender: _Sender) -> None:
         """Tell a client that waits for events how far the model is."""
         await asyncio.sleep(_SLOW)
         while True:
@@ -198,18 +198,18 @@ class _Sender:
 
     def __init__(self, send: Send, scope: Scope):
         self._send, self._scope = send, scope
-        self.has_begun = self._is_error = False
+        self.has_started = self._is_error = False
         self._error = bytearray()
 
     async def comment(self, text: str) -> None:
-        if not self.has_begun:
-            self.has_begun = True
+        if not self.has_started:
+            self.has_started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
         printable = text.encode("ascii", "replace")
         await self._send({"type": "http.response.body", "body": b": %b\n\n" % printable, "more_body": True})
 
     async def __call__(self, message: Message) -> None:
-        if not self.has_begun:
+        if not self.has_started:
             await self._send(message)
         elif message["type"] == "http.response.start":
             self._is_error = message["status"] >= 400

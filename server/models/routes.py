@@ -99,8 +99,8 @@ class _Routes:
             raise NotFound("There is no GET /v1/models/; the path is /v1/models.")
         require_model(caller(request), name, state)
         if "anthropic-version" in request.headers:
-            return JsonResponse(anthropic_models.model_info(state, state.shown_name(name)))
-        return JsonResponse(self._card(state.shown_name(name), state.find(name)))
+            return JsonResponse(anthropic_models.model_info(state, state.display_name(name)))
+        return JsonResponse(self._card(state.display_name(name), state.find(name)))
 
     def _card(self, name: str, model: Model) -> ServedCard:
         planned, adapter = self.models.planner.known(model.name), model.state.adapters.loaded.get(name)

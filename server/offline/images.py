@@ -81,7 +81,7 @@ class ImageTurns:
         state.images.may_enlarge = True
         self._slots = asyncio.Semaphore(MAX_TURNS)
         self._num_active = 0  # prompts that load their images, or hold them
-        self._num_begun = 0  # times that a prompt became active
+        self._num_started = 0  # times that a prompt became active
         self._changed = asyncio.Event()
 
     @asynccontextmanager
@@ -95,12 +95,12 @@ class ImageTurns:
             self._begin()
             try:
                 while True:
-                    alone, begun = self._num_active == 1, self._num_begun
+                    alone, num_before = self._num_active == 1, self._num_started
                     try:
                         await load("")
                         break
                     except Unavailable:
-                        if alone and begun == self._num_begun:
+                        if alone and num_before == self._num_started:
                             raise
                         await self._give_way(spec)
                 yield
@@ -110,7 +110,7 @@ class ImageTurns:
 
     def _begin(self) -> None:
         self._num_active += 1
-        self._num_begun += 1
+        self._num_started += 1
 
     async def _give_way(self, spec: GenerationSpec) -> None:
         """Release what was loaded, and wait until another prompt has ended."""

@@ -48,10 +48,10 @@ class Runtime:
         """
         for warning in removed_settings(self.config):
             logger.warning("%s", warning)
-        shown = StartProgress()
+        bar = StartProgress()
         try:
             self.engines.start_if_local()
-            self._running = asyncio.create_task(self._run(shown.update))
+            self._running = asyncio.create_task(self._run(bar.update))
             ready = asyncio.create_task(self._ready.wait())
             await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
             ready.cancel()
@@ -59,7 +59,7 @@ class Runtime:
                 self._running.result()  # raises the ValueError
             self.require_alive()
         finally:
-            shown.close()
+            bar.close()
         worker = self.state.client.ready.worker
         logger.info("%s", plan_table(worker))
         for warning in worker.warnings:

@@ -134,7 +134,7 @@ class _Answer:
     def _first_call(self) -> Wait[None]:
         yield from self._reader.skip_space()
         for begin in self._first:
-            if (yield from self._reader.sees(begin)):
+            if (yield from self._reader.starts_with(begin)):
                 yield from self._format.read(self._reader, begin, self._tools)
                 return
         raise Malformed

@@ -84,7 +84,7 @@ class ArgumentTypes:
         allowed = not types or kind in types or (kind == "number" and "integer" in types and _is_integer(candidate))
         return candidate if allowed or (kind == "integer" and "number" in types) else json_string(text)
 
-    def begun(self, name: str, text: str) -> str:
+    def truncated(self, name: str, text: str) -> str:
         """Return the usable part of a value that was cut off after `text`."""
         stripped, types = text.lstrip(), self.types(name)
         if stripped[:1] in "{[-0123456789":

@@ -130,7 +130,7 @@ def _read_message(reader: Reader, may_call: bool) -> Wait[None]:
 
 def _expect_header(reader: Reader) -> Wait[None]:
     for begin in (_CHANNEL, _START, " to="):
-        if (yield from reader.sees(begin)):
+        if (yield from reader.starts_with(begin)):
             return
     raise Malformed
 
@@ -150,7 +150,7 @@ def _read_body(reader: Reader, emit: Callable[[str], None]) -> Wait[None]:
 def _read_arguments(reader: Reader) -> Wait[None]:
     """Arguments; text that is not JSON up to the end of the message is content."""
     yield from reader.skip_space()
-    if not (yield from reader.sees("<|")):
+    if not (yield from reader.starts_with("<|")):
         yield from json_text.arguments(reader, _MARKERS)
     reader.end_call()
     yield from json_text.closers(reader)

@@ -135,7 +135,11 @@ def _string_value(reader: Reader, emit: Emit, ends: Markers) -> Wait[None]:
 def _escape(reader: Reader) -> Wait[str]:
     """Yield one escape sequence, with the second half of a surrogate pair."""
     text = yield from _one_escape(reader)
-    if text.startswith("\\u") and text[2:4].lower() in ("d8", "d9", "da", "db") and (yield from reader.sees("\\u")):
+    if (
+        text.startswith("\\u")
+        and text[2:4].lower() in ("d8", "d9", "da", "db")
+        and (yield from reader.starts_with("\\u"))
+    ):
         text += yield from _one_escape(reader)
     if text == "\\'":
         return "'"
@@ -146,7 +150,7 @@ def _escape(reader: Reader) -> Wait[str]:
 
 
 def _one_escape(reader: Reader) -> Wait[str]:
-    length = 6 if (yield from reader.sees("\\u")) else 2
+    length = 6 if (yield from reader.starts_with("\\u")) else 2
     if not (yield from reader.at_least(length)):
         raise Cut
     return reader.take(length)
@@ -189,7 +193,7 @@ def calls(reader: Reader, names: frozenset[str] | None = None, ends: Markers = _
                 break
             reader.hold()
             yield from reader.skip_space()
-            if (yield from reader.sees("]")):
+            if (yield from reader.starts_with("]")):
                 break
     yield from closers(reader)
 

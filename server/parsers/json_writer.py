@@ -64,7 +64,7 @@ class JsonWriter:
         self._quote = ""  # for the string that is being read
         self._is_key = False
         self._rest = ""  # an escape or atom that may go on
-        self.begun = False  # something was handed out
+        self.emitted = False  # something was handed out
         self.done = False
 
     @property
@@ -97,15 +97,15 @@ class JsonWriter:
         self._rest = ""
         if self._quote and not self._is_key:
             self._write('"')
-        if not self.done and self.begun_or_written:
+        if not self.done and self.has_output:
             self._pending.clear()
             self._out += reversed(self._closers[: self._num_closers])
         self.done = True
         self._flush()
 
     @property
-    def begun_or_written(self) -> bool:
-        return self.begun or bool(self._out)
+    def has_output(self) -> bool:
+        return self.emitted or bool(self._out)
 
     # ---- tokens
 
@@ -245,5 +245,5 @@ class JsonWriter:
         if self._out:
             text = "".join(self._out)
             self._out.clear()
-            self.begun = True
+            self.emitted = True
             self._emit(text)

@@ -117,7 +117,7 @@ class Reader:
         call, self._call = self._call, None
         if call is not None:
             call.close()
-            if not call.begun:
+            if not call.emitted:
                 self._emit_arguments("{}")
 
     def _emit_arguments(self, text: str) -> None:
@@ -160,7 +160,7 @@ class Reader:
                 return False
         return True
 
-    def sees(self, string: str) -> Wait[bool]:
+    def starts_with(self, string: str) -> Wait[bool]:
         """Return whether the unread text begins with `string`. Waits only as long as it may."""
         while True:
             rest = self.text[self.position : self.position + len(string)]
@@ -171,7 +171,7 @@ class Reader:
 
     def accept(self, string: str) -> Wait[bool]:
         """Read `string` if it is next."""
-        if (yield from self.sees(string)):
+        if (yield from self.starts_with(string)):
             self.take(len(string))
             return True
         return False

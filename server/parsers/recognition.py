@@ -8,12 +8,12 @@ HasToken = Callable[[str], bool]  # whether the tokenizer has this string as one
 Recognize = Callable[[str, HasToken], str | None]  # why a format is that of a chat template's models, or None
 
 
-def has(*telltales: str) -> Recognize:
+def has(*needles: str) -> Recognize:
     """Recognizes templates that have all of these strings."""
 
     def recognize(template: str, has_token: HasToken) -> str | None:
-        if all(telltale in template for telltale in telltales):
-            return f"the chat template has {' and '.join(telltales)}"
+        if all(needle in template for needle in needles):
+            return f"the chat template has {' and '.join(needles)}"
         return None
 
     return recognize

@@ -1,23 +1,18 @@
-"""A conversation -> the text of its prompt, and how the answer to it is to be read and held to its format."""
+"""A conversation -> the text of its prompt."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.engine.messages import ThinkingBudget
 from quire.server.errors import BadRequest
 from quire.server.model_info import Preset
 from quire.server.prompt.generic_tools import with_generic_tools
 from quire.server.prompt.images import Illustrated, Placeholders, after_results
 from quire.server.prompt.system_messages import fit_system_messages
 from quire.server.prompt.thinking import Thinking, resolve
-from quire.server.prompt.tool_structure import called_tools, structure_of
 from quire.server.request import needs
-from quire.server.request.formats import Formats
-from quire.server.request.parse import Parsing
 from quire.server.request.request import Conversation
-from quire.server.structured.structure import Structure
 from quire.server.text.chat_template import ChatTemplate
 
 # variables of a template that have fields of their own
@@ -157,74 +152,7 @@ def _without_generic(state: needs.Settings) -> str:
     return f"Without {' and '.join(flags)}, {described}" if flags else f"With --generic-tool-prompt, {described}"
 
 
-# ---- the answer
-
-
-@dataclass(slots=True)
-class Reading:
-    """The parsing of the answer to a conversation (None: as text), and its constraints."""
-
-    parsing: Parsing | None = None
-    structure: Structure | None = None
-    thinking: ThinkingBudget | None = None
-    visible_ids: frozenset[int] = frozenset()
-    text_ends: frozenset[int] = frozenset()  # markers, and the first token that ends thoughts whose budget is used
-
-
-def read_answer(
-    conversation: Conversation, rendered: Rendered, structure: Structure | None, state: needs.Formats
-) -> Reading:
-    """`structure` is the request's constraint on the content."""
-    formats: Formats = state.formats
-    tools = called_tools(conversation.tools, conversation.tool_choice) if formats.tools else ()
-    if formats.reasoning is None and not tools:
-        return Reading(structure=structure)
-    opened = _opened(rendered.text, conversation, formats)
-    parsing = Parsing(
-        formats,
-        tools,
-        frozenset(tool.name for tool in conversation.tools if tool.custom),
-        conversation.reasoning.separate,
-        opened,
-        conversation.reasoning.stream,
-        rendered.template.tool_support.short_ids if tools else False,
-        sum(len(message.get("tool_calls", ())) for message in conversation.messages),
-    )
-    if not conversation.parse or not (tools or parsing.separate):
-        parsing = None
-    wanted = structure_of(tools, conversation.tool_choice, structure, formats, opened, _closed(rendered.text, formats))
-    thinking = _budget(rendered.thinking.budget, opened, wanted, formats)
-    text_ends = formats.marker_ids | frozenset(thinking.forced[:1] if thinking else ())
-    return Reading(parsing, wanted, thinking, formats.visible_ids, text_ends)
-
-
-def _budget(budget: int | None, opened: bool, structure: Structure | None, formats: Formats) -> ThinkingBudget | None:
-    """`structure` constrains the answer: the tokens that end the thoughts must not break it."""
-    if budget is None or formats.reasoning is None:
-        return None
-    forced = formats.forced_end
-    if structure is not None:
-        covered = formats.tools is not None and formats.tools.covers_reasoning and structure.after is None
-        forced = formats.forced_to_calls if covered else formats.forced_to_structure
-    return ThinkingBudget(budget, opened, formats.begin, formats.end, forced)
-
-
-def _opened(prompt: str, conversation: Conversation, formats: Formats) -> bool:
-    """Return whether the answer begins within thoughts."""
-    if formats.reasoning is None:
-        return False
-    if conversation.continue_final_message:
-        begin, end = prompt.rfind(formats.reasoning.begin), prompt.rfind(formats.reasoning.end)
-        return begin > end and formats.reasoning.begin in text_of(conversation.messages[-1])
-    return formats.reasoning.opened(prompt)
-
-
 def text_of(message: dict[str, Any]) -> str:
     """Return the text of a message's content."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-
-
-def _closed(prompt: str, formats: Formats) -> bool:
-    """Return whether the prompt says that the model shall not think: it ends with thoughts that have ended."""
-    return formats.reasoning is None or prompt.rstrip().endswith(formats.reasoning.end)

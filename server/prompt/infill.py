@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from quire.server.errors import BadRequest
 from quire.server.request import needs
 from quire.server.request.request import GenerationSpec
 from quire.server.text.infill import Infill, infill_of
 
 
-def infill_prompts(spec: GenerationSpec, state: needs.Encoding) -> tuple[list[list[int]], Infill]:
-    """Return token ids of each prompt, which a middle follows. Raises BadRequest if the model or the request cannot do
-    it.
-    """
+@dataclass(slots=True)
+class InfillDraft:
+    """The text after the prompts of a request, then other files, not yet tokenized."""
+
+    format: Infill
+    texts: list[str]
+
+    def around(self, befores: list[list[int]], others: list[list[int]]) -> list[list[int]]:
+        """Return the prompts that ask for the middle between each of `befores` and the suffix. `others` has the ids of
+        `texts`; each file follows the file token, or is plain text in formats without one.
+        """
+        after, *files = others
+        mark = [] if self.format.file is None else [self.format.file]
+        context = [token for file in files for token in (*mark, *file)]
+        return [self.format.prompt(before, after, [*context, *mark] if context else []) for before in befores]
+
+
+def infill_draft(spec: GenerationSpec, state: needs.Encoding) -> InfillDraft:
+    """Raises BadRequest if the model or the request cannot ask for a middle."""
     found = infill_of(state.tokenizer)
     if found is None:
         raise BadRequest(
@@ -27,15 +44,5 @@ def infill_prompts(spec: GenerationSpec, state: needs.Encoding) -> tuple[list[li
         raise BadRequest(
             f"prompt and suffix cannot fit into the context of {state.model.max_model_len} tokens.", param="prompt"
         )
-    *befores, after = state.tokenizer.encode_batch([*spec.prompts, spec.suffix], add_special_tokens=False)
-    context = _context(spec, found, state)
-    return [found.prompt(before, after, context) for before in befores], found
-
-
-def _context(spec: GenerationSpec, found: Infill, state: needs.Text) -> list[int]:
-    """Return the other files, each after the file token, or as plain text in formats without one."""
-    ids: list[int] = []
-    for name, text in spec.context:
-        ids += [] if found.file is None else [found.file]
-        ids += state.tokenizer.encode(f"{name}\n{text}\n" if name else f"{text}\n", add_special_tokens=False)
-    return [*ids, found.file] if ids and found.file is not None else ids
+    files = [f"{name}\n{text}\n" if name else f"{text}\n" for name, text in spec.context]
+    return InfillDraft(found, [spec.suffix, *files])

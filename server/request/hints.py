@@ -24,10 +24,10 @@ class Ignored(msgspec.Struct):
     def __bool__(self) -> bool:
         return bool(self.unknown or self.hints)
 
-    def note_unknown(self, name: str) -> None:
+    def record_unknown(self, name: str) -> None:
         if len(self.unknown) < MAX_UNKNOWN:
             self.unknown.append(name)
 
-    def note_hint(self, name: str) -> None:
+    def record_hint(self, name: str) -> None:
         if len(self.hints) < MAX_UNKNOWN:
             self.hints.append(name)

@@ -52,7 +52,7 @@ class PrefillProgress:
         """Take the counts of the prompt of request `prompt`, of which a part is computed."""
         self._note(prompt, counts.prefilled, counts.cached)
 
-    def note_first_token(self, prompt: str, counts: TokenCounts) -> None:
+    def record_first_token(self, prompt: str, counts: TokenCounts) -> None:
         """Record that the whole prompt is computed."""
         self._note(prompt, self._totals[prompt], counts.cached)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import msgspec
+
 from quire.engine.messages import SAMPLERS, Dry, SamplerChain
 from quire.server.errors import BadRequest
 from quire.server.request.fields import SamplingFields
@@ -16,17 +18,14 @@ _LETTERS = {  # for `samplers` as one text
     "x": "xtc", "t": "temperature",
 }  # fmt: skip
 _OTHER_NAMES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical_p": "typ_p"}
-# parameters of samplers, with the values at which they do nothing
-_NEUTRAL = {
-    "typical_p": 1.0,
-    "top_n_sigma": 0.0,
-    "xtc_probability": 0.0,
-    "dynatemp_range": 0.0,
-    "dry_multiplier": 0.0,
-    "mirostat": 0,
-}
-# those that only tune others
+# parameters that only tune others
 _TUNING = ("xtc_threshold", "dynatemp_exponent", "min_keep", "mirostat_tau", "mirostat_eta")
+# the other parameters of samplers, with the values at which they do nothing
+_NEUTRAL: dict[str, Any] = {"dry_multiplier": 0.0} | {
+    one.name: one.default
+    for one in msgspec.structs.fields(SamplerChain)
+    if one.name in SamplingFields.__struct_fields__ and one.name not in _TUNING
+}
 
 
 class Breaking(Protocol):

@@ -17,7 +17,7 @@ import msgspec
 
 from quire.checkpoints.honoured import report_ignored
 from quire.checkpoints.reading import read_object
-from quire.checkpoints.rules import Kind, Number, Rule, Whole, shown
+from quire.checkpoints.rules import Kind, Number, Rule, Whole, printable
 from quire.configs.config import Config
 from quire.configs.generation import PARAMETERS, read_generation
 from quire.engine.messages import SamplingParams
@@ -125,7 +125,7 @@ def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         if (value := values.get(key)) is None:
             continue
         if not (rule := _RULES[key]).fits(value):
-            raise ValueError(f"{where}: {key} must be {rule}, not {shown(value)}")
+            raise ValueError(f"{where}: {key} must be {rule}, not {printable(value)}")
         defaults[name] = value
     return defaults
 

@@ -30,13 +30,13 @@ class BreakerIndex:
         with its beginning, the tokens of the rest).
         """
         whole = dict.fromkeys(self._owners(text.encode()))
-        begun: dict[str, tuple[int, ...]] = {}
+        starts: dict[str, tuple[int, ...]] = {}
         for place in range(1, len(text)):
             ending = self._owners(text[:place].encode() + _END)
             if first := tuple(token_id for token_id in ending if token_id not in whole):
-                begun[text[place:]] = first
-        rests = self._encode(list(begun)) if begun else []
-        pairs = zip(begun.values(), rests, strict=True)
+                starts[text[place:]] = first
+        rests = self._encode(list(starts)) if starts else []
+        pairs = zip(starts.values(), rests, strict=True)
         return tuple(whole), tuple((first, tuple(rest[:MAX_TAIL])) for first, rest in pairs if rest)
 
     def _owners(self, sought: bytes) -> Iterator[int]:

@@ -49,7 +49,7 @@ class Turns:
         names these in the error, in plural.
         """
         self._per_tenant = num_slots if per_tenant is None else per_tenant
-        self._free, self._num_slots = num_slots, num_slots
+        self._free = num_slots
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._max_waiting, self._what = max_waiting, what
         self._tenants: dict[str, _Tenant] = {}

@@ -190,16 +190,16 @@ def test_a_first_token_is_not_late_in_seconds_either():
 def test_steps_are_full_on_a_fast_device_and_for_one_tenant():
     pace = Pace()
     for tenant in ("a", "b", "a"):
-        pace.note_request(tenant)
+        pace.record_request(tenant)
     assert pace.limit(2048) == 2048, "the speed is unknown"
-    pace.note_step(2048, 4, 0.05)
+    pace.record_step(2048, 4, 0.05)
     assert pace.limit(2048) == 2048
     for _ in range(30):
-        pace.note_step(2048, 4, 2.0)
-        pace.note_step(64, 64, 2.0)  # outputs say nothing about prompts
+        pace.record_step(2048, 4, 2.0)
+        pace.record_step(64, 64, 2.0)  # outputs say nothing about prompts
     assert 96 <= pace.limit(2048) <= 130
     alone = Pace()
-    alone.note_request("a")
-    alone.note_step(2048, 4, 2.0)
-    alone.note_request("a")
+    alone.record_request("a")
+    alone.record_step(2048, 4, 2.0)
+    alone.record_request("a")
     assert alone.limit(2048) == 2048

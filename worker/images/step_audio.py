@@ -33,8 +33,8 @@ class AudioRows:
 
     def beginning(self, step: StepInput) -> list[tuple[int, MediaItem | None, np.ndarray]]:
         """(batch position, audio, slots) of the requests whose first token a step computes."""
-        begun = [(i, row) for i, (row, computed) in enumerate(zip(step.rows, step.num_computed)) if not computed]
-        return [(i, *self.rows[row]) for i, row in begun if row in self.rows]
+        starting = [(i, row) for i, (row, computed) in enumerate(zip(step.rows, step.num_computed)) if not computed]
+        return [(i, *self.rows[row]) for i, row in starting if row in self.rows]
 
 
 class StepAudio(StepImages):
@@ -53,14 +53,14 @@ class StepAudio(StepImages):
     def errors(self, step: StepInput) -> dict[int, str]:
         if not self.failed:
             return {}
-        begun = [(i, item.key) for i, item, _ in self.rows.beginning(step) if item is not None]
-        return {i: f"the audio: {self.failed[key]}" for i, key in begun if key in self.failed}
+        starting = [(i, item.key) for i, item, _ in self.rows.beginning(step) if item is not None]
+        return {i: f"the audio: {self.failed[key]}" for i, key in starting if key in self.failed}
 
     def prepare(self, batch: InputBatch) -> None:
-        begun = self.rows.beginning(batch.step)
-        if begun:
-            hidden = torch.cat([self._output(item, len(slots)) for _, item, slots in begun])
-            slots = self.platform.to_device(np.concatenate([slots for *_, slots in begun]))
+        starting = self.rows.beginning(batch.step)
+        if starting:
+            hidden = torch.cat([self._output(item, len(slots)) for _, item, slots in starting])
+            slots = self.platform.to_device(np.concatenate([slots for *_, slots in starting]))
             batch.encoded = Encoded(hidden, slots)
 
     def _output(self, item: MediaItem | None, length: int) -> torch.Tensor:

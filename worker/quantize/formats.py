@@ -51,11 +51,6 @@ class Format:
         return self.name in ("fp8", "w8a8")
 
     @property
-    def bits_per_weight(self) -> float:
-        """Bits with those of scales, but for scales of whole rows."""
-        return self.bits + (16 / self.group if self.group else 0)
-
-    @property
     def storage(self) -> str:
         """The name of the tensors' layout."""
         if self.is_float:

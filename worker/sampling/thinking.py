@@ -72,9 +72,9 @@ class EndOfThinking(LogitsProcessor):
         tokens = tokens.masked_fill(position < 0, -1)
 
         place = torch.arange(num_starts, device=device)
-        begun = self._matches(tokens[:, : num_begin + num_starts - 1], thinking.begin)
+        started = self._matches(tokens[:, : num_begin + num_starts - 1], thinking.begin)
         if thinking.opened:
-            begun = begun | (first[:, None] + num_begin + place == 0)
+            started = started | (first[:, None] + num_begin + place == 0)
         ends = self._matches(tokens[:, num_begin:], thinking.end)
         num_ends = torch.nn.functional.pad(ends.int().cumsum(1), (1, 0))  # that begin before each place
 
@@ -86,9 +86,9 @@ class EndOfThinking(LogitsProcessor):
                 > num_ends[:, start.clamp(max=num_ends.shape[1] - 1)]
             )
 
-        due = begun & ~ended(place, budget)
+        due = started & ~ended(place, budget)
         for distance in range(1, num_nested + 1):
-            within = begun[:, :-distance] & ~ended(place[:-distance], distance)
+            within = started[:, :-distance] & ~ended(place[:-distance], distance)
             due[:, distance:] &= ~within
         due = due[:, num_nested:]
 

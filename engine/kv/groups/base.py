@@ -70,7 +70,7 @@ class GroupBlocks:
         """Give a request the blocks that `hold` returned."""
         held = [block_id for block_id in ids if block_id != NULL_BLOCK]
         self.pool.share(held)
-        self.pool.note_hits(held, request.group)
+        self.pool.record_hits(held, request.group)
         request.block_ids[self.g] = list(ids)
 
     def prefix(self, ids: list[int], num_blocks: int) -> list[int]:

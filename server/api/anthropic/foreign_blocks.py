@@ -203,17 +203,17 @@ def result_of(block: ForeignResult, path: str) -> str:
 def text_of(block: Document | SearchResult, path: str) -> str:
     """Return the text of a document or a search result. Raises BadRequest for a file that would have to be read."""
     if isinstance(block, SearchResult):
-        said = readable(block.content, f"{path}.content")
-        return "\n".join(filter(None, (block.title, block.source, said)))
+        text = readable(block.content, f"{path}.content")
+        return "\n".join(filter(None, (block.title, block.source, text)))
     source, where = block.source, f"{path}.source"
     if source.type == "text" and source.data is not None:
-        said = source.data
+        text = source.data
     elif source.type == "content" and is_given(source.content):
-        said = readable(source.content, f"{where}.content")
+        text = readable(source.content, f"{where}.content")
     else:
         raise BadRequest(
             f"{where}.type: documents of type '{source.type[:100]}' are not read by this server, only text.",
             param=f"{where}.type",
             code="unsupported_parameter",
         )
-    return "\n".join(filter(None, (block.title, block.context, said)))
+    return "\n".join(filter(None, (block.title, block.context, text)))

@@ -13,7 +13,7 @@ from quire.server.api.anthropic.translate import conversation, spec
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
-from quire.server.http.cache_hint import wanted_for
+from quire.server.http.cache_hint import with_retention
 from quire.server.http.caller import caller
 from quire.server.http.read_body import use_body
 from quire.server.keys.access import require_model
@@ -38,7 +38,7 @@ async def create_message(request: Request, state: needs.Completion) -> Response:
     used = TokenUsage.for_requests([one])
     message = MessageResponse(
         id=ID_PREFIX + caller(request).request_id,
-        model=state.shown_name(body.model),
+        model=state.display_name(body.model),
         content=[],
         usage=cached.usage(used),
     )
@@ -64,7 +64,7 @@ Prepared = tuple[MessagesRequest, GenerationRequest, Caching]
 def _prepare(request: Request, body: MessagesRequest, state: needs.Preparing) -> Prepared | Deferred[Prepared]:
     check_progress(body.return_progress, body.stream)
     seconds = seconds_wanted(body)
-    identity = wanted_for(admission.admit(request, state, ID_PREFIX, model=body.model), seconds)
+    identity = with_retention(admission.admit(request, state, ID_PREFIX, model=body.model), seconds)
     wanted = spec(body, state.formats.reasoning is not None, **identity)
 
     def finish() -> Prepared:

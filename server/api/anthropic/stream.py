@@ -78,7 +78,7 @@ class Stream:
 
     def __init__(self, message: MessageResponse, used: TokenUsage, clipped: bool, cached: Caching):
         self.message, self.used, self.clipped, self.cached = message, used, clipped, cached
-        self.begun = False
+        self.started = False
         self.index = -1  # for the block that is open
         self.open: str | None = None  # its type
 
@@ -93,8 +93,8 @@ class Stream:
 
     def _frames(self, delta: Delta) -> Iterator[bytes]:
         self.used.add(delta)
-        if not self.begun:
-            self.begun = True
+        if not self.started:
+            self.started = True
             self.message.usage = self.cached.usage(self.used)
             self.message.usage.output_tokens = 0
             yield _event("message_start", message=self.message)

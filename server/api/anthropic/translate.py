@@ -121,12 +121,12 @@ def _messages(message: InputMessage, path: str) -> list[dict[str, Any]]:
 
 def _user(message: InputMessage, path: str) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
-    said: Illustrated = []
+    segment: Illustrated = []
 
     def flush() -> None:
-        if said:
-            out.append({"role": message.role, "content": _content(said)})
-            said.clear()
+        if segment:
+            out.append({"role": message.role, "content": _content(segment)})
+            segment.clear()
 
     left_out = message.unread()
     for i, block in enumerate(message.content):
@@ -134,7 +134,7 @@ def _user(message: InputMessage, path: str) -> list[dict[str, Any]]:
         if i in left_out:
             continue
         if isinstance(block, TextBlock) or (isinstance(block, _OF_USER) and message.role == "user"):
-            said.append((block, where))
+            segment.append((block, where))
         elif isinstance(block, ToolResult) and message.role == "user":
             flush()
             result = _result(block, where)

@@ -53,7 +53,7 @@ def served_name(name: str, state: needs.Names) -> str:
     return plain if name not in known and plain in known else name
 
 
-def shown_name(name: str, state: needs.Names) -> str:
+def display_name(name: str, state: needs.Names) -> str:
     """Return the name for the answer to a request for `name`."""
     return name if served_name(name, state) in state.all_names else state.names[0]
 

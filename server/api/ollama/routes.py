@@ -13,14 +13,14 @@ from quire.server.api import needs
 from quire.server.api.ollama import library, protocol
 from quire.server.api.ollama.answer import Answer, now
 from quire.server.api.ollama.keep_alive import asks_to_unload, keep_alive_seconds
-from quire.server.api.ollama.models import running, served_name, show, shown_name, tags, version
+from quire.server.api.ollama.models import display_name, running, served_name, show, tags, version
 from quire.server.api.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
 from quire.server.api.ollama.translate import chat_spec, generate_spec
 from quire.server.errors import ApiError, NotFound
 from quire.server.generate.pooling import Vector, embed_params
 from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
-from quire.server.http.cache_hint import wanted_for
+from quire.server.http.cache_hint import with_retention
 from quire.server.http.read_body import use_body
 from quire.server.http.route import NDJSON, Route
 from quire.server.http.vectors import VectorFields, to_requests, vectors
@@ -78,7 +78,7 @@ def _prepare(body: B, spec: GenerationSpec | None, state: needs.Prompting) -> Wo
 def _admit(request: Request, state: needs.Admission, body: ChatRequest | GenerateRequest) -> dict[str, Any]:
     identity = admission.admit(request, state, ID_PREFIX, model=served_name(body.model, state))
     check_progress(body.return_progress, body.stream is not False)
-    return wanted_for(identity, keep_alive_seconds(body.keep_alive))
+    return with_retention(identity, keep_alive_seconds(body.keep_alive))
 
 
 async def _respond(
@@ -87,9 +87,9 @@ async def _respond(
     answer_to_chat = isinstance(body, ChatRequest)
     if one is None:  # a request to load the model, which it is, or to unload it
         reason = "unload" if asks_to_unload(body.keep_alive) else "load"
-        return sse.JsonResponse(empty_answer(shown_name(body.model, state), answer_to_chat, reason))
+        return sse.JsonResponse(empty_answer(display_name(body.model, state), answer_to_chat, reason))
     tokenizer = state.tokenizer if body.logprobs else None
-    answer = Answer(shown_name(body.model, state), one, answer_to_chat, tokenizer)
+    answer = Answer(display_name(body.model, state), one, answer_to_chat, tokenizer)
     progress = report_progress(body.return_progress, [one], answer.progress)
     stream = await admission.generate(request, state, [one], "messages" if answer_to_chat else "prompt")
     if body.stream is not False:
@@ -138,7 +138,7 @@ async def embed(request: Request, state: needs.Vectors) -> Response:
     found = await vectors(request, state, requests, "input")
     return sse.JsonResponse(
         {
-            "model": shown_name(body.model, state),
+            "model": display_name(body.model, state),
             "embeddings": [vector.values.tolist() for vector in found],
             "total_duration": time.monotonic_ns() - started,
             "load_duration": 0,

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from quire.server.api import needs
 from quire.server.api.openai import streams
 from quire.server.api.openai.objects import Timings, Usage
 from quire.server.api.openai.protocol import GenerationFields
-from quire.server.api.openai.transfer import check_transfer
+from quire.server.api.openai.transfer import answered, check_transfer
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
 from quire.server.http import admission, sse
@@ -25,6 +25,8 @@ from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.progress import check_progress, report_progress
 from quire.server.request.usage import TokenUsage
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def admit(request: Request, body: GenerationFields, state: needs.Admission, prefix: str) -> dict[str, Any]:
@@ -72,6 +74,8 @@ async def respond(
 class Answer(ABC):
     """The answer to one request. A subclass writes the objects of its endpoint."""
 
+    chunk_type: type[msgspec.Struct]  # of an event of a stream
+
     def __init__(
         self,
         body: GenerationFields,
@@ -103,8 +107,22 @@ class Answer(ABC):
     def frame(self, delta: Delta) -> bytes:
         """Return the events for one delta; may be empty."""
 
-    @abstractmethod
-    def _chunk(self, choices: list[Any], usage: Usage | None = None) -> msgspec.Struct: ...
+    def filled(self, kind: type[T], choices: list[Any], timings: Timings | msgspec.UnsetType, **more: object) -> T:
+        """Return an object of `kind` with the members that answers and chunks have in common."""
+        return kind(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            system_fingerprint=self.state.system_fingerprint,
+            timings=timings,
+            kv_transfer_params=answered(self.requests),
+            **more,
+        )
+
+    def _chunk(self, choices: list[Any], usage: Usage | None = None) -> msgspec.Struct:
+        timings = self.timings(usage is not None)
+        return self.filled(self.chunk_type, choices, timings, usage=self.chunk_usage(choices, usage))
 
     def size(self, choices: list[deltas.Choice]) -> int:
         """Return the work of `whole`, for `Threads.run`."""

@@ -21,7 +21,6 @@ from quire.server.api.openai.objects import (
 )
 from quire.server.api.openai.parsed import EventWriter
 from quire.server.api.openai.protocol import ChatCompletionRequest
-from quire.server.api.openai.transfer import answered
 from quire.server.api.openai.translate import chat_spec
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
@@ -65,6 +64,7 @@ def _prepare(request: Request, body: ChatCompletionRequest, state: needs.Prepari
 class ChatAnswer(Answer):
     """A `ChatCompletion`, or its chunks."""
 
+    chunk_type = ChatCompletionChunk
     body: ChatCompletionRequest
 
     def __init__(self, body: ChatCompletionRequest, state: needs.Completion, answer_id: str, one: GenerationRequest):
@@ -79,28 +79,26 @@ class ChatAnswer(Answer):
         for choice in choices:
             self.used.add(choice)
         body = self.body
-        return ChatCompletion(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=[
-                ChatChoice(
-                    i,
-                    self.writer.message(choice.events) if self.parsed else ResponseMessage(content=choice.text),
-                    self.formatter.chat(choice.logprobs) if body.logprobs else None,
-                    self.writer.finish_reason(choice.finish_reason),
-                    choice.stop_reason,
-                    choice.token_ids if body.return_token_ids else UNSET,
-                )
-                for i, choice in enumerate(choices)
-            ],
+        found = [
+            ChatChoice(
+                i,
+                self.writer.message(choice.events) if self.parsed else ResponseMessage(content=choice.text),
+                self.formatter.chat(choice.logprobs) if body.logprobs else None,
+                self.writer.finish_reason(choice.finish_reason),
+                choice.stop_reason,
+                choice.token_ids if body.return_token_ids else UNSET,
+            )
+            for i, choice in enumerate(choices)
+        ]
+        prompt_logprobs = UNSET
+        if body.prompt_logprobs is not None:
+            prompt_logprobs = Formatter(self.state.tokenizer, body.prompt_logprobs).prompt(choices[0].prompt_logprobs)
+        return self.filled(
+            ChatCompletion,
+            found,
+            self.timings(True),
             usage=Usage.from_usage(self.used),
-            timings=self.timings(True),
-            kv_transfer_params=answered(self.requests),
-            system_fingerprint=self.state.system_fingerprint,
-            prompt_logprobs=UNSET
-            if body.prompt_logprobs is None
-            else Formatter(self.state.tokenizer, body.prompt_logprobs).prompt(choices[0].prompt_logprobs),
+            prompt_logprobs=prompt_logprobs,
             prompt_token_ids=self.prompts[0] if body.return_token_ids else UNSET,
         )
 
@@ -146,27 +144,15 @@ class ChatAnswer(Answer):
         match delta.events:
             case [Content(text)] if not self._with_tokens():  # most deltas
                 return self._text_event(delta.index, text)
-        told = [self.writer.delta(delta.index, event) for event in delta.events or ()]
-        told = [one for one in told if one is not None]
+        deltas = [self.writer.delta(delta.index, event) for event in delta.events or ()]
+        deltas = [one for one in deltas if one is not None]
         out = b""
-        if self._with_tokens() and (told or delta.token_ids):
-            out = self._token_event(delta, told.pop(0) if told else ChatDelta(content=""))
-        return out + b"".join(self.event([ChatChunkChoice(delta.index, one)]) for one in told)
+        if self._with_tokens() and (deltas or delta.token_ids):
+            out = self._token_event(delta, deltas.pop(0) if deltas else ChatDelta(content=""))
+        return out + b"".join(self.event([ChatChunkChoice(delta.index, one)]) for one in deltas)
 
     def _last_event(self, delta: Delta) -> bytes:
         if delta.finish_reason is None:
             return b""
         reason = self.writer.finish_reason(delta.finish_reason)
         return self.event([ChatChunkChoice(delta.index, ChatDelta(), None, reason, delta.stop_reason)])
-
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
-        return ChatCompletionChunk(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            system_fingerprint=self.state.system_fingerprint,
-            usage=self.chunk_usage(choices, usage),
-            timings=self.timings(usage is not None),
-            kv_transfer_params=answered(self.requests),
-        )

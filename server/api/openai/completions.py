@@ -13,7 +13,6 @@ from quire.server.api.openai.answer import Answer, admit, respond
 from quire.server.api.openai.logprobs import Formatter
 from quire.server.api.openai.objects import Completion, CompletionChoice, CompletionLogprobs, Usage
 from quire.server.api.openai.protocol import CompletionRequest
-from quire.server.api.openai.transfer import answered
 from quire.server.api.openai.translate import completion_spec
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
@@ -47,6 +46,7 @@ def _prepare(request: Request, body: CompletionRequest, state: needs.Preparing) 
 class CompletionAnswer(Answer):
     """A `Completion`, or its chunks."""
 
+    chunk_type = Completion
     body: CompletionRequest
 
     def __init__(
@@ -77,16 +77,7 @@ class CompletionAnswer(Answer):
                 )
             if self.body.return_token_ids:
                 out[-1].prompt_token_ids = self.prompts[i // self.n]
-        return Completion(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=out,
-            system_fingerprint=self.state.system_fingerprint,
-            usage=Usage.from_usage(self.used),
-            timings=self.timings(True),
-            kv_transfer_params=answered(self.requests),
-        )
+        return self.filled(Completion, out, self.timings(True), usage=Usage.from_usage(self.used))
 
     def size(self, choices: list[deltas.Choice]) -> int:
         return super().size(choices) + (sum(map(self._echo_size, range(len(choices)))) if self.body.echo else 0)
@@ -117,18 +108,6 @@ class CompletionAnswer(Answer):
         if first and body.return_token_ids:
             choice.prompt_token_ids = self.prompts[delta.index // self.n]
         return self.event([choice])
-
-    def _chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-        return Completion(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            system_fingerprint=self.state.system_fingerprint,
-            usage=self.chunk_usage(choices, usage),
-            timings=self.timings(usage is not None),
-            kv_transfer_params=answered(self.requests),
-        )
 
     def _formatter(self, index: int) -> Formatter:
         if index not in self.formatters:

@@ -71,12 +71,12 @@ class EventWriter:
     def message(self, events: Sequence[Event]) -> ResponseMessage:
         content = "".join(event.text for event in events if isinstance(event, Content))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
-        begun = [event for event in events if isinstance(event, ToolCallBegin)]
-        arguments: dict[int, list[str]] = {event.index: [] for event in begun}
+        begins = [event for event in events if isinstance(event, ToolCallBegin)]
+        arguments: dict[int, list[str]] = {event.index: [] for event in begins}
         for event in events:
             if isinstance(event, ToolCallArguments):
                 arguments[event.index].append(event.text)
-        calls = [self._call(event, "".join(arguments[event.index])) for event in begun]
+        calls = [self._call(event, "".join(arguments[event.index])) for event in begins]
         message = ResponseMessage(content=content if content or not (calls or reasoning) else None)
         if reasoning:
             for name in self.reasoning_fields:

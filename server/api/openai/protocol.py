@@ -344,8 +344,8 @@ class Message(msgspec.Struct, kw_only=True):
         }
 
     def without_effect(self) -> dict[str, str]:
-        heard = self.audio is None or (self.content is None and self.audio.transcript)
-        out = {} if heard else {"audio": ""}
+        has_transcript = self.audio is None or (self.content is None and self.audio.transcript)
+        out = {} if has_transcript else {"audio": ""}
         if self.role == "assistant" and isinstance(self.content, list):
             read = self.parts()
             out |= {f"content.{i}": part.type for i, part in enumerate(self.content) if i not in read}

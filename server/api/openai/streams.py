@@ -14,7 +14,7 @@ from quire.server.errors import BadRequest
 from quire.server.http.caller import caller
 from quire.server.http.numbers import bounded_int
 from quire.server.http.paging import owner
-from quire.server.http.resumable import HEADER, ResumableStream, gone
+from quire.server.http.resumable import HEADER, ResumableStream, expired
 from quire.server.http.sse import EventStream, Progress
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{16,64}")
@@ -54,7 +54,7 @@ async def resume_stream(request: Request, state: _Keeping) -> Response:
     kept = state.streams.get(owner(request), request.path_params["stream_id"])
     after = bounded_int(request.headers.get("Last-Event-ID") or "0", 0, 2**53, "Last-Event-ID")
     if after + 1 < kept.first:
-        raise gone(kept.first)
+        raise expired(kept.first)
     return EventStream(kept.follow(after), state.config.server.sse_keep_alive_interval)
 
 

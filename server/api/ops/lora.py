@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from quire.server.api import needs
 from quire.server.http.read_body import use_body
+from quire.server.lora.served import LoadChange
 
 AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -44,9 +45,8 @@ async def load(request: Request, state: _Adapting) -> Response:
     """Load a LoRA adapter from an allowed folder; requests choose it by its name as their model."""
     body = await use_body(request, LoadAdapter, state, lambda body: body)
     state.require_ready()
-    await state.adapters.load(
-        state.client, state.names, body.lora_name, body.lora_path, bool(body.load_inplace), body.base_model_name
-    )
+    change = LoadChange(body.lora_name, body.lora_path, bool(body.load_inplace), body.base_model_name)
+    await state.adapters.load(state.client, state.names, change)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 

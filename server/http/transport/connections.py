@@ -175,8 +175,9 @@ class Connection(H11Protocol):
             self._expect("body" if self.body_unread else None, num_bytes)
         else:
             self.shared.idle.setdefault(self)
-            begun = self.cycle is None or self.conn.trailing_data[0]
-            self._expect("head" if begun else None)  # between two requests, uvicorn waits for `timeout_keep_alive`
+            has_request = self.cycle is None or self.conn.trailing_data[0]
+            # between two requests, uvicorn waits for `timeout_keep_alive`
+            self._expect("head" if has_request else None)
 
     def _expect(self, what: str | None, num_bytes: int = 0) -> None:
         if what == self._expects:

@@ -7,8 +7,8 @@ from quire.server.parsers.recognition import has
 from quire.server.values import Json
 
 
-def _think(name: str, *telltales: str, forced_end: str = "\n</think>\n\n", **more: Json) -> ReasoningFormat:
-    return ReasoningFormat(name, "<think>", "</think>", has("</think>", *telltales), forced_end, **more)
+def _think(name: str, *needles: str, forced_end: str = "\n</think>\n\n", **more: Json) -> ReasoningFormat:
+    return ReasoningFormat(name, "<think>", "</think>", has("</think>", *needles), forced_end, **more)
 
 
 THINK = _think("think")

@@ -47,7 +47,7 @@ class DeepseekV31(ToolFormat):
             yield from reader.skip_space()
             yield from self._call(reader)
             yield from reader.skip_space()
-            if not (yield from reader.sees(_CALL)):
+            if not (yield from reader.starts_with(_CALL)):
                 break
             reader.hold()
         yield from reader.close(_SECTION_END)

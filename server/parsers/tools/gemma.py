@@ -61,7 +61,7 @@ class Gemma4(ToolFormat):
         yield from reader.skip_space()
         name = (yield from reader.match(_NAME)).group()
         yield from reader.skip_space()
-        if not (yield from reader.sees("{")):
+        if not (yield from reader.starts_with("{")):
             yield from reader.expect("{")
         reader.begin_call(name)
         yield from literals.value(reader, reader.arguments, self.style)
@@ -139,9 +139,9 @@ class Gemma3(Pythonic):
         if fenced:
             yield from reader.expect(begin)
             yield from reader.skip_space()
-        if begin == "```tool_code" and not (yield from reader.sees("[")):
+        if begin == "```tool_code" and not (yield from reader.starts_with("[")):
             yield from self._read_code(reader, tools)
-        elif (yield from reader.sees("{")) or begin == "```json":
+        elif (yield from reader.starts_with("{")) or begin == "```json":
             yield from json_text.calls(reader, names)
         else:
             yield from super().read(reader, "[", tools)
@@ -158,6 +158,6 @@ class Gemma3(Pythonic):
                 yield from reader.skip_space()
                 yield from reader.close(")")
             yield from reader.skip_space()
-            if not (yield from reader.peek()) or (yield from reader.sees("```")):
+            if not (yield from reader.peek()) or (yield from reader.starts_with("```")):
                 return
             reader.hold()

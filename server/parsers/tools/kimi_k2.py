@@ -53,7 +53,7 @@ class KimiK2(ToolFormat):
             yield from json_text.arguments(reader, self.boundaries)
             yield from json_text.close(reader, _CALL_END)
             yield from reader.skip_space()
-            if not (yield from reader.sees(_CALL)):
+            if not (yield from reader.starts_with(_CALL)):
                 break
             reader.hold()
         yield from reader.close(_SECTION_END)

@@ -64,7 +64,7 @@ class Mistral(ToolFormat):
         call_id = None
         if (yield from reader.accept(_ID)):
             call_id = (yield from reader.match(_CALL_ID)).group()
-        if not (yield from reader.accept(_ARGUMENTS)) and not (yield from reader.sees("{")):
+        if not (yield from reader.accept(_ARGUMENTS)) and not (yield from reader.starts_with("{")):
             raise Malformed
         reader.begin_call(name, call_id)
         yield from json_text.arguments(reader, self.boundaries)

@@ -66,7 +66,7 @@ class Pythonic(ToolFormat):
                 break
             reader.hold()
             yield from reader.skip_space()
-            if (yield from reader.sees("]")):
+            if (yield from reader.starts_with("]")):
                 break
         yield from reader.close("]")
 
@@ -100,7 +100,7 @@ class Llama4Pythonic(Pythonic):
     def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
         yield from reader.accept("<|python_start|>")
         yield from reader.skip_space()
-        if (yield from reader.sees("{")):
+        if (yield from reader.starts_with("{")):
             yield from json_text.calls(reader, frozenset(tool.name for tool in tools), self.boundaries)
         else:
             yield from super().read(reader, begin, tools)

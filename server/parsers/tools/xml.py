@@ -71,7 +71,7 @@ class XmlCalls(ToolFormat):
             yield from reader.skip_space()
             yield from self._call(reader, types)
             yield from reader.skip_space()
-            if not self.call[0] or not (yield from reader.sees(self.call[0])):
+            if not self.call[0] or not (yield from reader.starts_with(self.call[0])):
                 break
             reader.hold()
         yield from reader.close(self.section[1])
@@ -91,7 +91,7 @@ class XmlCalls(ToolFormat):
         separator = "{"
         while True:
             yield from reader.skip_space()
-            if not (yield from reader.sees(self.argument[0])):
+            if not (yield from reader.starts_with(self.argument[0])):
                 break
             reader.hold_member()
             key, is_text = yield from self._key(reader, types)
@@ -107,7 +107,7 @@ class XmlCalls(ToolFormat):
                 try:
                     yield from self._value(reader, pieces.append)
                 except Cut:
-                    reader.arguments(types.begun(key, "".join(pieces)))
+                    reader.arguments(types.truncated(key, "".join(pieces)))
                     raise
                 reader.arguments(self._converted("".join(pieces), key, types))
         yield from self._end(reader, has_arguments=separator != "{")
@@ -120,7 +120,7 @@ class XmlCalls(ToolFormat):
             return
         if reader.ends_within(end, self.argument[0]):
             raise Cut
-        if not has_arguments and not (yield from reader.sees(self.section[1])):
+        if not has_arguments and not (yield from reader.starts_with(self.section[1])):
             raise Cut if reader.ends_within(self.section[1]) else Malformed
 
     def _key(self, reader: Reader, types: ArgumentTypes) -> Wait[tuple[str, bool]]:
@@ -139,7 +139,7 @@ class XmlCalls(ToolFormat):
         while True:
             marker = yield from reader.value_until(self._value_ends, emit)
             end = marker.lstrip("\n")
-            if marker in self._openers or (end == self.section[1] and not (yield from self._goes_on(reader, marker))):
+            if marker in self._openers or (end == self.section[1] and not (yield from self._continues(reader, marker))):
                 reader.take(len(marker) - len(end))
                 return
             if end != self.section[1] and (yield from reader.follows(len(marker), self._followers[end])):
@@ -147,7 +147,7 @@ class XmlCalls(ToolFormat):
                 return
             emit(reader.take(len(marker)))
 
-    def _goes_on(self, reader: Reader, marker: str) -> Wait[bool]:
+    def _continues(self, reader: Reader, marker: str) -> Wait[bool]:
         """Return whether a value goes on after `marker`, the end of a section: its own end tag comes before another
         tag.
         """

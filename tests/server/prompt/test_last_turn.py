@@ -6,8 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.server.prompt.prompts import tokens_before_turn
-from quire.server.request.request import Conversation
+from quire.configs.serving import ServerConfig
+from quire.server.model_info import Preset
+from quire.server.prompt.drafts import rendered
+from quire.server.prompt.encode import encoded
+from quire.server.request.formats import Formats
+from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec
 from quire.server.text.tokenizer import Tokenizer
 from tests.helpers.models.checkpoints import build_tokenizer
 
@@ -26,10 +30,13 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 def found(tokenizer: Tokenizer, messages: list[dict], keeps_states: bool = True) -> tuple[int, list[int]]:
-    text = tokenizer.render_chat(messages)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    state = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(keeps_states=keeps_states))
-    return tokens_before_turn(Conversation(messages), text, ids, state, False), ids
+    model = SimpleNamespace(keeps_states=keeps_states, preset=Preset(), max_model_len=4096)
+    config = SimpleNamespace(server=ServerConfig())
+    state = SimpleNamespace(tokenizer=tokenizer, model=model, config=config, formats=Formats())
+    spec = GenerationSpec(request_id="one", prompts=Conversation(messages), options=GenerationOptions())
+    (prompt,) = encoded(rendered(spec, state), spec, state)
+    assert prompt.ids == tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    return prompt.turn_start, prompt.ids
 
 
 @pytest.mark.parametrize("content", ["again and again", [{"type": "text", "text": " what now? "}]])

@@ -172,7 +172,7 @@ def test_server_info_has_recent_errors_and_restarts(model_folder):
         expected = ["POST", "/v1/chat/completions", "temperature", refused.headers["x-request-id"]]
         assert [last[name] for name in names] == expected and "hidden" not in str(found["recent_errors"])
         assert found["restarts"]["engine"] == 0 and found["restarts"]["last"] is None
-        server.state.incidents.note_death()
+        server.state.incidents.record_death()
         assert server.http.get("/server_info", headers=root).json()["restarts"]["engine"] == 1
 
 

@@ -212,7 +212,7 @@ class DiskTier(Tier):
                     status = entry.stat(follow_symlinks=False)
                     yield Path(entry.path), -(-status.st_size // _PAGE) * _PAGE, status.st_mtime_ns
 
-    def _note_foreign(self) -> None:
+    def _record_foreign(self) -> None:
         """Note what lies in our folders and is not ours; other folders next to ours are left alone."""
         found = [entry for entry in _entries(self.root) if entry.name != "lock" and not entry.is_dir()]
         found += [
@@ -289,7 +289,7 @@ class DiskTier(Tier):
                     self._known[name] = []
                 continue
             self._add(name, places)
-        self._note_foreign()
+        self._record_foreign()
         self.unusable.report()
 
     def _add(self, name: str, places: dict[bytes, Place]) -> None:

@@ -85,7 +85,7 @@ class TierStore:
         before = self.counts.store_bytes
         for block_id, key in blocks:
             self._offer(key, lambda block_id=block_id: self._gather(block_id))
-        self._note_store(before)
+        self._record_store(before)
 
     def save(self, blocks: list[tuple[int, bytes, int]]) -> int:
         """Write blocks (id, key, time of last use in ns) that stay in the pool to the first tier that survives the
@@ -99,7 +99,7 @@ class TierStore:
                 break
             self._demote(evicted, first + 1)
             done += 1
-        self._note_store(before)
+        self._record_store(before)
         return self.agree([done])[0]
 
     def _offer(self, key: bytes, content: Content, first: int = 0) -> None:
@@ -122,7 +122,7 @@ class TierStore:
         self.counts.store_bytes += len(content)
         return content
 
-    def _note_store(self, before: int) -> None:
+    def _record_store(self, before: int) -> None:
         if size := self.counts.store_bytes - before:
             self._store_sizes.append(size)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -14,11 +15,13 @@ from quire.worker.messages import Dry, NewRequest, SamplerChain, SamplingParams
 from quire.worker.platforms.base import Platform
 from quire.worker.sampling import arithmetic
 from quire.worker.sampling.chain import dry as dry_sampler
-from quire.worker.sampling.chain.stages import NUM_PARAMETERS, STAGES, Candidates, Columns
+from quire.worker.sampling.chain.stages import PARAMETERS, STAGES, Candidates, Columns
 from quire.worker.sampling.processors import LogitsProcessor, Penalties
 
 _XTC_STREAM = 0x5DEECE66D  # mixed into a seed: another random stream than that of the tokens
-_NAMES = [field.name for field in fields(Columns)][:NUM_PARAMETERS]
+# the parameters of stages that have other names; at its default, a stage does nothing
+_PARAMETER_OF = {"typ_p": "typical_p", "xtc": "xtc_probability"}
+_DEFAULTS = {one.name: one.default for kind in (SamplingParams, SamplerChain) for one in msgspec.structs.fields(kind)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class _Entry:
 
     stages: tuple[str, ...]
     top_k: int
-    values: tuple[float, ...]  # for `_NAMES`
+    values: tuple[float, ...]  # for `PARAMETERS`
     xtc_state: int
     mirostat_tau: float
     dry: Dry | None
@@ -66,7 +69,7 @@ class SamplerChains(LogitsProcessor):
             return None
         top_k = sampling.top_k if 0 < sampling.top_k < self.table.vocab_size else 0
         given = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
-        values = tuple(float(given.get(name, getattr(chain, name, 0.0))) for name in _NAMES)
+        values = tuple(float(given.get(name, getattr(chain, name, 0.0))) for name in PARAMETERS)
         breakers = chain.dry and dry_sampler.read_breakers(chain.dry, self.table.vocab_size, self.platform.device)
         return _Entry(
             tuple(name for name in _order(chain) if _has_effect(name, sampling, chain, top_k)),
@@ -159,12 +162,8 @@ def _has_effect(name: str, sampling: SamplingParams, chain: SamplerChain, top_k:
             return chain.dry is not None and chain.dry.last_n != 0
         case "top_k":
             return bool(top_k)
-        case "top_p" | "typ_p":
-            return {"top_p": sampling.top_p, "typ_p": chain.typical_p}[name] < 1
-        case "min_p":
-            return sampling.min_p > 0
-        case "xtc":
-            return chain.xtc_probability > 0
-        case "top_n_sigma":
-            return chain.top_n_sigma > 0
-    return True
+        case "temperature" | "mirostat_1" | "mirostat_2":
+            return True
+    parameter = _PARAMETER_OF.get(name, name)
+    owner = chain if hasattr(chain, parameter) else sampling
+    return getattr(owner, parameter) != _DEFAULTS[parameter]

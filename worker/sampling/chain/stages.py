@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 
 import torch
 
@@ -40,7 +40,7 @@ class Columns:
     mu: torch.Tensor | None = None
 
 
-NUM_PARAMETERS = 12  # for `Columns`, that come from the request
+PARAMETERS = tuple(one.name for one in fields(Columns) if one.default is MISSING)  # those that the request sets
 
 
 class Candidates:

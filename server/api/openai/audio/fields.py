@@ -96,7 +96,7 @@ def read_fields(form: FormData, strict: bool) -> Fields:
         if plain not in FIELDS and plain not in lists:
             if strict:
                 raise BadRequest(f"Unknown parameter: '{plain[:100]}'.", param=plain[:100], code="unknown_parameter")
-            fields.ignored.note_unknown(plain)
+            fields.ignored.record_unknown(plain)
     return fields
 
 

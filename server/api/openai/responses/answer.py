@@ -43,8 +43,8 @@ class Answer:
         try:
             yield self.first()
             async for delta in generation:
-                if told := [self.event(kind, fields) for kind, fields in self.output.push(delta)]:
-                    yield told
+                if events := [self.event(kind, fields) for kind, fields in self.output.push(delta)]:
+                    yield events
             self.complete()
         except ApiError as error:
             self.fail(error)
@@ -119,14 +119,14 @@ def replay(response: ResponseObject, body: bytes) -> list[bytes]:
     compacts = any(isinstance(item, OutputCompaction) for item in response.output)
     output = Output(key, TokenUsage(0), tools, summarized, encrypted, None, compacts=compacts)
     answer = Answer(msgspec.structs.replace(response, output=[], usage=None, error=None, completed_at=None), output)
-    told = answer.first()
+    events = answer.first()
     for event in _events_of(response):
-        told += [answer.event(kind, fields) for kind, fields in output.add(event, [])]
+        events += [answer.event(kind, fields) for kind, fields in output.add(event, [])]
     output.finish_reason = "length" if response.status == "incomplete" else None
     if response.output:
-        told += [answer.event(kind, fields) for kind, fields in output.finish()]
+        events += [answer.event(kind, fields) for kind, fields in output.finish()]
     answer.response.status = response.status
-    return [*told, answer.last(body)]
+    return [*events, answer.last(body)]
 
 
 def _events_of(response: ResponseObject) -> Iterable[Event]:

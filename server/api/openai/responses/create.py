@@ -45,7 +45,7 @@ from quire.server.errors import BadRequest, NotFound
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
 from quire.server.http import admission, sse
-from quire.server.http.cache_hint import RETENTION, wanted_for
+from quire.server.http.cache_hint import RETENTION, with_retention
 from quire.server.http.caller import caller
 from quire.server.http.paging import owner
 from quire.server.http.parse_body import is_left_out
@@ -124,9 +124,9 @@ async def create_response(request: Request, state: _Creating) -> Response:
             state.config.server.sse_keep_alive_interval,
             progress,
         )
-    told = await sse.unless_disconnected(request, _all(generation))
-    size = _size(sum(len(delta.token_ids) for delta in told), wants_logprobs(body))
-    await state.threads.run(size, lambda: _finish(answer, told), caller(request).turn)
+    every = await sse.unless_disconnected(request, _all(generation))
+    size = _size(sum(len(delta.token_ids) for delta in every), wants_logprobs(body))
+    await state.threads.run(size, lambda: _finish(answer, every), caller(request).turn)
     return sse.JsonResponse(await keep(None))
 
 
@@ -151,7 +151,7 @@ def _prepare(
     identity = admission.admit(request, state, ID_PREFIX, model=body.model, priority=body.priority)
     check_progress(body.return_progress, body.stream)
     if history is not None and (name := history.name):
-        identity = wanted_for(identity, RETENTION["in_memory"], name)
+        identity = with_retention(identity, RETENTION["in_memory"], name)
     _decide_to_store(request, body, state)
     before = [] if history is None else past.resolve(body, history)
     wanted = spec(body, before, **identity)
@@ -237,20 +237,20 @@ def _size(num_tokens: int, logprobs: bool) -> int:
     return num_tokens * (deltas.POSITION_SIZE if logprobs else 1) + 16
 
 
-def _finish(answer: Answer, told: list[Delta]) -> None:
-    for delta in told:
+def _finish(answer: Answer, every: list[Delta]) -> None:
+    for delta in every:
         for _ in answer.output.push(delta):
             pass
     answer.complete()
 
 
 async def _frames(answer: Answer, generation: AsyncGenerator[Delta, None], keep) -> AsyncGenerator[bytes, None]:
-    told = answer.events(generation)
+    lists = answer.events(generation)
     try:
-        async for events in told:
+        async for events in lists:
             yield b"".join(events)
     finally:
-        await told.aclose()
+        await lists.aclose()
     yield answer.last(await keep(None))
 
 
@@ -279,8 +279,8 @@ async def _keep(
                 prepared.items,
                 events,
             )
-            begun = response.background and response.status != "queued"
-            response.store = await responses.run(responses.store.finish if begun else responses.store.put, kept)
+            was_stored = response.background and response.status != "queued"
+            response.store = await responses.run(responses.store.finish if was_stored else responses.store.put, kept)
         if response.conversation is not None and response.status in ("completed", "incomplete"):
             new = [*msgspec.json.decode(prepared.items, type=list[msgspec.Raw]), *response.output]
             await append(responses, response.conversation.id, owner(request), msgspec.json.encode(new))

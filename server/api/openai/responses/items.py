@@ -233,9 +233,11 @@ def _stored(item: InputItem, key: str) -> InputItem:
     if kind == "message":
         changes["status"] = "completed"
         if isinstance(item.content, str):
-            said = item.role == "assistant"
+            is_output = item.role == "assistant"
             part = InputPart(
-                type="output_text" if said else "input_text", text=item.content, annotations=[] if said else None
+                type="output_text" if is_output else "input_text",
+                text=item.content,
+                annotations=[] if is_output else None,
             )
             changes["content"] = [part]
     return msgspec.structs.replace(item, **changes)

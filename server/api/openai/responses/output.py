@@ -70,9 +70,9 @@ class Output:
             events = [Content(delta.text)] if delta.text else []
         logprobs = self.formatter.chat(delta.logprobs).content if self.formatter and delta.logprobs else []
         for event in events:
-            told = logprobs if isinstance(event, Content) else []
-            yield from self.add(event, told)
-            logprobs = [] if told else logprobs
+            own = logprobs if isinstance(event, Content) else []
+            yield from self.add(event, own)
+            logprobs = [] if own else logprobs
         if delta.finish_reason is not None:
             self.finish_reason = "stop" if self.prewarm else delta.finish_reason
             yield from self.finish()
