@@ -140,8 +140,8 @@ def estimate_adapters(spec: ModelSpec, lora: LoraLimits | None, tp: int, pp: int
 def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> bool:
     """Return whether steps will be recorded: the device and the attention backend support it, there is one pipeline
     stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off. Attention with a
-    window of the output, or to compressed keys, is not recorded either; nor, which only the loaded model shows, experts that differ in form:
-    they are multiplied one by one, by a list of those that have tokens, for which the host waits.
+    window of the output, or to compressed keys, is not recorded either; nor, which only the loaded model shows, experts
+    that differ in form: they are multiplied one by one, by a list of those that have tokens, for which the host waits.
     """
     return (
         platform.has_graphs

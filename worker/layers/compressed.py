@@ -66,8 +66,8 @@ class CompressedKeys(Attention):
     def rows(
         self, meta: AttentionMetadata, request: torch.Tensor, keys: torch.Tensor, known: torch.Tensor, block_size: int
     ) -> torch.Tensor:
-        """Return the compressed keys number `keys` `[B, N]` of each `request` `[B]`: `[B, N, D + I]`; those that are not
-        `known` `[B, N]` are read in the null block.
+        """Return the compressed keys number `keys` `[B, N]` of each `request` `[B]`: `[B, N, D + I]`; those that are
+        not `known` `[B, N]` are read in the null block.
         """
         last = (keys + 1) * self.rate - 1
         places = (last // block_size).clamp(max=meta.block_table.shape[1] - 1)

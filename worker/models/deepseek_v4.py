@@ -27,6 +27,7 @@ from quire.worker.transformer.names import TensorNames
 from quire.worker.transformer.reader import COMMON_DEFAULTS, SLIDING
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+_NEVER_IN_8_BITS = ("compressor", "weights_proj")  # parts of names
 _OF_RATIO = {0: SLIDING, 4: SPARSE, 128: HEAVY}  # by `compress_ratios` of the published files
 
 
@@ -126,6 +127,16 @@ class DeepseekV4(MoEFamily, CausalLM):
         return found
 
     @classmethod
+    def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
+        stored = raw.get("quantization_config")
+        if isinstance(stored, dict) and stored.get("quant_method") == "fp8":
+            kept = [*(stored.get("modules_to_not_convert") or []), *_NEVER_IN_8_BITS]
+            experts = stored.get("expert_dtype") or raw.get("expert_dtype") or "fp8"
+            own = {"modules_to_not_convert": kept, "expert_dtype": experts, "scale_name": "scale"}
+            raw = {**raw, "quantization_config": stored | own}
+        return super().read_config(architecture, raw)
+
+    @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
         if (heads := values["num_key_value_heads"]) != 1:
             raise ValueError(f"num_key_value_heads must be 1 for DeepSeek V4, not {heads!r}")
@@ -136,9 +147,11 @@ class DeepseekV4(MoEFamily, CausalLM):
             values["qk_rope_head_dim"] = int(values["head_dim"] * (values["partial_rotary_factor"] or 1 / 8))
         values["intermediate_size"] = values["moe_intermediate_size"]
         given = {SPARSE: values["compress_rate_csa"], HEAVY: values["compress_rate_hca"]}
-        values["compress_rates"] = {SPARSE: 4, HEAVY: 128} | (values["compress_rates"] or {}) | {
-            kind: rate for kind, rate in given.items() if rate
-        }
+        values["compress_rates"] = (
+            {SPARSE: 4, HEAVY: 128}
+            | (values["compress_rates"] or {})
+            | {kind: rate for kind, rate in given.items() if rate}
+        )
         for kind, rate in values["compress_rates"].items():
             if not isinstance(rate, int) or rate < 1:
                 raise ValueError(f"compress_rates: {kind} must be a positive integer, not {rate!r}")
@@ -147,7 +160,8 @@ class DeepseekV4(MoEFamily, CausalLM):
             if unknown := set(ratios) - _OF_RATIO.keys():
                 raise ValueError(f"compress_ratios must be 0, 4 or 128, found {sorted(unknown)}")
             values["layer_types"] = [_OF_RATIO[ratio] for ratio in ratios[:number]]  # then those of drafting layers
-        kinds = values["mlp_layer_types"] or ["hash_moe" if i < values["num_hash_layers"] else "moe" for i in range(number)]
+        hashed = values["num_hash_layers"]
+        kinds = values["mlp_layer_types"] or ["hash_moe" if i < hashed else "moe" for i in range(number)]
         if set(kinds) - {"hash_moe", "moe"} or len(kinds) != number:
             raise ValueError(f"mlp_layer_types must name hash_moe or moe for each of {number} layers, found {kinds}")
         values["mlp_layer_types"] = kinds

@@ -142,7 +142,7 @@ class CompressedSizes:
     group_rank: int  # width of that projection of a group
     rate: int = 0  # tokens per compressed key, 0: none
     overlap: bool = False  # whether a compressed key also has a part of each token of the `rate` before
-    # an index chooses `top` compressed keys for each token by `index_heads` heads of `index_dim`; 0: all are attended to
+    # an index chooses `top` compressed keys for each token by `index_heads` heads of `index_dim`; 0: all are seen
     top: int = 0
     index_heads: int = 0
     index_dim: int = 0
@@ -263,7 +263,9 @@ def plan_cache(
             kinds.setdefault(spec, []).append(layer)
     largest = max((spec.page_bytes(block_size) for spec in kinds), default=0)
     shared = {spec: largest // spec.page_bytes(block_size) if isinstance(spec, Compressed) else 1 for spec in kinds}
-    size = _group_size([-(-len(layers) // shared[spec]) for spec, layers in kinds.items()]) if kinds else 0
+    counts = [-(-len(layers) // shared[spec]) for spec, layers in kinds.items()]
+    fewest = counts if max(shared.values(), default=1) == 1 else [max(counts)]  # a group may have a part of its pages
+    size = _group_size(counts, min(fewest)) if kinds else 0
     groups, members, sharing = [], [], []
     for spec, layers in kinds.items():
         number = size * shared[spec]
@@ -299,12 +301,12 @@ def add_drafting(plan: CachePlan, specs: Sequence[CacheSpec | None]) -> CachePla
     )
 
 
-def _group_size(counts: list[int]) -> int:
-    """Return the largest number of layers per group that wastes little in the last group of each kind.
+def _group_size(counts: list[int], most: int) -> int:
+    """Return the largest number of layers per group, up to `most`, that wastes little in the last group of each kind.
 
     E.g. 4 for 22 and 4 layers, 7 for 21 and 7.
     """
-    for size in range(min(counts) if len(counts) > 1 else counts[0], 0, -1):
+    for size in range(most, 0, -1):
         padded = sum(-(-count // size) * size for count in counts)
         if padded - sum(counts) <= _MAX_PADDING * sum(counts):
             return size

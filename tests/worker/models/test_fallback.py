@@ -184,7 +184,6 @@ REFUSED = {
         _EXPERTS | {"head_dim": 16, "layer_types": ["full_attention", "minimax_m3_sparse"]},
         "its attention takes block_indices",
     ),
-    "deepseek_v4": (_EXPERTS, "recurrent state elsewhere|no cache for"),
     "xlstm": ({"num_heads": 4}, "recurrent state elsewhere"),
     "recurrent_gemma": ({}, "layer 0 neither attends .* nor keeps a state"),
     "rwkv": ({}, "recurrent state elsewhere"),

@@ -261,7 +261,6 @@ def test_wrong_sizes_of_states_are_refused_by_name(key, value, tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "architecture", "reason"),
     [
-        ("deepseek_v4", "DeepseekV4ForCausalLM", "its attention to compressed keys"),
         ("inkling_mm_model", "InklingForConditionalGeneration", "a bias that depends on the distance"),
         ("diffusion_gemma", "DiffusionGemmaForBlockDiffusion", "a block of tokens in several passes"),
     ],

@@ -1,5 +1,5 @@
-"""Weighted means over windows of tokens, from which compressed keys are made (DeepSeek V4): each channel of a window has
-a softmax of its own over the tokens.
+"""Weighted means over windows of tokens, from which compressed keys are made (DeepSeek V4): each channel of a window
+has a softmax of its own over the tokens.
 
 Shapes: C channels, S series per token. With one series, the mean of a window is over its `rate` tokens. With two, it is
 over the second series of its tokens and the first one of the tokens of the window before. A state `[S, 3, C]` holds the
