@@ -57,6 +57,8 @@ class LayerSpec:
     latent: LatentSizes | None = None  # for mixer "mla"
     latent_eps: float = 1e-6  # for the norms of latents, whatever the others have
     q_lora_rank: int | None = None  # for the latents of queries in mixer "mla", None without
+    # parts of the one tensor with q, k and v in the files, each with those of some heads; 0: it is not divided so
+    qkv_chunks: int = 0
     compressed: CompressedSizes | None = None  # for mixer "compressed"
     v_norm: bool = False  # whether heads of v are normalised, without a weight
     key_is_value: bool = False  # whether v is the output of k_proj, before its norm
