@@ -131,7 +131,7 @@ def _pieces(
         for first in range(0, count if count > 1 else 0, step):
             last = min(first + step, count)
             tokens = torch.arange(starts[i] + first, starts[i] + last, device=device)[None]
-            pieces.append((torch.tensor([i], device=device), tokens, lengths[i] - count + last))
+            pieces.append((to_device([i], torch.int64, device), tokens, lengths[i] - count + last))
     return pieces
 
 
