@@ -101,8 +101,6 @@ class Router(nn.Module):
 class HashRouter(Router):
     """The experts of a token are in a table; their weights come from the scores."""
 
-    native_twin: ClassVar = None
-
     def __init__(self, hidden_size: int, spec: RoutingSpec, prefix: str):
         super().__init__(hidden_size, spec, prefix)
         shape = spec.num_hashed, spec.top_k
@@ -213,7 +211,6 @@ class MoE(nn.Module):
 class HashMoE(MoE):
     """Experts that are chosen by the token alone."""
 
-    native_twin: ClassVar = None
     router: ClassVar[type[Router]] = HashRouter
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -215,6 +215,7 @@ NOT_FORCED = {
     "llama4": "masks attention in chunks",
     "mistral4": "no causal language model of the model type 'mistral4'",
     "hy_v4": "a pass without transformers' own cache",
+    "deepseek_v4": "(recurrent state elsewhere|no cache for)",
     "deepseek-v32": "sparse attention",
     "glm-5": "sparse attention",
 }
