@@ -140,14 +140,14 @@ def estimate_adapters(spec: ModelSpec, lora: LoraLimits | None, tp: int, pp: int
 def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> bool:
     """Return whether steps will be recorded: the device and the attention backend support it, there is one pipeline
     stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off. Attention with a
-    window of the output is not recorded either; nor, which only the loaded model shows, experts that differ in form:
-    they are multiplied one by one, by a list of those that have tokens, for which the host waits.
+    window of the output, or to compressed keys, is not recorded either; nor, which only the loaded model shows, experts
+    that differ in form: they are multiplied one by one, by a list of those that have tokens, for which the host waits.
     """
     return (
         platform.has_graphs
         and spec.implementation == "quire"
         and not spec.is_encoder
-        and not any(layer.output_window for layer in spec.layers)
+        and not any(layer.output_window or layer.compressed for layer in spec.layers)
         and limits.attention.backend.graph_safe
         and config.parallel.pipeline_parallel_size == 1
         and not config.device.enforce_eager

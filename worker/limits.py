@@ -138,7 +138,8 @@ def attention_specs(
     tp = config.parallel.tensor_parallel_size
     shapes: dict[tuple[int, ...], list[LayerSpec]] = {}
     for layer in spec.layers + (draft.layers if draft else ()):
-        if layer.attends and layer.latent is None and layer.mixer != "bidirectional":
+        plain = layer.latent is None and layer.compressed is None  # layers/compressed.py attends by itself
+        if layer.attends and plain and layer.mixer != "bidirectional":
             shape = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, False, False
             shapes.setdefault(shape, []).append(layer)
         if layer.latent is not None:  # absorbed and expanded, see layers/mla.py
@@ -176,6 +177,8 @@ def _check_divisible(spec: ModelSpec, tp: int, stages: int, expert_parallel: boo
     for layer in spec.layers:
         split_size("num_attention_heads", layer.num_heads, group)
         split_kv_heads(layer.num_kv_heads, group)
+        if layer.compressed:
+            split_size("o_groups", layer.compressed.groups, group)
         if layer.mlp not in ("moe", "none"):
             split_size("intermediate_size", layer.intermediate_size, group)
         if layer.moe and expert_parallel:

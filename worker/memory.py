@@ -16,7 +16,7 @@ from quire.worker.limits import Choice, Limits
 from quire.worker.messages import CacheGroup, MemoryPlan, longest_request, most_blocks
 from quire.worker.sampling.speculation.choice import STEP_DRAFTS
 from quire.worker.spec.cache import CachePlan, add_drafting, plan_cache
-from quire.worker.spec.model import ModelSpec, cache_spec, cache_specs, state_specs
+from quire.worker.spec.model import ModelSpec, cache_indices, cache_spec, cache_specs, state_specs
 from quire.worker.transformer.decoder import stage_layers
 
 # Each running request may hold two states: a checkpoint that it reads, and the one that it writes. These take at most
@@ -32,7 +32,8 @@ _CPU_TOKENS, _CPU_REQUESTS = 2048, 4
 def cache_plan(config: Config, spec: ModelSpec, limits: Limits) -> CachePlan:
     """Return the groups of layers that share block tables, the same on every rank."""
     tp, kv = config.parallel.tensor_parallel_size, limits.kv
-    plan = plan_cache(cache_specs(spec, kv.dtype.itemsize, tp, kv.scale_bytes), state_specs(spec, tp))
+    specs = cache_specs(spec, kv.dtype.itemsize, tp, kv.scale_bytes)
+    plan = plan_cache(specs, state_specs(spec, tp), limits.attention.block_size)
     if limits.speculation.head:
         return add_drafting(plan, [cache_spec(spec.mtp.layer, kv.dtype.itemsize, tp, kv.scale_bytes)])
     if limits.draft is None:
@@ -44,7 +45,7 @@ def bytes_per_block(config: Config, spec: ModelSpec, limits: Limits) -> int:
     """Return bytes of one KV block on the pipeline stage that needs the most."""
     plan, num_stages = cache_plan(config, spec, limits), config.parallel.pipeline_parallel_size
     stages = (stage_layers(spec.layers, rank, num_stages) for rank in range(num_stages))
-    return max(plan.page_bytes(limits.attention.block_size, layers) for layers in stages)
+    return max(plan.page_bytes(limits.attention.block_size, cache_indices(spec, layers)) for layers in stages)
 
 
 def bytes_per_state(config: Config, spec: ModelSpec, limits: Limits) -> int:

@@ -35,7 +35,7 @@ def small_engine(folder: str, **settings: Any) -> InProcessEngine:
     """
     spec = read_model_spec(folder)
     is_small = not (FORCED_DRAFTS and spec.has_states)
-    groups = plan_cache(cache_specs(spec, 4)).groups
+    groups = plan_cache(cache_specs(spec, 4), block_size=4).groups
     return InProcessEngine(
         folder,
         block_size=4,

@@ -20,7 +20,7 @@ from quire.worker.layers.attention import Attention
 from quire.worker.layers.state import RecurrentState
 from quire.worker.messages import StepInput
 from quire.worker.platforms.base import Platform
-from quire.worker.spec.cache import CachePlan, CacheSpec, Latent
+from quire.worker.spec.cache import CachePlan, CacheSpec, Compressed, Latent
 
 IDLE_BYTES = 4 << 30  # bytes after the highest block used so far that are made resident while no step runs
 IDLE_TOKENS = 2048  # maximum tokens in these bytes: a large step of a small model
@@ -65,26 +65,27 @@ def allocate(
     entries after a request's last token by 0, which would be NaN if reused memory contained NaN.
     """
     by_index = {layer.layer_index: layer for layer in layers}
-    slabs: list[list[Attention]] = []
+    slabs: list[_Slab] = []
     for g, members in enumerate(plan.layers):
         if plan.groups[g].kind == "state":
             continue
-        mine = [by_index[i] for i in members if i in by_index]
-        slabs += [[] for _ in range(len(mine) - len(slabs))]
-        for slab, layer in zip(slabs, mine):
+        mine, sharing = [by_index[i] for i in members if i in by_index], plan.per_page(g)
+        slabs += [[] for _ in range(-(-len(mine) // sharing) - len(slabs))]
+        for i, layer in enumerate(mine):
             _bind(layer, plan, g, storage)
-            slab.append(layer)
+            start = i % sharing * plan.spec_of(layer.layer_index).page_bytes(block_size)
+            slabs[i // sharing].append((layer, start))
     drafting = [layer for layer in layers if layer.layer_index >= len(plan.specs) and layer.kv_from is None]
     for layer in drafting:
         _bind(layer, plan, plan.draft_group, storage)
-        slabs.append([layer])
+        slabs.append([(layer, 0)])
     if platform.shares_ram:
         tensors_of_slabs = _parts_in_blocks(slabs, plan, num_blocks, block_size, storage)
     else:
         device = platform.device
         tensors_of_slabs = [_parts_on_device(one, plan, num_blocks, block_size, storage, device) for one in slabs]
     for sharing, parts in zip(slabs, tensors_of_slabs):
-        for layer, tensors in zip(sharing, parts):
+        for (layer, _), tensors in zip(sharing, parts):
             layer.k_cache, layer.v_cache = _caches(tensors, layer, storage)
     for layer in layers:
         if layer.kv_from is not None:
@@ -98,12 +99,15 @@ def _bind(layer: Attention, plan: CachePlan, group: int, storage: KVStorage) -> 
 
 
 _Part = tuple[int, int, torch.dtype]  # a layer's cache per token: heads, entries per head, their type
+_Slab = list[tuple[Attention, int]]  # layers that share memory, and the byte of a page at which each begins
 
 
 def _parts(spec: CacheSpec, storage: KVStorage) -> list[_Part]:
     """Return the tensors of a layer: keys, their scales if each token has some, values, and theirs; or latents and
     theirs.
     """
+    if isinstance(spec, Compressed):
+        return [(1, spec.width, storage.dtype)]
     if isinstance(spec, Latent):
         return [(1, spec.width, storage.dtype), *([(1, 2, SCALE)] if storage.scale_bytes else [])]
     scales = [(spec.num_kv_heads, 1, SCALE)] if storage.scale_bytes else []
@@ -140,7 +144,7 @@ _Tensors = list[list[torch.Tensor]]  # per layer, those of its `_parts`
 
 
 def _parts_on_device(
-    layers: list[Attention],
+    slab: _Slab,
     plan: CachePlan,
     num_blocks: int,
     block_size: int,
@@ -150,22 +154,26 @@ def _parts_on_device(
     """Return the tensors of layers that share memory: the same for all if their parts are equal, else views of pages as
     large as the largest layer needs.
     """
-    if not _have_equal_parts(layers, plan, storage):
+    if not _have_equal_parts(slab, plan, storage):
         pages = torch.zeros(num_blocks, plan.layer_page_bytes(block_size), dtype=torch.uint8, device=device)
-        return [_views(pages, plan.spec_of(layer.layer_index), block_size, storage) for layer in layers]
-    parts = _parts(plan.spec_of(layers[0].layer_index), storage)
+        return [_views(pages, plan.spec_of(one.layer_index), block_size, storage, start) for one, start in slab]
+    parts = _parts(plan.spec_of(slab[0][0].layer_index), storage)
     tensors = [
         torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device) for heads, dim, dtype in parts
     ]
-    return [tensors] * len(layers)
+    return [tensors] * len(slab)
 
 
-def _have_equal_parts(layers: list[Attention], plan: CachePlan, storage: KVStorage) -> bool:
-    return len({tuple(_parts(plan.spec_of(layer.layer_index), storage)) for layer in layers}) == 1
+def _have_equal_parts(slab: _Slab, plan: CachePlan, storage: KVStorage) -> bool:
+    """Return whether the layers have equal tensors, of whole tokens, in the same place of a page."""
+    specs = [plan.spec_of(layer.layer_index) for layer, _ in slab]
+    if any(isinstance(spec, Compressed) for spec in specs):
+        return False
+    return len({tuple(_parts(spec, storage)) for spec in specs}) == 1
 
 
 def _parts_in_blocks(
-    slabs: list[list[Attention]], plan: CachePlan, num_blocks: int, block_size: int, storage: KVStorage
+    slabs: list[_Slab], plan: CachePlan, num_blocks: int, block_size: int, storage: KVStorage
 ) -> list[_Tensors]:
     """Return views of one piece of memory, in which a block holds the entries of all `slabs` of layers."""
     sizes = [
@@ -173,30 +181,32 @@ def _parts_in_blocks(
         if not _have_equal_parts(slab, plan, storage)
         else sum(heads * block_size * dim * dtype.itemsize for heads, dim, dtype in _parts(spec, storage))
         for slab in slabs
-        for spec in [plan.spec_of(slab[0].layer_index)]
+        for spec in [plan.spec_of(slab[0][0].layer_index)]
     ]
     # A whole number of rows of each part, so that backends may count in rows.
-    parts = {part for slab in slabs for layer in slab for part in _parts(plan.spec_of(layer.layer_index), storage)}
+    parts = {part for slab in slabs for layer, _ in slab for part in _parts(plan.spec_of(layer.layer_index), storage)}
     rows = lcm(*(dim * dtype.itemsize for _, dim, dtype in parts))
     blocks = huge_pages.zeros(num_blocks, -(-sum(sizes) // rows) * rows, dtype=torch.uint8)
     start, found = 0, []
     for slab, size in zip(slabs, sizes):
         pages, start = blocks[:, start : start + size], start + size
-        found.append([_views(pages, plan.spec_of(layer.layer_index), block_size, storage) for layer in slab])
+        found.append([_views(pages, plan.spec_of(one.layer_index), block_size, storage, at) for one, at in slab])
     return found
 
 
-def _views(pages: torch.Tensor, spec: CacheSpec, block_size: int, storage: KVStorage) -> list[torch.Tensor]:
-    """Return the parts of a layer, one after the other in each of `pages`.
+def _views(
+    pages: torch.Tensor, spec: CacheSpec, block_size: int, storage: KVStorage, start: int = 0
+) -> list[torch.Tensor]:
+    """Return the parts of a layer, one after the other in each of `pages` from byte `start`.
 
     The entries of one head in a block are contiguous, as they are read: with 4 KiB per head and block the hardware
     prefetches them.
     """
-    tensors, start = [], 0
+    tensors, slots = [], spec.slots(block_size) if isinstance(spec, Compressed) else block_size
     for heads, dim, dtype in _parts(spec, storage):
-        size = heads * block_size * dim * dtype.itemsize
+        size = heads * slots * dim * dtype.itemsize
         entries = pages[:, start : start + size].view(dtype)
-        tensors.append(entries.unflatten(1, (heads, block_size, dim)).transpose(1, 2))
+        tensors.append(entries.unflatten(1, (heads, slots, dim)).transpose(1, 2))
         start += size
     return tensors
 

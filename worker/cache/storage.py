@@ -76,6 +76,8 @@ def resolve_storage(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tupl
 
 def _obstacle(spec: ModelSpec) -> str | None:
     """Return why a model has no keys and values to store in 8 bits."""
+    if any(layer.compressed for layer in spec.layers):
+        return f"compressed keys, as of {spec.architecture}, are not stored in 8 bits"
     return f"{spec.architecture} is an encoder, which keeps no keys and values" if spec.is_encoder else None
 
 

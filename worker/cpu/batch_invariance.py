@@ -75,6 +75,8 @@ def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str,
         return "works with models that quire computes itself", ": set --model-impl quire"
     if any(layer.state and (reason := states.reason(layer.state.shapes(1))) for layer in spec.layers):
         return f"needs the native kernels for recurrent states: {reason}", ""
+    if any(layer.compressed for layer in spec.layers):
+        return "has no attention to compressed keys", ""
     for head_dim, v_dim in {_attended_sizes(layer) for layer in spec.layers if layer.attends}:
         if reason := cpu_ops.attention_reason(head_dim, v_dim, dtype):
             return f"needs the native attention: {reason}", ""

@@ -86,7 +86,8 @@ class NativeOps(Ops):
         correction: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return (Ops.route if spec.bounds_groups else ops.route)(spec, logits, correction, bias)
+        native = spec.has_kernels and not spec.bounds_groups
+        return (ops.route if native else Ops.route)(spec, logits, correction, bias)
 
     def packed_experts(self, experts: ListedExperts) -> NativeExperts | None:
         listed = experts.experts.values()

@@ -357,6 +357,7 @@ class _Mixture:
         if (
             vars(type(gate)).get("native_twin") != "router"
             or gate.spec.bounds_groups
+            or not gate.spec.has_kernels
             or router is None
             or router.next
             or not isinstance(experts, NativeExperts)

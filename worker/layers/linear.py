@@ -49,6 +49,7 @@ class Part:
     target: tuple[Narrow, ...] = ()
     view: View | None = None
     types: tuple[str, ...] = FLOATS  # its possible types in a safetensors file
+    tile: int = 0  # rows after which blocks of rows, that a quantized weight has a scale for, begin anew; 0: never
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the slice of the checkpoint tensor `tensor`, rearranged. A view of its memory where possible."""
@@ -75,6 +76,7 @@ class Shard:
     length: int
     target: int = 0
     view: View | None = None
+    tile: int = 0  # see `Part`
 
 
 def empty_parameter(*shape: int, parts: list[Part], dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -308,6 +310,7 @@ class ColumnParallelLinear(Linear):
                 ((0, s.start, s.length),),
                 ((0, s.target, s.length),),
                 s.view,
+                tile=s.tile,
             )
             for s in self.shards
         ]
@@ -391,7 +394,8 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     With fewer KV heads than ranks, several consecutive ranks hold the same KV head, which their query heads use. With
     `fused` the checkpoint holds the three as one tensor, `qkv_proj`. `view` rearranges the rows of q and k.
-    `v_name` is the tensor of v, which may be that of k.
+    `v_name` is the tensor of v, which may be that of k. With `chunks` the one tensor has that many parts, each with q,
+    k and v of some heads.
 
     Raises:
         ValueError: the number of ranks does not divide the heads.
@@ -410,6 +414,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         view: View | None = None,
         v_head_dim: int | None = None,
         v_name: str = "v_proj",
+        chunks: int = 0,
     ):
         group = tp()
         v_dim = head_dim if v_head_dim is None else v_head_dim
@@ -421,7 +426,28 @@ class QKVParallelLinear(ColumnParallelLinear):
             Shard(f"{prefix}.k_proj", num_kv_heads * head_dim, first_kv_head * head_dim, k, q, view),
             Shard(f"{prefix}.{v_name}", num_kv_heads * v_dim, first_kv_head * v_dim, v, q + k),
         ]
-        super().__init__(hidden_size, fuse(shards, f"{prefix}.qkv_proj") if fused else shards, bias, method)
+        if chunks:
+            shards = chunked(shards, f"{prefix}.qkv_proj", chunks)
+        elif fused:
+            shards = fuse(shards, f"{prefix}.qkv_proj")
+        super().__init__(hidden_size, shards, bias, method)
+
+
+def chunked(shards: list[Shard], prefix: str, chunks: int) -> list[Shard]:
+    """Return the same rows of one weight, at `prefix`, that consists of `chunks` parts, each of which holds as many
+    rows of every weight of `shards`, one weight after another.
+    """
+    sizes = [shard.full // chunks for shard in shards]
+    tile, found = sum(sizes), []
+    for shard, size, offset in zip(shards, sizes, [0, *accumulate(sizes)]):
+        row, end = shard.start, shard.start + shard.length
+        while row < end:
+            chunk, local = divmod(row, size)
+            length = min(end - row, size - local)
+            start, target = chunk * tile + offset + local, shard.target + row - shard.start
+            found.append(Shard(prefix, tile * chunks, start, length, target, shard.view, tile))
+            row += length
+    return found
 
 
 def fuse(shards: list[Shard], prefix: str) -> list[Shard]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from quire.worker.layers.rowwise import sigmoid
 
@@ -27,9 +28,16 @@ def route(
     return _weights(spec, scores.gather(-1, ids)) * spec.scale, ids
 
 
+def weigh(spec: RoutingSpec, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the weights float32 `[T, k]` of the experts `ids` `[T, k]` for logits `[T, E]`."""
+    return _weights(spec, _scores(spec, logits.float()).gather(-1, ids)) * spec.scale
+
+
 def _scores(spec: RoutingSpec, logits: torch.Tensor) -> torch.Tensor:
     if spec.scores == "sigmoid":
         return sigmoid(logits)
+    if spec.scores == "sqrtsoftplus":
+        return F.softplus(logits).sqrt()
     return logits.softmax(-1) if spec.scores == "softmax" else logits
 
 

@@ -20,6 +20,9 @@ def cache_kind(layer: LayerSpec) -> str:
         return "cache of an earlier layer"
     if layer.mixer == "mla":
         return "latent"
+    if layer.compressed is not None:
+        rate = layer.compressed.rate
+        return f"window of {layer.window} tokens" + (f" and a key per {rate} tokens" if rate else "")
     if not layer.attends:
         return "state" if layer.state else "none"
     if layer.mixer == "bidirectional":

@@ -1,6 +1,6 @@
 """MiMo-V2-Flash: windows with sinks and twice the KV heads in five of six layers, values that are narrower than keys
 and scaled, a third of each head rotated, DeepSeek V3's experts without a shared one. Files of V2.5 hold q, k and v as
-one tensor in the order of several ranks, which is not supported.
+one tensor, divided into those of several ranks, whose FP8 blocks begin anew.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ class MiMoV2(MoEFamily, CausalLM):
                 raise ValueError(f"{key} {values[key]!r} that differs from {name} is not supported for MiMo V2")
         if values["add_full_attention_sink_bias"]:
             raise ValueError("add_full_attention_sink_bias true is not supported for MiMo V2")
-        if values["attention_projection_layout"] not in (None, "split"):
-            layout = values["attention_projection_layout"]
+        if (layout := values["attention_projection_layout"]) not in (None, "split", "fused_qkv"):
             raise ValueError(f"attention_projection_layout {layout!r} is not supported for MiMo V2")
         if values["n_shared_experts"]:
             raise ValueError("n_shared_experts is not supported for MiMo V2")
@@ -104,7 +103,9 @@ class MiMoV2(MoEFamily, CausalLM):
 
     @classmethod
     def layer(cls, values: dict[str, Any], index: int, kind: str, layer: LayerSpec) -> LayerSpec:
-        layer = replace(super().layer(values, index, kind, layer), v_head_dim=values["v_head_dim"])
+        chunks = values["num_key_value_heads"] if values["attention_projection_layout"] == "fused_qkv" else 0
+        layer = super().layer(values, index, kind, layer)
+        layer = replace(layer, v_head_dim=values["v_head_dim"], qkv_chunks=chunks)
         if kind == FULL:
             return layer
         heads = values["swa_num_key_value_heads"] or 2 * values["num_key_value_heads"]

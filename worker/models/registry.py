@@ -39,6 +39,7 @@ DECODERS = {
     "DeepseekV2ForCausalLM": "deepseek:DeepseekV2",
     "DeepseekV3ForCausalLM": "deepseek:DeepseekV3",
     "DeepseekV32ForCausalLM": "deepseek:Indexed",
+    "DeepseekV4ForCausalLM": "deepseek_v4:DeepseekV4",
     "Dots1ForCausalLM": "dots1:Dots1",
     "Ernie4_5ForCausalLM": "ernie4_5:Ernie4_5",
     "Exaone4ForCausalLM": "exaone4:Exaone4",
@@ -165,7 +166,6 @@ DRAFTING = {"LlamaForCausalLMEagle3": "eagle3:LlamaEagle3"}
 # architectures that are known, but not served -> why
 _BIASED = "its attention adds a bias that depends on the distance and on the query, which is not implemented"
 REFUSED = {
-    "DeepseekV4ForCausalLM": "its attention to compressed keys is not implemented",
     "DiffusionGemmaForBlockDiffusion": "it fills a block of tokens in several passes, and quire generates one by one",
     "InklingForCausalLM": _BIASED,
     "InklingForConditionalGeneration": _BIASED,

@@ -84,13 +84,15 @@ class Cross(Full):
 @dataclass(frozen=True, slots=True)
 class Latent:
     """One vector of `width` per token, shared by all heads (MLA, arXiv:2405.04434); its first `width - rope_width`
-    entries are also the values. `scale_bytes` are those of the scale of each of the two parts.
+    entries are also the values. `scale_bytes` are those of the scale of each of the two parts. With a window, older
+    blocks are released.
     """
 
     width: int
     rope_width: int
     itemsize: int
     scale_bytes: int = 0
+    window: int = 0
 
     def page_bytes(self, block_size: int) -> int:
         return block_size * (self.width * self.itemsize + 2 * self.scale_bytes)
@@ -101,7 +103,49 @@ class Latent:
 
     @property
     def group(self) -> CacheGroup:
+        return CacheGroup("window", self.window) if self.window else CacheGroup("full")
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """One vector of `width` per `rate` consecutive tokens (`layers/compressed.py`), in the block of the last of them.
+    Several layers share a page that is large enough for them.
+    """
+
+    width: int
+    rate: int
+    itemsize: int
+
+    def slots(self, block_size: int) -> int:
+        """Return the largest number of vectors in a block."""
+        return -(-block_size // self.rate)
+
+    def page_bytes(self, block_size: int) -> int:
+        return self.slots(block_size) * self.width * self.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        return self.itemsize
+
+    @property
+    def group(self) -> CacheGroup:
         return CacheGroup("full")
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedSizes:
+    """Attention to a window and to compressed keys (DeepSeek V4), in all of its layers; sizes of the whole model."""
+
+    rank: int  # of the latents of queries
+    rope_dim: int  # last entries of a head, which are rotated
+    groups: int  # of heads, whose attended values are projected apart
+    group_rank: int  # width of that projection of a group
+    rate: int = 0  # tokens per compressed key, 0: none
+    overlap: bool = False  # whether a compressed key also has a part of each token of the `rate` before
+    # an index chooses `top` compressed keys for each token by `index_heads` heads of `index_dim`; 0: all are seen
+    top: int = 0
+    index_heads: int = 0
+    index_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +185,7 @@ class State:
         return 4 * sum(math.prod(shape) for shape in self.shapes)
 
 
-CacheSpec = Full | Window | Chunk | Cross | Latent
+CacheSpec = Full | Window | Chunk | Cross | Latent | Compressed
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +203,7 @@ class CachePlan:
     # the group `draft_group`
     drafting: tuple[CacheSpec | None, ...] = ()
     draft_group: int = 0
+    sharing: tuple[int, ...] = ()  # number of layers of each group that share the page of one layer; () if it is 1
 
     def spec_of(self, layer: int) -> CacheSpec | None:
         return (self.specs + self.drafting)[layer]
@@ -188,22 +233,27 @@ class CachePlan:
         if layers is None:
             return self.layers_per_group
         mine = set(layers)
-        return max(
-            (
-                len(mine.intersection(members))
-                for group, members in zip(self.groups, self.layers)
-                if group.kind != "state"
-            ),
-            default=0,
+        counts = (
+            -(-len(mine.intersection(members)) // self.per_page(g))
+            for g, members in enumerate(self.layers)
+            if self.groups[g].kind != "state"
         )
+        return max(counts, default=0)
+
+    def per_page(self, group: int) -> int:
+        """Return the number of layers of a group that share the page of one layer."""
+        return self.sharing[group] if self.sharing else 1
 
     def state_bytes(self, layers: Sequence[int] | None = None) -> int:
         """Return bytes of a page with the states of all layers, or on a rank that has `layers`, of these."""
         return sum(state.num_bytes for i, state in enumerate(self.states) if state and (layers is None or i in layers))
 
 
-def plan_cache(specs: Sequence[CacheSpec | None], states: Sequence[State | None] = ()) -> CachePlan:
-    """Group layers with equal specs, with equal numbers of layers per group, and those with states.
+def plan_cache(
+    specs: Sequence[CacheSpec | None], states: Sequence[State | None] = (), block_size: int = 16
+) -> CachePlan:
+    """Group layers with equal specs, with equal numbers of layers per group, and those with states. Layers with
+    compressed keys share pages: a group has more of them.
 
     All ranks of a pipeline plan for all layers, so they get the same groups.
     """
@@ -211,16 +261,30 @@ def plan_cache(specs: Sequence[CacheSpec | None], states: Sequence[State | None]
     for layer, spec in enumerate(specs):
         if spec is not None:
             kinds.setdefault(spec, []).append(layer)
-    size = _group_size([len(layers) for layers in kinds.values()]) if kinds else 0
-    groups, members = [], []
+    largest = max((spec.page_bytes(block_size) for spec in kinds), default=0)
+    shared = {spec: largest // spec.page_bytes(block_size) if isinstance(spec, Compressed) else 1 for spec in kinds}
+    counts = [-(-len(layers) // shared[spec]) for spec, layers in kinds.items()]
+    fewest = counts if max(shared.values(), default=1) == 1 else [max(counts)]  # a group may have a part of its pages
+    size = _group_size(counts, min(fewest)) if kinds else 0
+    groups, members, sharing = [], [], []
     for spec, layers in kinds.items():
-        for start in range(0, len(layers), size):
+        number = size * shared[spec]
+        for start in range(0, len(layers), number):
             groups.append(spec.group)
-            members.append(tuple(layers[start : start + size]))
+            members.append(tuple(layers[start : start + number]))
+            sharing.append(shared[spec])
     if any(states):
         groups.append(CacheGroup("state"))
         members.append(tuple(i for i, state in enumerate(states) if state))
-    return CachePlan(tuple(groups), tuple(members), size, tuple(specs), tuple(states) if any(states) else ())
+        sharing.append(1)
+    return CachePlan(
+        tuple(groups),
+        tuple(members),
+        size,
+        tuple(specs),
+        tuple(states) if any(states) else (),
+        sharing=tuple(sharing) if max(sharing, default=1) > 1 else (),
+    )
 
 
 def add_drafting(plan: CachePlan, specs: Sequence[CacheSpec | None]) -> CachePlan:
@@ -237,12 +301,12 @@ def add_drafting(plan: CachePlan, specs: Sequence[CacheSpec | None]) -> CachePla
     )
 
 
-def _group_size(counts: list[int]) -> int:
-    """Return the largest number of layers per group that wastes little in the last group of each kind.
+def _group_size(counts: list[int], most: int) -> int:
+    """Return the largest number of layers per group, up to `most`, that wastes little in the last group of each kind.
 
     E.g. 4 for 22 and 4 layers, 7 for 21 and 7.
     """
-    for size in range(min(counts) if len(counts) > 1 else counts[0], 0, -1):
+    for size in range(most, 0, -1):
         padded = sum(-(-count // size) * size for count in counts)
         if padded - sum(counts) <= _MAX_PADDING * sum(counts):
             return size

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,18 @@ from typing import Any
 from quire.checkpoints.config_schema import check_config
 from quire.checkpoints.reading import KeptReads, read_json, read_object
 from quire.checkpoints.safetensors import StoredTensor, read_header, stored_files
-from quire.worker.spec.cache import CacheSpec, Chunk, Cross, Full, Latent, LatentSizes, State, Window
+from quire.worker.spec.cache import (
+    CacheSpec,
+    Chunk,
+    Compressed,
+    CompressedSizes,
+    Cross,
+    Full,
+    Latent,
+    LatentSizes,
+    State,
+    Window,
+)
 from quire.worker.spec.moe import MoESpec
 from quire.worker.spec.rope import RopeSpec
 from quire.worker.spec.state import StateSpec
@@ -46,6 +57,9 @@ class LayerSpec:
     latent: LatentSizes | None = None  # for mixer "mla"
     latent_eps: float = 1e-6  # for the norms of latents, whatever the others have
     q_lora_rank: int | None = None  # for the latents of queries in mixer "mla", None without
+    # parts of the one tensor with q, k and v in the files, each with those of some heads; 0: it is not divided so
+    qkv_chunks: int = 0
+    compressed: CompressedSizes | None = None  # for mixer "compressed"
     v_norm: bool = False  # whether heads of v are normalised, without a weight
     key_is_value: bool = False  # whether v is the output of k_proj, before its norm
     kv_from: int | None = None  # the layer whose keys and values this one reads; it has none of its own
@@ -193,9 +207,26 @@ def _has_packed_weights(folder: str) -> bool:
 
 def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1, scale_bytes: int = 0) -> list[CacheSpec | None]:
     """Return the cache spec of each layer on each of `tp` ranks, with elements of `itemsize` bytes and scales of
-    `scale_bytes` per head; None for a layer that has no cache of its own.
+    `scale_bytes` per head; None for a layer that has no cache of its own. Then, if any layer has compressed keys, the
+    specs of those of each layer.
     """
-    return [cache_spec(layer, itemsize, tp, scale_bytes) for layer in spec.layers]
+    first = [cache_spec(layer, itemsize, tp, scale_bytes) for layer in spec.layers]
+    return first + ([_compressed_spec(layer, itemsize) for layer in spec.layers] if has_compressed_keys(spec) else [])
+
+
+def has_compressed_keys(spec: ModelSpec) -> bool:
+    return any(layer.compressed is not None and layer.compressed.rate for layer in spec.layers)
+
+
+def cache_indices(spec: ModelSpec, layers: Sequence[int]) -> list[int]:
+    """Return the places in `cache_specs` of the caches of `layers`."""
+    second = [len(spec.layers) + layer for layer in layers] if has_compressed_keys(spec) else []
+    return [*layers, *second]
+
+
+def _compressed_spec(layer: LayerSpec, itemsize: int) -> Compressed | None:
+    sizes = layer.compressed
+    return Compressed(layer.head_dim + sizes.index_dim, sizes.rate, itemsize) if sizes and sizes.rate else None
 
 
 def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1, scale_bytes: int = 0) -> CacheSpec | None:
@@ -206,6 +237,8 @@ def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1, scale_bytes: int = 
         return None
     if layer.mixer == "bidirectional":
         return Full(1, 1, 1, itemsize)  # nothing is kept: blocks only bound the tokens of requests in flight
+    if layer.compressed is not None:
+        return Latent(layer.head_dim, layer.compressed.rope_dim, itemsize, window=layer.window)
     if layer.latent is not None:
         return Latent(layer.latent.width, layer.latent.rope_dim, itemsize, scale_bytes)
     sizes = max(1, layer.num_kv_heads // tp), layer.head_dim, layer.v_head_dim, itemsize

@@ -15,7 +15,7 @@ class RoutingSpec:
 
     num_experts: int
     top_k: int
-    scores: str = "softmax"  # softmax or sigmoid of the logits; logits
+    scores: str = "softmax"  # softmax or sigmoid of the logits; sqrtsoftplus: the root of their softplus; logits
     weights: str = "scores"  # the chosen scores; normalized: divided by their sum; softmax or sigmoid of them
     scale: float = 1.0  # for the weights
     epsilon: float = 0.0  # added to the sum that normalizes
@@ -25,7 +25,13 @@ class RoutingSpec:
     bias: bool = False  # for the logits
     correction: bool = False  # correction biases, added to the scores to choose, not to weigh
     optional_correction: bool = False  # files may lack the correction biases, which are 0 then
+    num_hashed: int = 0  # number of token ids whose experts are in a table; 0: the scores decide
     float32: bool = False  # logits are computed in float32, from weights kept in float32
+
+    @property
+    def has_kernels(self) -> bool:
+        """Return whether the platforms' kernels know the formula of the scores."""
+        return self.scores != "sqrtsoftplus"
 
     @property
     def bounds_groups(self) -> bool:

@@ -33,6 +33,20 @@ class WholeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressorSpec:
+    """The sums of compressed keys (`layers/states/compression.py`), the same on every rank."""
+
+    series: int
+    channels: int
+
+    def shapes(self, tp: int) -> Shapes:
+        return ((self.series, 3, self.channels),)
+
+    def check(self, tp: int) -> None:
+        """Accept any number of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
 class ShortConvSpec:
     """Gated short convolution (LFM2)."""
 

@@ -117,7 +117,7 @@ def _load_draft(resolved: Resolved, target: CausalLM, progress: ReportProgress) 
     )
     pack_experts(model)
     model.round_for_products()
-    place_after(model, len(resolved.spec.layers))
+    place_after(model, len(resolved.cache.specs))
     return model
 
 

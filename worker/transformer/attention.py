@@ -361,6 +361,7 @@ def qkv_projection(
         rope_view(spec, kind),
         kind.v_head_dim,
         "k_proj" if kind.key_is_value else "v_proj",
+        kind.qkv_chunks,
     )
 
 

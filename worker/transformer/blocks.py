@@ -24,6 +24,7 @@ from quire.worker.transformer.attention import self_attention
 from quire.worker.transformer.bidirectional import BidirectionalAttention
 from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.cross import CrossAttention
+from quire.worker.transformer.mixers.compressed import CompressedAttention
 from quire.worker.transformer.mixers.delta import GatedDeltaNet
 from quire.worker.transformer.mixers.lightning import Lightning, RotaryLightning
 from quire.worker.transformer.mixers.mamba1 import Mamba1
@@ -34,13 +35,14 @@ from quire.worker.transformer.mixers.short_conv import ShortConv
 from quire.worker.transformer.mixers.side_by_side import AttentionAndMamba2
 from quire.worker.transformer.mla import MLAttention
 from quire.worker.transformer.mlp import MLP, PlainMLP, ScaledMLP
-from quire.worker.transformer.moe import MoE
+from quire.worker.transformer.moe import HashMoE, MoE
 
 # Makes a part of a layer from (spec, index of the layer, prefix of its tensors, format of its weights).
 MakePart = Callable[[ModelSpec, int, str, WeightFormat], nn.Module]
 MIXERS: dict[str, MakePart] = {  # by `LayerSpec.mixer`
     "attention": self_attention,
     "mla": MLAttention,
+    "compressed": CompressedAttention,
     "bidirectional": BidirectionalAttention,
     "cross": CrossAttention,
     "short_conv": ShortConv,
@@ -66,7 +68,7 @@ PLACES = {
 }
 
 # by `LayerSpec.mlp`
-MLPS: dict[str, MakePart] = {"gated": MLP, "plain": PlainMLP, "scaled": ScaledMLP, "moe": MoE}
+MLPS: dict[str, MakePart] = {"gated": MLP, "plain": PlainMLP, "scaled": ScaledMLP, "moe": MoE, "hash_moe": HashMoE}
 
 Streams = tuple[torch.Tensor, torch.Tensor]  # x and residual
 

@@ -69,7 +69,11 @@ class HyperLayer(DecoderLayer):
         attended = self.self_attn(self.input_layernorm(read), call)
         streams = write(call.needed(x), attended, *map(call.needed, weights))
         read, *weights = self.ffn_hc(streams)
-        return write(streams, self.mlp(self.post_attention_layernorm(read)), *weights), None
+        return write(streams, self.feed_forward(self.post_attention_layernorm(read), call), *weights), None
+
+    def feed_forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Return the MLP's output for x, the norm of what it reads."""
+        return self.mlp(x)
 
 
 class HyperDecoder(Decoder):
@@ -89,9 +93,13 @@ class HyperDecoder(Decoder):
             streams = self.embed(call)[:, None].repeat(1, size, 1)
         else:
             streams = call.hidden.unflatten(1, (size, hidden))
-        for layer, layer_call in self.layer_calls(call):
+        for layer, layer_call in self.layer_calls(call, self.layer_inputs(call)):
             streams, _ = layer(streams, None, layer_call)
         return self.norm(self.merge(streams)) if self.last else streams.flatten(1)
+
+    def layer_inputs(self, call: StageCall) -> torch.Tensor | None:
+        """Return the layers' own inputs, see `layer_calls`."""
+        return None
 
     def merge(self, streams: torch.Tensor) -> torch.Tensor:
         """Return what the last norm reads `[T, H]`."""

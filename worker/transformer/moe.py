@@ -24,7 +24,7 @@ from quire.worker.layers.linear import (
     empty_parameter,
 )
 from quire.worker.layers.moe import give_other_parts, make_experts
-from quire.worker.layers.routing import route
+from quire.worker.layers.routing import route, weigh
 from quire.worker.layers.rowwise import sigmoid
 from quire.worker.parallel import Exchange, tp
 from quire.worker.platforms.ops import Ops
@@ -98,6 +98,20 @@ class Router(nn.Module):
         return self.route(self.spec, self.linear(x), self.correction, self.bias)
 
 
+class HashRouter(Router):
+    """The experts of a token are in a table; their weights come from the scores."""
+
+    def __init__(self, hidden_size: int, spec: RoutingSpec, prefix: str):
+        super().__init__(hidden_size, spec, prefix)
+        shape = spec.num_hashed, spec.top_k
+        part = Part(f"{prefix}.tid2eid", shape, types=("I64", "I32"))
+        self.table = empty_parameter(*shape, parts=[part], dtype=torch.int64)
+
+    def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = self.table[token_ids.long()]
+        return weigh(self.spec, self.linear(x), ids), ids
+
+
 class SharedExpert(nn.Module):
     """An MLP; this rank's part of its sum over the ranks."""
 
@@ -168,7 +182,10 @@ class MoE(nn.Module):
             self.shared_expert_gate = SharedGate(hidden, f"{prefix}.shared_expert_gate")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = self.gate(x)
+        return self.run(x, self.gate(x))
+
+    def run(self, x: torch.Tensor, chosen: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Pass x through experts with weights, see `Router`."""
         if self.fc1_latent_proj is None:
             out = self.experts(x, *chosen)
         else:
@@ -189,3 +206,12 @@ class MoE(nn.Module):
     def exchanges(self, num_tokens: int) -> list[Exchange]:
         """Return the all-reduces of `forward`, in order."""
         return [((num_tokens, self.hidden_size), None)]
+
+
+class HashMoE(MoE):
+    """Experts that are chosen by the token alone."""
+
+    router: ClassVar[type[Router]] = HashRouter
+
+    def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.run(x, self.gate(x, token_ids))

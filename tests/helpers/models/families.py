@@ -32,6 +32,7 @@ _YARN = {
     "beta_slow": 1.0,
 }
 
+_CSA, _HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LATENT = {
     "num_key_value_heads": 4,
@@ -91,6 +92,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", _B | {"use_qk_norm": True, "logit_scale": 0.3}),
     "cohere2": ("cohere2", _H | {"sliding_window": 24, "logit_scale": 0.3}),
     "cwm": ("cwm", _H | {"sliding_window": 24}),
+    # many heads of the index: with few, equal scores of 0 are frequent, among which implementations choose differently
+    "deepseek_v4": (
+        "deepseek_v4",
+        {key: value for key, value in _H.items() if key not in ("intermediate_size", "num_key_value_heads")}
+        | _EXPERTS
+        | {"n_routed_experts": 8, "q_lora_rank": 24, "partial_rotary_factor": 0.5, "sliding_window": 24}
+        | {"o_groups": 2, "o_lora_rank": 8, "index_n_heads": 24, "index_head_dim": 16, "index_topk": 6, "hc_mult": 3}
+        | {"compress_rates": {_CSA: 4, _HCA: 16}, "layer_types": ["sliding_attention", _HCA, _CSA, _HCA]}
+        | {"mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 2, "swiglu_limit": 0.5},
+    ),
     "dots1": (
         "dots1",
         _H
@@ -485,8 +496,8 @@ BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # compared in float32 only: these differ from their family in one formula, and rounding to 16 bits moves what a random
-# Zamba 2 says by nats, in transformers, too
-VARIANTS = ("falcon_h1-gate-first", "falcon_h1-no-norm", "zamba2")
+# Zamba 2 says by nats, in transformers, too, and what the index of DeepSeek V4 chooses
+VARIANTS = ("deepseek_v4", "falcon_h1-gate-first", "falcon_h1-no-norm", "zamba2")
 WITHOUT_VARIANTS = [name for name in FAMILIES if name not in VARIANTS]
 
 
@@ -584,3 +595,5 @@ def redraw(model: Any, seed: int = 0) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("layer_scalar", "e_score_correction_bias", "expert_bias")):
             buffer.add_(0.3 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("tid2eid"):
+            buffer.copy_(torch.rand(len(buffer), 8, generator=generator).argsort(1)[:, : buffer.shape[1]])

@@ -267,7 +267,10 @@ def test_older_exports_of_modelopt(sources, tmp_path):
     [
         ({"quant_method": "awq", "bits": 3}, "bits 3 is not supported; supported: 4"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128 is not supported"),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype 'fp4' is not supported; supported: fp8"),
+        (
+            {"quant_method": "fp8", "expert_dtype": "int4"},
+            "expert_dtype 'int4' is not supported; supported: fp8 or fp4",
+        ),
         ({"quant_method": "gguf", "gguf_file": "m.gguf"}, "supported: the .gguf file itself as MODEL"),
         ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type 'mx_fp' is not supported"),
         ({"quant_method": "auto-round", "bits": 4, "act_bits": 8}, "act_bits 8 is not supported; supported: 16"),

@@ -181,7 +181,6 @@ REFUSED = {
         _EXPERTS | {"head_dim": 16, "layer_types": ["full_attention", "minimax_m3_sparse"]},
         "its attention takes block_indices",
     ),
-    "deepseek_v4": (_EXPERTS, "recurrent state elsewhere|no cache for"),
     "xlstm": ({"num_heads": 4}, "recurrent state elsewhere"),
     "recurrent_gemma": ({}, "layer 0 neither attends .* nor keeps a state"),
     "rwkv": ({}, "recurrent state elsewhere"),
@@ -213,6 +212,7 @@ NOT_FORCED = {
     "llama4": "masks attention in chunks",
     "mistral4": "no causal language model of the model type 'mistral4'",
     "hy_v4": "a pass without transformers' own cache",
+    "deepseek_v4": "(recurrent state elsewhere|no cache for)",
     "deepseek-v32": "sparse attention",
     "glm-5": "sparse attention",
 }

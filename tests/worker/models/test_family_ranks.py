@@ -44,7 +44,7 @@ def over_ranks(folder: str, expert_parallel: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*WITHOUT_VARIANTS, *CHECKPOINTS, *MOE_CHECKPOINTS])
+@pytest.mark.parametrize("name", [*WITHOUT_VARIANTS, "deepseek_v4", *CHECKPOINTS, *MOE_CHECKPOINTS])
 def test_two_ranks_agree_with_one(name, tmp_path):
     folder = (build_family if name in FAMILIES else build_checkpoint)(name, tmp_path)
     expected = logits_of(build(folder))

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.worker.layers.routing import route as torch_route
+
 if TYPE_CHECKING:
     from quire.worker.spec.moe import RoutingSpec
 
@@ -26,6 +28,8 @@ def route(
     """`layers.routing.route` in one launch. Among equal scores the first experts are chosen; the ids of a row with NaN
     are those of experts that exist.
     """
+    if not spec.has_kernels:
+        return torch_route(spec, logits, correction, bias)
     tokens, num = logits.shape
     weights = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(tokens, spec.top_k, dtype=torch.int64, device=logits.device)

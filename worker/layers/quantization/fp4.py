@@ -33,13 +33,13 @@ class Mxfp4(Scheme):
 
     GROUP = 32
 
-    def __init__(self, codes: str = "weight_packed"):
-        self.codes = codes
+    def __init__(self, codes: str = "weight_packed", exponents: str = "weight_scale"):
+        self.codes, self.exponents = codes, exponents
 
     def tensors(self, piece: Piece) -> dict[str, Stored]:
         return {
-            "codes": Stored(self.codes, (Axis(ROWS), Axis(COLUMNS, 32, 16)), torch.uint8),
-            "exponents": Stored("weight_scale", (Axis(ROWS), Axis(COLUMNS, 32)), torch.uint8, ("U8", "F8_E8M0")),
+            "codes": Stored(self.codes, (Axis(ROWS), Axis(COLUMNS, 32, 16)), torch.uint8, ("U8", "I8")),
+            "exponents": Stored(self.exponents, (Axis(ROWS), Axis(COLUMNS, 32)), torch.uint8, ("U8", "F8_E8M0")),
         }
 
     def decode(self, piece: Piece, tensors: dict[str, torch.Tensor]) -> Rows | torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from quire.worker.layers.quantization.fp4 import Mxfp4
 from quire.worker.layers.quantization.int_groups import E4M3, Groups
 from quire.worker.layers.quantization.packing import e8m0
 from quire.worker.layers.quantization.stored import (
@@ -83,24 +84,25 @@ class Fp8Format(CheckpointFormat):
     def __init__(self, config: dict[str, Any]):
         super().__init__()
         self.skipped = config.get("modules_to_not_convert") or config.get("ignored_layers") or []
-        block = config.get("weight_block_size")
+        block, scale = config.get("weight_block_size"), config.get("scale_name", "weight_scale_inv")
         if config["quant_method"] == "fbgemm_fp8":
             self.weights = Fp8(1, None)
         elif block is None:
             self.weights = Fp8(None, None)
         elif isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
-            self.weights = Fp8(*block, "weight_scale_inv")
+            self.weights = Fp8(*block, scale)
         else:
             unsupported("weight_block_size", block, "[rows, columns]")
-        if (experts := config.get("expert_dtype", "fp8")) != "fp8":
-            unsupported("expert_dtype", experts, "fp8")
+        if (experts := config.get("expert_dtype", "fp8")) not in ("fp8", "fp4"):
+            unsupported("expert_dtype", experts, "fp8 or fp4")
+        self.experts = Mxfp4("weight", scale) if experts == "fp4" else self.weights
         if (kind := config.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
             unsupported("fmt", kind, "e4m3")
 
     def scheme(self, name: str) -> Scheme | None:
         if name.split(".")[-1] in ("lm_head", "embed_tokens") or any(named_by(name, skip) for skip in self.skipped):
             return None
-        return self.weights
+        return self.experts if ".experts." in name else self.weights
 
     def ignores(self, name: str, read: Callable[[], torch.Tensor]) -> bool:
         return bool(ACTIVATION_SCALES.search(name))

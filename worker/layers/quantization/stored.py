@@ -45,6 +45,7 @@ class Piece:
     columns: tuple[int, int]
     target: int
     view: View | None = None  # rearranges them
+    tile: int = 0  # see `Part`; the rows are of one tile
 
     @classmethod
     def from_part(cls, part: Part) -> Piece:
@@ -53,7 +54,7 @@ class Piece:
         for dim, start, length in part.source:
             ranges[dim] = ranges[dim][0] + start, length
         target = sum(start for dim, start, _ in part.target if dim == ROWS)
-        return cls(part.name.removesuffix(".weight"), part.shape, *ranges, target, part.view)
+        return cls(part.name.removesuffix(".weight"), part.shape, *ranges, target, part.view, part.tile)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -73,21 +74,28 @@ class Axis:
     whole: bool = False
 
     def size(self, piece: Piece) -> int:
-        return -(-piece.shape[self.of] * self.entries // self.values)
+        tile = self._tile(piece)
+        return piece.shape[self.of] // tile * -(-tile * self.entries // self.values)
+
+    def _tile(self, piece: Piece) -> int:
+        return piece.tile if self.of == ROWS and piece.tile else piece.shape[self.of]
 
     def covered(self, piece: Piece) -> tuple[int, int]:
         """Return the entries (start, length) in which the piece is."""
         if self.whole:
             return 0, self.size(piece)
         start, length = (piece.rows, piece.columns)[self.of]
-        first = start // self.values * self.entries
-        end = -(-(start + length) // self.values) * self.entries
+        before, start = divmod(start, self._tile(piece))
+        before *= -(-self._tile(piece) * self.entries // self.values)
+        first = start // self.values * self.entries + before
+        end = -(-(start + length) // self.values) * self.entries + before
         return first, min(end, self.size(piece)) - first
 
     def trim(self, piece: Piece, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the piece's values of a tensor that has been unpacked from the covered entries, one value each."""
         start, length = (piece.rows, piece.columns)[self.of]
-        return tensor.narrow(dim, start if self.whole else start % self.values, length)
+        start = start if self.whole else start % self._tile(piece) % self.values
+        return tensor.narrow(dim, start, length)
 
 
 @dataclass(frozen=True, slots=True)
