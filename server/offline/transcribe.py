@@ -11,7 +11,8 @@ from typing import BinaryIO
 
 from quire.engine.messages import SamplingParams
 from quire.server.errors import BadRequest
-from quire.server.generate.transcription import Said, Segment, TimedWord, Transcription, TranscriptionSpec
+from quire.server.generate.prompted_transcription import transcription_of
+from quire.server.generate.transcription import Said, Segment, TimedWord, TranscriptionSpec
 from quire.server.http import needs
 from quire.server.media.audio.languages import code_of, gap
 from quire.server.request.generation_request import GenerationRequest
@@ -53,8 +54,8 @@ async def transcribe_file(
     if task != "transcribe" and task not in model.tasks:
         raise BadRequest(f"task {task!r} is not one of this model's: {', '.join(model.tasks) or 'transcribe'}")
     if word_timestamps and not model.alignment_heads:
-        raise BadRequest("word_timestamps: the model's generation_config.json has no alignment_heads")
-    base = GenerationRequest(request_id=request_id, prompt_token_ids=[model.start], sampling=SamplingParams())
+        raise BadRequest("word_timestamps: the model's files have no alignment_heads")
+    base = GenerationRequest(request_id=request_id, prompt_token_ids=model.longest_prompt(), sampling=SamplingParams())
     spec = TranscriptionSpec(
         base=base,
         task=task,
@@ -66,7 +67,7 @@ async def transcribe_file(
     with ExitStack() as stack:
         file, size = _opened(audio, stack)
         pieces = await state.speech.open_file(file, size, Cutting(), TURN)
-        transcription = Transcription(state, spec, pieces)
+        transcription = transcription_of(state, spec, pieces)
         async with aclosing(transcription.said()) as found:
             said = [one async for one in found]
     text = joined(said, transcription.language)

@@ -27,6 +27,7 @@ from tests.helpers.server.running import MODEL, poll, running_server
 WHISPER = os.environ.get("QUIRE_WHISPER")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(not WHISPER, reason="QUIRE_WHISPER names no Whisper model"),
     pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed"),
 ]

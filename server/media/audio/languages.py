@@ -1,4 +1,4 @@
-"""The languages of Whisper's tokens: ISO 639 codes and English names."""
+"""The languages of speech recognizers: ISO 639 codes and English names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sq albanian sw swahili gl galician mr marathi pa punjabi si sinhala km khmer sn 
 af afrikaans oc occitan ka georgian be belarusian tg tajik sd sindhi gu gujarati am amharic yi yiddish lo lao
 uz uzbek fo faroese ht haitian_creole ps pashto tk turkmen nn nynorsk mt maltese sa sanskrit lb luxembourgish
 my myanmar bo tibetan tl tagalog mg malagasy as assamese tt tatar haw hawaiian ln lingala ha hausa ba bashkir
-jw javanese su sundanese yue cantonese
+jw javanese su sundanese yue cantonese fil filipino
 """
 _WORDS = _TABLE.split()
 NAMES = {code: name.replace("_", " ") for code, name in zip(_WORDS[::2], _WORDS[1::2], strict=True)}
