@@ -88,7 +88,7 @@ def files() -> list[tuple[str, bytes]]:
 def server():
     settings = {"distributed_executor_backend": "uniproc", "dtype": "float32", "kv_cache_memory_bytes": 1 << 30}
     with running_server(WHISPER, max_model_len="auto", **settings) as running:
-        yield running.wait_ready(120)
+        yield running.wait_ready(600)
 
 
 def transcribe(server, content: bytes, **fields):

@@ -235,6 +235,8 @@ def parse_model_spec(raw: dict[str, Any], *, images: bool = True) -> ModelSpec:
     if spec.crosses and not images:
         raise ValueError(f"--language-model-only: {wrapper} has no text without its encoder; omit it")
     vision = tower.read_spec(wrapper, raw) if images else None
+    if WRAPPERS[wrapper].folder == "audio" and raw.get("tie_word_embeddings") is not None:
+        spec = replace(spec, tie_word_embeddings=raw["tie_word_embeddings"])  # the head is the wrapper's
     return replace(spec, vision=vision, tower_prefixes=tower.prefixes)
 
 

@@ -113,7 +113,7 @@ def sound(seed: int, seconds: float = 1.0) -> np.ndarray:
     return (0.15 * tones + 0.02 * rng.standard_normal(len(time))).astype(np.float32)
 
 
-def build_qwen3_asr(folder: Path) -> Any:
+def build_qwen3_asr(folder: Path, *, tied: bool = True) -> Any:
     """Write a checkpoint of Qwen3-ASR, and return transformers' model."""
     from transformers import GenerationConfig, Qwen3ASRConfig, Qwen3ASRForConditionalGeneration
 
@@ -148,6 +148,7 @@ def build_qwen3_asr(folder: Path) -> Any:
         audio_token_id=ids["<|audio_pad|>"],
         pad_token_id=ids["<|endoftext|>"],
         eos_token_id=[ids["<|im_end|>"]],
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(4)
     model = Qwen3ASRForConditionalGeneration(config).eval()
