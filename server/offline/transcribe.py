@@ -14,7 +14,7 @@ from quire.server.errors import BadRequest
 from quire.server.generate.prompted_transcription import transcription_of
 from quire.server.generate.transcription import Said, Segment, TimedWord, TranscriptionSpec
 from quire.server.http import needs
-from quire.server.media.audio.languages import code_of, gap
+from quire.server.media.audio.languages import asked_code, gap
 from quire.server.request.generation_request import GenerationRequest
 
 AudioFile = str | os.PathLike[str] | bytes
@@ -48,7 +48,7 @@ async def transcribe_file(
     from quire.server.media.audio.windows import Cutting
 
     model = state.speech.require()
-    code = None if language is None else code_of(language)
+    code = asked_code(language)
     if code is not None and code not in model.codes:
         raise BadRequest(f"language {language!r} is not one of this model's: {', '.join(model.codes)}")
     if task != "transcribe" and task not in model.tasks:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from starlette.datastructures import FormData, UploadFile
 
 from quire.server.errors import BadRequest
-from quire.server.media.audio.languages import code_of
+from quire.server.media.audio.languages import asked_code
 from quire.server.request.hints import Ignored
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def read_fields(form: FormData, strict: bool) -> Fields:
         for name in ("timestamp_granularities", "include")
     }
     fields = Fields(upload, given.get("model"))
-    fields.language = code_of(given["language"]) if given.get("language") else None
+    fields.language = asked_code(given.get("language"))
     fields.prompt = _prompt(given.get("prompt", ""))
     fields.response_format = _choice("response_format", given.get("response_format") or "json", FORMATS)
     fields.temperature = _number("temperature", given.get("temperature") or "0", 0.0, 1.0)
