@@ -53,7 +53,8 @@ def reference(model, folder: str, seed: int, seconds: float, fields: dict[str, s
 
     tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
     samples = (sound(seed, seconds) * 32767).astype("<i2").astype(np.float32) / 32768
-    made = Qwen3ASRFeatureExtractor(feature_size=32)(samples, sampling_rate=16_000, padding=True, return_attention_mask=True)
+    extract = Qwen3ASRFeatureExtractor(feature_size=32)
+    made = extract(samples, sampling_rate=16_000, padding=True, return_attention_mask=True)
     features = {"input_features": made["input_features"], "input_features_mask": made["attention_mask"]}
     with torch.inference_mode():
         num = len(model.model.get_audio_features(**features).pooler_output)
