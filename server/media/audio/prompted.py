@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from quire.engine.messages import MediaInfo
     from quire.server.text.tokenizer import Tokenizer
 
-_CODES = (
-    ["ar", "yue", "zh", "cs", "da", "nl", "en", "fil", "fi", "fr", "de", "el", "hi", "hu", "id", "it", "ja", "ko", "mk", "ms", "fa", "pl", "pt", "ro", "ru", "es", "sv", "th", "tr", "vi"]
-)  # of the published models, whose config.json may list others
+# of the published models, whose config.json may list others
+_CODES = "ar yue zh cs da nl en fil fi fr de el hi hu id it ja ko mk ms fa pl pt ro ru es sv th tr vi".split()
 _SHORTEST = 8000  # samples; shorter audio is followed by silence
 _PART, _PART_TOKENS = 100, 13  # frames that are encoded together, and their embeddings
 _LONGEST = 30  # seconds of a piece
