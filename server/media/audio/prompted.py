@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from quire.server.text.tokenizer import Tokenizer
 
 # of the published models, whose config.json may list others
-_CODES = "ar yue zh cs da nl en fil fi fr de el hi hu id it ja ko mk ms fa pl pt ro ru es sv th tr vi".split()
+_CODES = """
+ar yue zh cs da nl en fil fi fr de el hi hu id it ja ko mk ms fa pl pt ro ru es sv th tr vi
+"""
 _SHORTEST = 8000  # samples; shorter audio is followed by silence
 _PART, _PART_TOKENS = 100, 13  # frames that are encoded together, and their embeddings
 _LONGEST = 30  # seconds of a piece
@@ -111,7 +113,7 @@ def read_prompted_model(folder: str, tokenizer: Tokenizer) -> PromptedSpeechMode
     ids = {name: token(f"<|{name}|>") for name in _MARKS}
     mark = token("<asr_text>")
     placeholder = config.get("audio_token_id", ids["audio_pad"])
-    codes = [code_of(name) for name in config.get("support_languages") or _CODES]
+    codes = [code_of(name) for name in config.get("support_languages") or _CODES.split()]
     start = ids["im_start"]
     user = [ids["im_end"], *encode("\n"), start, *encode("user\n"), ids["audio_start"]]
     return PromptedSpeechModel(
