@@ -96,6 +96,12 @@ KEYS: dict[str, Rule] = {
 }
 
 
+def unwrapped(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a parsed config.json with the parts of a thinker (Qwen3-ASR, Qwen-Omni) as parts of its own."""
+    thinker = raw.get("thinker_config")
+    return {**thinker, **raw} if isinstance(thinker, dict) else raw
+
+
 def check_config(raw: Mapping[str, Any], path: Path) -> None:
     """Raise ValueError naming the file, the key and its valid values, for the first key of another kind or size."""
     _check_depth(raw, path)

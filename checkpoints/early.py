@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoints.config_schema import TEXT_PARTS
+from quire.checkpoints.config_schema import TEXT_PARTS, unwrapped
 from quire.checkpoints.ranks import share, share_kv_heads, too_many_stages
 from quire.checkpoints.reading import read_object
 
@@ -18,7 +18,7 @@ def refuse_early(folder: str, tensor_parallel: int, pipeline_parallel: int, max_
     """Raise ValueError, naming the key or the setting, if the ranks cannot divide the model in `folder`, or its context
     is shorter than asked for.
     """
-    raw = read_object(Path(folder, "config.json"))
+    raw = unwrapped(read_object(Path(folder, "config.json")))
     text = next((raw[key] for key in TEXT_PARTS if isinstance(raw.get(key), dict)), raw)
     if (heads := _count(text, "num_attention_heads")) is not None:
         share("num_attention_heads", heads, tensor_parallel)

@@ -63,8 +63,8 @@ def planned(config: Config) -> Planned:
         shares_ram=plan.shares_ram,
         pooling=list(ready.pooling.tasks) if ready.pooling is not None else [],
         generates=ready.pooling is None or ready.pooling.generates,
-        images=ready.media is not None and not ready.media.cross,
-        transcribes=ready.media is not None and ready.media.cross > 0,
+        images=ready.media is not None and not ready.media.audio,
+        transcribes=ready.media is not None and ready.media.audio,
     )
 
 

@@ -275,7 +275,7 @@ class Launcher:
     def _announce(self, ready: Ready) -> None:
         curl, base = self._say_ready(", ".join(served_names(self.config)))
         with_key = bool(self.config.server.api_key or self.config.server.api_key_file)
-        hears = ready.worker.media is not None and ready.worker.media.cross > 0
+        hears = ready.worker.media is not None and ready.worker.media.audio
         logger.info("try: %s", curl_line(curl, base, ready.worker.pooling, self.frontend.chats, with_key, hears))
         if self.engines.folder == embedded_model():
             logger.info(

@@ -154,7 +154,7 @@ def page() -> str:
     rows = "".join(f"- `{file}.py` ({traits}): {names(group)}\n" for (file, traits), group in sorted(groups.items()))
     text = (
         f"Models that read images ([vision.md](vision.md)): {seeing}.\n\n"
-        f"Models that transcribe audio ([audio.md](audio.md)), without pipeline stages: {hearing}.\n\n"
+        f"Models that transcribe audio ([audio.md](audio.md)): {hearing}.\n\n"
         f"Models with images or sound of which the text part is served: {text_only}.\n\n"
         f"GGUF files are served of these architectures, by llama.cpp's names: {names(ARCHITECTURES)}.\n\n"
         "Other causal models run in transformers' implementation; compared with it are "

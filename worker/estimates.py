@@ -51,10 +51,10 @@ def media_info(spec: ModelSpec, limits: Limits, platform: Platform) -> MediaInfo
         batch = cross * max(1, (platform.encoder_budget or limits.max_num_batched_tokens) // cross)
         heads = [layer.num_heads for layer in spec.layers if layer.cross_length]
         kept = max(cross * min(limits.max_num_seqs, _KEPT_AUDIO), batch)
-        return MediaInfo(-1, kept, batch, cross=cross, cross_heads=(len(heads), min(heads)))
+        return MediaInfo(-1, kept, batch, cross=cross, cross_heads=(len(heads), min(heads)), audio=True)
     size = max(limits.max_num_batched_tokens, min(limits.max_model_len, _LARGEST_IMAGE))
     budget, vision = min(limits.max_num_batched_tokens, platform.encoder_budget or size), spec.vision
-    return MediaInfo(vision.image_token_id, size, budget, vision.bidirectional, vision.mrope)
+    return MediaInfo(vision.image_token_id, size, budget, vision.bidirectional, vision.mrope, audio=vision.audio)
 
 
 def estimate_images(spec: ModelSpec, limits: Limits, platform: Platform) -> int:

@@ -119,7 +119,8 @@ def check_settings(config: Config, spec: ModelSpec) -> None:
         _whole_prompts(config, model_len, 0, auto)
     if config.model.quantization:
         _quantized_dtype(config)
-    if config.lora.enabled and (spec.is_encoder or spec.crosses):
+    hears = spec.vision is not None and spec.vision.audio
+    if config.lora.enabled and (spec.is_encoder or spec.crosses or hears):
         what = "is an encoder" if spec.is_encoder else "transcribes audio"
         raise ValueError(f"LoRA adapters are for models that generate text, and this model {what}")
 

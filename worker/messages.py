@@ -319,6 +319,7 @@ class MediaInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     has_grids: bool = False  # positions have three axes, so that items need a `grid`
     cross: int = 0  # embeddings of each item, to which the decoder attends; 0: embeddings replace placeholders
     cross_heads: tuple[int, int] = (0, 0)  # layers that attend to them, and heads of each
+    audio: bool = False  # the items are audio instead of images
 
 
 class LoraUse(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

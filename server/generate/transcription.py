@@ -21,6 +21,7 @@ from quire.server.generate.generation import Generation
 from quire.server.media.audio.languages import gap
 from quire.server.media.audio.model import STEP, SpeechModel
 from quire.server.media.audio.service import Piece, Pieces
+from quire.server.media.inputs import PreparedImage
 from quire.server.model_info import ModelInfo
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import Attached, GenerationRequest
@@ -94,6 +95,12 @@ class Said:
     no_speech: float = 0.0
     num_prompt: int = 0  # tokens of text before the output
     num_output: int = 0
+    language: str | None = None  # that the model names with the text
+
+    def take_text(self, token_ids: list[int], logprobs: list[TokenLogprobs], text: str) -> None:
+        self.token_ids, self.logprobs, self.text = token_ids, logprobs, text
+        raw = text.encode()
+        self.compression_ratio = len(raw) / len(zlib.compress(raw)) if raw else 0.0
 
     @property
     def fails(self) -> bool:
@@ -112,6 +119,8 @@ class Said:
 class Transcription:
     """One file. `language` is known once the first piece is."""
 
+    needs_language = True  # whether the first piece tells the language before the others begin
+
     def __init__(self, state: needs.Transcribing, spec: TranscriptionSpec, pieces: Pieces):
         self.state, self.spec, self.pieces = state, spec, pieces
         self.model: SpeechModel = state.speech.require()
@@ -127,7 +136,7 @@ class Transcription:
         before, at_end = list(self.spec.before), False
         try:
             while running or not at_end:
-                most = 1 if self.spec.follows or self.language is None else PARALLEL
+                most = 1 if self.spec.follows or (self.needs_language and self.language is None) else PARALLEL
                 if not at_end and len(running) < most:
                     piece = await self.pieces.next()
                     if piece is None:
@@ -139,6 +148,7 @@ class Transcription:
                     if len(running) < most:
                         continue
                 said = await running.popleft()
+                self.language = self.language or said.language
                 if self.spec.follows and said.temperature <= _FORGETS:
                     before = said.token_ids[-most_before(self.state.model) :]
                 yield said
@@ -151,7 +161,7 @@ class Transcription:
         if piece.lease is None:
             return Said(piece)
         try:
-            if self.language is None:
+            if self.needs_language and self.language is None:
                 self.language = await self._detect(piece)
             return await self._attempts(piece, before)
         finally:
@@ -217,10 +227,7 @@ class Transcription:
         total = sum(entry.logprobs[0] for entry in logprobs)
         said = Said(piece, avg_logprob=total / max(len(ids), 1), num_output=len(ids))
         kept = [i for i, token in enumerate(ids) if token < self.model.end]
-        said.token_ids, said.logprobs = [ids[i] for i in kept], [logprobs[i] for i in kept]
-        said.text = self._text(said.token_ids)
-        raw = said.text.encode()
-        said.compression_ratio = len(raw) / len(zlib.compress(raw)) if raw else 0.0
+        said.take_text([ids[i] for i in kept], [logprobs[i] for i in kept], self._text([ids[i] for i in kept]))
         if self.spec.timestamps:
             said.segments = self._segments(piece, ids)
         return said
@@ -296,7 +303,6 @@ class Transcription:
     def _request(self, piece: Piece, prompt: list[int], sampling: SamplingParams) -> GenerationRequest:
         """Return a request to the engine, which holds a lease of the piece."""
         lease, base = self.state.speech.lease(piece), self.spec.base
-        item = MediaItem(lease.image.key, 0, 1, self.model.positions, lease.image.path)
         return GenerationRequest(
             request_id=f"{base.request_id}-{next(_serial)}",
             prompt_token_ids=prompt,
@@ -306,5 +312,8 @@ class Transcription:
             tenant=base.tenant,
             weight=base.weight,
             arrival_time=time.time(),
-            media=[Attached(item, lease)],
+            media=[Attached(self._item(lease.image), lease)],
         )
+
+    def _item(self, image: PreparedImage) -> MediaItem:
+        return MediaItem(image.key, 0, 1, self.model.positions, image.path)

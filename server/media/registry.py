@@ -8,6 +8,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.checkpoints.config_schema import unwrapped
 from quire.checkpoints.reading import read_object, reading
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ def load_processor(folder: str | Path) -> ImageProcessor:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json, or {} if there is none."""
-    return read_object(Path(folder) / "config.json")
+    """config.json with the parts of a thinker as its own, or {} if there is none."""
+    return unwrapped(read_object(Path(folder) / "config.json"))
 
 
 def _preprocessor(folder: Path) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from typing import BinaryIO
 
 from quire.engine.messages import SamplingParams
 from quire.server.errors import BadRequest
-from quire.server.generate.transcription import Said, Segment, TimedWord, Transcription, TranscriptionSpec
+from quire.server.generate.prompted_transcription import transcription_of
+from quire.server.generate.transcription import Said, Segment, TimedWord, TranscriptionSpec
 from quire.server.http import needs
-from quire.server.media.audio.languages import code_of, gap
+from quire.server.media.audio.languages import asked_code, gap
 from quire.server.request.generation_request import GenerationRequest
 
 AudioFile = str | os.PathLike[str] | bytes
@@ -47,14 +48,14 @@ async def transcribe_file(
     from quire.server.media.audio.windows import Cutting
 
     model = state.speech.require()
-    code = None if language is None else code_of(language)
+    code = asked_code(language)
     if code is not None and code not in model.codes:
         raise BadRequest(f"language {language!r} is not one of this model's: {', '.join(model.codes)}")
     if task != "transcribe" and task not in model.tasks:
         raise BadRequest(f"task {task!r} is not one of this model's: {', '.join(model.tasks) or 'transcribe'}")
     if word_timestamps and not model.alignment_heads:
-        raise BadRequest("word_timestamps: the model's generation_config.json has no alignment_heads")
-    base = GenerationRequest(request_id=request_id, prompt_token_ids=[model.start], sampling=SamplingParams())
+        raise BadRequest("word_timestamps: the model's files have no alignment_heads")
+    base = GenerationRequest(request_id=request_id, prompt_token_ids=model.longest_prompt(), sampling=SamplingParams())
     spec = TranscriptionSpec(
         base=base,
         task=task,
@@ -66,7 +67,7 @@ async def transcribe_file(
     with ExitStack() as stack:
         file, size = _opened(audio, stack)
         pieces = await state.speech.open_file(file, size, Cutting(), TURN)
-        transcription = Transcription(state, spec, pieces)
+        transcription = transcription_of(state, spec, pieces)
         async with aclosing(transcription.said()) as found:
             said = [one async for one in found]
     text = joined(said, transcription.language)

@@ -220,5 +220,5 @@ def model_info(config: Config, worker: WorkerReady, tokenizer: Tokenizer, sampli
         worker.num_states > 0,
         sampling.others,
         sampling.preset,
-        worker.media is not None and worker.media.cross > 0,
+        worker.media is not None and worker.media.audio,
     )

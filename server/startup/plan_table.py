@@ -26,9 +26,10 @@ def plan_table(ready: WorkerReady) -> str:
     ]
     if plan.images:
         size, budget = ready.media.cache_size, ready.media.encoder_budget
-        largest = "a batch" if ready.media.cross else "an image of as many"
+        one = "a piece of as many" if ready.media.audio else "an image of as many"
+        largest = "a batch" if ready.media.cross else one
         note = f"{size:,} embeddings kept, and {largest} while it is encoded; {budget:,} in a step"
-        rows.insert(2, ("audio" if ready.media.cross else "images", plan.images, note))
+        rows.insert(2, ("audio" if ready.media.audio else "images", plan.images, note))
     if plan.offload:
         rows.insert(-1, ("RAM tier", plan.offload, "blocks that were used again and leave the KV cache"))
     if plan.adapters:

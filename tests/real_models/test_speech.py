@@ -27,6 +27,7 @@ from tests.helpers.server.running import MODEL, poll, running_server
 WHISPER = os.environ.get("QUIRE_WHISPER")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(not WHISPER, reason="QUIRE_WHISPER names no Whisper model"),
     pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed"),
 ]
@@ -87,7 +88,7 @@ def files() -> list[tuple[str, bytes]]:
 def server():
     settings = {"distributed_executor_backend": "uniproc", "dtype": "float32", "kv_cache_memory_bytes": 1 << 30}
     with running_server(WHISPER, max_model_len="auto", **settings) as running:
-        yield running.wait_ready(120)
+        yield running.wait_ready(600)
 
 
 def transcribe(server, content: bytes, **fields):

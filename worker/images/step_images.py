@@ -68,8 +68,9 @@ class StepImages:
         """Errors of the requests, by batch position, whose chunks overlap an image that could not be encoded."""
         if not self.failed:
             return {}
+        image = "the audio" if self.vision.audio else "image {} of the prompt"
         return {
-            overlap.i: f"image {overlap.image.number} of the prompt: {self.failed[overlap.image.item.key]}"
+            overlap.i: f"{image.format(overlap.image.number)}: {self.failed[overlap.image.item.key]}"
             for overlap in self.rows.overlaps(step)
             if overlap.image.item.key in self.failed
         }

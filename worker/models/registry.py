@@ -235,6 +235,8 @@ def parse_model_spec(raw: dict[str, Any], *, images: bool = True) -> ModelSpec:
     if spec.crosses and not images:
         raise ValueError(f"--language-model-only: {wrapper} has no text without its encoder; omit it")
     vision = tower.read_spec(wrapper, raw) if images else None
+    if WRAPPERS[wrapper].folder == "audio" and raw.get("tie_word_embeddings") is not None:
+        spec = replace(spec, tie_word_embeddings=raw["tie_word_embeddings"])  # the head is the wrapper's
     return replace(spec, vision=vision, tower_prefixes=tower.prefixes)
 
 
@@ -277,7 +279,7 @@ def build_model(
             model = cls(spec, max_model_len or spec.max_model_len, weights).eval()
             if spec.vision and model.model.first:
                 _check_deepstack(spec.vision, model)
-                model.vision = _build_tower(spec.vision).eval()
+                model.vision = _build_tower(spec.vision, weights if quantization == "int8" else PLAIN_WEIGHTS).eval()
     finally:
         torch.set_default_dtype(default)
     if ops is not None:
@@ -295,12 +297,15 @@ def _check_deepstack(vision: VisionSpec, model: CausalLM) -> None:
         )
 
 
-def _build_tower(vision: VisionSpec) -> VisionTower:
-    """Build a vision encoder, whole on every rank, and in the model's dtype however the language model is stored."""
+def _build_tower(vision: VisionSpec, at_load: WeightFormat) -> VisionTower:
+    """Build an encoder, whole on every rank, and in the model's dtype however the language model is stored.
+    `--quantization int8` is for encoders of audio, too.
+    """
     from quire.worker.parallel import Group, use_groups
 
     with use_groups(tp=Group(), pp=Group(), ep=Group()):
-        return tower_class(vision.architecture)(vision.config)
+        weights = {"weights": at_load} if vision.audio else {}
+        return tower_class(vision.architecture)(vision.config, **weights)
 
 
 def num_parameters(spec: ModelSpec) -> int:

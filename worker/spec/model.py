@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoints.config_schema import check_config
+from quire.checkpoints.config_schema import check_config, unwrapped
 from quire.checkpoints.reading import KeptReads, read_json, read_object
 from quire.checkpoints.safetensors import StoredTensor, read_header, stored_files
 from quire.worker.spec.cache import (
@@ -174,6 +174,7 @@ def read_config(folder: str) -> dict[str, Any]:
     raw = read_json(path)
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must contain a JSON object")
+    raw = unwrapped(raw)
     check_config(raw, path)
     return KeptReads(raw)
 

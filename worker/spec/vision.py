@@ -21,6 +21,7 @@ class VisionSpec:
     mrope: bool = False  # whether positions have three axes; `RopeSpec.axes` says how they are used
     # for a model whose decoder attends to the encoder's output: embeddings of each audio; 0: they replace placeholders
     cross: int = 0
+    audio: bool = False  # whether it reads audio instead of images
 
     def width(self, hidden_size: int) -> int:
         """Entries of one embedding that the encoder returns."""

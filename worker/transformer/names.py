@@ -15,6 +15,7 @@ from functools import cached_property
 _PLACES = (
     ("", ""),
     ("^", "language_model."),
+    ("^", "thinker."),
     (r"^model\.", "model.language_model."),
     (r"^model\.", "language_model."),
     (r"^model\.", "model.text_model."),
@@ -24,15 +25,15 @@ _IGNORED = (
     r"rotary_emb\.inv_freq$",  # old checkpoints contain these tables
     r"^(model\.)?mtp(_\w+)?\.",  # layers that draft tokens
     # encoders
-    r"^(model\.)?(vision_\w+|visual|merger|audio_\w+|multi_modal_projector|mm_\w+|embed_vision|embed_audio|"
+    r"^((model|thinker)\.)?(vision_\w+|visual|merger|audio_\w+|multi_modal_projector|mm_\w+|embed_vision|embed_audio|"
     r"patch_merge_mlp|mlp1|sound_\w+|time_series|vit_large_projector)\.",
     r"^(model\.)?image_newline$",
 )
 
 
 def below(prefix: str) -> str:
-    """Return the pattern of names that begin with `prefix`, with "model." in front or without."""
-    return rf"^(model\.)?{re.escape(prefix.removeprefix('model.'))}"
+    """Return the pattern of names that begin with `prefix`, with "model." or "thinker." in front or without."""
+    return rf"^((model|thinker)\.)?{re.escape(prefix.removeprefix('model.'))}"
 
 
 class TensorNames:
@@ -79,11 +80,11 @@ class TensorNames:
 
     def of_tower(self, name: str) -> str:
         """Return the name in the files of a vision encoder's tensor, which some generations of files have below
-        "model.", and older ones of SigLIP and CLIP in a further module.
+        "model." or "thinker.", and older ones of SigLIP and CLIP in a further module.
         """
         bare = name.removeprefix("model.")
         deeper = re.sub(r"^vision_tower\.", "vision_tower.vision_model.", bare)
-        candidates = (name, f"model.{bare}", bare, deeper, f"model.{deeper}")
+        candidates = (name, f"model.{bare}", bare, deeper, f"model.{deeper}", f"thinker.{bare}")
         return next((found for found in candidates if found in self.files), name)
 
     def is_ignored(self, name: str) -> bool:

@@ -13,11 +13,11 @@ _LINEAR_HZ, _LINEAR_STEP, _LOG_STEP = 1000.0, 200.0 / 3, np.log(6.4) / 27  # Sla
 
 
 def log_mel(samples: np.ndarray, num_mels: int, num_frames: int) -> np.ndarray:
-    """The features `[num_mels, num_frames]` float32 of float32 samples, which are padded with silence, or cut, to
-    `num_frames` times `HOP`.
+    """The features `[num_mels, num_frames]` float32 of float32 samples, which are padded with silence to `num_frames`
+    times `HOP`; of more, only the last beginning frame counts.
     """
-    samples = samples[: num_frames * HOP]
-    padded = np.pad(samples.astype(np.float64), (0, num_frames * HOP - len(samples)))
+    samples = samples[: (num_frames + 1) * HOP - 1]
+    padded = np.pad(samples.astype(np.float64), (0, max(0, num_frames * HOP - len(samples))))
     padded = np.pad(padded, WINDOW // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:num_frames]
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)

@@ -1,4 +1,4 @@
-"""The languages of Whisper's tokens: ISO 639 codes and English names."""
+"""The languages of speech recognizers: ISO 639 codes and English names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ sq albanian sw swahili gl galician mr marathi pa punjabi si sinhala km khmer sn 
 af afrikaans oc occitan ka georgian be belarusian tg tajik sd sindhi gu gujarati am amharic yi yiddish lo lao
 uz uzbek fo faroese ht haitian_creole ps pashto tk turkmen nn nynorsk mt maltese sa sanskrit lb luxembourgish
 my myanmar bo tibetan tl tagalog mg malagasy as assamese tt tatar haw hawaiian ln lingala ha hausa ba bashkir
-jw javanese su sundanese yue cantonese
+jw javanese su sundanese yue cantonese fil filipino
 """
 _WORDS = _TABLE.split()
 NAMES = {code: name.replace("_", " ") for code, name in zip(_WORDS[::2], _WORDS[1::2], strict=True)}
+_SAME = {"jv": "jw", "iw": "he", "in": "id", "nb": "no", "cmn": "zh"}  # other codes of these languages
 _UNSPACED = frozenset({"zh", "ja", "th", "lo", "my", "km", "bo", "yue"})
 
 
@@ -26,6 +27,15 @@ def gap(code: str | None) -> str:
 
 
 def code_of(name: str) -> str:
-    """The code of a language given by its code or its English name, in any case; `name` itself if it is unknown."""
+    """Return the code of a language given by its code, also with a region (en-US, zh_CN), or its English name, in any
+    case; `name` itself if it is unknown.
+    """
     name = name.strip().lower()
-    return next((code for code, known in NAMES.items() if known == name), name)
+    code = name.replace("_", "-").partition("-")[0]
+    code = _SAME.get(code, code)
+    return code if code in NAMES else next((one for one, known in NAMES.items() if known == name), name)
+
+
+def asked_code(name: str | None) -> str | None:
+    """Return the code of the language that a client asks for; None, also for "" and "auto", if it is to be detected."""
+    return code_of(name) if name and name.strip().lower() not in ("", "auto") else None

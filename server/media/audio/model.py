@@ -1,4 +1,4 @@
-"""Read the files of a speech recognizer: its special tokens, languages and suppressed tokens. Loads no numpy."""
+"""Read the files of Whisper: its special tokens, languages and suppressed tokens. Loads no numpy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from quire.checkpoints.reading import read_object
 from quire.engine.messages import SpeechRules
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from quire.engine.messages import MediaInfo
     from quire.server.text.tokenizer import Tokenizer
 
-ARCHITECTURES = ("WhisperForConditionalGeneration",)
 STEP = 0.02  # seconds between two timestamps, and between two positions of the encoder
 
 
@@ -35,6 +37,8 @@ class SpeechModel:
     max_first: int
     alignment_heads: tuple[tuple[int, int], ...] = ()  # (layer, head) whose attention says when words are said
     median_width: int = 7  # of the filter over that attention
+    step: float = STEP
+    follows: bool = True  # whether a piece can follow the text of the one before
 
     @property
     def timestamp_begin(self) -> int:
@@ -54,6 +58,27 @@ class SpeechModel:
             start.append(self.no_timestamps)
         return [*([self.previous, *before] if before else []), *start]
 
+    def longest_prompt(self) -> list[int]:
+        """Return a prompt for the longest piece, to reserve room."""
+        return self.prompt(self.codes[0], "transcribe", False)
+
+    def before(self, tokenizer: Tokenizer, prompt: str, most: int) -> list[int]:
+        """Return the last tokens of a client's prompt. Raises ValueError for special tokens in it."""
+        ids = tokenizer.encode(" " + prompt.strip(), add_special_tokens=False)
+        if any(token >= self.end for token in ids):
+            raise ValueError("prompt must not contain special tokens, such as <|endoftext|>.")
+        return ids[-most:]
+
+    def reads(self, media: MediaInfo | None) -> bool:
+        """Return whether workers read the audio as this model does."""
+        return media is not None and media.cross == self.positions
+
+    def features(self, samples: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return the features `[mels, frames]` of a piece, and the number of its embeddings."""
+        from quire.server.media.audio.features import log_mel
+
+        return log_mel(samples, self.num_mels, 2 * self.positions), self.positions
+
     def rules(self, timestamps: bool) -> SpeechRules:
         """Return the constraints on the output."""
         if not timestamps:
@@ -62,12 +87,7 @@ class SpeechModel:
         return SpeechRules(suppress, self.suppress_first, self.timestamp_begin, self.end, self.max_first)
 
 
-def is_speech_model(config: dict[str, Any]) -> bool:
-    """Return whether a parsed config.json is that of a speech recognizer."""
-    return any(name in ARCHITECTURES for name in config.get("architectures") or [])
-
-
-def read_speech_model(folder: str, tokenizer: Tokenizer) -> SpeechModel:
+def read_whisper(folder: str, tokenizer: Tokenizer) -> SpeechModel:
     """Raises ValueError for files without the tokens that transcribing needs."""
     config = read_object(Path(folder, "config.json"))
     settings = config | read_object(Path(folder, "generation_config.json"))

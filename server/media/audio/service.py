@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, NoReturn, TypeVar
 
 from quire.server.errors import BadRequest, NotInstalled, PayloadTooLarge, Unavailable
-from quire.server.media.audio.model import SpeechModel, is_speech_model, read_speech_model
+from quire.server.media.audio.model import SpeechModel, read_whisper
+from quire.server.media.audio.prompted import PromptedSpeechModel, read_prompted_model
 from quire.server.media.inputs import Lease
 from quire.server.media.registry import read_config
 from quire.server.media.store import ImageStore
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire.audio")
 
 T = TypeVar("T")
+Recognizer = SpeechModel | PromptedSpeechModel
+# architecture in config.json -> what reads the files
+_READERS: dict[str, Callable[[str, Tokenizer], Recognizer]] = {
+    "Qwen3ASRForConditionalGeneration": read_prompted_model,
+    "WhisperForConditionalGeneration": read_whisper,
+}
 
 MAX_FILE_BYTES = 200 << 20
 MAX_SECONDS = 4 * 3600.0
@@ -61,7 +68,7 @@ class Speech:
     def __init__(self, on_cluster: bool = False):
         self._on_cluster = on_cluster
         self.why_not: str | None = "it is loading"  # why the model transcribes nothing; None if it does
-        self.model: SpeechModel | None = None
+        self.model: Recognizer | None = None
         self.max_bytes, self.max_seconds = MAX_FILE_BYTES, MAX_SECONDS
         self._store = ImageStore(MAX_STORED, keeps=False)
         self._threads: ThreadPoolExecutor | None = None
@@ -71,23 +78,25 @@ class Speech:
     def open(self, folder: str, tokenizer: Tokenizer) -> None:
         """Read what the model in `folder` does with audio."""
         config = read_config(folder)
-        self.why_not = None if is_speech_model(config) else "its architecture reads no audio"
+        names = config.get("architectures") or []
+        read = next((_READERS[name] for name in names if name in _READERS), None)
+        self.why_not = "its architecture reads no audio" if read is None else None
         if self.why_not is None and self._on_cluster:
             self.why_not = "ranks on a Ray cluster do not share the memory in which audio is handed over"
         if self.why_not is not None:
             return
         try:
-            self.model = read_speech_model(folder, tokenizer)
+            self.model = read(folder, tokenizer)
         except ValueError as error:
             self.why_not = str(error)
             logger.warning("audio is refused: %s", error)
 
     def check_worker(self, media: MediaInfo | None) -> None:
         """Refuse audio that the engine would refuse."""
-        if self.why_not is None and (media is None or media.cross != self.model.positions):
+        if self.why_not is None and not self.model.reads(media):
             self.why_not = "the engine reads none with this model"
 
-    def require(self) -> SpeechModel:
+    def require(self) -> Recognizer:
         """Raises BadRequest for a model that transcribes nothing."""
         if self.why_not is not None:
             raise BadRequest(f"The model transcribes no audio: {self.why_not}.", param="model")
@@ -123,14 +132,11 @@ class Speech:
     def add(self, window: Window) -> Piece:
         """Return the piece of a window. Runs in a thread. Raises Unavailable if running requests leave no room for it.
         """
-        from quire.server.media.audio.features import HOP, log_mel
-
         if window.is_silent:
             return Piece(window.start, window.seconds, None)
-        num_frames = 2 * self.model.positions
-        mel = log_mel(window.samples, self.model.num_mels, num_frames)
-        key = hashlib.blake2b(window.samples.tobytes() + bytes([HOP]), digest_size=16).hexdigest()
-        kept = _Features({"input_features": mel}, "", [self.model.positions])
+        mel, num_embeds = self.model.features(window.samples)
+        key = hashlib.blake2b(window.samples.tobytes(), digest_size=16).hexdigest()
+        kept = _Features({"input_features": mel}, "", [num_embeds])
         return Piece(window.start, window.seconds, self._store.add(key, kept))
 
     def lease(self, piece: Piece) -> Lease:

@@ -111,3 +111,56 @@ def sound(seed: int, seconds: float = 1.0) -> np.ndarray:
     rng, time = np.random.default_rng(seed), np.arange(int(seconds * RATE)) / RATE
     tones = sum(np.sin(2 * np.pi * pitch * time) for pitch in rng.uniform(100, 4000, 4))
     return (0.15 * tones + 0.02 * rng.standard_normal(len(time))).astype(np.float32)
+
+
+def build_qwen3_asr(folder: Path, *, tied: bool = True) -> Any:
+    """Write a checkpoint of Qwen3-ASR, and return transformers' model."""
+    from transformers import GenerationConfig, Qwen3ASRConfig, Qwen3ASRForConditionalGeneration
+
+    tokenizer = _byte_level()
+    names = [f"<|{name}|>" for name in ("im_start", "im_end", "audio_start", "audio_pad", "audio_end")] + ["<asr_text>"]
+    tokenizer.add_special_tokens([AddedToken(name, special=name != "<asr_text>") for name in names])
+    ids = {name: tokenizer.token_to_id(name) for name in [*names, "<|endoftext|>"]}
+    text = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    audio = {
+        "d_model": 64,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 96,
+        "num_mel_bins": 32,
+        "downsample_hidden_size": 16,
+        "n_window_infer": 200,
+        "output_dim": 64,
+    }
+    config = Qwen3ASRConfig(
+        text_config={"model_type": "qwen3", **text},
+        audio_config={"model_type": "qwen3_asr_encoder", **audio},
+        audio_token_id=ids["<|audio_pad|>"],
+        pad_token_id=ids["<|endoftext|>"],
+        eos_token_id=[ids["<|im_end|>"]],
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(4)
+    model = Qwen3ASRForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) / 6
+    with torch.no_grad():  # as a trained model, it hears what decides the text, and writes no placeholders
+        for name in ("linear_1", "linear_2"):
+            getattr(model.model.multi_modal_projector, name).weight *= 2
+    model.generation_config = GenerationConfig(
+        eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]], pad_token_id=ids["<|endoftext|>"]
+    )
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    return model

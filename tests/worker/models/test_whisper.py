@@ -14,6 +14,8 @@ from safetensors.numpy import save_file
 from quire.engine.messages import MediaItem, SamplingParams
 from quire.worker.messages import SpeechRules
 from quire.worker.models.audio.whisper import WhisperEncoder
+from quire.worker.models.registry import build_model, read_model_spec
+from quire.worker.weights.loader import load_weights
 from tests.helpers.in_process import InProcessEngine
 from tests.helpers.models.speech_models import build_whisper, token_id
 from tests.helpers.worker.towers import close, load_tower
@@ -84,6 +86,20 @@ def test_embeddings(built):
         reference = model.model.encoder(torch.stack(mels)).last_hidden_state
         tower = load_tower(WhisperEncoder, str(folder))
         close(tower.encode([{"input_features": mel} for mel in mels]), list(reference))
+
+
+def test_embeddings_in_int8(built):
+    """`--quantization int8` is for the encoder, too."""
+    spec = read_model_spec(str(built[1]))
+    found = []
+    for quantization in (None, "int8"):
+        model = build_model(spec, torch.bfloat16, torch.device("cpu"), quantization=quantization)
+        load_weights(model, spec, str(built[1]))
+        model.finalize()
+        with torch.inference_mode():
+            found.append(model.vision.encode([{"input_features": features(1)}])[0])
+    plain, rounded = found
+    assert 0 < (rounded - plain).float().norm() / plain.float().norm() < 0.05
 
 
 def test_several_requests_at_once(built, engine):

@@ -32,7 +32,8 @@ class WhisperEncoder(VisionTower):
 
     @classmethod
     def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
-        return VisionSpec(architecture, config, image_token_id=-1, cross=read_sizes(config)["max_source_positions"])
+        length = read_sizes(config)["max_source_positions"]
+        return VisionSpec(architecture, config, image_token_id=-1, cross=length, audio=True)
 
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(config, weights)

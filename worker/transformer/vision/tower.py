@@ -20,7 +20,8 @@ class VisionTower(nn.Module):
     Parameters list their `Part`s with names of one generation of files, e.g. "visual.merger.mlp.0.weight" or
     "vision_tower.ln_pre.weight". The loader also finds them with "model." in front, or without it. A parameter without
     parts is not allowed. Every parameter must be in the files; tensors below `prefixes` that no parameter uses are
-    skipped. Weights are in the model's dtype also if the language model is quantized; `--quantization` leaves them.
+    skipped. Weights are in the model's dtype also if the language model is quantized; `--quantization` leaves them, but
+    for `int8` and audio.
     """
 
     # beginnings of the names of the checkpoint's tensors that belong to the tower, in the same generation

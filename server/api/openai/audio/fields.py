@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 from starlette.datastructures import FormData, UploadFile
 
 from quire.server.errors import BadRequest
-from quire.server.media.audio.languages import code_of
+from quire.server.media.audio.languages import asked_code
 from quire.server.request.hints import Ignored
 
 if TYPE_CHECKING:
-    from quire.server.media.audio.model import SpeechModel
+    from quire.server.media.audio.service import Recognizer
     from quire.server.values import Json
 
 FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
@@ -79,7 +79,7 @@ def read_fields(form: FormData, strict: bool) -> Fields:
         for name in ("timestamp_granularities", "include")
     }
     fields = Fields(upload, given.get("model"))
-    fields.language = code_of(given["language"]) if given.get("language") else None
+    fields.language = asked_code(given.get("language"))
     fields.prompt = _prompt(given.get("prompt", ""))
     fields.response_format = _choice("response_format", given.get("response_format") or "json", FORMATS)
     fields.temperature = _number("temperature", given.get("temperature") or "0", 0.0, 1.0)
@@ -100,16 +100,20 @@ def read_fields(form: FormData, strict: bool) -> Fields:
     return fields
 
 
-def check_model(fields: Fields, model: SpeechModel, task: str) -> None:
+def check_model(fields: Fields, model: Recognizer, task: str) -> None:
     """Raises BadRequest for a language, a translation or timestamps of words that the model does not have."""
     if fields.words and not model.alignment_heads:
         raise BadRequest(
-            "timestamp_granularities: the model has no timestamps of words: its generation_config.json has no "
-            "alignment_heads.",
+            "timestamp_granularities: the model has no timestamps of words: its files have no alignment_heads.",
             param="timestamp_granularities",
         )
     if task == "translate" and "translate" not in model.tasks:
-        raise BadRequest("The model translates nothing: it knows English only.", param="model")
+        raise BadRequest("The model translates nothing: it transcribes only.", param="model")
+    if fields.follows and not model.follows:
+        raise BadRequest(
+            "condition_on_previous_text: each piece is transcribed by itself with this model.",
+            param="condition_on_previous_text",
+        )
     if fields.language is not None and fields.language not in model.codes:
         raise BadRequest(
             f"language '{fields.language[:50]}' is not one of this model's: {', '.join(model.codes)}.", param="language"

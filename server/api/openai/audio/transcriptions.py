@@ -22,13 +22,13 @@ from quire.server.api.openai.audio.fields import TIMED, Fields, check_model, rea
 from quire.server.api.openai.audio.json_form import MAX_BYTES, form_of
 from quire.server.errors import BadRequest, GatewayTimeout, UnsupportedMediaType
 from quire.server.generate.deadlines import within
+from quire.server.generate.prompted_transcription import transcription_of
 from quire.server.generate.transcription import Said, Segment, Transcription, TranscriptionSpec, most_before
 from quire.server.http import admission, request_options, sse
 from quire.server.http.bodies.form import MAX_FORM_BYTES, declared_size, read_form
 from quire.server.http.caller import caller
 from quire.server.http.read_body import in_turns, read_body
 from quire.server.media.audio.languages import NAMES, gap
-from quire.server.media.audio.model import STEP
 from quire.server.media.audio.service import Pieces, Room, too_large
 from quire.server.request.generation_request import GenerationRequest
 
@@ -76,7 +76,7 @@ async def _answer(request: Request, state: needs.Transcriptions, task: str) -> R
         pieces = await sse.unless_disconnected(request, _open(fields, state, caller(request).turn))
         base = GenerationRequest(
             request_id=identity["request_id"],
-            prompt_token_ids=model.prompt(fields.language or model.codes[0], task, False, before),
+            prompt_token_ids=[*model.longest_prompt(), *before],
             sampling=SamplingParams(),
             priority=identity["priority"],
             background=identity["background"],
@@ -95,7 +95,7 @@ async def _answer(request: Request, state: needs.Transcriptions, task: str) -> R
             follows=fields.follows,
             **({} if account is None else {"observed": account.observed}),
         )
-        answer = Answer(fields, state, Transcription(state, spec, pieces))
+        answer = Answer(fields, state, transcription_of(state, spec, pieces))
         if fields.stream:
             keep = True
             frames = _closing(answer.frames(limits.total), form, room)
@@ -120,10 +120,12 @@ def _require_program(request: Request) -> None:
 
 def _tokens_before(prompt: str, state: needs.Transcriptions) -> list[int]:
     """Return the last tokens of a prompt. Raises BadRequest for special tokens in it."""
-    ids = state.tokenizer.encode(" " + prompt.strip(), add_special_tokens=False) if prompt.strip() else []
-    if any(token >= state.speech.require().end for token in ids):
-        raise BadRequest("prompt must not contain special tokens, such as <|endoftext|>.", param="prompt")
-    return ids[-most_before(state.model) :]
+    if not prompt.strip():
+        return []
+    try:
+        return state.speech.require().before(state.tokenizer, prompt, most_before(state.model))
+    except ValueError as error:
+        raise BadRequest(str(error), param="prompt") from None
 
 
 async def _open(fields: Fields, state: needs.Transcriptions, turn: str) -> Pieces:
@@ -253,7 +255,7 @@ class Answer:
         return objects.DurationUsage(math.ceil(self.transcription.pieces.seconds))
 
     def _tokens(self) -> objects.TokenUsage:
-        audio = math.ceil(self.transcription.pieces.seconds / STEP)
+        audio = math.ceil(self.transcription.pieces.seconds / self.transcription.model.step)
         text, output = (sum(getattr(said, name) for said in self.said) for name in ("num_prompt", "num_output"))
         details = {"audio_tokens": audio, "text_tokens": text}
         return objects.TokenUsage(audio + text, output, audio + text + output, details)

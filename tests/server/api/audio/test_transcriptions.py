@@ -49,6 +49,12 @@ def file(seed: int = 1, seconds: float = 2.0, name: str = "a.wav") -> tuple[str,
     return name, wav(sound(seed, seconds))
 
 
+def placeholder(data: bytes) -> bytes:
+    """A file whose header was written before its length was known."""
+    start = data.index(b"data") + 4
+    return data[:start] + b"\xff\xff\xff\x7f" + data[start + 4 :]
+
+
 def heard(seed: int, seconds: float = 2.0) -> torch.Tensor:
     """The features of the 16-bit samples of `file`."""
     samples = (sound(seed, seconds) * 32767).astype("<i2").astype(np.float32) / 32768
@@ -251,6 +257,32 @@ def test_refused_fields(server, fields, status, param, message):
     answer = server.http.post("/v1/audio/transcriptions", files={"file": file()}, data=fields)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param) and message in error["message"]
+
+
+REPORTED = {  # what other servers failed at: (file, fields)
+    "a tenth of a second (speaches)": (file(1, 0.1), {}),
+    "ten milliseconds": (file(1, 0.01), {"timestamp_granularities[]": "word"}),
+    "an odd name (LocalAI)": (("Sprachnotiz - \u97f3\u58f0.", file(1)[1]), {}),
+    "a placeholder for the size (speaches 665)": (("a.wav", placeholder(file(1)[1])), {}),
+    "a region (obsidian-scribe 27)": (file(1), {"language": "en-US"}),
+    "auto": (file(1), {"language": "auto"}),
+    "a name (OpenGateLLM 807)": (file(1), {"language": "english"}),
+    "empty fields": (file(1), {"language": "", "prompt": "", "temperature": "", "chunking_strategy": "auto"}),
+    "a long prompt (vLLM)": (file(1), {"prompt": "the bridge and the river " * 400}),
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_reported_elsewhere(server, one_attempt, name):
+    upload, fields = REPORTED[name]
+    fields = {"language": "en", "response_format": "verbose_json"} | fields
+    answer = server.http.post("/v1/audio/transcriptions", files={"file": upload}, data=fields)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert {"task", "language", "duration", "text"} < set(found)  # LocalAI 5327
+    seconds = found["duration"]
+    times = [*found.get("words", ()), *found.get("segments", ())]
+    assert times and all(0 <= one["start"] <= one["end"] <= seconds + 0.011 for one in times)
 
 
 def test_chunking_strategy_of_the_sdk(server, one_attempt):
