@@ -140,6 +140,7 @@ export class Arrival {
         }
         this.changed();
         await this.pause(LOADING_PAUSE);
+        stopper.signal.throwIfAborted();
       }
     } finally {
       over();

@@ -8,7 +8,8 @@ let declined = false;  // the user closed the question: the page asks no more un
 
 export class ApiError extends Error {
   constructor(status, body) {
-    super(String(body?.error?.message || `The server answered HTTP ${status}.`));
+    const message = body?.error?.message;
+    super(message && typeof message === "string" ? message : `The server answered HTTP ${status}.`);
     this.status = status;
     this.body = body;
   }
