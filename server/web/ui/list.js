@@ -6,6 +6,7 @@ import * as store from "./store.js";
 import { everyMessage } from "./tree.js";
 
 let search = null;  // keeps its text and focus while the list changes
+const texts = new WeakMap();  // conversation -> {state, text}
 const rows = new Map();  // id -> Row, which keeps the focus and the open menu
 
 document.addEventListener("click", event => {
@@ -36,8 +37,18 @@ function listOf(chat, found, some) {
 function contains(conversation, query) {
   const words = query.toLowerCase().split(/\s+/).filter(Boolean);
   if (!words.length) return true;
-  const texts = [conversation.title, ...[...everyMessage(conversation.messages)].map(message => message.content)].join("\n").toLowerCase();
-  return words.every(word => texts.includes(word));
+  const text = textOf(conversation);
+  return words.every(word => text.includes(word));
+}
+
+/** All that is searched, made once for each state of a conversation. */
+function textOf(one) {
+  const state = `${one.revision} ${one.updated} ${one.title}`;
+  if (texts.get(one)?.state !== state) {
+    const found = [one.title, ...[...everyMessage(one.messages)].map(message => message.content)];
+    texts.set(one, {state, text: found.join("\n").toLowerCase()});
+  }
+  return texts.get(one).text;
 }
 
 /** The title of a conversation, and a menu. */
