@@ -55,11 +55,15 @@ def check(page: Browser, state: str) -> None:
     assert page.js(RUN) == [], state
 
 
+def chosen_in_menu(page: Browser, item: str) -> None:
+    page.js(f"[...document.querySelectorAll('#list .open button')].find(n => n.textContent === '{item}').click()")
+
+
 def dialogs(page: Browser) -> dict[str, Callable[[], None]]:
     """How each dialog is opened."""
     return {
-        "rename": lambda: page.click("#list .open .menu button", "Rename"),
-        "delete": lambda: page.click("#list .open .menu button", "Delete"),
+        "rename": lambda: chosen_in_menu(page, "Rename"),
+        "delete": lambda: chosen_in_menu(page, "Delete"),
         "preset": lambda: page.click(".presets button", "Keep as preset"),
         "tools": lambda: (
             page.click("[aria-label='Edit as a form: tools']"),

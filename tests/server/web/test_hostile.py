@@ -19,7 +19,7 @@ READABLE = (
 )
 # window.answers: what the next requests for an answer get instead of the server's; the last one stays
 ANSWERS = """
-const reached = window.fetch;
+{ const reached = window.fetch;
 window.answers = ANSWERS;
 window.fetch = async (path, options) => {
   if (!/^v1.(chat|streams)/.test(path) || !window.answers.length) return reached(path, options);
@@ -27,7 +27,7 @@ window.fetch = async (path, options) => {
   const {status = 200, body, type = 'application/json'} = next;
   if (status === 0) throw new TypeError('Failed to fetch');
   return new Response(body, {status, headers: {'Content-Type': type}});
-}; 0
+}; 0; }
 """
 EVENTS = "text/event-stream"
 HALF = 'id: 1\ndata: {"choices": [{"delta": {"content": "Half"}}]}\n\n'

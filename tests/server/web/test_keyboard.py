@@ -97,7 +97,8 @@ def test_escape_closes_the_menu_and_dialogs_give_the_focus_back(talk):
     talk.press("Escape")
     assert talk.js("document.querySelector('#list .open .menu').open") is False
     assert talk.js("document.activeElement.className") == "icon"
-    talk.click("#list .open .menu button", "Rename")
+    talk.press("Enter")
+    talk.click("#list .menu[open] button", "Rename")
     talk.press("Escape")
     talk.wait("document.activeElement.className === 'icon'")
     for label, opener in (("Keep as preset", ".presets button"), ("Edit as a form: tools", "[aria-label$=tools]")):
