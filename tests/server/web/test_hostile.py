@@ -224,6 +224,7 @@ def test_names_are_text_and_break_no_layout(page, before, scripted, size):
             f"{{name: {json.dumps(SCRIPT + LONG)}, system: '', settings: {{}}}}))"
         )
         started(page, server.url + "/")
+        page.js("[...document.querySelectorAll('#list .title')].find(node => node.textContent.startsWith('<')).click()")
         page.wait("document.querySelectorAll('.message .call').length === 3")
         assert page.js("[document.title, document.querySelectorAll('main img, main script').length]") == ["quire", 0]
         assert page.js("document.querySelector('#model').value") == LONG

@@ -426,6 +426,7 @@ def test_what_an_mcp_server_says_is_text_and_its_tools_are_listed_once(page, mcp
         made |= {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "calls": [call]}]}
         page.js(f"import('/ui/store.js').then(s => s.put({json.dumps(made)}))")
         started(page, server.url + "/")
+        page.click("#list .title", "mcp")
         assert page.js(told) == "Not connected."
         page.click("#mcp-connect")
         page.wait(f"{told} === '2 tools.'")
