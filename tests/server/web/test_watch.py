@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
 
 from quire.configs.log_ring import LogRing
-from quire.engine.calls import EngineCalls
+from quire.engine.messages import EngineCalls
 from quire.server.api.ops import status
 from tests.helpers.server.running import poll, running_server, write_model_folder
 from tests.server.web.browser import needs_chromium
