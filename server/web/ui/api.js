@@ -22,7 +22,7 @@ export class Unreachable extends Error {
 
 /** An answer that no server of this page gives: a page of a proxy, or of another program. */
 export class Unreadable extends Error {
-  constructor(path) { super(`What came as the answer of ${path} cannot be read. Another program may answer in the server's place.`); }
+  constructor(path) { super(`The answer of ${path} cannot be read. Another program may answer in the server's place.`); }
 }
 
 export const hasKey = () => key !== "";

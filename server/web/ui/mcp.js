@@ -32,7 +32,7 @@ export class McpServer {
     return isError ? `Error: ${found}` : found;
   }
 
-  unreadable() { return new Error(`What ${this.url} answers is no message of the protocol.`); }
+  unreadable() { return new Error(`The answer of ${this.url} is no message of the protocol.`); }
 
   async call(method, params) {
     const id = ++this.number, answer = await this.post({jsonrpc: "2.0", id, method, params}, id);

@@ -15,7 +15,7 @@ pytestmark = [needs_chromium, pytest.mark.slow]
 SCRIPT = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 LONG = "name-" * 100
 READABLE = (
-    "What came as the answer of v1/chat/completions cannot be read. Another program may answer in the server's place."
+    "The answer of v1/chat/completions cannot be read. Another program may answer in the server's place."
 )
 # window.answers: what the next requests for an answer get instead of the server's; the last one stays
 ANSWERS = """
@@ -166,7 +166,7 @@ def test_the_page_starts_by_itself_once_the_server_answers(page, before, scripte
 def test_a_page_of_another_program_is_told_at_the_start(page, before, scripted, body, path):
     before(f"window.fetch = async () => new Response({json.dumps(body)});")
     page.open(scripted[0].url + "/")
-    page.wait(f"{NOTICE}.startsWith('What came as the answer of {path} cannot be read.')")
+    page.wait(f"{NOTICE}.startsWith('The answer of {path} cannot be read.')")
 
 
 def test_a_browser_that_keeps_nothing_can_still_chat(page, before, scripted):

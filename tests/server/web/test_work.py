@@ -438,12 +438,12 @@ def test_what_an_mcp_server_says_is_text_and_its_tools_are_listed_once(page, mcp
             found = (
                 "document.querySelector('.call textarea').value || document.querySelector('.call .problem').innerText"
             )
-            expected = text or f"What {mcp}/mcp answers is no message of the protocol."
+            expected = text or f"The answer of {mcp}/mcp is no message of the protocol."
             page.wait(f"({found}) === {json.dumps(expected)}")
         for result in (5, {"tools": [{"name": 1}]}, {}):
             monkeypatch.setitem(Mcp.results, "tools/list", result)
             page.click("#mcp-connect")
-            page.wait(f"{told} === 'What {mcp}/mcp answers is no message of the protocol.'")
+            page.wait(f"{told} === 'The answer of {mcp}/mcp is no message of the protocol.'")
         assert page.js("document.title") == "quire"
         page.js("import('/ui/store.js').then(s => s.remove('mcp'))")
 
