@@ -14,9 +14,7 @@ from tests.server.web.using import answered, fresh, last, say, started
 pytestmark = [needs_chromium, pytest.mark.slow]
 SCRIPT = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 LONG = "name-" * 100
-READABLE = (
-    "The answer of v1/chat/completions cannot be read. Another program may answer in the server's place."
-)
+READABLE = "The answer of v1/chat/completions cannot be read. Another program may answer in the server's place."
 # window.answers: what the next requests for an answer get instead of the server's; the last one stays
 ANSWERS = """
 { const reached = window.fetch;
