@@ -1,24 +1,31 @@
-"""Makes the pictures of the page in docs/images: a conversation in light and dark colours, and on a phone.
+"""Makes the pictures of the page in docs/images: a conversation in light and dark colours and on a phone, and a server
+with some load.
 
-python benchmarks/page_pictures.py (needs pillow; a script answers, so that the pictures stay the same)
+python benchmarks/page_pictures.py (needs pillow; a script answers in the conversation, so that it stays the same)
 """
 
 from __future__ import annotations
 
+import random
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
+from quire.configs.sources import EMBEDDED_MODEL
+from tests.helpers.server.running import RunningServer, running_server
 from tests.helpers.server.scripted import scripted_server, write_folder
 from tests.helpers.server.templates import QWEN3_TOOLS
 from tests.server.web.browser import Browser
-from tests.server.web.using import answered, fresh, say
+from tests.server.web.using import answered, fresh, say, started
 
 FOLDER, COLOURS = Path(__file__).parent.parent / "docs" / "images", 192
+WATCHED = 60.0  # seconds
 TALK = {"Name three sorts that are stable.": "Merge sort, insertion sort and bubble sort."}
 ANSWER = r"""<think>
 Short, with code.
@@ -59,8 +66,34 @@ def main() -> None:
                 for name, size, dark in (("chat", (1180, 720), False), ("chat-dark", (1180, 720), True)):
                     picture(page, name, size, dark)
                 picture(page, "phone", (390, 780), False)
+                watched(page)
             finally:
                 page.close()
+
+
+def watched(page: Browser) -> None:
+    """A server of the smallest model, which answers some requests."""
+    real = {"distributed_executor_backend": "uniproc", "served_model_name": ["quire-tiny"], "max_model_len": "2048"}
+    with running_server(str(EMBEDDED_MODEL), **real) as server, ThreadPoolExecutor(3) as others:
+        server.wait_ready(300)
+        page.size(1180, 860)
+        started(page, server.url + "/#watch")
+        end = time.monotonic() + WATCHED
+        asked = [others.submit(ask, server, number, end) for number in range(3)]
+        while time.monotonic() < end:
+            time.sleep(1.0)
+        picture(page, "watch-dark", (1180, 860), True)
+        for one in asked:
+            one.result()
+
+
+def ask(server: RunningServer, number: int, end: float) -> None:
+    rng = random.Random(number)
+    while time.monotonic() < end + 3.0:  # some are running in the picture
+        words = "words of a prompt " * rng.randint(1, 40)
+        messages = [{"role": "system", "content": "Be brief. " * 20}, {"role": "user", "content": words}]
+        body = {"messages": messages, "max_tokens": rng.randint(20, 200), "ignore_eos": True}
+        server.http.post("/v1/chat/completions", json=body, timeout=120.0).raise_for_status()
 
 
 def picture(page: Browser, name: str, size: tuple[int, int], dark: bool) -> None:

@@ -6,6 +6,8 @@ import { requestFields } from "./settings.js";
 import { newId } from "./store.js";
 
 const RETRIES = [250, 500, 1000, 2000, 4000, 8000];  // milliseconds before each try to read the rest
+const LOADING_PAUSE = 1000;  // milliseconds
+const GATEWAY = [502, 503, 504];  // what proxies answer while the server restarts
 let leaving = false;  // the page is being left or reloaded: requests fail, and the reload goes on with them
 addEventListener("pagehide", () => { leaving = true; });
 addEventListener("pageshow", () => { leaving = false; });
@@ -93,15 +95,21 @@ export class Arrival {
         if (this.answer.stream.at > before) tries = 0;
       } catch (error) {
         if (this.stopper.signal.aborted) { this.answer.finish = "stopped"; return null; }
-        if (!(error instanceof Unreachable)) return this.sentence(error);
+        const mayComeBack = error instanceof Unreachable || (this.posted && GATEWAY.includes(error.status));
+        if (!mayComeBack) return this.sentence(error);
         if (!this.posted || leaving) return error.message;
       }
       const lost = this.answer.stream.at === 0 && !isEmpty(this.answer);  // a server that keeps no stream for us
       if (tries >= RETRIES.length || lost) return "The connection ended before the answer did.";
       this.answer.note = "The connection was lost. Trying again …";
       this.changed();
-      await new Promise(resolve => { setTimeout(resolve, RETRIES[tries]); this.stopper.signal.addEventListener("abort", resolve); });
+      await this.pause(RETRIES[tries]);
     }
+  }
+
+  /** Wait, but no longer than until Stop. */
+  pause(milliseconds) {
+    return new Promise(resolve => { setTimeout(resolve, milliseconds); this.stopper.signal.addEventListener("abort", resolve); });
   }
 
   /** Whether the stream was read to its end. */
@@ -123,7 +131,17 @@ export class Arrival {
     const {answer, body, stopper} = this;
     const over = tellLoading(body.model, words => { answer.note = words; this.changed(); });
     try {
-      return await post("v1/chat/completions", body, answer.stream.name, stopper.signal);
+      for (;;) {
+        try {
+          return await post("v1/chat/completions", body, answer.stream.name, stopper.signal);
+        } catch (error) {
+          if (error.body?.error?.code !== "model_loading") throw error;
+          answer.note = error.message;
+        }
+        this.changed();
+        await this.pause(LOADING_PAUSE);
+        stopper.signal.throwIfAborted();
+      }
     } finally {
       over();
     }
@@ -131,7 +149,7 @@ export class Arrival {
 
   sentence(error) {
     const gone = error instanceof ApiError && error.status === 404 && this.posted && error.body?.error?.param !== "model";
-    if (gone) return this.answer.finish ? null : "The page was left, and the server no longer has the rest of the answer.";
+    if (gone) return this.answer.finish ? null : "The connection ended, and the server no longer has the rest of the answer.";
     return error.message;
   }
 }

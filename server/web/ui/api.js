@@ -8,7 +8,8 @@ let declined = false;  // the user closed the question: the page asks no more un
 
 export class ApiError extends Error {
   constructor(status, body) {
-    super(body?.error?.message || `The server answered HTTP ${status}.`);
+    const message = body?.error?.message;
+    super(message && typeof message === "string" ? message : `The server answered HTTP ${status}.`);
     this.status = status;
     this.body = body;
   }
@@ -19,7 +20,15 @@ export class Unreachable extends Error {
   constructor(message = "The server cannot be reached.") { super(message); }
 }
 
+/** An answer that no server of this page gives: a page of a proxy, or of another program. */
+export class Unreadable extends Error {
+  constructor(path) { super(`The answer of ${path} cannot be read. Another program may answer in the server's place.`); }
+}
+
 export const hasKey = () => key !== "";
+
+/** Ask for a key again when the next request needs one, though the person has closed the question. */
+export function askAgain() { declined = false; }
 
 const WHY = {
   missing: "The server wants an API key.",
@@ -30,6 +39,8 @@ const WHY = {
 /** Ask for a key because of `why`; resolves when the user has answered. */
 export function askKey(why) {
   asking ??= (async () => {
+    const dialog = byId("dialog");
+    if (dialog.open) await new Promise(resolve => { dialog.addEventListener("close", resolve, {once: true}); });  // what is written in it stays
     const input = h("input", {type: "password", id: "key", autocomplete: "off", required: true});
     const form = h("form", {onsubmit: event => {
       event.preventDefault();
@@ -53,7 +64,8 @@ export function askKey(why) {
   return asking;
 }
 
-/** The response, if its status is 2xx. Asks for the key after 401, unless the user has refused. Throws ApiError. */
+/** The response, if its status is 2xx. Asks for the key after 401; for what the page reads by itself only until the user
+ *  has refused. Throws ApiError. */
 export async function request(path, options = {}, ask = true) {
   for (;;) {
     const used = key;
@@ -65,19 +77,27 @@ export async function request(path, options = {}, ask = true) {
     const body = await response.json().catch(() => null);
     if (response.status !== 401) throw new ApiError(response.status, body);
     if (key === used) {
-      if (declined || !ask) throw new ApiError(response.status, body);
+      if ((declined && !options.method) || !ask) throw new ApiError(response.status, body);
       await askKey(used ? "refused" : "missing");
       if (key === used) throw new ApiError(response.status, body);
     }
   }
 }
 
-export const getJson = async path => (await request(path)).json();
+async function jsonOf(path, response) {
+  try {
+    return await response.json();
+  } catch (error) {
+    throw error instanceof SyntaxError ? new Unreadable(path) : new Unreachable("The connection was lost.");
+  }
+}
+
+export const getJson = async (path, ask = true) => jsonOf(path, await request(path, {}, ask));
 
 /** What administrators may read, or null for others. */
 export async function getPrivileged(path) {
   try {
-    return await (await request(path, {}, false)).json();
+    return await getJson(path, false);
   } catch (error) {
     if (error.status === 401 || error.status === 403) return null;
     throw error;
@@ -88,15 +108,21 @@ const TURN = 8;  // milliseconds of events after which others have their turn: a
 const PREFILL = /^: prefill (\d+)\/(\d+)$/;
 const JSON_TYPE = {"Content-Type": "application/json"};
 
-export const postJson = async (path, body) => (await request(path, {method: "POST", body: JSON.stringify(body), headers: JSON_TYPE})).json();
+export const postJson = async (path, body) => jsonOf(path, await request(path, {method: "POST", body: JSON.stringify(body), headers: JSON_TYPE}));
 
 /** The events of a POST; the server keeps them as stream `name`, whose rest can be read after a lost connection. */
 export async function post(path, body, name, signal) {
-  return request(path, {method: "POST", body: JSON.stringify(body), signal, headers: {...JSON_TYPE, "X-Resumable-Stream": name}});
+  return stream(path, {method: "POST", body: JSON.stringify(body), signal, headers: {...JSON_TYPE, "X-Resumable-Stream": name}});
 }
 
 /** The events of stream `name` after number `after`. */
-export const resume = (name, after, signal) => request(`v1/streams/${name}`, {signal, headers: {"Last-Event-ID": String(after)}});
+export const resume = (name, after, signal) => stream(`v1/streams/${name}`, {signal, headers: {"Last-Event-ID": String(after)}});
+
+async function stream(path, options) {
+  const response = await request(path, options);
+  if (!response.headers.get("Content-Type")?.startsWith("text/event-stream")) throw new Unreadable(path);
+  return response;
+}
 
 /** End stream `name`, whose connection this page gives up. */
 export async function endStream(name) {
@@ -104,7 +130,7 @@ export async function endStream(name) {
 }
 
 /** The events of a response, as {id, event}, {prefill: [done, total]} for a comment on the prompt, and {done: true}.
- *  Throws ApiError for an error midway, Unreachable if the connection is lost. */
+ *  Throws ApiError for an error midway, Unreachable if the connection is lost, Unreadable for what is no event. */
 export async function* events(response, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", id = 0, turn = performance.now();
@@ -122,11 +148,17 @@ export async function* events(response, signal) {
       if (match) yield {prefill: [Number(match[1]), Number(match[2])]};
       else if (line.startsWith("id: ")) id = Number(line.slice(4));
       else if (line === "data: [DONE]") yield {id, done: true};
-      else if (line.startsWith("data: ")) {
-        const event = JSON.parse(line.slice(6));
-        if (event.error) throw new ApiError(500, event);
-        yield {id, event};
-      }
+      else if (line.startsWith("data: ")) yield {id, event: eventOf(line.slice(6))};
     }
   }
+}
+
+function eventOf(text) {
+  let event = null;
+  try {
+    event = JSON.parse(text);
+  } catch { /* told below */ }
+  if (event?.error) throw new ApiError(500, event);
+  if (!Array.isArray(event?.choices) || !event.choices.every(choice => choice?.delta)) throw new Unreadable("v1/chat/completions");
+  return event;
 }

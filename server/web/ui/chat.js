@@ -2,10 +2,10 @@
 
 import { Arrival, emptyAnswer, isEmpty, requestBody } from "./answer.js";
 import { Composer } from "./composer.js";
-import { button, byId, h } from "./dom.js";
+import { button, byId, h, keep, recall } from "./dom.js";
 import { showList } from "./list.js";
 import { McpServers } from "./mcp.js";
-import { problemsOf, settingsForm } from "./settings.js";
+import { problemsOf, settingsForm, showDefaults } from "./settings.js";
 import * as store from "./store.js";
 import { Thread, showContext } from "./thread.js";
 import { branch, showVersion } from "./tree.js";
@@ -37,15 +37,17 @@ export class Chat {
   }
 
   async start() {
-    this.conversations = await store.all();
-    const id = sessionStorage.getItem(OPEN);
+    let problem = "";
+    this.conversations = await store.all().catch(error => { problem = store.storeProblem(error); return []; });
+    const id = recall(OPEN, "sessionStorage");
     for (const conversation of this.conversations) this.goOn(conversation);
     this.select(this.conversations.find(one => one.id === id) ?? this.conversations[0] ?? this.open);
+    if (problem) this.say(problem);
   }
 
   /** Say something above the box; with `again`, offer to try it again. */
   say(text, again = null) {
-    const retry = again && button("Try again", () => { this.say(""); again(); });
+    const retry = again && button("Try again", () => { this.say(""); byId("send").focus(); again(); });
     byId("notice").replaceChildren(...[text, retry].filter(Boolean));
   }
 
@@ -56,8 +58,9 @@ export class Chat {
 
   select(conversation) {
     this.open = conversation;
-    sessionStorage.setItem(OPEN, conversation.id);
-    this.say("");
+    keep(OPEN, conversation.id, "sessionStorage");
+    const {settings: {model}} = conversation;
+    this.say(model && !this.server.cards[model] ? `The server no longer has ${model}: ${this.model} answers here now.` : "");
     this.composer.open(conversation.messages.length ? conversation.id : "new");
     this.showSettings();
     this.showAll();
@@ -70,11 +73,20 @@ export class Chat {
   showServer() {
     this.server.choose(this.model);
     showContext(this.open.messages, this.server.cards[this.model].max_model_len);
+    this.learn();
   }
 
   showSettings() {
     byId("settings").replaceChildren(...settingsForm(this));
     this.server.choose(this.model);
+    this.learn();
+  }
+
+  /** Show the defaults of the model, once they are known. */
+  async learn() {
+    const {model} = this;
+    await this.server.learn(model);
+    if (model === this.model) showDefaults(this.server.bounds(model));
   }
 
   chooseModel(name) {
@@ -87,8 +99,9 @@ export class Chat {
 
   /** Offer the tools of MCP servers to the model, in the place of those of before. Returns their number. */
   async useMcp(urls) {
-    const given = JSON.parse(this.open.settings.tools || "[]"), own = given.filter(tool => !this.mcp.has(tool.function?.name));
-    const tools = [...own, ...await this.mcp.connect(urls)];
+    const before = new Set(this.mcp.names), found = await this.mcp.connect(urls), now = new Set(this.mcp.names);
+    const given = listed(this.open.settings.tools);
+    const own = given.filter(({function: tool}) => !before.has(tool?.name) && !now.has(tool?.name)), tools = [...own, ...found];
     if (tools.length) this.open.settings.tools = JSON.stringify(tools, null, 1);
     else delete this.open.settings.tools;
     this.showSettings();
@@ -131,11 +144,19 @@ export class Chat {
     if (arrival) this.arrivals.set(conversation.id, arrival).delete(mine);
     if (theirs) this.conversations.push(theirs);
     if (this.open === conversation) {
-      sessionStorage.setItem(OPEN, conversation.id);
+      keep(OPEN, conversation.id, "sessionStorage");
       this.say("Another tab changed this conversation. Both are kept: this one is a copy now.");
     }
     await this.save(conversation);
     this.list();
+  }
+
+  /** Take over an imported conversation. */
+  async takeOver(id) {
+    await this.changedElsewhere(id);
+    const conversation = this.conversations.find(one => one.id === id);
+    if (conversation && !this.arrivals.has(id)) this.goOn(conversation);
+    if (!this.open.messages.length && conversation) this.select(conversation);
   }
 
   /** Take over what another tab has written. */
@@ -259,14 +280,14 @@ export class Chat {
     this.list();
   }
 
-  /** Fill `answer`, the last message of `conversation`. */
-  receive(conversation, answer, body, failed = null) {
-    const arrival = this.expect(conversation, answer, body);
+  /** Fill `answer`, the last message of `conversation`. `failed(answer)`: called if none arrives; `show()`: after news. */
+  receive(conversation, answer, body, failed = null, show = () => {}) {
+    const arrival = this.expect(conversation, answer, body, show);
     return held(answer.stream.name, () => this.arrive(conversation, arrival, failed));
   }
 
-  expect(conversation, answer, body) {
-    const painter = new Painter(() => { if (this.open === conversation) this.thread.showLast(); });
+  expect(conversation, answer, body, show = () => {}) {
+    const painter = new Painter(() => { show(); if (this.open === conversation) this.thread.showLast(); });
     const arrival = Object.assign(new Arrival(answer, body, () => painter.request()), {painter});
     this.arrivals.set(conversation.id, arrival);
     if (this.open === conversation) {
@@ -336,9 +357,26 @@ function titleOf(message) {
   return message.content.trim().slice(0, 60) || message.files?.[0]?.name || "Images";
 }
 
-/** Run `act` while other tabs see that this one reads stream `name`. */
-function held(name, act) {
-  return navigator.locks ? navigator.locks.request(name, act) : act();
+/** The tools that a setting lists. Throws a sentence for anything else. */
+function listed(text) {
+  let found = null;
+  try {
+    found = JSON.parse(text || "[]");
+  } catch { /* told below */ }
+  if (!Array.isArray(found)) throw new Error("The setting tools is no JSON list: mend or empty it first.");
+  return found;
+}
+
+/** Run `act` while other tabs see that this one reads stream `name`, if the browser has locks for this page. */
+async function held(name, act) {
+  let begun = false;
+  const run = () => { begun = true; return act(); };
+  try {
+    return await navigator.locks.request(name, run);
+  } catch (error) {
+    if (begun) throw error;
+    return act();
+  }
 }
 
 /** Paints after changes, at most for a quarter of the time: long answers take longer to paint. */

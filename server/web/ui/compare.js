@@ -1,6 +1,6 @@
 // One question to two models, or with two settings, side by side. Each side is kept as a conversation.
 
-import { Arrival, emptyAnswer, requestBody } from "./answer.js";
+import { emptyAnswer, requestBody } from "./answer.js";
 import { button, byId, h } from "./dom.js";
 import { MessageView } from "./messages.js";
 import { problemsOf, settingsFields } from "./settings.js";
@@ -30,41 +30,49 @@ export class Compare {
   }
 
   busy(busy) {
+    const focused = document.activeElement;
     this.ask.hidden = busy;
     this.stop.hidden = !busy;
+    if (focused === this.ask && busy) this.stop.focus();
+    if (focused === this.stop && !busy) this.ask.focus();
   }
 }
 
 class Side {
   constructor(name, chat) {
     this.chat = chat;
+    this.name = name.toLowerCase();
     this.target = store.fresh(chat.open.settings, chat.open.system);
-    const {cards} = chat.server, {settings} = this.target;
-    const model = h("select", {"aria-label": `Model on the ${name.toLowerCase()}`, onchange: () => { settings.model = model.value; }},
-      Object.keys(cards).map(id => h("option", {value: id, disabled: chat.server.whyNoChat(id) !== null}, id)));
-    model.value = settings.model ??= chat.model;
+    const {settings} = this.target;
+    const model = h("select", {"aria-label": `Model on the ${this.name}`, onchange: () => { settings.model = model.value; this.showSettings(); }}, chat.server.options());
+    model.value = settings.model = chat.model;
     this.place = h("div", {class: "answer", "aria-live": "polite"});
-    this.node = h("section", {class: "card", "aria-label": name}, h("h2", {}, name), model,
-      h("details", {}, h("summary", {}, "Settings"), settingsFields(this.target, chat.server.bounds(settings.model), () => {}, name.toLowerCase())), this.place);
+    this.settings = h("details", {});
+    this.showSettings();
+    this.node = h("section", {class: "card", "aria-label": name}, h("h2", {}, name), model, this.settings, this.place);
   }
 
-  problems() { return problemsOf(this.target.settings, this.chat.server.bounds(this.target.settings.model)); }
-  stop() { this.arrival?.stop(); }
+  get bounds() { return this.chat.server.bounds(this.target.settings.model); }
 
+  /** Show the settings with the limits of the model. */
+  showSettings() {
+    this.settings.replaceChildren(h("summary", {}, "Settings"), ...settingsFields(this.target, this.bounds, () => {}, this.name));
+  }
+
+  problems() { return problemsOf(this.target.settings, this.bounds); }
+  stop() { this.chat.arrivals.get(this.conversation?.id)?.stop(); }
+
+  /** The answer is that of a conversation, so that it goes on after a reload. */
   async answer(content) {
-    const {system, settings} = this.target, conversation = store.fresh(settings, system), answer = emptyAnswer();
-    conversation.messages.push({role: "user", content});
+    const {system, settings} = this.target, answer = emptyAnswer();
+    const conversation = this.conversation = store.fresh(settings, system);
+    Object.assign(conversation, {named: true, title: `${content.slice(0, 40)} (${settings.model})`, messages: [{role: "user", content}]});
     const body = requestBody(conversation, settings.model);
     conversation.messages.push(answer);
-    Object.assign(conversation, {named: true, title: `${content.slice(0, 40)} (${settings.model})`});
     const view = new MessageView(answer, 1, {...NO_ACTIONS, bodyOf: () => body});
     this.place.replaceChildren(view.node);
-    let due = null;
-    this.arrival = new Arrival(answer, body, () => { due ??= setTimeout(() => { due = null; view.update(true, false); }, 60); });
     view.update(true, false);
-    await this.arrival.run();
-    clearTimeout(due);
+    await this.chat.receive(conversation, answer, body, null, () => view.update(true, false));
     view.update(false, false);
-    await this.chat.save(conversation);
   }
 }

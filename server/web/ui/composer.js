@@ -111,7 +111,12 @@ export class Composer {
   }
 
   showAttached() {
-    const remove = (list, i, label) => button("×", () => { list.splice(i, 1); this.showAttached(); this.keep(); }, {"aria-label": `Remove ${label}`});
+    const remove = (list, i, label) => button("×", () => {
+      list.splice(i, 1);
+      this.showAttached();
+      this.keep();
+      byId("attach").focus();
+    }, {"aria-label": `Remove ${label}`});
     byId("attached").replaceChildren(
       ...this.images.map((url, i) => h("span", {class: "attached"}, imageOf(url, i), remove(this.images, i, `image ${i + 1}`))),
       ...this.files.map((file, i) => h("span", {class: "attached"}, fileNode(file), remove(this.files, i, file.name))));
@@ -125,7 +130,10 @@ export class Composer {
 
   /** Show Stop while an answer arrives, else Send. */
   busy(busy) {
-    byId("send").hidden = busy;
-    byId("stop").hidden = !busy;
+    const [send, stop] = [byId("send"), byId("stop")], focused = document.activeElement;
+    send.hidden = busy;
+    stop.hidden = !busy;
+    if (focused === send && busy) stop.focus();
+    if (focused === stop && !busy) send.focus();
   }
 }

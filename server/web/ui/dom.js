@@ -22,6 +22,22 @@ export function svg(name, properties = {}, ...children) {
   return fill(document.createElementNS(SVG, name), properties, children);
 }
 
+/** Texts that the browser keeps for this page; `storage` may be that of the session. Browsers that keep nothing for a
+ *  page (cookies are blocked) throw at each use. */
+export function recall(name, storage = "localStorage") {
+  try {
+    return window[storage].getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+export function keep(name, text, storage = "localStorage") {
+  try {
+    window[storage].setItem(name, text);
+  } catch { /* it is not kept */ }
+}
+
 export const byId = id => document.getElementById(id);
 
 export function button(label, onclick, properties = {}) {

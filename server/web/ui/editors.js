@@ -32,7 +32,7 @@ function listOf(values, entry, label, empty) {
   const entries = [], node = h("div", {});
   const add = value => {
     const made = entry(value), row = h("div", {class: "entry"}, made.node,
-      button("×", () => { entries.splice(entries.indexOf(made), 1); row.remove(); }, {"aria-label": `Remove ${label}`}));
+      button("×", () => { entries.splice(entries.indexOf(made), 1); row.remove(); more.focus(); }, {"aria-label": `Remove ${label}`}));
     entries.push(made);
     node.append(row);
     return row;

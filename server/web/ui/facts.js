@@ -59,8 +59,13 @@ function errors({recent_errors: rows}) {
 function tiers({kv_tiers: found}) {
   if (!found || (Array.isArray(found) && !found.length)) return null;
   const rows = Object.entries(flat(found)).filter(([, value]) => typeof value !== "object");
-  return h("section", {class: "card"}, h("h2", {}, "Tiers of the KV cache"), rowsOf(["what", "value"], rows.map(([name, value]) =>
-    [name, /bytes|limit|used/.test(name) && typeof value === "number" ? size(value) : value])));
+  return h("section", {class: "card", id: "tiers"}, h("h2", {}, "Tiers of the KV cache"),
+    rowsOf(["what", "value"], rows.map(([name, value]) => [name, tierValue(name, value)])));
+}
+
+function tierValue(name, value) {
+  if (typeof value !== "number") return value;
+  return /bytes/.test(name) ? size(value) : value.toLocaleString("en", {maximumSignificantDigits: Number.isInteger(value) ? 21 : 3});
 }
 
 function flat(value, path = "") {

@@ -6,6 +6,8 @@ import * as store from "./store.js";
 import { everyMessage } from "./tree.js";
 
 let search = null;  // keeps its text and focus while the list changes
+const texts = new WeakMap();  // conversation -> {state, text}
+const rows = new Map();  // id -> Row, which keeps the focus and the open menu
 
 document.addEventListener("click", event => {
   for (const menu of document.querySelectorAll(".menu[open]")) if (!menu.contains(event.target)) menu.open = false;
@@ -15,30 +17,84 @@ export function showList(chat) {
   search ??= h("input", {id: "search", type: "search", placeholder: "Search", "aria-label": "Search conversations", oninput: () => showList(chat)});
   const found = chat.conversations.filter(one => contains(one, search.value)), some = chat.conversations.length > 0;
   setChildren(byId("list"), [h("h2", {}, "Conversations"), button("New conversation", () => chat.fresh(), {id: "new", class: "main"}), search,
-    h("ul", {}, found.map(one => row(chat, one)), some && !found.length && h("li", {class: "note"}, "None has these words.")),
-    h("div", {class: "row"},
+    listOf(chat, found, some), h("div", {class: "row"},
       button("Export", () => exportAll(chat), {disabled: !some}), button("Import", () => importFile(chat)),
       button("Delete all", () => confirmRemoval(chat, chat.conversations), {disabled: !some}))]);
+}
+
+function listOf(chat, found, some) {
+  const node = byId("list").querySelector("ul") ?? h("ul"), known = new Set(chat.conversations.map(one => one.id));
+  for (const id of rows.keys()) if (!known.has(id)) rows.delete(id);
+  const shown = found.map(one => {
+    if (!rows.has(one.id)) rows.set(one.id, new Row(chat));
+    return rows.get(one.id).show(one);
+  });
+  setChildren(node, [...shown, some && !found.length && h("li", {class: "note"}, "None has these words.")]);
+  return node;
 }
 
 /** Whether all words are in the title or the messages, also those of other versions. */
 function contains(conversation, query) {
   const words = query.toLowerCase().split(/\s+/).filter(Boolean);
   if (!words.length) return true;
-  const texts = [conversation.title, ...[...everyMessage(conversation.messages)].map(message => message.content)].join("\n").toLowerCase();
-  return words.every(word => texts.includes(word));
+  const text = textOf(conversation);
+  return words.every(word => text.includes(word));
 }
 
-function row(chat, one) {
-  const isOpen = one === chat.open, pin = one.pinned ? "Unpin" : "Pin";
-  return h("li", {class: isOpen ? "open" : ""},
-    button([one.pinned ? "📌 " : "", one.title].join(""), () => chat.select(one), {class: "title", "aria-current": isOpen ? "true" : null}),
-    h("details", {class: "menu"}, h("summary", {class: "icon", "aria-label": `More for: ${one.title}`, title: "More"}, "⋯"), h("div", {class: "menu-items"},
-      button(pin, () => { one.pinned = !one.pinned; store.sorted(chat.conversations); chat.list(); chat.save(one, false); }),
-      button("Rename", () => rename(chat, one)),
-      button("Markdown", () => downloadMarkdown(one)),
-      button("Print", () => { chat.select(one); print(); }),
-      button("Delete", () => confirmRemoval(chat, [one]), {"aria-label": `Delete: ${one.title}`}))));
+/** All that is searched, made once for each state of a conversation. */
+function textOf(one) {
+  const state = `${one.revision} ${one.updated} ${one.title}`;
+  if (texts.get(one)?.state !== state) {
+    const found = [one.title, ...[...everyMessage(one.messages)].map(message => message.content)];
+    texts.set(one, {state, text: found.join("\n").toLowerCase()});
+  }
+  return texts.get(one).text;
+}
+
+/** The title of a conversation, and a menu. */
+class Row {
+  constructor(chat) {
+    this.chat = chat;
+    this.title = button("", () => chat.select(this.one), {class: "title"});
+    this.more = h("summary", {class: "icon", title: "More"}, "⋯");
+    this.pin = button("", () => this.turnPin());
+    this.remove = button("Delete", () => confirmRemoval(chat, [this.one]));
+    this.menu = h("details", {class: "menu"}, this.more, h("div", {class: "menu-items"}, this.pin,
+      button("Rename", () => rename(chat, this.one)), button("Markdown", () => downloadMarkdown(this.one)),
+      button("Print", () => { chat.select(this.one); print(); }), this.remove));
+    this.menu.lastChild.addEventListener("click", () => this.close(), true);  // before what was chosen, so that a dialog gives the focus back
+    this.menu.addEventListener("keydown", event => {
+      if (event.key !== "Escape" || !this.menu.open) return;
+      event.stopPropagation();
+      this.close();
+    });
+    this.node = h("li", {}, this.title, this.menu);
+  }
+
+  show(one) {
+    const isOpen = one === this.chat.open, title = `${one.pinned ? "📌 " : ""}${one.title}`;
+    this.one = one;
+    this.node.className = isOpen ? "open" : "";
+    this.title.ariaCurrent = isOpen ? "true" : null;
+    if (this.title.textContent !== title) Object.assign(this.title, {textContent: title, title: one.title});
+    this.more.ariaLabel = `More for: ${one.title}`;
+    this.pin.textContent = one.pinned ? "Unpin" : "Pin";
+    this.remove.setAttribute("aria-label", `Delete: ${one.title}`);
+    return this.node;
+  }
+
+  close() {
+    this.menu.open = false;
+    this.more.focus();
+  }
+
+  turnPin() {
+    const {chat, one} = this;
+    one.pinned = !one.pinned;
+    store.sorted(chat.conversations);
+    chat.list();
+    chat.save(one, false);
+  }
 }
 
 function rename(chat, one) {
@@ -68,9 +124,9 @@ async function importFile(chat) {
       const {revision} = known.get(conversation.id) ?? await store.get(conversation.id) ?? {revision: 0};
       await store.put({...conversation, revision});
     }
-    await chat.start();
+    for (const {id} of found) await chat.takeOver(id);
   } catch (error) {
-    chat.say(error instanceof SyntaxError ? "This file is no JSON." : error.message);
+    chat.say(error instanceof SyntaxError ? "This file is no JSON." : error.name === "QuotaExceededError" ? store.storeProblem(error) : error.message);
   }
 }
 
@@ -86,6 +142,7 @@ function confirmRemoval(chat, conversations) {
     const gone = new Set(conversations);
     chat.conversations = chat.conversations.filter(one => !gone.has(one));
     chat.select(gone.has(chat.open) ? store.fresh() : chat.open);
+    byId("new").focus();
   };
   showDialog("Delete", h("p", {}, `Delete ${what}? No copy is kept anywhere.`),
     h("div", {class: "row end"}, button("Cancel", () => byId("dialog").close()), button("Delete", remove, {id: "confirm", class: "main"})));

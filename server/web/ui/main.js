@@ -1,14 +1,15 @@
 // The page: which view is shown, the colours, and what the views need to know of the server.
 
-import { ApiError } from "./api.js";
+import { ApiError, Unreachable, askAgain } from "./api.js";
 import { Chat } from "./chat.js";
-import { byId, h } from "./dom.js";
+import { button, byId, h, keep, recall } from "./dom.js";
 import { describeServer } from "./served.js";
 import { offerSpeech } from "./speech.js";
 import { Watch } from "./watch.js";
 
 const THEMES = ["system", "light", "dark"];
 const VIEWS = ["chat", "compare", "watch"];
+const PAUSE = 2000;  // milliseconds between tries to reach the server
 let watch = null, chat = null, compare = null;
 
 async function showView() {
@@ -31,7 +32,7 @@ function setTheme(theme) {
 function nextTheme() {
   const theme = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
   setTheme(theme);
-  localStorage.setItem("quire theme", theme);
+  keep("quire theme", theme);
 }
 
 /** The buttons that open the panels beside the conversation. On a narrow page they lie over it, and close when it is
@@ -52,40 +53,63 @@ function panels() {
   }
   byId("conversation").addEventListener("pointerdown", close);
   byId("list").addEventListener("click", event => { if (event.target.closest(".title, #new")) close(); });
-  document.addEventListener("keydown", event => { if (event.key === "Escape") close(); });
+  document.addEventListener("keydown", event => {
+    const toggle = Object.keys(found).find(one => byId(found[one]).classList.contains("shown"));
+    if (event.key !== "Escape" || !toggle || byId("dialog").open) return;
+    event.stopImmediatePropagation();  // it does not stop the answer, too
+    close();
+    byId(toggle).focus();
+  });
 }
 
 /** The chooser of what /v1/models lists; `chosen(name)` is told of another one. */
 function modelChooser(server, chosen) {
-  const label = ({id, parent}) => parent && parent !== id ? `${id} (adapter of ${parent})` : [id, server.whyNoChat(id)].filter(Boolean).join(": ");
   const node = byId("model");
   node.addEventListener("change", () => chosen(node.value));
   server.choose = name => {
     const cards = Object.values(server.cards);
-    node.replaceChildren(...cards.map(card => h("option", {value: card.id, disabled: server.whyNoChat(card.id) !== null}, label(card))));
+    node.replaceChildren(...server.options());
     node.classList.toggle("single", cards.length === 1);
     node.value = name;
   };
   node.hidden = false;
 }
 
+/** What the server has, once it answers. */
+async function reach() {
+  for (;;) {
+    try {
+      return await describeServer();
+    } catch (error) {
+      if (!(error instanceof Unreachable) && error.status !== 503) throw error;
+      byId("notice").textContent = `${error.message} Trying again …`;
+    }
+    await new Promise(resolve => { setTimeout(resolve, PAUSE); });
+  }
+}
+
+/** Say why the page cannot start; without a key it can ask for one again. */
+function cannotStart(error) {
+  const again = () => { askAgain(); start(); };
+  byId("notice").replaceChildren(error.message, error instanceof ApiError && error.status === 401 ? button("Enter a key", again) : "");
+}
+
 async function start() {
-  setTheme(localStorage.getItem("quire theme") ?? "system");
-  byId("theme").addEventListener("click", nextTheme);
-  panels();
-  window.addEventListener("hashchange", showView);
   try {
-    const server = await describeServer();
+    const server = await reach();
     chat = new Chat(server);
     modelChooser(server, name => chat.chooseModel(name));
     await chat.start();
     if (server.hears(chat.model)) offerSpeech(() => server.hears(chat.model), text => chat.composer.insert(text), text => chat.say(text));
     byId("input").focus();
   } catch (error) {
-    const hint = error instanceof ApiError && error.status === 401 ? " Reload the page to enter a key." : "";
-    byId("notice").textContent = `${error.message}${hint}`;
+    cannotStart(error);
   }
   showView();
 }
 
+setTheme(recall("quire theme") ?? "system");
+byId("theme").addEventListener("click", nextTheme);
+panels();
+window.addEventListener("hashchange", showView);
 start();

@@ -1,6 +1,8 @@
 // Servers of the Model Context Protocol over streamable HTTP, whose tools the model may call. The server of this page
 // must allow their origins (--ui-mcp-origins), and they must allow this page's (CORS).
 
+import { keep, recall } from "./dom.js";
+
 const VERSION = "2025-06-18", TIMEOUT = 60_000, STORED = "quire mcp";
 
 export class McpServer {
@@ -14,6 +16,7 @@ export class McpServer {
     const tools = [];
     for (let cursor; ;) {
       const page = await this.call("tools/list", cursor ? {cursor} : {});
+      if (!Array.isArray(page?.tools) || !page.tools.every(tool => typeof tool?.name === "string")) throw this.unreadable();
       tools.push(...page.tools);
       if (!(cursor = page.nextCursor) || tools.length > 1000) break;
     }
@@ -22,11 +25,14 @@ export class McpServer {
 
   /** The text that a tool answers. */
   async run(name, text) {
-    const {content = [], isError, structuredContent} = await this.call("tools/call", {name, arguments: JSON.parse(text || "{}")});
-    const texts = content.map(part => part.type === "text" ? part.text : `(${part.type})`);
+    const {content = [], isError, structuredContent} = await this.call("tools/call", {name, arguments: argumentsOf(text)}) ?? {};
+    if (!Array.isArray(content)) throw this.unreadable();
+    const texts = content.map(part => part?.type === "text" ? part.text : `(${part?.type})`);
     const found = texts.join("\n") || JSON.stringify(structuredContent ?? null);
     return isError ? `Error: ${found}` : found;
   }
+
+  unreadable() { return new Error(`The answer of ${this.url} is no message of the protocol.`); }
 
   async call(method, params) {
     const id = ++this.number, answer = await this.post({jsonrpc: "2.0", id, method, params}, id);
@@ -44,8 +50,20 @@ export class McpServer {
     if (!response.ok) throw new Error(`${this.url} answered HTTP ${response.status}.`);
     this.session = response.headers.get("Mcp-Session-Id") ?? this.session;
     if (id === null) return null;
-    if (!response.headers.get("Content-Type")?.startsWith("text/event-stream")) return response.json();
-    return answerIn(response.body.pipeThrough(new TextDecoderStream()).getReader(), id);
+    try {
+      if (!response.headers.get("Content-Type")?.startsWith("text/event-stream")) return await response.json();
+      return await answerIn(response.body.pipeThrough(new TextDecoderStream()).getReader(), id);
+    } catch (error) {
+      throw error instanceof SyntaxError ? this.unreadable() : new Error(`The connection to ${this.url} was lost.`);
+    }
+  }
+}
+
+function argumentsOf(text) {
+  try {
+    return JSON.parse(text || "{}");
+  } catch {
+    throw new Error("The model's arguments are no JSON: nothing was run.");
   }
 }
 
@@ -71,14 +89,15 @@ export class McpServers {
     this.owners = new Map();  // tool -> server
   }
 
-  get urls() { return JSON.parse(localStorage.getItem(STORED) ?? "[]"); }
+  get urls() { return JSON.parse(recall(STORED) ?? "[]"); }
+  get names() { return [...this.owners.keys()]; }
   get count() { return this.owners.size; }
 
   /** Connect to `urls`; returns the tools of all. */
   async connect(urls) {
     const tools = [], refused = urls.find(url => !this.origins.includes(URL.parse(url)?.origin));
     if (refused) throw new Error(`${refused} is at no origin that the server allows: ${this.origins.join(", ")}.`);
-    localStorage.setItem(STORED, JSON.stringify(urls));
+    keep(STORED, JSON.stringify(urls));
     this.owners.clear();
     for (const url of urls) {
       const server = new McpServer(url);

@@ -110,16 +110,19 @@ class CallView {
     this.node.firstChild.textContent = `Call of ${call.function.name}`;
     if (busy) this.arriving.grow(text);
     else this.code ??= codeBlock(pretty(text), "json");
-    const wanted = !busy && !actions.answered(call.id);
-    if (wanted) this.answer ??= answerRow(call, (text) => actions.answerCall(index, call.id, text), actions.canRun?.(call) && (() => actions.runCall(call)));
+    const wanted = !busy && !actions.answered(call.id), runs = Boolean(actions.canRun?.(call));
+    if (wanted && (!this.answer || this.runs !== runs)) {  // servers of tools come and go
+      const written = this.answer?.querySelector("textarea").value ?? "";
+      Object.assign(this, {runs, answer: answerRow(call, written, (text) => actions.answerCall(index, call.id, text), runs && (() => actions.runCall(call)))});
+    }
     setChildren(this.node, [this.node.firstChild, this.code ?? this.arriving.node, wanted && this.answer]);
     return this.node;
   }
 }
 
 /** The place for the result of a call, which the person writes or a server of the Model Context Protocol gives. */
-function answerRow(call, send, run) {
-  const result = h("textarea", {rows: 2, "aria-label": `Result of ${call.function.name}`, placeholder: "What the function returned"});
+function answerRow(call, written, send, run) {
+  const result = h("textarea", {rows: 2, value: written, "aria-label": `Result of ${call.function.name}`, placeholder: "What the function returned"});
   const problem = h("p", {class: "problem", role: "alert"});
   const runner = run && button("Run", async () => {
     runner.disabled = true;

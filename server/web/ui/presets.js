@@ -5,17 +5,14 @@ import * as store from "./store.js";
 
 /** The row above the settings: choose a preset, keep the settings as one, delete one. `target` takes what it holds. */
 export function presetRow(target, changed) {
-  const node = h("div", {class: "field presets"});
-  fill(node, target, changed);
-  return node;
-}
-
-async function fill(node, target, changed) {
-  const presets = await store.presets(), again = () => fill(node, target, changed);
-  const choice = h("select", {"aria-label": "Preset"}, h("option", {value: ""}, presets.length ? "Preset …" : "No presets yet"),
-    presets.map(({name}) => h("option", {value: name}, name)));
-  const chosen = () => presets.find(({name}) => name === choice.value);
-  const remove = button("Delete", async () => { await store.removePreset(chosen().name); again(); }, {disabled: true, "aria-label": "Delete the preset"});
+  let presets = [];
+  const choice = h("select", {"aria-label": "Preset"}), chosen = () => presets.find(({name}) => name === choice.value);
+  const remove = button("Delete", () => confirmRemoval(chosen(), fill), {"aria-label": "Delete the preset"});
+  const fill = async () => {
+    presets = await store.presets().catch(() => []);  // a browser that keeps nothing
+    choice.replaceChildren(h("option", {value: ""}, presets.length ? "Preset …" : "No presets yet"), ...presets.map(({name}) => h("option", {value: name}, name)));
+    remove.disabled = true;
+  };
   choice.addEventListener("change", () => {
     const preset = chosen();
     remove.disabled = !preset;
@@ -25,17 +22,32 @@ async function fill(node, target, changed) {
     Object.assign(target.settings, preset.settings);
     changed();
   });
-  node.replaceChildren(choice, h("div", {class: "row"}, button("Keep as preset", () => keep(target, again)), remove));
+  fill();
+  return h("div", {class: "field presets"}, choice, h("div", {class: "row"}, button("Keep as preset", () => keep(target, fill)), remove));
+}
+
+function confirmRemoval({name}, done) {
+  const remove = async () => {
+    await store.removePreset(name);
+    byId("dialog").close();
+    done();
+  };
+  showDialog("Delete", h("p", {}, `Delete the preset "${name}"?`),
+    h("div", {class: "row end"}, button("Cancel", () => byId("dialog").close()), button("Delete", remove, {id: "confirm", class: "main"})));
 }
 
 function keep(target, done) {
-  const name = h("input", {id: "preset-name", required: true, maxlength: 80});
+  const name = h("input", {id: "preset-name", required: true, maxlength: 80, pattern: ".*\\S.*"}), problem = h("p", {class: "problem", role: "alert"});
   const form = h("form", {onsubmit: async event => {
     event.preventDefault();
-    await store.putPreset({name: name.value.trim(), system: target.system, settings: {...target.settings}});
-    byId("dialog").close();
+    try {
+      await store.putPreset({name: name.value.trim(), system: target.system, settings: {...target.settings}});
+      byId("dialog").close();
+    } catch (error) {
+      problem.textContent = store.storeProblem(error);
+    }
     done();
-  }}, h("label", {for: "preset-name"}, "Name"), name,
+  }}, h("label", {for: "preset-name"}, "Name"), name, problem,
   h("div", {class: "row end"}, button("Cancel", () => byId("dialog").close()), h("button", {type: "submit", class: "main"}, "Keep")));
   showDialog("Preset", form);
   name.focus();

@@ -1,28 +1,51 @@
 // The models that the server has, and what each of them does and accepts.
 
-import { getJson, getPrivileged, hasKey } from "./api.js";
+import { Unreadable, getJson, getPrivileged, hasKey } from "./api.js";
+import { h } from "./dom.js";
 import { readBounds } from "./settings.js";
 
 const INSTEAD = {embedding: "makes embeddings", transcription: "turns speech into text"};  // of models without chat
 
 export async function describeServer() {
   const [{data}, openapi, page] = await Promise.all([getJson("v1/models"), getJson("openapi.json"), getJson("ui/page.json")]);
+  if (!Array.isArray(data)) throw new Unreadable("v1/models");
+  if (!openapi?.components?.schemas?.ChatCompletionRequest) throw new Unreadable("openapi.json");
+  if (!data.length) throw new Error("The server has no model.");
   const info = hasKey() ? null : await getPrivileged("server_info");  // most keys may not read it
-  return new Served(data, openapi, info, page.mcp_origins);
+  return new Served(data, openapi, info, page.mcp_origins ?? []);
 }
 
 export class Served {
   constructor(cards, openapi, info, mcp) {
-    Object.assign(this, {openapi, info, mcp, choose: () => {}});
+    Object.assign(this, {openapi, info, mcp, choose: () => {}, defaults: {}});  // `defaults`: of settings, by model
     this.read(cards);
-    this.model = (cards.find(({id}) => this.whyNoChat(id) === null) ?? cards[0]).id;
   }
 
-  read(cards) { this.cards = Object.fromEntries(cards.map(card => [card.id, card])); }
+  read(cards) {
+    this.cards = Object.fromEntries(cards.map(card => [card.id, card]));
+    if (!this.cards[this.model]) this.model = (cards.find(({id}) => this.whyNoChat(id) === null) ?? cards[0]).id;
+  }
 
-  /** Read again what is known of models that were loaded since; on a server of one nothing changes. */
+  /** Read again which models and adapters there are, and what is known of those that were loaded since. */
   async refresh() {
-    if (Object.values(this.cards).some(card => card.status)) this.read((await getJson("v1/models")).data);
+    const {data} = await getJson("v1/models", false);
+    if (data?.length) this.read(data);
+  }
+
+  get areSeveral() { return Object.values(this.cards).some(card => card.status); }
+
+  /** Read the defaults of a model, if that loads none. */
+  async learn(id) {
+    const {status} = this.cards[id];
+    if (this.defaults[id] || (status && status.value !== "loaded")) return;
+    const path = `props?model=${encodeURIComponent(id)}`;
+    this.defaults[id] = (await getJson(path, false).catch(() => null))?.default_generation_settings?.params;  // a key may not read them
+  }
+
+  /** The options of a chooser of models. */
+  options() {
+    const label = ({id, parent}) => parent && parent !== id ? `${id} (adapter of ${parent})` : [id, this.whyNoChat(id)].filter(Boolean).join(": ");
+    return Object.values(this.cards).map(card => h("option", {value: card.id, disabled: this.whyNoChat(card.id) !== null}, label(card)));
   }
 
   /** What a model does instead of answering, or null. A model that was never loaded may do anything. */
@@ -40,11 +63,10 @@ export class Served {
   /** {accepted, reason} of images. */
   images(id) {
     const {capabilities} = this.cards[id], accepted = !capabilities.length || capabilities.includes("vision");
-    return {accepted, reason: this.info?.images?.reason ?? `${id} reads text only`};
+    return {accepted, reason: (!this.areSeveral && this.info?.images?.reason) || `${id} reads text only`};
   }
 
   bounds(id) {
-    const {cards, openapi, info} = this;
-    return readBounds(openapi, info?.sampling_defaults ?? {}, cards[id].max_model_len);
+    return readBounds(this.openapi, this.defaults[id], this.cards[id].max_model_len);
   }
 }

@@ -1,5 +1,5 @@
 // The settings of a conversation: fields of a chat completion with the bounds of the server's OpenAPI document and the
-// defaults that /server_info names, to those who may read it.
+// defaults of the model.
 
 import { button, h } from "./dom.js";
 import { openEditor } from "./editors.js";
@@ -22,9 +22,10 @@ const JSON_FIELDS = {
   tools: {words: "functions that the model may call: a JSON list", rows: 4},
   response_format: {words: 'such as {"type": "json_object"} or a JSON Schema', rows: 3},
 };
-const DEFAULTS = {temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0};
+const NEUTRAL = {temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0};
 
-/** What the server accepts: {field: {minimum, maximum, exclusiveMinimum, integer, choices, default}}. */
+/** What the server accepts: {field: {minimum, maximum, exclusiveMinimum, integer, choices, default}}. `defaults`: the
+ *  model's, if they are known. */
 export function readBounds(openapi, defaults, maxTokens) {
   const properties = openapi.components.schemas.ChatCompletionRequest.properties;
   const bounds = {};
@@ -34,8 +35,8 @@ export function readBounds(openapi, defaults, maxTokens) {
     const choices = parts.find(part => part.enum)?.enum;
     bounds[name] = {...number, integer: number.type === "integer", choices};
   }
-  for (const [name, value] of Object.entries({...DEFAULTS, ...defaults})) {
-    if (bounds[name]) bounds[name].default = value;
+  for (const [name, value] of Object.entries({...NEUTRAL, ...defaults})) {
+    if (bounds[name]) bounds[name].default = defaults ? value : "the model's";
   }
   bounds.max_tokens.maximum = maxTokens ?? undefined;  // unknown before the model is loaded
   return bounds;
@@ -97,7 +98,7 @@ function field(name, words, control, bound, settings, changed, prefix) {
 function numberField(name, bound, settings, changed, prefix) {
   const {words} = NUMBERS[name];
   const range = [bound.minimum ?? bound.exclusiveMinimum, bound.maximum].map(value => Math.abs(value) < 1e15 ? value : undefined);
-  const control = h("input", {inputmode: "decimal", autocomplete: "off", placeholder: bound.default ?? "not set", value: settings[name] ?? ""});
+  const control = h("input", {inputmode: "decimal", autocomplete: "off", placeholder: placeholder(bound), value: settings[name] ?? ""});
   const above = bound.minimum === undefined ? "above " : "";
   const limits = range.every(value => value !== undefined) ? `${above}${range[0]} to ${range[1]}; ${words}` : words;
   return field(name, limits, control, bound, settings, changed, prefix);
@@ -125,6 +126,16 @@ function jsonField(name, settings, changed, prefix) {
   return node;
 }
 
+/** Show the defaults of `bounds` in the fields that are empty. */
+export function showDefaults(bounds) {
+  for (const name of Object.keys(NUMBERS)) {
+    const control = document.getElementById(`setting-${name}`);
+    if (control) control.placeholder = placeholder(bounds[name]);
+  }
+}
+
+const placeholder = bound => String(bound.default ?? "not set");
+
 /** The fields for `target`'s system prompt and settings; `changed()` is called after each change. `side`: of several
  *  forms on a page. */
 export function settingsFields(target, bounds, changed, side = "") {
@@ -148,7 +159,8 @@ function mcpField(chat) {
   const {mcp} = chat, {origins} = mcp;
   if (!origins.length) return null;
   const urls = h("textarea", {id: "mcp", rows: 2, value: mcp.urls.join("\n"), placeholder: `${origins[0]}/mcp`, spellcheck: "false"});
-  const told = h("p", {class: "note", role: "status"}, mcp.count ? `${mcp.count} tools.` : "");
+  const begin = mcp.count ? `${mcp.count} tools.` : mcp.urls.length ? "Not connected." : "";
+  const told = h("p", {class: "note", role: "status"}, begin);
   const connect = async () => {
     told.textContent = "Connecting …";
     try {

@@ -16,7 +16,7 @@ export class Thread {
   /** Show `messages` anew and go to their end, or, with `keep`, those whose view is not there yet, and go to the end if
    *  the person was there. `welcome`: nodes for an empty one. */
   show(messages, busy, welcome, keep = false) {
-    const {scrollTop} = this.box, follow = !keep || this.atEnd;
+    const {scrollTop} = this.box, follow = !keep || this.atEnd, focused = this.focused();
     const same = (view, i) => keep && view.message === messages[i] && !view.editing;
     const first = this.views.findIndex((view, i) => !same(view, i));
     for (const view of this.views.splice(first < 0 ? this.views.length : first)) view.node.remove();
@@ -28,6 +28,22 @@ export class Thread {
     this.views.forEach((view, i) => { if (!view.editing) view.update(busy && i === messages.length - 1, !busy); });
     if (follow) this.toEnd();
     else this.box.scrollTop = scrollTop;
+    this.focusAgain(focused);
+  }
+
+  /** What has the focus in a message: {node, index, label}. */
+  focused() {
+    const node = document.activeElement, index = this.views.findIndex(view => view.node.contains(node));
+    return index < 0 ? null : {node, index, label: labelOf(node)};
+  }
+
+  /** Focus what stands for a node that had the focus and is gone: the same button of the message that is there now,
+   *  another one beside it, or all messages. */
+  focusAgain(focused) {
+    if (!focused || focused.node.isConnected) return;
+    const found = [...this.views[focused.index]?.node.querySelectorAll("footer button:enabled") ?? []];
+    const same = found.find(node => labelOf(node) === focused.label) ?? found.find(node => node.closest(".versions"));
+    (same ?? this.box).focus({preventScroll: true});
   }
 
   get atEnd() {
@@ -50,7 +66,12 @@ export class Thread {
   edit(index, labels, save) {
     const view = this.views[index], {content} = view.message;
     const text = h("textarea", {rows: Math.min(content.split("\n").length + 1, 16), "aria-label": "Edit the message", value: content});
-    const close = () => { view.editing = false; view.node.replaceChildren(); view.update(false, true); };
+    const close = () => {
+      view.editing = false;
+      view.node.replaceChildren();
+      view.update(false, true);
+      [...view.node.querySelectorAll("footer button")].find(node => node.textContent === "Edit")?.focus();
+    };
     const buttons = labels.map(([label, act], i) => button(label, () => { view.editing = false; act(text.value); }, {class: i === labels.length - 1 ? "main" : ""}));
     text.addEventListener("keydown", event => {
       if (isSent(event) && view.message.role === "user") { event.preventDefault(); buttons.at(-1).click(); }
@@ -61,6 +82,8 @@ export class Thread {
     text.focus();
   }
 }
+
+const labelOf = node => node.ariaLabel ?? node.textContent;
 
 /** Show how full the context is. */
 export function showContext(messages, limit) {

@@ -186,13 +186,19 @@ function morph(old, fresh) {
     old.replaceWith(fresh);
     return fresh;
   }
-  for (const {name, value} of fresh.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  for (const {name, value} of fresh.attributes) if (old.getAttribute(name) !== value) setAttribute(old, name, value);
   morphChildren(old, [...fresh.childNodes]);
   return old;
 }
 
-/** Make the children of `parent` equal to nodes and texts. */
-function morphChildren(parent, fresh) {
+/** Set an attribute; the page's policy takes no style from one. */
+function setAttribute(node, name, value) {
+  if (name === "style") node.style.cssText = value;
+  else node.setAttribute(name, value);
+}
+
+/** Make the children of `parent` equal to nodes and texts. Listeners of nodes that stay are not changed. */
+export function morphChildren(parent, fresh) {
   const before = [...parent.childNodes];
   fresh.map(one => typeof one === "string" ? document.createTextNode(one) : one).forEach((child, i) => {
     if (before[i]) morph(before[i], child);

@@ -8,6 +8,7 @@ import { Models } from "./models.js";
 import { Plot } from "./plot.js";
 import { mean, parse, quantile, sum } from "./prometheus.js";
 import { Running } from "./running.js";
+import { morphChildren } from "./views.js";
 
 const PERIOD = 2000, CAPACITY = 150, HOUR_PAUSE = 20_000;  // milliseconds between readings; readings shown: five minutes
 const SHARED = "quire:num_requests_running";  // of all requests
@@ -75,7 +76,7 @@ export class Watch {
     if (this.reading) return;
     this.reading = true;
     try {
-      const values = parse(await (await request("metrics")).text());
+      const values = parse(await (await request("metrics", {}, !byId("watch").hidden)).text());
       this.figures.hidden = this.range.hidden = !(SHARED in values);  // a client's key, of several, sees its own counts only
       if (!this.figures.hidden) this.add(values);
       if (!byId("watch").hidden) this.showFacts(this.unlocked ? await getPrivileged("server_info") : null);
@@ -91,8 +92,10 @@ export class Watch {
 
   showFacts(info) {
     this.unlocked = info !== null;
-    if (info) this.facts.replaceChildren(...factsOf(info));
-    else if (!byId("admin")) this.facts.replaceChildren(locked(() => this.unlock()));
+    if (!info && byId("admin")) return;
+    const cards = info ? factsOf(info) : [locked(() => this.unlock())];
+    if (info && cards.length === this.facts.childElementCount) morphChildren(this.facts, cards);  // focus, selected text and scrolling stay
+    else this.facts.replaceChildren(...cards);
   }
 
   /** Show the facts with the key that the page has, else with another. */

@@ -6,7 +6,6 @@ import json
 import os
 import runpy
 import subprocess
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,13 +13,25 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
 
 from tests.helpers.server.running import MODEL, poll, running_server
-from tests.server.web.browser import Browser, needs_chromium
-from tests.server.web.using import BLOCKS, CUT, FILE, MARKDOWN, TRANSFER, WEATHER, answered, fresh, last, say, started
+from tests.server.web.browser import needs_chromium
+from tests.server.web.using import (
+    BLOCKS,
+    CUT,
+    FILE,
+    MARKDOWN,
+    TRANSFER,
+    WEATHER,
+    answered,
+    enter_key,
+    fresh,
+    last,
+    say,
+    started,
+)
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 
 DIRECT = os.environ | {"no_proxy": "*"}
-AXE = os.environ.get("QUIRE_AXE")  # axe.min.js of the npm package axe-core
 
 
 def test_an_answer_is_markdown_and_never_html(page, scripted):
@@ -219,13 +230,6 @@ def parse_export(conversations: list) -> str:
     return f"import('/ui/store.js').then(s => s.parseExport({text}).map(c => c.id)).catch(e => e.message)"
 
 
-def enter_key(page: Browser, key: str) -> None:
-    page.wait("document.querySelector('#dialog').open && document.querySelector('#key') !== null")
-    page.js("document.querySelector('#key').select()")
-    page.type("#key", key)
-    page.press("Enter")
-
-
 def test_the_key_is_asked_for_and_kept_in_memory_only(browser, seeing):
     browser.open(seeing.url + "/llm")  # leads to /llm/
     enter_key(browser, "wrong")
@@ -420,25 +424,6 @@ def test_a_narrow_page_has_no_sideways_scroll_and_its_panels_open(page, scripted
         assert page.js("document.documentElement.scrollWidth") <= 360
     finally:
         page.size(1280, 800)
-
-
-@pytest.mark.skipif(AXE is None, reason="needs QUIRE_AXE, the path of axe.min.js of the npm package axe-core")
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("path", ["/", "/#watch", "/#compare", "/docs"])
-def test_axe_finds_nothing(page, scripted, dark, path):
-    server, script = scripted
-    page.dark(dark)
-    page.open(server.url + path)
-    if path == "/":
-        page.click("#new")
-        script.says(MARKDOWN)
-        say(page, "Hello")
-        answered(page)
-    else:
-        page.wait("document.querySelector('.card dl, details, .sides') !== null")
-    page.js(Path(AXE).read_text() + ";1")
-    found = page.js("axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.html + n.failureSummary)]))")
-    assert found == []
 
 
 def test_docs_run_under_the_policy(page, scripted):

@@ -61,6 +61,36 @@ def test_only_models_that_answer_can_be_chosen(several, scripted):
     assert page.js(chosen) == ["vectors", "ears"] * 2
 
 
+def test_adapters_are_chosen_and_come_and_go(several, scripted):
+    page, chat, alias = several
+    server, script = scripted
+    adapter = {"id": alias, "parent": chat, "capabilities": ["completion"], "max_model_len": 100}
+    fresh(page, server.url + "/")
+    page.js(f"window.cards = [window.cards[1], {json.dumps(adapter)}]; 0")
+    script.says("read again")
+    say(page, "Which are there?")
+    answered(page)  # after an answer the page reads what is served
+    label = f"{alias} (adapter of {chat})"
+    options = "[...document.querySelector('#model').options].map(o => o.innerText)"
+    page.wait(f"JSON.stringify({options}) === JSON.stringify({json.dumps([chat, label])})")
+    page.js(CHOOSE.format(alias))
+    script.says("adapted")
+    say(page, "And you?")
+    answered(page, 2)
+    page.click(".message.assistant:last-child button", "Request")
+    assert f'"model": "{alias}"' in page.js("document.querySelector('#dialog').innerText")
+    page.click("#dialog button", "Close")
+    page.js("window.cards.pop(); 0")
+    script.says("gone")
+    say(page, "Still?")
+    answered(page, 3)
+    page.click("#new")
+    page.click("#list .title", "Which are there?")
+    page.wait(
+        f"document.querySelector('#notice').innerText === 'The server no longer has {alias}: {chat} answers here now.'"
+    )
+
+
 def test_limits_are_those_of_the_chosen_model(several, scripted):
     page, _, alias = several
     fresh(page, scripted[0].url + "/")

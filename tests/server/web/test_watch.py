@@ -9,9 +9,11 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
 
 from quire.configs.log_ring import LogRing
+from quire.engine.messages import EngineCalls
+from quire.server.api.ops import status
 from tests.helpers.server.running import poll, running_server, write_model_folder
 from tests.server.web.browser import needs_chromium
-from tests.server.web.using import answered, fresh, last, say, started
+from tests.server.web.using import answered, enter_key, fresh, last, say, started
 
 UNLOADED = [["one", "unloaded", "Load"], ["two", "unloaded", "Load"]]
 pytestmark = [needs_chromium, pytest.mark.slow]
@@ -96,6 +98,63 @@ def test_a_key_of_no_administrator_reads_no_history(model_folder):
         server.wait_ready()
         assert server.http.get("/metrics/history", headers={"x-api-key": "one"}).status_code == 403
         assert server.http.get("/metrics/history", headers={"x-api-key": "root"}).status_code == 200
+
+
+def test_an_admin_key_shows_requests_and_ends_them(browser, model_folder):
+    settings = {"api_key": ["one"], "admin_api_key": ["root"], "max_model_len": "2000"}
+    with running_server(model_folder, fake="step_delay=0.05", **settings) as server:
+        server.wait_ready()
+        browser.open("about:blank")
+        browser.open(server.url + "/")
+        enter_key(browser, "one")
+        browser.wait("document.querySelector('#settings input') !== null")
+        say(browser, "Go on and on")
+        browser.wait("document.querySelector('.message.assistant .text')?.innerText.length > 5")
+        browser.js("location.hash = '#watch'")
+        browser.wait("document.querySelector('#admin') !== null")
+        assert browser.js("document.querySelector('#running').hidden") is True
+        browser.click("#admin button")
+        enter_key(browser, "root")
+        browser.click("#running button", "Abort")
+        poll(lambda: not server.state.client.load)
+        browser.js("location.hash = '#chat'")
+        answered(browser)
+        assert last(browser, ".figures").endswith("ended by the server")
+
+
+def test_tiers_of_the_cache_are_shown_and_reading_again_disturbs_nothing(page, scripted, monkeypatch):
+    """The facts are read every two seconds: focus, scrolling and selected text stay."""
+    tiers = {"used_bytes": {"ram": 3 << 20, "disk": 5 << 30}, "hit_tokens": 1200, "fetch_seconds": 0.5}
+
+    asked = status._asked
+
+    async def tell(state, call):
+        return tiers if call is EngineCalls.describe_tiers else await asked(state, call)
+
+    monkeypatch.setattr(status, "_asked", tell)
+    page.size(600, 800)
+    try:
+        started(page, scripted[0].url + "/#watch")
+        rows = (
+            "[...document.querySelectorAll('#tiers tbody tr')].map(row => [...row.cells].map(cell => cell.innerText))"
+        )
+        page.wait("document.querySelector('#tiers') !== null")
+        assert page.js(rows) == [
+            ["used_bytes ram", "3.0 MiB"],
+            ["used_bytes disk", "5.00 GiB"],
+            ["hit_tokens", "1,200"],
+            ["fetch_seconds", "0.5"],
+        ]
+        page.js(
+            "document.querySelector('#tiers .wide').focus(); "
+            "getSelection().selectAllChildren(document.querySelector('#tiers h2'))"
+        )
+        tiers["hit_tokens"] = 1300
+        page.wait(f"{rows}[2][1] === '1,300'")
+        assert page.js("document.activeElement === document.querySelector('#tiers .wide')") is True
+        assert page.js("getSelection().toString()") == "Tiers of the KV cache"
+    finally:
+        page.size(1280, 800)
 
 
 def test_several_models_are_shown_loaded_and_unloaded(page, tmp_path):

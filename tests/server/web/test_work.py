@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 
@@ -324,7 +325,11 @@ def test_export_as_markdown_and_print(page, scripted):
 
 
 class Mcp(BaseHTTPRequestHandler):
-    """A server of the Model Context Protocol with one tool; it answers calls in a stream of events."""
+    """A server of the Model Context Protocol with one tool; it answers calls in a stream of events. `results`: other
+    ones, by method.
+    """
+
+    results: ClassVar[dict] = {}
 
     def answer(self, status: int, body: bytes = b"", kind: str = "application/json") -> None:
         self.send_response(status)
@@ -349,19 +354,21 @@ class Mcp(BaseHTTPRequestHandler):
             return self.answer(202)
         if message["method"] != "initialize" and self.headers["Mcp-Session-Id"] != "session-1":
             return self.answer(404)
-        result = {
-            "initialize": lambda: {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {}},
-            "tools/list": lambda: {
-                "tools": [{"name": "root", "description": "A root", "inputSchema": {"type": "object"}}]
-            },
-            "tools/call": lambda: {
-                "content": [{"type": "text", "text": str(math.sqrt(message["params"]["arguments"]["of"]))}]
-            },
-        }[message["method"]]()
+        if message["method"] in self.results:
+            result = self.results[message["method"]]
+        else:
+            result = self.own(message)
         body = json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}).encode()
         if message["method"] == "tools/call":
             return self.answer(200, b"event: message\ndata: " + body + b"\n\n", "text/event-stream")
         return self.answer(200, body)
+
+    def own(self, message: dict) -> dict:
+        if message["method"] == "initialize":
+            return {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {}}
+        if message["method"] == "tools/list":
+            return {"tools": [{"name": "root", "description": "A root", "inputSchema": {"type": "object"}}]}
+        return {"content": [{"type": "text", "text": str(math.sqrt(message["params"]["arguments"]["of"]))}]}
 
     def log_message(self, *args: object) -> None:
         pass
@@ -400,6 +407,124 @@ def test_tools_of_an_mcp_server_that_the_setting_allows(page, mcp, tmp_path):
         page.click(".call button", "Send result")
         answered(page, 2)
         assert "<tool_response>\n4.0\n</tool_response>" in prompt_of(server, script.requests[-1])
+
+
+def test_what_an_mcp_server_says_is_text_and_its_tools_are_listed_once(page, mcp, tmp_path, monkeypatch):
+    """Also after a reload, when the tools of before are still in the settings."""
+    odd = "<img src=x onerror=\"document.title='broken'\">"
+    tools = [{"name": odd, "description": odd, "inputSchema": {"type": "object"}}, {"name": "root", "inputSchema": {}}]
+    told = "document.querySelector('#settings [role=status]').innerText"
+    with running_server(write_folder(tmp_path, QWEN3_TOOLS), ui_mcp_origins=[mcp]) as server:
+        fresh(page, server.wait_ready().url + "/")
+        monkeypatch.setitem(Mcp.results, "tools/list", {"tools": tools})
+        page.type("#mcp", f"{mcp}/mcp")
+        page.click("#mcp-connect")
+        page.wait(f"{told} === '2 tools.'")
+        made = {"id": "mcp", "title": "mcp", "created": 1, "updated": 9e15, "revision": 0, "system": ""}
+        made |= {"settings": {"tools": page.js("document.querySelector('#setting-tools').value")}}
+        call = {"id": "c", "function": {"name": odd, "arguments": "{}"}}
+        made |= {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "calls": [call]}]}
+        page.js(f"import('/ui/store.js').then(s => s.put({json.dumps(made)}))")
+        started(page, server.url + "/")
+        page.click("#list .title", "mcp")
+        assert page.js(told) == "Not connected."
+        page.click("#mcp-connect")
+        page.wait(f"{told} === '2 tools.'")
+        assert len(json.loads(page.js("document.querySelector('#setting-tools').value"))) == 2
+        for result, text in (({"content": [{"type": "text", "text": odd}]}, odd), ({"content": 5}, None), (5, "null")):
+            monkeypatch.setitem(Mcp.results, "tools/call", result)
+            page.js("document.querySelector('.call textarea').value = ''")
+            page.click(".call button", "Run")
+            found = (
+                "document.querySelector('.call textarea').value || document.querySelector('.call .problem').innerText"
+            )
+            expected = text or f"The answer of {mcp}/mcp is no message of the protocol."
+            page.wait(f"({found}) === {json.dumps(expected)}")
+        for result in (5, {"tools": [{"name": 1}]}, {}):
+            monkeypatch.setitem(Mcp.results, "tools/list", result)
+            page.click("#mcp-connect")
+            page.wait(f"{told} === 'The answer of {mcp}/mcp is no message of the protocol.'")
+        assert page.js("document.title") == "quire"
+        page.js("import('/ui/store.js').then(s => s.remove('mcp'))")
+
+
+def test_a_comparison_goes_on_after_a_reload(page, scripted):
+    server, script = scripted
+    script.says("word " * 100)
+    script.pause = 0.02
+    try:
+        started(page, server.url + "/#compare")
+        page.wait("document.querySelectorAll('.sides section').length === 2")
+        page.type(".question textarea", "Both at once")
+        before = len(script.requests)
+        page.click(".question button", "Ask both")
+        page.wait(
+            "[...document.querySelectorAll('.sides .text')].filter(n => n.innerText.includes('word')).length === 2"
+        )
+        started(page, server.url + "/")
+        titles = "[...document.querySelectorAll('#list .title')].filter(n => n.innerText.startsWith('Both at once'))"
+        for i in range(2):
+            page.js(f"{titles}[{i}].click()")
+            page.wait("document.querySelector('.message.assistant .text')?.innerText.trim().length === 499")
+        assert len(script.requests) == before + 2
+    finally:
+        script.pause = 0.0
+
+
+def test_many_conversations_are_searched_without_being_read_again(page, scripted):
+    """Fifty of 100,000 characters; rows stay the nodes they were, with the focus in them."""
+    server, _ = scripted
+    page.open(server.url + "/")
+    page.js(
+        "import('/ui/store.js').then(async s => { for (let i = 0; i < 50; i++) await s.put({...s.fresh(), "
+        "id: `many ${i}`, title: `Many ${i}`, named: true, "
+        "messages: [{role: 'user', content: `question${i} `.repeat(9000)}]}); })"
+    )
+    try:
+        started(page, server.url + "/")
+        rows = "[...document.querySelectorAll('#list li')].filter(n => n.textContent.startsWith('Many'))"
+        page.wait(f"{rows}.length === 50")
+        page.js(
+            "window.read = 0; window.first = document.querySelector('#list li'); "
+            "const lower = String.prototype.toLowerCase; String.prototype.toLowerCase = function () { "
+            "if (this.length > 1000) window.read++; return lower.call(this); }; 0"
+        )
+        page.type("#search", "question3")
+        page.wait(f"{rows}.length === 11")
+        read = page.js("window.read")
+        page.type("#search", "7")
+        page.wait(f"{rows}.length === 1")
+        assert page.js("window.read") == read <= 60
+        page.js("(s => { s.value = ''; s.dispatchEvent(new Event('input')); })(document.querySelector('#search'))")
+        page.wait(f"{rows}.length === 50")
+        assert page.js("document.querySelector('#list li') === window.first") is True
+    finally:
+        page.js("import('/ui/store.js').then(async s => { for (let i = 0; i < 50; i++) await s.remove(`many ${i}`); })")
+
+
+def test_an_import_leaves_an_answer_that_arrives_alone(page, scripted):
+    server, script = scripted
+    fresh(page, server.url + "/")
+    script.says("word " * 100)
+    script.pause = 0.02
+    try:
+        say(page, "Meanwhile")
+        page.wait("document.querySelector('.message.assistant .text')?.innerText.includes('word')")
+        one = {"id": "imported", "title": "Imported", "system": "", "updated": 1, "settings": {}, "messages": []}
+        one["messages"] = [{"role": "user", "content": "from a file"}]
+        text = json.dumps(json.dumps({"conversations": [one]}))
+        page.js(
+            "HTMLInputElement.prototype.click = function () { const data = new DataTransfer(); "
+            f"data.items.add(new File([{text}], 'a.json')); this.files = data.files; "
+            "this.dispatchEvent(new Event('change')); }; 0"
+        )
+        page.click("#list button", "Import")
+        page.wait("[...document.querySelectorAll('#list .title')].some(n => n.innerText === 'Imported')")
+        answered(page)
+        assert last(page).strip() == "word " * 99 + "word"
+        page.js("import('/ui/store.js').then(s => s.remove('imported'))")
+    finally:
+        script.pause = 0.0
 
 
 def test_no_mcp_server_is_allowed_by_default(page, scripted):

@@ -62,3 +62,10 @@ def answered(page: Browser, count: int = 1) -> None:
 
 def last(page: Browser, selector: str = ".text") -> str:
     return page.js(f"[...document.querySelectorAll('.message.assistant {selector}')].at(-1).innerText")
+
+
+def enter_key(page: Browser, key: str) -> None:
+    page.wait("document.querySelector('#dialog').open && document.querySelector('#key') !== null")
+    page.js("document.querySelector('#key').select()")
+    page.type("#key", key)
+    page.press("Enter")
