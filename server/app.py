@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from quire.server.error_shapes import body_of, dialect_body, internal_body
 from quire.server.errors import ApiError, BadRequest, EngineError, Unavailable
+from quire.server.http.added_middleware import add_middleware
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.caller import caller
 from quire.server.http.middleware import Hosts, is_loopback
@@ -73,7 +74,7 @@ def protected(app: ASGIApp, state: ServerState, routes: Sequence[Route] = ROUTES
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", "warning", *LIMIT_HEADERS],
         )
-    return layers
+    return add_middleware(layers, server.middleware)
 
 
 # ---- errors

@@ -55,7 +55,11 @@ def serve(
     `sources` says where each setting that is no default came from, and `warnings` which flags have no effect.
     """
     started = time.monotonic() - _seconds_since_exec()
-    configure_logging(config.server)
+    try:
+        configure_logging(config.server)
+    except ValueError as error:
+        logger.error("%s", error)
+        return 1
     keep_large_blocks_apart()
     raise_descriptor_limit()
     try:
