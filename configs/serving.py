@@ -23,6 +23,7 @@ class ServerConfig:
         everyday=True,
         minimum=1,
     )
+    headless: bool = opt(False, "serve nothing: run ranks for the node at --master-addr")
     uds: str | None = opt(None, "listen on this Unix domain socket instead of host and port")
     address_file: str | None = opt(
         None, "write the address of the server to this file, for `quire health`", metavar="FILE"

@@ -23,6 +23,7 @@ from quire.configs.options import removed_settings
 from quire.configs.serving import ServerConfig
 from quire.configs.sources import embedded_model
 from quire.engine.messages import EngineStats, Ready
+from quire.server.engines.node import run_node
 from quire.server.engines.supervisor import EngineFailed
 from quire.server.frontends.background_log import configure_logging
 from quire.server.frontends.descriptors import BACKLOG, raise_descriptor_limit
@@ -60,6 +61,8 @@ def serve(
     except ValueError as error:
         logger.error("%s", error)
         return 1
+    if config.server.headless:
+        return _serve_node(config)
     keep_large_blocks_apart()
     raise_descriptor_limit()
     try:
@@ -91,6 +94,15 @@ def serve(
         return 1
     finally:
         _close(config.server, listener)
+
+
+def _serve_node(config: Config) -> int:
+    try:
+        config.parallel.check_nodes(headless=True)
+        return run_node(config)
+    except ValueError as error:
+        logger.error("%s", error)
+        return 1
 
 
 def _close(config: ServerConfig, listener: socket.socket) -> None:
@@ -193,6 +205,7 @@ class Launcher:
         self.stop = asyncio.Event()
         self._interrupted, self._signalled = False, 0.0  # whether SIGINT came, and when the first signal did
         check_server_files(config.server)
+        config.parallel.check_nodes(headless=False)
         self._begin()
 
     def _begin(self) -> None:

@@ -30,6 +30,7 @@ GROUPS = (
         "--max-num-batched-tokens= --max-num-seqs= --max-num-queued-reqs= --max-num-queued-tokens= "
         "--long-prefill-token-threshold= --scheduling-policy= --speculative-config= --kv-events-config= "
         "--kv-transfer-config= --[no-]enable-log-requests --max-log-len= --log-config-file= --middleware= "
+        "--nnodes= --node-rank= --master-addr= --master-port= --headless "
         "--shutdown-timeout= --[no-]enable-sleep-mode "
         "--lora-modules=+ --chat-template= --[no-]trust-request-chat-template "
         "--[no-]enable-auto-tool-choice --[no-]exclude-tools-when-tool-choice-none --tool-call-parser= "
@@ -52,21 +53,19 @@ GROUPS = (
         "of vLLM: --distributed-executor-backend ray uses several machines; of llama.cpp: write --n-predict", "-n=",
         "-1",
     ),
-    refused(_MACHINES, "--nnodes=", "1"),
     refused(
         f"of vLLM: {_MACHINES}; of llama.cpp: stop is a field of requests",
         "-r=",
     ),
     refused(
         _MACHINES,
-        "--node-rank= --data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= "
-        "--data-parallel-external-lb -dpe --data-parallel-hybrid-lb -dph --data-parallel-multi-port-external-lb -dpm "
-        "--headless",
+        "--data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= "
+        "--data-parallel-external-lb -dpe --data-parallel-hybrid-lb -dph --data-parallel-multi-port-external-lb -dpm",
         "0",
     ),
     no_effect(
         _MACHINES,
-        "--master-addr= --master-port= --distributed-timeout-seconds= --cpu-distributed-timeout-seconds= "
+        "--distributed-timeout-seconds= --cpu-distributed-timeout-seconds= "
         "--data-parallel-address= -dpa= --data-parallel-rpc-port= -dpp= "
         "--data-parallel-size-local= -dpl= --data-parallel-backend= -dpb= --no-data-parallel-external-lb "
         "--no-data-parallel-hybrid-lb --no-data-parallel-multi-port-external-lb "

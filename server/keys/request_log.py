@@ -30,8 +30,8 @@ class RequestLog:
                 shown = None if text is None else text[: self._max_len]
                 logger.debug("Request %s details: prompt: %r, prompt_token_ids: %s.", one.request_id, shown, ids)
             logger.info(
-                "Received request %s (%s): %s, key: %s, prompt tokens: %d, images: %d, n: %d, priority: %d, params: %s, "
-                "adapters: %s.",
+                "Received request %s (%s): %s, key: %s, prompt tokens: %d, images: %d, n: %d, priority: %d, "
+                "params: %s, adapters: %s.",
                 one.request_id,
                 caller.request_id,
                 route,
