@@ -18,9 +18,9 @@ from tests.helpers.models.checkpoints import build_checkpoint
 from tests.helpers.server.running import poll
 
 pytestmark = pytest.mark.slow
-STEP_TIMEOUT = 10
-LIMIT = 8 + 2 * STEP_TIMEOUT + 20  # seconds: silence, the engine's restart, the wait for the machine; a loaded machine
-BODY = {"prompt": [5, 6, 7, 8, 9] * 4, "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+STEP_TIMEOUT = 40  # longer than a restart on a loaded machine
+LIMIT = 8 + STEP_TIMEOUT + 30  # seconds: silence, the wait for the machine, the restart on a loaded machine
+BODY = {"prompt": [5, 6, 7, 8, 9] * 4, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
 def ip(*arguments: str) -> None:
@@ -149,29 +149,34 @@ def test_an_engine_over_two_machines(network, folder, tmp_path, flag):
         assert nodes.complete() == expected
 
         # a rank of the other machine dies: its stream goes on after the restart
-        assert nodes.stream(lambda: os.kill(nodes.ranks(1)[0], signal.SIGKILL)) == (expected, None)
-
-        # the cable is cut: the stream ends with an error, and the engine is back with the cable
-        began = time.monotonic()
-        text, error = nodes.stream(lambda: ip("-n", network[1], "link", "set", "c1", "down"))
-        assert error is not None and expected.startswith(text) and time.monotonic() - began < LIMIT, (text, error)
-        ip("-n", network[1], "link", "set", "c1", "up")
-        nodes.wait_ready()
-        assert nodes.complete() == expected
-
-        # the other machine dies, and comes back
-        text, error = nodes.stream(lambda: os.killpg(nodes.processes[1].pid, signal.SIGKILL))
-        assert error is not None and expected.startswith(text)
-        nodes.processes[1].wait(20)
-        nodes.processes[1] = nodes.start(1)
-        nodes.wait_ready()
-        assert nodes.complete() == expected
+        rank = nodes.ranks(1)[0]
+        assert nodes.stream(lambda: os.kill(rank, signal.SIGKILL)) == (expected, None)
+        if flag == "--tensor-parallel-size":  # the first stage of a pipeline waits for the second as these do
+            self_heals(nodes, network, expected)
         nodes.stop()
     finally:
         print(nodes.log.read_text()[-6000:])
         for process in nodes.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def self_heals(nodes: Nodes, network: list[str], expected: str) -> None:
+    # the other machine dies and comes back
+    def replace() -> None:
+        os.killpg(nodes.processes[1].pid, signal.SIGKILL)
+        nodes.processes[1].wait(20)
+        nodes.processes[1] = nodes.start(1)
+
+    assert nodes.stream(replace) == (expected, None)
+
+    # the cable is cut: the stream ends with an error, and the engine is back with the cable
+    began = time.monotonic()
+    text, error = nodes.stream(lambda: ip("-n", network[1], "link", "set", "c1", "down"))
+    assert error is not None and expected.startswith(text) and time.monotonic() - began < LIMIT, (text, error)
+    ip("-n", network[1], "link", "set", "c1", "up")
+    nodes.wait_ready()
+    assert nodes.complete() == expected
 
 
 @pytest.mark.parametrize(
@@ -190,7 +195,6 @@ def test_wrong_numbers_are_named(flags, message):
 
     words = iter(flags.removeprefix("--").split(" --"))
     settings = {name.replace("-", "_"): value or True for name, _, value in (word.partition(" ") for word in words)}
-    numbers = {key: int(value) if str(value).isdigit() and value is not True else value for key, value in settings.items()}
-    config = Config.from_flat(**numbers)
+    config = Config.from_flat(**{key: int(value) if str(value).isdigit() else value for key, value in settings.items()})
     with pytest.raises(ValueError, match=message):
         config.parallel.check_nodes(config.server.headless)
