@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from quire.server.added_middleware import add_middleware
 from quire.server.error_shapes import body_of, dialect_body, internal_body
 from quire.server.errors import ApiError, BadRequest, EngineError, Unavailable
-from quire.server.http.added_middleware import add_middleware
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.caller import caller
 from quire.server.http.middleware import Hosts, is_loopback

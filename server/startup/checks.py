@@ -24,7 +24,7 @@ def check_server_files(server: ServerConfig) -> None:
 
         KeyRing(server, counts=False).close()
     if server.middleware:
-        from quire.server.http.added_middleware import load_middleware
+        from quire.server.added_middleware import load_middleware
 
         load_middleware(server.middleware)
     for flag, path, obstacle in (

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from quire.configs.log_format import apply_log_config, read_log_config
-from quire.server.http.added_middleware import load_middleware
+from quire.server.added_middleware import load_middleware
 from tests.helpers.server.running import MODEL, running_server
 
 BODY = {"model": MODEL, "prompt": "the secret plan", "max_tokens": 3, "stop": ["hidden word"], "temperature": 0.5}
