@@ -77,7 +77,8 @@ def test_ray_serve_runs_servers_and_adds_one_while_requests_wait():
     from tests.server.test_launch import free_port
 
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "RAY_USAGE_STATS_ENABLED": "0"}
-    environment["RAY_raylet_start_wait_time_s"] = "240"  # a loaded machine
+    # a loaded machine
+    environment |= {"RAY_raylet_start_wait_time_s": "240", "RAY_agent_register_timeout_ms": "240000"}
     command = [PYTHON, "-c", SCRIPT, str(free_port()), "quire-tiny"]
     run = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=500)
     assert "ANSWERS" in run.stdout and "SCALED" in run.stdout, run.stdout[-2000:] + run.stderr[-4000:]
