@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp
@@ -28,7 +27,7 @@ def _load(path: str) -> Callable[[ASGIApp], ASGIApp]:
     if not dot:
         raise ValueError(f"--middleware {path}: must be an import path, as PACKAGE.MODULE.NAME")
     try:
-        found: Any = getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
     except Exception as error:  # the module is the user's: anything may be raised
         raise ValueError(f"--middleware {path}: cannot be imported: {type(error).__name__}: {error}") from error
     if inspect.isclass(found):

@@ -23,7 +23,6 @@ from quire.configs.options import removed_settings
 from quire.configs.serving import ServerConfig
 from quire.configs.sources import embedded_model
 from quire.engine.messages import EngineStats, Ready
-from quire.server.engines.node import run_node
 from quire.server.engines.supervisor import EngineFailed
 from quire.server.frontends.background_log import configure_logging
 from quire.server.frontends.descriptors import BACKLOG, raise_descriptor_limit
@@ -35,6 +34,7 @@ from quire.server.startup.engine_group import EngineGroup
 from quire.server.startup.entry_settings import with_entry
 from quire.server.startup.hints import curl_line
 from quire.server.startup.model_names import served_names
+from quire.server.startup.node import run_node
 from quire.server.startup.progress import StartProgress
 
 if TYPE_CHECKING:

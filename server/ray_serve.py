@@ -26,6 +26,7 @@ from quire.server.engines.process import python_environment
 try:
     import aiohttp
     from ray import serve
+    from ray.serve.config import AutoscalingContext
 except ImportError as error:
     raise ValueError(f"quire.server.ray_serve needs Ray Serve ({error}): pip install 'ray[serve]'") from error
 
@@ -127,7 +128,7 @@ async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         answer.close()
 
 
-def _flag(name: str, value: Any) -> list[str]:
+def _flag(name: str, value: object) -> list[str]:
     flag = "--" + name.replace("_", "-")
     if name == "model":
         return [str(value)]
@@ -159,7 +160,7 @@ class Policy:
     def __init__(self, target: float):
         self._target = target
 
-    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         waiting = dict(context.aggregated_metrics.get(_WAITING, {}))
         return replicas_for(context.current_num_replicas, waiting, self._target), {}
 

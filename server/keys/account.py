@@ -15,10 +15,10 @@ from quire.server.errors import TooManyRequests
 from quire.server.keys.audit import AuditLog
 from quire.server.keys.caller import Caller
 from quire.server.keys.key import Key
-from quire.server.keys.request_log import RequestLog
 from quire.server.request.usage import TokenUsage
 
 if TYPE_CHECKING:
+    from quire.server.keys.request_log import RequestLog
     from quire.server.keys.ring import KeyRing
     from quire.server.request.delta import Delta
     from quire.server.request.generation_request import GenerationRequest

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence, Sized
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire.server.keys.caller import Caller
-from quire.server.request.generation_request import GenerationRequest
+
+if TYPE_CHECKING:
+    from quire.server.request.generation_request import GenerationRequest
 
 logger = logging.getLogger("quire.requests")
 
