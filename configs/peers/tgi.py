@@ -7,6 +7,7 @@ GROUPS = (
     same("--help -h --revision= --dtype= --kv-cache-dtype= --trust-remote-code --port= --api-key="),
     renamed("model", "--model-id="),
     renamed("tensor_parallel_size", "--num-shard="),
+    same("--master-port= --master-addr="),
     no_effect("--num-shard sets the number of ranks", "--sharded= --shard-uds-path="),
     renamed("quantization", "--quantize=", values.quantize),
     renamed("speculative_config", "--speculate=", key="num_speculative_tokens"),
