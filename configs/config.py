@@ -254,6 +254,10 @@ class ParallelConfig:
         choices=("uniproc", "mp", "ray"),
         other_choices=r"[\w.]+:\w+",
     )
+    nnodes: int = opt(1, "number of machines over which the ranks of the engine are divided", minimum=1)
+    node_rank: int = opt(0, "number of this machine; the first, 0, serves, the others are --headless", minimum=0)
+    master_addr: str = opt("127.0.0.1", "address of the first machine, at which the others reach it")
+    master_port: int = opt(29501, "port of the first machine for the others", minimum=1, maximum=65535)
     debug_check_ranks: bool = opt(
         False, "compare the sampled tokens of all tensor-parallel ranks after every step, and fail if they differ"
     )
@@ -262,6 +266,34 @@ class ParallelConfig:
     def world_size(self) -> int:
         """The number of ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of ranks on each machine."""
+        return self.world_size // self.nnodes
+
+    def check_nodes(self, headless: bool) -> None:
+        """Raise ValueError for machines that do not fit the ranks or each other."""
+        if headless and not self.node_rank:
+            raise ValueError("--headless needs --node-rank 1 or more: the first node serves")
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"--node-rank {self.node_rank} must be less than --nnodes {self.nnodes}")
+        if self.node_rank and not headless:
+            raise ValueError(f"--node-rank {self.node_rank} needs --headless: only the first node serves")
+        if self.nnodes == 1:
+            return
+        if self.world_size % self.nnodes:
+            raise ValueError(
+                f"--nnodes {self.nnodes} does not divide the number of ranks, {self.world_size} "
+                "(--tensor-parallel-size times --pipeline-parallel-size)"
+            )
+        if self.executor != "mp":
+            raise ValueError(f"--nnodes {self.nnodes} needs --distributed-executor-backend mp, not {self.executor}")
+        if self.data_parallel_size > 1:
+            raise ValueError(
+                f"--nnodes {self.nnodes} divides one engine; for --data-parallel-size {self.data_parallel_size} over "
+                "machines start a server on each, with a router before them"
+            )
 
     @property
     def executor(self) -> str:

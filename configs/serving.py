@@ -23,6 +23,7 @@ class ServerConfig:
         everyday=True,
         minimum=1,
     )
+    headless: bool = opt(False, "serve nothing: run ranks for the node at --master-addr")
     uds: str | None = opt(None, "listen on this Unix domain socket instead of host and port")
     address_file: str | None = opt(
         None, "write the address of the server to this file, for `quire health`", metavar="FILE"
@@ -230,6 +231,13 @@ class ServerConfig:
     )
     ui: bool = opt(True, "answer browsers at / with a page to chat with the model and to watch the server")
     vllm_metrics: bool = opt(True, "serve every metric also under its vllm: name")
+    middleware: list[str] = opt(
+        [],
+        "import path, as PACKAGE.MODULE.NAME, of an ASGI middleware class or of a function (request, call_next) that "
+        "every request passes before all else",
+        repeat=True,
+        metavar="PATH",
+    )
     strict_params: bool = opt(
         False, "refuse unknown request fields with 400 instead of answering with a Warning header"
     )
@@ -250,6 +258,18 @@ class ServerConfig:
     )
     otlp_traces_endpoint: str | None = opt(
         None, "send traces to this OTLP address, as http://HOST:4318/v1/traces (extra otel)", metavar="URL"
+    )
+    enable_log_requests: bool = opt(
+        False,
+        "log every accepted request with its parameters and counts; its prompt, too, with --log-level debug",
+    )
+    max_log_len: int | None = opt(
+        None, "characters of a prompt, and token ids, that --enable-log-requests logs (default: all)", minimum=0
+    )
+    log_config_file: str | None = opt(
+        None,
+        "JSON file for Python's logging.config.dictConfig, applied to the log of every process",
+        metavar="FILE",
     )
     log_format: str = opt("text", "how a line of the log is written", choices=("text", "json"))
     slow_step_threshold: float = opt(

@@ -18,7 +18,7 @@ import msgspec
 
 from quire.configs import platforms
 from quire.configs.config import Config
-from quire.configs.log_format import formatter
+from quire.configs.log_format import apply_log_config, formatter
 from quire.configs.log_ring import LogRing
 from quire.configs.serving import ServerConfig
 from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
@@ -125,10 +125,15 @@ def wake_on_signals() -> int:
 
 
 def start_logging(config: ServerConfig, name: str) -> None:
-    """Log to stderr, with the process's name on every line. The process shares the parent's stderr."""
+    """Log to stderr, with the process's name on every line. The process shares the parent's stderr.
+
+    Raises ValueError for a --log-config-file that cannot be used.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(config.log_format, name))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler, LogRing()])
+    if config.log_config_file is not None:
+        apply_log_config(config.log_config_file)
 
 
 def read_config(fd: int) -> Config:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from quire.server.added_middleware import add_middleware
 from quire.server.error_shapes import body_of, dialect_body, internal_body
 from quire.server.errors import ApiError, BadRequest, EngineError, Unavailable
 from quire.server.http.api_keys import ApiKeys
@@ -73,7 +74,7 @@ def protected(app: ASGIApp, state: ServerState, routes: Sequence[Route] = ROUTES
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", "warning", *LIMIT_HEADERS],
         )
-    return layers
+    return add_middleware(layers, server.middleware)
 
 
 # ---- errors

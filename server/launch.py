@@ -34,6 +34,7 @@ from quire.server.startup.engine_group import EngineGroup
 from quire.server.startup.entry_settings import with_entry
 from quire.server.startup.hints import curl_line
 from quire.server.startup.model_names import served_names
+from quire.server.startup.node import run_node
 from quire.server.startup.progress import StartProgress
 
 if TYPE_CHECKING:
@@ -55,7 +56,13 @@ def serve(
     `sources` says where each setting that is no default came from, and `warnings` which flags have no effect.
     """
     started = time.monotonic() - _seconds_since_exec()
-    configure_logging(config.server)
+    try:
+        configure_logging(config.server)
+    except ValueError as error:
+        logger.error("%s", error)
+        return 1
+    if config.server.headless:
+        return _serve_node(config)
     keep_large_blocks_apart()
     raise_descriptor_limit()
     try:
@@ -87,6 +94,15 @@ def serve(
         return 1
     finally:
         _close(config.server, listener)
+
+
+def _serve_node(config: Config) -> int:
+    try:
+        config.parallel.check_nodes(headless=True)
+        return run_node(config)
+    except ValueError as error:
+        logger.error("%s", error)
+        return 1
 
 
 def _close(config: ServerConfig, listener: socket.socket) -> None:
@@ -189,6 +205,7 @@ class Launcher:
         self.stop = asyncio.Event()
         self._interrupted, self._signalled = False, 0.0  # whether SIGINT came, and when the first signal did
         check_server_files(config.server)
+        config.parallel.check_nodes(headless=False)
         self._begin()
 
     def _begin(self) -> None:

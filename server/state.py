@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from quire.server.batches.runner import Batches
     from quire.server.engines.handle import EngineHandle
     from quire.server.keys.audit import AuditLog
+    from quire.server.keys.request_log import RequestLog
     from quire.server.keys.ring import KeyRing
     from quire.server.request.formats import Formats
     from quire.server.request.sink import MetricsSink, View
@@ -82,6 +83,7 @@ class ServerState:
     num_waiting_of: Counter[str] = field(default_factory=Counter)  # admitted choices without a token, by name of a key
     keys: KeyRing | None = None  # if there are API keys; set with the routes
     audit: AuditLog | None = None  # with --audit-log
+    request_log: RequestLog | None = None  # with --enable-log-requests
     traces: Traces | None = None  # with --otlp-traces-endpoint
     batches: Batches | None = None  # with --batch-dir
     responses: Responses | None = None  # set with the routes

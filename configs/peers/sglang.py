@@ -90,8 +90,8 @@ GROUPS = (
         "of TGI: set --max-model-len (prompt and output together); of SGLang: set --kv-cache-memory-bytes",
         "--max-total-tokens=",
     ),
-    refused(_MACHINES, "--nnodes=", "1"),
-    refused(_MACHINES, "--node-rank= --dist-init-addr= --nccl-init-addr=", "0"),
+    same("--nnodes= --node-rank="),
+    refused(_MACHINES, "--dist-init-addr= --nccl-init-addr=", "0"),
     no_effect(_MACHINES, "--nccl-port= --dist-timeout= --gated-launch-port="),
     refused("set CUDA_VISIBLE_DEVICES", "--base-gpu-id= --gpu-id-step=", "0"),
     refused(

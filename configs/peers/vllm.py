@@ -29,7 +29,8 @@ GROUPS = (
         "--[no-]enable-lora --max-loras= --max-lora-rank= --max-cpu-loras= --log-level= --otlp-traces-endpoint= "
         "--max-num-batched-tokens= --max-num-seqs= --max-num-queued-reqs= --max-num-queued-tokens= "
         "--long-prefill-token-threshold= --scheduling-policy= --speculative-config= --kv-events-config= "
-        "--kv-transfer-config= "
+        "--kv-transfer-config= --[no-]enable-log-requests --max-log-len= --log-config-file= --middleware= "
+        "--nnodes= --node-rank= --master-addr= --master-port= --headless "
         "--shutdown-timeout= --[no-]enable-sleep-mode "
         "--lora-modules=+ --chat-template= --[no-]trust-request-chat-template "
         "--[no-]enable-auto-tool-choice --[no-]exclude-tools-when-tool-choice-none --tool-call-parser= "
@@ -52,21 +53,19 @@ GROUPS = (
         "of vLLM: --distributed-executor-backend ray uses several machines; of llama.cpp: write --n-predict", "-n=",
         "-1",
     ),
-    refused(_MACHINES, "--nnodes=", "1"),
     refused(
         f"of vLLM: {_MACHINES}; of llama.cpp: stop is a field of requests",
         "-r=",
     ),
     refused(
         _MACHINES,
-        "--node-rank= --data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= "
-        "--data-parallel-external-lb -dpe --data-parallel-hybrid-lb -dph --data-parallel-multi-port-external-lb -dpm "
-        "--headless",
+        "--data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= "
+        "--data-parallel-external-lb -dpe --data-parallel-hybrid-lb -dph --data-parallel-multi-port-external-lb -dpm",
         "0",
     ),
     no_effect(
         _MACHINES,
-        "--master-addr= --master-port= --distributed-timeout-seconds= --cpu-distributed-timeout-seconds= "
+        "--distributed-timeout-seconds= --cpu-distributed-timeout-seconds= "
         "--data-parallel-address= -dpa= --data-parallel-rpc-port= -dpp= "
         "--data-parallel-size-local= -dpl= --data-parallel-backend= -dpb= --no-data-parallel-external-lb "
         "--no-data-parallel-hybrid-lb --no-data-parallel-multi-port-external-lb "
@@ -153,7 +152,7 @@ GROUPS = (
         "--tokenizer-pool-type= --tokenizer-pool-extra-config= --renderer-num-workers= "
         "--[no-]disable-frontend-multiprocessing"),
     refused(_CODE, "--scheduler-cls= --worker-cls= --worker-extension-cls= --io-processor-plugin= "
-        "--reasoning-parser-plugin= --tool-parser-plugin= --middleware= --additional-config=", "auto {}"),
+        "--reasoning-parser-plugin= --tool-parser-plugin= --additional-config=", "auto {}"),
     # the model
     no_effect(_KIND, "--runner= --task= --convert="),
     refused(_POOLER, "--pooler-config= --override-pooler-config="),
@@ -258,11 +257,11 @@ GROUPS = (
         "--[no-]aggregate-engine-logging"),
     no_effect(
         _REQUEST_LOG,
-        "--[no-]enable-log-requests --[no-]disable-log-requests --[no-]disable-uvicorn-access-log "
-        "--disable-access-log-for-endpoints= --max-log-len= --[no-]enable-log-outputs --[no-]enable-log-deltas "
+        "--[no-]disable-log-requests --[no-]disable-uvicorn-access-log "
+        "--disable-access-log-for-endpoints= --[no-]enable-log-outputs --[no-]enable-log-deltas "
         "--[no-]enable-logging-iteration-details",
     ),
-    no_effect(_LOG, "--logging-config= --log-config-file= --[no-]log-error-stack"),
+    no_effect(_LOG, "--logging-config= --[no-]log-error-stack"),
     no_effect(
         "/metrics and traces have their own names and buckets",
         "--show-hidden-metrics-for-version= --collect-detailed-traces=+ --custom-histogram-buckets= "
@@ -273,6 +272,7 @@ GROUPS = (
     # variables
     renamed("api_key", "VLLM_API_KEY", values.words),
     renamed("log_level", "VLLM_LOGGING_LEVEL", str.lower),
+    renamed("log_config_file", "VLLM_LOGGING_CONFIG_PATH"),
     renamed("kv_transfer_host", "VLLM_NIXL_SIDE_CHANNEL_HOST"),
     renamed("kv_transfer_port", "VLLM_NIXL_SIDE_CHANNEL_PORT"),
     renamed("kv_cache_memory_bytes", "VLLM_CPU_KVCACHE_SPACE", values.gibibytes),

@@ -9,9 +9,11 @@ and a worker that dies ends its pipe. A message is one byte that names its kind,
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -29,6 +31,7 @@ import msgspec
 from quire.configs import platforms
 from quire.configs.config import Config
 from quire.engine.executor.base import Executor, Pending, ReportProgress
+from quire.engine.executor.nodes import RemoteRanks, join, use_interface
 from quire.engine.messages import STACKS_FOLDER
 from quire.engine.process import RENDEZVOUS, die_with_parent, dump_stacks_on, no_collection, start_logging
 from quire.worker.messages import StepInput, StepOutput, WorkerReady
@@ -36,7 +39,10 @@ from quire.worker.messages import StepInput, StepOutput, WorkerReady
 STEP, CALL = b"S", b"C"  # to a worker
 PROGRESS, READY, OUTPUT, VALUE, USER_ERROR, ERROR = b"P", b"R", b"O", b"V", b"U", b"E"  # from a worker
 
+REFUSED = 3  # exit code of a rank that the first node refused
 SHUTDOWN_TIMEOUT = 5.0  # seconds after which workers that do not exit are killed
+
+logger = logging.getLogger(__name__)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_step = msgspec.msgpack.Decoder(StepInput).decode
@@ -60,12 +66,17 @@ class MultiprocExecutor(Executor):
         self._pipes: list[Connection] = []
         self._outputs: deque[StepOutput] = deque()  # received, not requested yet
         self._rendezvous: Path | None = None
+        self._remote: RemoteRanks | None = None  # those of other machines
         self._folder: tempfile.TemporaryDirectory | None = None  # folder of the rendezvous file, if the engine has none
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
         context = multiprocessing.get_context("spawn")  # a fork would copy threads' locks and a CUDA context
-        init_method = f"file://{self._make_rendezvous()}" if self._world_size > 1 else None
-        for rank in range(self._world_size):
+        init_method, parallel = None, self._config.parallel
+        if parallel.nnodes > 1:
+            init_method = f"tcp://{parallel.master_addr}:{_free_port(parallel.master_addr)}"
+        elif self._world_size > 1:
+            init_method = f"file://{self._make_rendezvous()}"
+        for rank in range(parallel.ranks_per_node):
             ours, theirs = context.Pipe()
             args = (
                 self.worker_class,
@@ -81,6 +92,10 @@ class MultiprocExecutor(Executor):
             theirs.close()  # the worker holds the only copy: its death ends the pipe
             self._processes.append(process)
             self._pipes.append(ours)
+        if parallel.nnodes > 1:
+            self._remote = RemoteRanks(self._config, self._check_local)
+            self._remote.meet(init_method)
+            self._pipes += [pipe for _, pipe in sorted(self._remote.pipes.items())]
         found: dict[int, WorkerReady] = {}
         while len(found) < self._world_size:
             rank, kind, payload = self._receive()
@@ -91,6 +106,12 @@ class MultiprocExecutor(Executor):
         if len({(ready.num_blocks, ready.block_size, ready.max_model_len) for ready in found.values()}) > 1:
             raise RuntimeError(f"the ranks do not agree on the size of the KV cache: {found}")
         return found[0]
+
+    def _check_local(self) -> None:
+        """Raise RuntimeError if a rank of this node has ended."""
+        for rank, process in enumerate(self._processes):
+            if process.exitcode is not None:
+                raise self._death(rank)
 
     def _make_rendezvous(self) -> Path:
         """Return the path of the file through which the ranks find each other. It is in the engine's folder, or in a
@@ -137,7 +158,8 @@ class MultiprocExecutor(Executor):
             process.kill()
 
     def sentinels(self) -> list[int]:
-        return [process.sentinel for process in self._processes]
+        remote = [] if self._remote is None else [self._remote.sentinel]
+        return [process.sentinel for process in self._processes] + remote
 
     def next_output(self) -> StepOutput:
         """Return the output of the oldest step that was not requested yet. Raises RuntimeError when a worker fails or
@@ -181,6 +203,8 @@ class MultiprocExecutor(Executor):
         return rank, kind, payload
 
     def _death(self, rank: int) -> RuntimeError:
+        if rank >= len(self._processes):
+            return RuntimeError(self._remote.describe(rank))
         process = self._processes[rank]
         process.join(1.0)
         code = process.exitcode
@@ -216,15 +240,48 @@ def worker_main(
     dump_stacks_on(signal.SIGUSR2, f"worker {rank}")
     die_with_parent()
     platforms.name_process(f"quire-worker-{rank}")
-    # all ranks are on this machine, so loopback is enough
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     start_logging(config.server, f"worker {rank}")
-    exit_code = 0
+    _run(worker_class, config, rank, world_size, init_method, pipe, answers)
+
+
+def remote_main(config: Config, rank: int) -> None:
+    """Run the process of a rank of a node that is not the first: join that, then do as its own ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent()
+    platforms.name_process(f"quire-worker-{rank}")
+    start_logging(config.server, f"worker {rank}")
+    try:
+        config, init_method, pipe = join(config, rank)
+    except ValueError as error:
+        logger.error("the first node refuses rank %d: %s", rank, error)
+        os._exit(REFUSED)
+    parallel = config.parallel
+    answers = rank == parallel.world_size - parallel.tensor_parallel_size
+    _run(MultiprocExecutor.worker_class, config, rank, parallel.world_size, init_method, pipe, answers)
+
+
+def _run(
+    worker_class: str,
+    config: Config,
+    rank: int,
+    world_size: int,
+    init_method: str | None,
+    pipe: Connection,
+    answers: bool,
+) -> None:
+    """Make the worker of a rank and serve the pipe. Does not return."""
+    exit_code, parallel, where = 0, config.parallel, {}
+    if parallel.nnodes > 1:
+        use_interface(parallel.master_addr)
+        where = {"local_rank": rank % parallel.ranks_per_node, "local_size": parallel.ranks_per_node}
+    else:  # all ranks are on this machine, so loopback is enough
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     try:
         module, _, name = worker_class.partition(":")
         with no_collection():
             imported = importlib.import_module(module)
-        worker = getattr(imported, name)(config, rank, world_size, init_method)
+        worker = getattr(imported, name)(config, rank, world_size, init_method, **where)
         _serve(worker, pipe, answers)
     except (EOFError, ConnectionError):
         pass
@@ -269,6 +326,15 @@ def _reply(results: SimpleQueue, pipe: Connection, answers: bool) -> None:
     except BaseException as error:
         _report(pipe, error)
         os._exit(1)
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            raise ValueError(f"--master-addr {address} is no address of this node: {error.strerror}") from None
+        return probe.getsockname()[1]
 
 
 def _report(pipe: Connection, error: BaseException) -> None:

@@ -277,14 +277,18 @@ class EngineClient:
         if self._on_death is not None:
             self._on_death(reason)
 
+    def fail_open(self, reason: str) -> None:
+        """Fail every open request; later ones are taken."""
+        for request_id in list(self._open):
+            self._fail(request_id, reason)
+
     async def close(self, reason: str = "the server is shutting down") -> None:
         """Fail every open request, and every later one. Idempotent."""
         reason = self.dead or reason
         self._disconnect(reason)
         self._closed = self._closed or reason
         self._wake_waiters()
-        for request_id in list(self._open):
-            self._fail(request_id, reason)
+        self.fail_open(reason)
         if self._context is not None:
             self._context.term()
             self._context = None

@@ -92,12 +92,26 @@ class Supervisor:
         """Connect to the engine and wait for its death."""
         await self.client.connect(self.engine.address)
         watch = asyncio.ensure_future(self._watch())
+        patience = asyncio.ensure_future(self._end_waiting())
         try:
             await self._until_ready(ended)
+            patience.cancel()
             await asyncio.wait({ended})
         finally:
             watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            patience.cancel()
+            await asyncio.gather(watch, patience, return_exceptions=True)
+
+    async def _end_waiting(self) -> None:
+        """Fail requests that wait longer than `step_timeout` for an engine of several machines: one of them may be gone
+        for ever.
+        """
+        timeout = self.config.server.step_timeout
+        if self.config.parallel.nnodes == 1 or not timeout or not self.was_ready:
+            return
+        while True:
+            await asyncio.sleep(timeout)
+            self.client.fail_open(f"the engine's machines were not together again after {timeout:g} s")
 
     async def _until_ready(self, ended: asyncio.Future[int]) -> None:
         ready = asyncio.ensure_future(self.client.wait_ready())

@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import TextIO
 
-from quire.configs.log_format import formatter
+from quire.configs.log_format import apply_log_config, formatter
 from quire.configs.log_ring import LogRing
 from quire.configs.serving import ServerConfig
 
@@ -56,9 +56,12 @@ class BackgroundHandler(logging.Handler):
 
 
 def configure_logging(config: ServerConfig, name: str = "server") -> None:
-    """Log to stderr; every line has the process's name."""
+    """Log to stderr; every line has the process's name. Raises ValueError for a --log-config-file that cannot be used.
+    """
     handler = BackgroundHandler(sys.stderr)
     handler.setFormatter(formatter(config.log_format, name))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler, LogRing()])
     for noisy in ("uvicorn", "uvicorn.error", "httpx", "httpx2", "filelock"):
         logging.getLogger(noisy).setLevel("WARNING")
+    if config.log_config_file is not None:
+        apply_log_config(config.log_config_file)

@@ -125,6 +125,10 @@ class HttpSide:
             self.state.keys = KeyRing(server)
         if server.audit_log:
             self.state.audit = AuditLog(server.audit_log)
+        if server.enable_log_requests:
+            from quire.server.keys.request_log import RequestLog
+
+            self.state.request_log = RequestLog(server.max_log_len)
         if server.otlp_traces_endpoint:
             from quire.server.traces import Traces
 

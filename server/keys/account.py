@@ -18,6 +18,7 @@ from quire.server.keys.key import Key
 from quire.server.request.usage import TokenUsage
 
 if TYPE_CHECKING:
+    from quire.server.keys.request_log import RequestLog
     from quire.server.keys.ring import KeyRing
     from quire.server.request.delta import Delta
     from quire.server.request.generation_request import GenerationRequest
@@ -34,6 +35,7 @@ class Accounts(Protocol):
     num_waiting_of: Counter[str]
     keys: KeyRing | None
     audit: AuditLog | None
+    request_log: RequestLog | None
     traces: Traces | None
     metrics: MetricsSink | None
 
@@ -145,6 +147,7 @@ def open_account(
     """Charge a request, whose answer gets the headers of its limits. Raises TooManyRequests, Unavailable."""
     key = key_of(caller, state)
     if key is None and state.audit is None and state.traces is None:
+        _log(caller, state, None, route, requests)
         return
     num_tokens = sum(len(one.prompt_token_ids) for one in requests)
     if key is not None and key.is_limited:
@@ -162,3 +165,11 @@ def open_account(
     if caller.arrived is not None:
         preparation = max(asyncio.get_running_loop().time() - caller.arrived, 0.0)
     caller.account = Account(state, caller, key, requests, route, headers, preparation)
+    _log(caller, state, key.name if key is not None else None, route, requests)
+
+
+def _log(
+    caller: Caller, state: Accounts, key: str | None, route: str, requests: Sequence[GenerationRequest]
+) -> None:
+    if state.request_log is not None:
+        state.request_log.write(caller, key, route, requests)

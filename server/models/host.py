@@ -25,8 +25,8 @@ T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 _SHARED = (
-    "threads", "incidents", "unknown_fields", "num_waiting_of", "keys", "audit", "traces", "batches", "responses",
-    "pulls", "history", "streams",
+    "threads", "incidents", "unknown_fields", "num_waiting_of", "keys", "audit", "request_log", "traces", "batches",
+    "responses", "pulls", "history", "streams",
 )  # fmt: skip
 _ROWS = 8  # of batches, while no model is loaded
 _OF_SERVER = ("http_requests",)  # metrics that belong to no model

@@ -23,6 +23,10 @@ def check_server_files(server: ServerConfig) -> None:
         from quire.server.keys.ring import KeyRing
 
         KeyRing(server, counts=False).close()
+    if server.middleware:
+        from quire.server.added_middleware import load_middleware
+
+        load_middleware(server.middleware)
     for flag, path, obstacle in (
         ("--audit-log", server.audit_log, file_obstacle),
         ("--batch-dir", server.batch_dir, folder_obstacle),

@@ -86,6 +86,39 @@ def test_dynamos_indexer_knows_what_is_cached(model_folder):
             poll(lambda: not indexer.post("/query", json=asked).json()["scores"].get("1", {}).get("0", 0), 30)
 
 
+def test_vllms_router_sends_a_prompt_to_the_server_that_has_cached_it(model_folder):
+    """It would send all prompts to the first one."""
+    needs("vllm_router")
+    port = free_port()
+    with ExitStack() as stack:
+        pair, sources = [], []
+        for _ in range(2):
+            events = free_port()
+            config = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{events}"}
+            settings = {"block_size": 16, "kv_events_config": json.dumps(config)}
+            pair.append(stack.enter_context(running_server(model_folder, **settings)).wait_ready())
+            sources += ["--kv-event-source", f"{pair[-1].url}=tcp://127.0.0.1:{events}"]
+        arguments = ["vllm_router.launch_router", "--policy", "kv_aware", "--kv-event-model", "m", *sources]
+        arguments += ["--worker-urls", *(one.url for one in pair), "--host", "127.0.0.1", "--port", str(port)]
+        router = stack.enter_context(program(*arguments, "--prometheus-port", str(free_port()), port=port))
+        name = pair[0].config.server.served_model_name[0]
+
+        def follows() -> bool:  # events before the router listens are lost
+            body = BODY | {"prompt": str(time.monotonic()) + TEXT, "model": name}
+            pair[1].http.post("/v1/completions", json=body)
+            before = answered(pair[1])
+            time.sleep(0.2)  # for the event
+            assert router.post("/v1/completions", json=body).is_success
+            return answered(pair[1]) == before + 1
+
+        assert poll(follows, 60)
+
+
+def answered(server: RunningServer) -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if ANSWERED in line)
+
+
 def test_vllms_router_sends_prompts_to_one_server_and_decodes_at_another(model_folder, server):
     needs("vllm_router")
     port = free_port()

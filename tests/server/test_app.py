@@ -95,7 +95,7 @@ def test_tokenize_and_detokenize(server):
     assert is_error(server.http.post("/detokenize", json={"tokens": [], "model": "x"}), 404, "model_not_found", "model")
 
 
-def test_health_version_and_info(server):
+def test_health_version_and_info(server, monkeypatch):
     for path in ("/health", "/ready", "/live"):
         assert server.http.get(path).status_code == server.http.head(path).status_code == 200
     assert server.http.get("/version").json() == {"version": server.state.version}
@@ -106,6 +106,13 @@ def test_health_version_and_info(server):
         and info["engine"]["plan"]["device"] == "fake"
     )
     assert info["sampling_defaults"] == {"temperature": 0.7, "top_k": 20}
+    assert "max_model_len='512'" in info["vllm_config"] and "python_version" in info["system_env"]
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    info = server.http.get("/server_info?config_format=json").json()
+    assert info["vllm_config"] == info["config"] and info["vllm_env"]["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert "secret" not in str(info["vllm_env"])
+    assert is_error(server.http.get("/server_info?config_format=xml"), 400, None, "config_format")
 
 
 def test_reset_prefix_cache(server):

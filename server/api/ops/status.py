@@ -16,6 +16,7 @@ from quire.configs.config import Config
 from quire.configs.log_ring import Line, kept_lines
 from quire.engine.messages import EngineCalls, Ready
 from quire.server.api import needs
+from quire.server.api.ops import vllm_info
 from quire.server.errors import EngineError, Unavailable
 from quire.server.http.caller import caller
 from quire.server.http.read_body import require_deliberate
@@ -70,6 +71,10 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     num_requests_in_flight: int
     restarts: Restarts
     recent_errors: list[Failure]  # for this process
+    # vLLM's fields
+    vllm_config: str | dict[str, Any] = ""  # an object with ?config_format=json
+    vllm_env: dict[str, str] = {}
+    system_env: dict[str, str | None] = {}
     log_lines: list[Line] = []  # warnings and worse, of this process and the engines
 
 
@@ -119,7 +124,11 @@ async def metrics(request: Request, state: _Scraped) -> Response:
 
 
 async def server_info(request: Request, state: _Server) -> Response:
-    """Return the effective configuration, values chosen automatically, and the memory plan."""
+    """Return the effective configuration, values chosen automatically, and the memory plan; vLLM's fields, too.
+
+    Raises BadRequest for an unknown `config_format`.
+    """
+    form = vllm_info.check_format(request.query_params.get("config_format"))
     return JsonResponse(
         {
             "version": state.version,
@@ -137,6 +146,7 @@ async def server_info(request: Request, state: _Server) -> Response:
             "num_requests_in_flight": state.num_in_flight + state.num_in_flight_elsewhere,
             "restarts": state.incidents.restarts(),
             "recent_errors": state.incidents.recent_errors(),
+            **vllm_info.vllm_parts(_public_settings(state.config), form),
             "log_lines": await _log_lines(state),
         }
     )
