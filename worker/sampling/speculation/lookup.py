@@ -65,7 +65,8 @@ class LookupDrafter:
         """Return (index after, length) of the longest match in the newest `MAX_SEARCHED` tokens."""
         size, tokens = len(history.tokens), history.tokens[-MAX_SEARCHED:]
         if history.own_match[0] != size:
-            history.own_match = size, *longest_match(tokens[:-1], tokens, self.low, self.high)
+            low = 1 if history.has_grammar else self.low  # the grammar refuses most wrong drafts
+            history.own_match = size, *longest_match(tokens[:-1], tokens, low, self.high)
         return history.own_match[1:]
 
     def most(self, limit: int, length: int) -> int:

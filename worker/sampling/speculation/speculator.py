@@ -263,7 +263,7 @@ class Speculator:
         for drafter in self.drafters:
             draft = drafter.propose(number, row.history, limit)
             if draft and row.history.has_grammar and not isinstance(drafter, GrammarDrafter):
-                draft = draft[: self.grammars.allowed(number, draft)]
+                draft = self.grammars.allowed(number, draft, limit)
             if draft and (draft := self._paying(row, drafter, draft, plan)):
                 row.is_prediction, row.by_model = isinstance(drafter, PredictionDrafter), False
                 return draft
