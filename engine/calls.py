@@ -22,7 +22,9 @@ class Calls:
         self.chores: list[Chore] = []
 
     def reset_prefix_cache(self) -> bool:
-        return self._scheduler.contents.reset_prefix_cache()
+        if done := self._scheduler.contents.reset_prefix_cache():
+            self._workers.forget_texts()
+        return done
 
     def free_cache(self, key: str) -> bool:
         self._workers.forget_conversation(key)

@@ -175,9 +175,8 @@ class Request:
 
     @property
     def conversation(self) -> str:
-        """The key and the salt of the conversation that the client named, "" for none."""
-        named = self.cache_key is not None and not self.cache_key.endswith("/")
-        return f"{self.cache_key}\0{self.cache_salt or ''}" if named else ""
+        """The key of the conversation that the client named, "" for none."""
+        return "" if self.cache_key is None or self.cache_key.endswith("/") else self.cache_key
 
     def images(self, start: int, end: int) -> list[MediaItem]:
         """Return the images whose spans overlap tokens [start, end)."""
@@ -210,6 +209,7 @@ class Request:
             self.media,
             self.adapters,
             self.conversation,
+            f"{self.tenant}\0{self.cache_salt or ''}",
         )
 
     @property

@@ -344,7 +344,8 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     pooling: PoolingParams | None = None
     media: list[MediaItem] = []  # by offset; spans do not overlap
     adapters: list[LoraUse] = []
-    conversation: str = ""  # key and salt of the conversation that the client named, "" for none
+    conversation: str = ""  # key of the conversation that the client named, "" for none
+    scope: str = ""  # tenant and salt: only requests of one scope have drafts from each other's texts
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -475,6 +476,9 @@ class WorkerCalls(Protocol):
 
     def forget_conversation(self, key: str) -> None:
         """Forget texts of a conversation that are sources of drafts."""
+
+    def forget_texts(self) -> None:
+        """Forget all texts that are sources of drafts."""
 
     def work_idle(self) -> bool:
         """Do one piece of deferred work, some tenths of a second at most, while no step is in flight. Returns whether

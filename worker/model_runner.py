@@ -193,7 +193,9 @@ class ModelRunner:
             most = num_spares if table.has_states else MAX_DRAFT * table.max_num_reqs
             num_slots = None if self.stage.first else table.num_slots
             costs = StepCosts(UNKNOWN_SLOPE) if platform.overlaps else StepCosts()
-            self.speculator = Speculator(speculation, self.sampler.grammars, most, drafting, num_slots, costs)
+            self.speculator = Speculator(
+                speculation, self.sampler.grammars, most, drafting, num_slots, costs, table.num_tokens
+            )
             table.register(self.speculator)
             if self.alone and speculation.adapts and table.has_states == (self.spare_states is not None):
                 most = min(table.max_num_reqs, max_num_tokens)

@@ -186,6 +186,11 @@ class Worker:
         if self.runner.speculator is not None:
             self.runner.speculator.forget(key)
 
+    def forget_texts(self) -> None:
+        """Forget all texts that are sources of drafts."""
+        if self.runner.speculator is not None:
+            self.runner.speculator.forget_all()
+
     def work_idle(self) -> bool:
         """Do one piece of deferred work, some tenths of a second at most, while no step is in flight. Returns whether
         more is left.

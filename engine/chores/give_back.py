@@ -43,6 +43,7 @@ class GiveBack(Chore):
         without a request.
         """
         if self._workers.wants_memory_back(seconds) and self._kv.reset_prefix_cache():
+            self._workers.forget_texts()
             self._workers.give_back()
             self._kv.pool.give_back_all()
             self._used_at = None

@@ -280,6 +280,31 @@ def test_drafts_do_not_change_an_answer(checkpoint, expected, method):
         drafting.close()
 
 
+def test_keys_of_a_schema_have_one_spelling_and_cost_no_step(checkpoint):
+    keys = ["name_of_the_customer", "able_to_pay"]
+    schema = {"type": "object", "properties": {key: {"type": "boolean"} for key in keys}, "required": keys}
+    compact = grammar(Structure(kind="json_schema", value=schema | {"additionalProperties": False}, compact=True))
+    config = json.dumps({"method": "auto", "num_speculative_tokens": 32})
+    drafting = start(InProcessEngine(checkpoint("qwen3"), **SETTINGS | {"speculative_config": config}))
+    try:
+        found = set()
+        for seed in range(6):
+            sampling = params(grammar=compact, seed=seed, temperature=1.0)
+            (plain,) = drafting.generate([[5, 6]], msgspec.structs.replace(sampling, speculation=False))
+            drafting.scheduler.flush_stats()
+            (result,) = drafting.generate([[5, 6]], sampling)
+            counts = drafting.scheduler.flush_stats()
+            assert result.token_ids == plain.token_ids and set(json.loads(text(result))) == set(keys)
+            steps = len(result.token_ids) - sum(counts.accepted_per_position)
+            values = sum(len(str(value)) + 1 for value in json.loads(text(result)).values())
+            assert len(result.token_ids) > 25 and steps <= 2 + values
+            found.add(tuple(result.token_ids[:16]))
+        assert all(TOKENS.index(b"name") in ids for ids in found)
+        assert len({ids[ids.index(TOKENS.index(b"name")) :][:10] for ids in found}) == 1
+    finally:
+        drafting.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_several_ranks(checkpoint, expected, layout):

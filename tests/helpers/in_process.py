@@ -50,6 +50,8 @@ def forced_drafts(folder: str) -> dict[str, str]:
 class InProcessEngine:
     """`InProcessEngine(folder, max_num_seqs=4)`; settings are field names of `Config`."""
 
+    cache_salt: str | None = None  # of all requests
+
     def __init__(self, folder: str, **settings):
         forced = forced_drafts(folder) if "speculative_config" not in settings else {}
         self.config = Config.from_flat(**{"model": folder, "device": "cpu", **forced, **settings})
@@ -98,6 +100,7 @@ class InProcessEngine:
                     siblings=[Choice(one, params[i].seed + k) for k, one in enumerate(ids[i]) if k],
                     turn_start=turn_start,
                     pooling=pooling[i] if pooling else None,
+                    cache_salt=self.cache_salt,
                 )
             )
             if early:

@@ -81,6 +81,11 @@ class RequestTable:
         """Report to `state` from now on which request each row holds."""
         self._states.append(state)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.first_state * self.block_size
+
     def state_page(self, block_id: int) -> int:
         """Return the number of a page for states by its id, 0 for the null block's."""
         return max(block_id - self.first_state, 0)

@@ -9,6 +9,7 @@ grammar cost nothing.
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,7 @@ import torch
 
 from quire.configs import platforms
 from quire.worker.batch.input_batch import SamplingBatch
-from quire.worker.messages import GRAMMAR_ERROR, GRAMMAR_LIMITS, NewRequest, Vocabulary
+from quire.worker.messages import GRAMMAR_ERROR, GRAMMAR_LIMITS, NewRequest, SamplingParams, Vocabulary
 from quire.worker.platforms.base import Event, Platform
 from quire.worker.sampling.grammar_cache import GrammarCache
 
@@ -40,8 +41,9 @@ _LONGEST_TOKEN = 48  # bytes of a token that is guessed
 class _Matcher:
     """The state of one request. Used by the threads of `GrammarRows` only."""
 
-    def __init__(self, after: list[int] | None) -> None:
-        self.after = after or []
+    def __init__(self, after: list[int] | None, spells: bool = False) -> None:
+        """`spells`: of text that the grammar forces, allow the longest tokens only."""
+        self.after, self.spells = after or [], spells
         self.is_active = not self.after  # whether the grammar applies already
         self.last: list[int] = []  # the last len(after) outputs, until then
         self.state: LLMatcher | None = None
@@ -74,7 +76,7 @@ class _Matcher:
 
     def copy(self) -> _Matcher:
         """Return a matcher of the same text, to try drafts with; takes about 10 us."""
-        copy = _Matcher(self.after)
+        copy = _Matcher(self.after, self.spells)
         copy.is_active, copy.last, copy.error = self.is_active, self.last, self.error
         copy.state = self.state.deep_copy()
         return copy
@@ -146,7 +148,7 @@ class GrammarRows:
             return
         if self._tokens is None:
             raise ValueError("grammar: the server has not sent the vocabulary")
-        matcher = self.rows[row] = _Matcher(new.sampling.grammar_after)
+        matcher = self.rows[row] = _Matcher(new.sampling.grammar_after, not _excludes_tokens(new.sampling))
         matcher.ready = self._compiling.submit(self._start, matcher, grammar, new.token_ids[new.num_prompt_tokens :])
 
     def remove(self, row: int) -> None:
@@ -197,10 +199,12 @@ class GrammarRows:
         matchers = [(self.rows[row], limit) for row, limit in limits.items()]
         return dict(zip(limits, self._filling.submit(self._all_forced, matchers, guess, arriving).result()))
 
-    def allowed(self, row: int, token_ids: list[int]) -> int:
-        """Return how many of `token_ids` the grammar of `row` allows as its next tokens."""
+    def allowed(self, row: int, token_ids: list[int], limit: int) -> list[int]:
+        """Return those of `token_ids` that the grammar of `row` allows as its next tokens, and after them the tokens
+        that it forces, at most `limit` together.
+        """
         arriving, self._arriving = self._arriving, []
-        return self._filling.submit(self._allowed, self.rows[row], token_ids, arriving).result()
+        return self._filling.submit(self._allowed, self.rows[row], token_ids, limit, arriving).result()
 
     # ---- in threads
 
@@ -224,7 +228,7 @@ class GrammarRows:
         active = [(j, matcher) for j, matcher in matchers if matcher.is_active and matcher.error is None]
         if active:
             tokens = self._tokens.result()
-            masks.bits, masks.eos_token_id = tokens.fill([matcher.state for _, matcher in active]), tokens.eos_token_id
+            masks.bits, masks.eos_token_id = tokens.fill([matcher for _, matcher in active]), tokens.eos_token_id
             masks.rows = [j for j, _ in active]
             for j, matcher in active:
                 matcher.check()
@@ -249,7 +253,7 @@ class GrammarRows:
                     copy = None
                     masks.closed.append(j)
                 elif copy.is_active:
-                    bits.append(tokens.fill([copy.state]))
+                    bits.append(tokens.fill([copy]))
                     masks.rows.append(j)
                     copy.check()
                     if copy.error is not None:
@@ -268,29 +272,44 @@ class GrammarRows:
 
     def _forced(self, matcher: _Matcher, limit: int, guess: bool) -> list[int]:
         matcher.ready.result()
-        forced: list[int] = []
         if matcher.error is not None or not matcher.is_active:
-            return forced
-        copy = matcher.copy()
+            return []
+        return self._forced_after(matcher.copy(), limit, guess)
+
+    def _forced_after(self, copy: _Matcher, limit: int, guess: bool) -> list[int]:
+        """Advance a copy of a matcher by the tokens that are forced."""
+        forced: list[int] = []
         # Where one token is possible its bytes are forced, which is quick to see.
         tokens = self._tokens.result()
         while len(forced) < limit and not copy.state.is_stopped() and (text := copy.state.compute_ff_bytes()):
-            token_id = tokens.longest(text) if guess else tokens.only(copy.state)
+            token_id = tokens.longest(text) if guess else tokens.only(copy)
             if token_id is None or not copy.try_draft(token_id):
                 break
             forced.append(token_id)
         return forced
 
-    def _allowed(self, matcher: _Matcher, token_ids: list[int], arriving: Sequence[_Arrival]) -> int:
+    def _allowed(
+        self, matcher: _Matcher, token_ids: list[int], limit: int, arriving: Sequence[_Arrival]
+    ) -> list[int]:
         _receive(arriving)
         matcher.ready.result()
         if matcher.error is not None:
-            return 0
-        copy = matcher.copy()
-        for i, token_id in enumerate(token_ids):
-            if not copy.try_draft(token_id):
-                return i
-        return len(token_ids)
+            return []
+        copy, tokens, found = matcher.copy(), self._tokens.result(), []
+        for token_id in token_ids:
+            spelled = tokens.spelled(copy)
+            if spelled not in (None, token_id) or not copy.try_draft(token_id):
+                break
+            found.append(token_id)
+        if found and copy.error is None and copy.is_active:
+            found += self._forced_after(copy, limit - len(found), guess=True)
+        return found
+
+
+def _excludes_tokens(sampling: SamplingParams) -> bool:
+    """Return whether a request excludes tokens, one of which may be the longest of a forced text."""
+    some = sampling.allowed_token_ids, sampling.bad_words_ids, sampling.no_repeat_ngram
+    return any(some) or bool(sampling.min_tokens or sampling.logit_bias)
 
 
 def _receive(arriving: Sequence[_Arrival]) -> None:
@@ -320,8 +339,9 @@ class Tokens:
         num_threads = min(MAX_THREADS, max(len(platforms.usable_cpus()) // 2, 1))
         self.executor: LLExecutor = LLExecutor(num_threads)
         self.eos_token_id = vocabulary.eos_token_ids[0]
-        self._texts, self._special = vocabulary.tokens, {*vocabulary.special_ids, *vocabulary.eos_token_ids}
-        self._ids: dict[bytes, int] | None = None  # for the tokens that are text
+        special = {*vocabulary.special_ids, *vocabulary.eos_token_ids}
+        self._ids = {token: i for i, token in enumerate(vocabulary.tokens) if token and i not in special}
+        self._sorted = sorted(self._ids)
         self._num_words = -(-vocab_size // 32)
         self._compiled = GrammarCache(
             lambda grammar: LLMatcher(self.tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
@@ -331,7 +351,7 @@ class Tokens:
         """Return a new matcher at the beginning of the grammar."""
         return self._compiled.matcher(grammar)
 
-    def only(self, matcher: LLMatcher) -> int | None:
+    def only(self, matcher: _Matcher) -> int | None:
         """Return the token that the matcher allows next, or None if it allows several."""
         bits = self.fill([matcher])
         words = np.flatnonzero(bits)
@@ -342,19 +362,40 @@ class Tokens:
 
     def longest(self, text: bytes) -> int | None:
         """Return the longest token that `text` begins with."""
-        if self._ids is None:
-            self._ids = {token: i for i, token in enumerate(self._texts) if token and i not in self._special}
         for length in range(min(len(text), _LONGEST_TOKEN), 0, -1):
             if (token_id := self._ids.get(text[:length])) is not None:
                 return token_id
         return None
 
-    def fill(self, matchers: list[LLMatcher]) -> np.ndarray:
+    def spelled(self, matcher: _Matcher) -> int | None:
+        """Return the longest token of the text that the grammar forces, unless a longer one begins with all of this
+        text: then the model chooses.
+        """
+        if not matcher.spells or not matcher.is_active or matcher.state.is_stopped():
+            return None
+        text = matcher.state.compute_ff_bytes()
+        if not text or self._goes_on(text):
+            return None
+        token_id = self.longest(text)
+        return token_id if token_id is not None and matcher.state.validate_tokens([token_id]) else None
+
+    def _goes_on(self, text: bytes) -> bool:
+        """Return whether a token is longer than `text` and begins with it."""
+        place = bisect.bisect_right(self._sorted, text)
+        return place < len(self._sorted) and self._sorted[place].startswith(text)
+
+    def fill(self, matchers: list[_Matcher]) -> np.ndarray:
         """Bitmasks `[R, V / 32]` int32 of the tokens that each matcher allows next."""
-        bits = np.empty((len(matchers), self._num_words), dtype=np.int32)
-        targets = [(matcher, k) for k, matcher in enumerate(matchers)]
-        self.executor.unsafe_compute_mask_ptr(targets, bits.ctypes.data, 4 * self._num_words, len(matchers))
-        return bits
+        bits = np.zeros((len(matchers), self._num_words), dtype=np.uint32)
+        targets = []
+        for k, matcher in enumerate(matchers):
+            if (token_id := self.spelled(matcher)) is None:
+                targets.append((matcher.state, k))
+            else:
+                bits[k, token_id // 32] = 1 << token_id % 32
+        if targets:
+            self.executor.unsafe_compute_mask_ptr(targets, bits.ctypes.data, 4 * self._num_words, len(matchers))
+        return bits.view(np.int32)
 
 
 class _Wrapper:

@@ -274,6 +274,9 @@ class FakeExecutor(Executor):
     def forget_conversation(self, key: str) -> None:
         """No action."""
 
+    def forget_texts(self) -> None:
+        """No action."""
+
     def unload_lora(self, key: str) -> None:
         """No action."""
 

@@ -10,14 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.worker.messages import NewRequest, NoRepeatNgram, SamplingParams, ThinkingBudget
+from quire.worker.messages import NewRequest, NoRepeatNgram, SamplingParams, StepInput, ThinkingBudget
 from quire.worker.sampling.grammar import GrammarRows
 from quire.worker.sampling.speculation.choice import Speculation
 from quire.worker.sampling.speculation.costs import Odds, Plan, StepCosts
 from quire.worker.sampling.speculation.drafter import History
-from quire.worker.sampling.speculation.earlier import EarlierTexts
+from quire.worker.sampling.speculation.earlier import SEGMENT, EarlierTexts, Progress
 from quire.worker.sampling.speculation.lookup import MAX_SEARCHED, LookupDrafter, PredictionDrafter, longest_match
-from quire.worker.sampling.speculation.speculator import Speculator, _Row, accepted
+from quire.worker.sampling.speculation.speculator import Speculator, accepted
 from tests.helpers.in_process import InProcessEngine
 from tests.helpers.models.families import build_family
 from tests.helpers.models.lora import make_adapter, use
@@ -301,33 +301,150 @@ def history(prompt, outputs=(), prediction=None):
     return History(NewRequest(0, [*prompt, *outputs], len(prompt), [], sampling))
 
 
-def test_earlier_texts_of_a_conversation_are_a_source_for_it_alone():
-    speculator = Speculator(Speculation(lookup=(2, 8), num_draft=3), GrammarRows(FakeTable(), None), 64)
+def replay(
+    speculator: Speculator, prompt: list[int], text: list[int], row: int = 0, scope: str = "k\0", name: str = ""
+) -> int:
+    """Let a request write `text`, whatever is drafted. Returns its number of steps."""
+    sampling = SamplingParams(max_tokens=len(text))
+    speculator.remove(row)
+    speculator.add(row, NewRequest(row, prompt, len(prompt), [], sampling, conversation=name, scope=scope))
+    step = StepInput(0, [], [row], [0], [1], [[]], [0])
+    done, draft, steps = 0, [], 0
+    while done < len(text):
+        sampled = text[done : done + len(draft) + 1]
+        ids = accepted([*sampled, *[-1] * (len(draft) + 1 - len(sampled))], draft)
+        done, steps = done + len(ids), steps + 1
+        speculator.after_step(step, {0: draft} if draft else {}, [ids])
+        draft = speculator.rows[row].draft
+    return steps
 
-    def begin(row: int, conversation: str) -> _Row:
+
+def remembering(capacity: int = 1 << 20, num: int | None = None) -> Speculator:
+    speculation = Speculation(lookup=(3, 16), num_draft=num, earlier=True)
+    return Speculator(speculation, GrammarRows(FakeTable(), None), 64, capacity=capacity)
+
+
+def code(seed: int, size: int = 600) -> list[int]:
+    """Return a text with words that repeat, as code has them."""
+    generator = random.Random(seed)
+    words = [[generator.randrange(10, 5000) for _ in range(generator.randrange(1, 4))] for _ in range(60)]
+    return [token for _ in range(size) for token in generator.choice(words)][:size]
+
+
+def test_a_file_written_again_with_one_change_takes_two_fifths_of_the_steps():
+    """The second prompt does not hold the file: the agent has shortened its conversation, or begun another."""
+    speculator, file = remembering(), code(1)
+    first = replay(speculator, [1, 2, 3, 7, 8, 9], file)
+    changed = [*file[:300], 5001, 5002, 5003, 5004, *file[302:]]
+    second = replay(speculator, [1, 2, 4, 7, 8, 9], changed)
+    assert first > 300 and second <= 0.4 * first
+    assert second <= 0.2 * first  # also after the change it is followed
+    beside = replay(speculator, [1, 2, 5, 7, 8, 9], changed, row=1)  # while another row holds the last text
+    assert beside <= 0.2 * first
+
+
+@pytest.mark.parametrize("other", ["other\0", "k\0salt", ""])
+def test_texts_of_another_key_or_salt_change_no_draft_and_no_step(other):
+    """Neither tokens nor the number of drafts tell that another tenant wrote the same before."""
+    file = code(1)
+    alone = remembering()
+    untouched = [replay(alone, [1, 2, 3], text, scope="k\0") for text in (code(2), file)]
+    speculator = remembering()
+    replay(speculator, [1, 2, 3], file, row=3, scope=other)
+    after = [replay(speculator, [1, 2, 3], text, scope="k\0") for text in (code(2), file)]
+    assert after == untouched
+    assert replay(speculator, [1, 2, 3], file, scope=other) < 0.2 * after[1]
+
+
+def test_a_conversation_and_all_texts_are_forgotten():
+    file = code(1)
+    for forget in (lambda one: one.forget("k/a"), lambda one: one.forget_all()):
+        speculator = remembering()
+        first = replay(speculator, [1, 2, 3], file, name="k/a")
+        follower = NewRequest(1, [5, *file[:20]], 21, [], SamplingParams(), scope="k\0")
+        speculator.add(1, follower)
+        history = speculator.rows[1].history
+        assert speculator.drafters[-2].propose(1, history, 3) == file[20:23]
+        forget(speculator)
+        assert speculator.drafters[-2].propose(1, history, 3) == []  # although it was followed
+        again = replay(speculator, [1, 2, 3], file)
+        assert again > 0.9 * first
+
+
+def test_texts_are_named_by_their_conversation():
+    speculator, prompt = remembering(num=3), list(range(20, 60))
+    speculator.add(0, NewRequest(0, prompt, 40, [], SamplingParams(), conversation="k/a", scope="k\0"))
+    propose = speculator.drafters[-2].propose
+
+    def ask(row: int) -> list[int]:
         speculator.remove(row)
-        speculator.add(row, NewRequest(row, [8, 2, 3], 3, [], SamplingParams(), conversation=conversation))
-        return speculator.rows[row]
+        speculator.add(row, NewRequest(row, [1, *prompt[5:12]], 8, [], SamplingParams(), scope="k\0"))
+        return propose(row, speculator.rows[row].history, 3)
 
-    speculator.add(0, NewRequest(0, [1, 2, 3, 4, 5], 5, [], SamplingParams(), conversation="key/a\0"))
-    propose = speculator.drafters[-1].propose
-    assert propose(1, begin(1, "key/a\0").history, 3) == [4, 5]  # of a row that was not used again
-    speculator.rows[1].history.add([4, 9])
-    begin(0, "")
-    assert propose(2, begin(2, "key/a\0").history, 3) == [4, 9]
-    for other in ("key/b\0", "other/a\0", "key/a\0salt", ""):
-        assert propose(3, begin(3, other).history, 3) == []
-    speculator.forget("key/a")
-    assert propose(4, begin(4, "key/a\0").history, 3) == []  # which the row itself begins anew
+    assert ask(1) == prompt[12:15]  # of a row that was not used again
+    speculator.forget("k/b")
+    assert ask(2) == prompt[12:15]
+    speculator.forget("k/a")
+    speculator.rows[1].history.forget()  # else it wrote the same
+    speculator.rows[2].history.forget()
+    assert ask(3) == []
 
 
-def test_earlier_texts_are_bounded():
-    earlier = EarlierTexts()
-    for number in range(200):
-        earlier.add(f"k/{number}\0", np.full(20_000, number, np.int32))
-    earlier.add("k/199\0", np.full(20_000, 7, np.int32))
-    assert len(earlier.tokens("k/0\0")) == 0 and len(earlier.tokens("k/150\0")) == 20_001
-    assert len(earlier.tokens("k/199\0")) == 1 << 15 and set(earlier.tokens("k/199\0").tolist()) == {199, 7, -1}
+def test_earlier_texts_are_bounded_and_dropped_from_the_scope_with_most():
+    texts = EarlierTexts(4 * SEGMENT)
+    small, large = np.arange(10, 200, dtype=np.int32), np.arange(1000, 1000 + 3 * SEGMENT, dtype=np.int32)
+    texts.add("small\0", "", small, Progress())
+    for turn in range(9):
+        texts.add("large\0", "", large + turn * SEGMENT, Progress())
+        assert texts.num_segments <= 4
+        assert texts.find("small\0", small[:9]) is not None  # a flood of another's texts leaves them alone
+    for number in range(50):
+        texts.add(f"{number}\0", "", small, Progress())
+        assert texts.num_segments <= 4 and len(texts._scopes) <= 5
+    assert EarlierTexts(10).max_segments == 1 and EarlierTexts(1 << 40).max_segments * SEGMENT == 1 << 20
+
+
+def test_a_prompt_that_goes_on_is_kept_once():
+    texts, text = EarlierTexts(), np.array(code(3, 40_000), dtype=np.int32)
+    for turn in range(1, 21):
+        progress = Progress()
+        texts.add("k\0", "", text[: 2000 * turn - 500], progress)  # the prompt
+        texts.add("k\0", "", text[: 2000 * turn], progress)  # and its answer
+    assert sum(segment.size for segment in texts._scopes["k\0"].segments) < 1.15 * len(text)
+    for start in range(0, 39_000, 777):  # also where a text goes on in another segment
+        places = [
+            (found_after(texts, text[one : one + 16]), text[one + 16 : one + 20]) for one in range(start, start + 4)
+        ]
+        assert all(found is None or found == after.tolist() for found, after in places)
+        assert any(found is not None for found, _ in places)  # one place of the table may belong to two texts
+
+
+def found_after(texts: EarlierTexts, tail: np.ndarray) -> list[int] | None:
+    found = texts.find("k\0", tail)
+    if found is None:
+        return None
+    place, length = longest_match(found, tail, 5, 16)
+    return found[place : place + 4].tolist() if length == 16 else None
+
+
+def test_two_tenants_with_adapters_over_two_turns_equal_no_speculation(checkpoint, tmp_path, native_kernels):
+    folder = checkpoint("qwen3")
+    adapter = use(make_adapter(tmp_path / "adapter", folder, 8, seed=1))
+    settings = {"enable_lora": True, "speculative_config": None, "num_gpu_blocks_override": 3000}
+    engine = engine_of(folder, deterministic=True, dtype="bfloat16", **settings)
+    prompts, sampling = requests()
+    uses = [[adapter] if i % 2 else [] for i in range(len(prompts))]
+    plain = engine.generate(
+        prompts, [msgspec.structs.replace(one, speculation=False) for one in sampling], adapters=uses
+    )
+    for salt in ("a", "b", "a"):
+        engine.cache_salt = salt
+        drafted = engine.generate(prompts, sampling, adapters=uses)
+        assert [(one.token_ids, one.logprobs) for one in drafted] == [(one.token_ids, one.logprobs) for one in plain]
+    speculator = engine.executor._worker.runner.speculator
+    assert sorted(speculator.earlier._scopes) == ["\0a", "\0b"]
+    engine.executor.workers.forget_texts()
+    assert not speculator.earlier._scopes
 
 
 def test_lookup_proposes_what_followed_and_continues_repetitions():

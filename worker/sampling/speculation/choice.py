@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.configs.config import Config
 from quire.configs.speculation import SpeculationSettings, read_speculation
@@ -27,6 +27,7 @@ class Speculation:
     model: str | None = None  # folder of a draft model, or of an EAGLE-3 head
     eagle: bool = False  # which of these it is
     head: bool = False  # the checkpoint's prediction head
+    earlier: bool = False  # look up earlier texts of the same client, too
 
     @property
     def adapts(self) -> bool:
@@ -65,7 +66,8 @@ def resolve_speculation(
     if text is not None and not deterministic:
         reason += "; without --deterministic the last bits of logits depend on the number of tokens in a step"
     head = settings.method == "auto" and _has_head(config, spec)
-    return _of_method(settings, head), ("speculation", settings.method + "+mtp" * head, reason)
+    speculation = replace(_of_method(settings, head), earlier=config.cache.enable_prefix_caching)
+    return speculation, ("speculation", settings.method + "+mtp" * head, reason)
 
 
 def _has_head(config: Config, spec: ModelSpec) -> bool:

@@ -17,6 +17,7 @@ UNKNOWN_SLOPE = 1.0  # with which no draft pays
 _RATE, _SPEED_RATE = 0.05, 0.1  # weights of a step in the table, and in how fast the machine is now
 _MOST = 3.0  # times what was expected: what something else delayed counts no more
 _HOPE = 2.0  # tokens that count as right before any was tried
+_FIRST = 8.0  # tokens that drafts of earlier requests count at most
 _GAIN = 1.02  # least gain in tokens per second for drafts
 
 
@@ -98,9 +99,14 @@ class Odds:
     right: float = 0.0
     tried: float = 0.0
 
-    def learn(self, num_draft: int, num_accepted: int) -> None:
-        self.right = 0.8 * self.right + num_accepted
-        self.tried = 0.8 * self.tried + min(num_accepted + 1, num_draft)
+    def learn(self, num_draft: int, num_accepted: int, memory: float = 0.8) -> None:
+        self.right = memory * self.right + num_accepted
+        self.tried = memory * self.tried + min(num_accepted + 1, num_draft)
+
+    def beginning(self) -> Odds:
+        """Return the odds of another request's first draft, if these are those of requests like it."""
+        weight = min(_FIRST / self.tried, 1.0) if self.tried else 1.0
+        return Odds(weight * self.right, weight * self.tried)
 
     def forget(self) -> None:
         """Record a step without a draft: after many, drafts are tried again."""

@@ -19,10 +19,11 @@ from quire.worker.platforms.ops import Ops
 class History:
     """The tokens of one request on the host, prompt then outputs, and its prediction."""
 
-    def __init__(self, new: NewRequest, earlier: np.ndarray | None = None) -> None:
-        """`earlier`: tokens of the same conversation before it, int32."""
-        self.earlier = earlier if earlier is not None else np.empty(0, dtype=np.int32)
+    def __init__(self, new: NewRequest) -> None:
         self.conversation = new.conversation
+        self.scope: str | None = new.scope
+        self.source: np.ndarray | None = None  # the earlier text that it follows
+        self.own_match = 0, 0, 0  # number of tokens then, and the longest match in its own text
         self.num_prompt_tokens = new.num_prompt_tokens
         self.prediction = new.sampling.prediction or []
         self.has_grammar = new.sampling.grammar is not None
@@ -34,6 +35,14 @@ class History:
         """Append outputs."""
         self._flush()
         self._added = token_ids
+
+    def forget(self) -> None:
+        """Be no source for later requests, and follow no earlier text."""
+        self.scope = self.source = None
+
+    @property
+    def size(self) -> int:
+        return self._size + len(self._added)
 
     @property
     def tokens(self) -> np.ndarray:

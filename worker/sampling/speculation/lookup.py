@@ -1,4 +1,5 @@
-"""Drafts from text that is already there: the request's own prompt and output, or a prediction that came with it.
+"""Drafts from text that is already there: the request's own prompt and output, earlier texts of the same client, or a
+prediction that came with the request.
 
 The last tokens of the output are searched for, and the tokens that followed them before are the draft. Nothing is built
 when a request arrives: one search is a comparison of all tokens with the last one, at some 4 tokens per nanosecond, and
@@ -10,10 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from quire.worker.sampling.speculation.drafter import History
-from quire.worker.sampling.speculation.earlier import BETWEEN
+from quire.worker.sampling.speculation.earlier import BETWEEN, EarlierTexts
 
 MAX_SEARCHED = 1 << 15  # the newest tokens of a request, which bounds a search to some 40 us
-_AFTER_REJECTION = 3  # tokens that must agree with a prediction for it to be followed again
+_AFTER_REJECTION = 3  # tokens that must agree with a prediction or earlier text for it to be followed again
+_SURE = 8  # tokens of a match with which no other earlier text is searched for
 
 
 def longest_match(text: np.ndarray, tail: np.ndarray, low: int, high: int) -> tuple[int, int]:
@@ -38,9 +40,7 @@ def longest_match(text: np.ndarray, tail: np.ndarray, low: int, high: int) -> tu
 
 
 class LookupDrafter:
-    """Tokens after the last occurrence of the request's last tokens, in its prompt or output, else in earlier texts of
-    its conversation.
-    """
+    """Tokens after the last occurrence of the request's last tokens in its prompt or output."""
 
     def __init__(self, low: int, high: int, by_match: bool) -> None:
         """Look up matches of at least `low` and at most `high` tokens; `by_match`: drafts are no longer
@@ -50,10 +50,10 @@ class LookupDrafter:
 
     def propose(self, row: int, history: History, limit: int) -> list[int]:
         tokens = history.tokens[-MAX_SEARCHED:]
-        start, length = longest_match(tokens[:-1], tokens, self.low, self.high)
+        start, length = self.match(history)
         if not start:
-            return self._from_earlier(tokens, history.earlier, limit)
-        limit = self._most(limit, length)
+            return []
+        limit = self.most(limit, length)
         draft = tokens[start : start + limit].tolist()
         # The end of the text may be within the period of a repetition.
         period = len(tokens) - start
@@ -61,13 +61,38 @@ class LookupDrafter:
             draft.append(draft[len(draft) - period])
         return draft
 
-    def _from_earlier(self, tokens: np.ndarray, earlier: np.ndarray, limit: int) -> list[int]:
-        start, length = longest_match(earlier, tokens, self.low, self.high)
-        draft = earlier[start : start + self._most(limit, length)].tolist() if start else []
-        return draft[: draft.index(BETWEEN)] if BETWEEN in draft else draft
+    def match(self, history: History) -> tuple[int, int]:
+        """Return (index after, length) of the longest match in the newest `MAX_SEARCHED` tokens."""
+        size, tokens = len(history.tokens), history.tokens[-MAX_SEARCHED:]
+        if history.own_match[0] != size:
+            low = 1 if history.has_grammar else self.low  # the grammar refuses most wrong drafts
+            history.own_match = size, *longest_match(tokens[:-1], tokens, low, self.high)
+        return history.own_match[1:]
 
-    def _most(self, limit: int, length: int) -> int:
+    def most(self, limit: int, length: int) -> int:
         return min(limit, length) if self.by_match else limit
+
+
+class EarlierDrafter:
+    """Tokens after the longest match in earlier texts of the same scope, if it is longer than in the request's text.
+
+    A text once found is followed after a difference, too.
+    """
+
+    def __init__(self, texts: EarlierTexts, own: LookupDrafter) -> None:
+        self.texts, self.own = texts, own
+
+    def propose(self, row: int, history: History, limit: int) -> list[int]:
+        tail, (start, length) = history.tokens[-self.own.high :], (0, 0)
+        if history.source is not None:
+            start, length = longest_match(history.source, tail, max(self.own.low, _AFTER_REJECTION), self.own.high)
+        if length < min(_SURE, self.own.high) and (found := self.texts.find(history.scope, tail)) is not None:
+            history.source = found
+            start, length = longest_match(found, tail, self.own.low, self.own.high)
+        if length <= self.own.match(history)[1]:
+            return []
+        draft = history.source[start : start + self.own.most(limit, length)].tolist()
+        return draft[: draft.index(BETWEEN)] if BETWEEN in draft else draft
 
 
 class PredictionDrafter:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from quire.configs.speculation import MAX_DRAFT
@@ -21,12 +20,14 @@ from quire.worker.sampling.grammar import GrammarRows
 from quire.worker.sampling.speculation.choice import ADAPTIVE_MAX, STEP_DRAFTS, Speculation
 from quire.worker.sampling.speculation.costs import Odds, Plan, StepCosts
 from quire.worker.sampling.speculation.drafter import Drafter, History, ModelDrafter
-from quire.worker.sampling.speculation.earlier import EarlierTexts, ended, joined
+from quire.worker.sampling.speculation.earlier import MAX_TOKENS, EarlierTexts, Progress
 from quire.worker.sampling.speculation.forced import GrammarDrafter
-from quire.worker.sampling.speculation.lookup import LookupDrafter, PredictionDrafter
+from quire.worker.sampling.speculation.lookup import EarlierDrafter, LookupDrafter, PredictionDrafter
 
 _NOT_YET = -1  # a draft that the draft model will make
 _FIRST_LENGTH = 4  # drafts of a request before any was verified
+_KEPT_AT_ONCE = 256  # new tokens of a running request after which later ones may be drafted from them
+_MEMORY = 0.98  # weight of what drafts of other requests were before, at each draft
 _MAX_PAUSE = 32  # steps without drafts after drafts that were wrong again and again
 
 
@@ -61,6 +62,7 @@ class _Row:
     num_wrong: int = 0  # drafts in a row of which no token was right
     source: object = None  # for the draft
     odds: dict[object, Odds] = field(default_factory=dict)  # by source
+    kept: Progress = field(default_factory=Progress)  # of its text, by `EarlierTexts`
 
     def learn(self, num_draft: int, num_accepted: int) -> None:
         """Adapt to a draft of which `num_accepted` tokens were right."""
@@ -86,13 +88,15 @@ class Speculator:
         model: ModelDrafter | None = None,
         num_slots: Callable[[int], int] | None = None,
         costs: StepCosts | None = None,
+        capacity: int = MAX_TOKENS,
     ) -> None:
         """Prepare for steps that may verify `most` drafts. `num_slots`, of a row's tokens, is given if `make_drafts`
-        will be called: then drafts of `model` must fit into the blocks that a row has.
+        will be called: then drafts of `model` must fit into the blocks that a row has. `capacity` are the tokens of
+        the prefix cache.
         """
         self.grammars, self.most, self.model, self.num_slots = grammars, most, model, num_slots
         self.costs = costs or StepCosts()
-        self.earlier = EarlierTexts()
+        self.earlier = EarlierTexts(capacity)
         self.rows: dict[int, _Row] = {}
         self.use(speculation)
 
@@ -105,7 +109,8 @@ class Speculator:
         if speculation.grammar:
             self.drafters.append(GrammarDrafter(self.grammars, guess=speculation.lookup is not None))
         if speculation.lookup is not None:
-            self.drafters.append(LookupDrafter(*speculation.lookup, speculation.by_match))
+            own = LookupDrafter(*speculation.lookup, speculation.by_match)
+            self.drafters += [EarlierDrafter(self.earlier, own), own] if speculation.earlier else [own]
 
     def add(self, row: int, new: NewRequest) -> None:
         sampling, speculation = new.sampling, self.speculation
@@ -116,26 +121,35 @@ class Speculator:
             or (speculation.prediction and sampling.prediction)
         )
         if sampling.speculation and sampling.max_tokens > 1 and may_draft:
-            self.rows[row] = _Row(History(new, self._earlier(new.conversation)), [])
-
-    def _earlier(self, conversation: str) -> np.ndarray | None:
-        """Return the known tokens of a conversation, also from rows whose requests have ended."""
-        if not conversation or self.speculation.lookup is None:
-            return None
-        mine = (row.history for row in self.rows.values() if row.history.conversation == conversation)
-        return joined([self.earlier.tokens(conversation), *(ended(history.tokens) for history in mine)])
+            for other in self.rows.values():  # rows whose requests have ended are among them
+                if other.history.scope == new.scope:
+                    self._keep(other, least=32)
+            self.rows[row] = _Row(History(new), [])
 
     def remove(self, row: int) -> None:
-        ended = self.rows.pop(row, None)
-        if ended is not None and ended.history.conversation and self.speculation.lookup is not None:
-            self.earlier.add(ended.history.conversation, ended.history.tokens)
+        if (ended := self.rows.pop(row, None)) is not None:
+            self._keep(ended)
+
+    def _keep(self, row: _Row, least: int = 1) -> None:
+        """Let later requests of the same scope find the text of a row that has `least` new tokens."""
+        history = row.history
+        if self.speculation.lookup is None or not self.speculation.earlier or history.scope is None:
+            return
+        if history.size - row.kept.size >= least:
+            self.earlier.add(history.scope, history.conversation, history.tokens, row.kept)
 
     def forget(self, key: str) -> None:
         """Forget a conversation (`AddRequest.cache_key`)."""
         self.earlier.forget(key)
         for row in self.rows.values():
-            if row.history.conversation.partition("\0")[0] == key:
-                row.history.conversation = ""
+            if row.history.conversation == key:
+                row.history.forget()
+
+    def forget_all(self) -> None:
+        """Forget all texts, those of running requests included."""
+        self.earlier.clear()
+        for row in self.rows.values():
+            row.history.forget()
 
     def waits(self, step: StepInput) -> bool:
         """Return whether `step` must not begin before all tokens are known: it verifies drafts, gives rows to other
@@ -209,7 +223,10 @@ class Speculator:
                 continue
             if i in verified:
                 row.learn(len(verified[i]), len(ids) - 1)
+                odds = self.earlier.odds(row.history.scope, type(row.source))
+                odds.learn(len(verified[i]), len(ids) - 1, _MEMORY)
             row.history.add(ids)
+            self._keep(row, least=_KEPT_AT_ONCE)
             mine[i] = row
         self._prepare({step.rows[i]: row for i, row in mine.items() if row.history.has_grammar})
         for i, row in mine.items():
@@ -246,7 +263,7 @@ class Speculator:
         for drafter in self.drafters:
             draft = drafter.propose(number, row.history, limit)
             if draft and row.history.has_grammar and not isinstance(drafter, GrammarDrafter):
-                draft = draft[: self.grammars.allowed(number, draft)]
+                draft = self.grammars.allowed(number, draft, limit)
             if draft and (draft := self._paying(row, drafter, draft, plan)):
                 row.is_prediction, row.by_model = isinstance(drafter, PredictionDrafter), False
                 return draft
@@ -257,10 +274,11 @@ class Speculator:
             limit = min(limit, max(self.num_slots(number) - len(row.history.tokens), 0))
         return self._paying(row, self.model, [_NOT_YET] * limit, plan)
 
-    @staticmethod
-    def _paying(row: _Row, source: object, draft: list[int], plan: Plan | None) -> list[int]:
+    def _paying(self, row: _Row, source: object, draft: list[int], plan: Plan | None) -> list[int]:
         """Return the beginning of a draft that is expected to pay."""
-        row.source, odds = source, row.odds.setdefault(source, Odds())
+        row.source = source
+        if (odds := row.odds.get(source)) is None:
+            odds = row.odds[source] = self.earlier.odds(row.history.scope, type(source)).beginning()
         if plan is None:
             return draft
         number = plan.take(odds.probability, len(draft), getattr(source, "cost", 0.0))
