@@ -28,7 +28,8 @@ try:
     from ray import serve
     from ray.serve.config import AutoscalingContext
 except ImportError as error:
-    raise ValueError(f"quire.server.ray_serve needs Ray Serve ({error}): pip install 'ray[serve]'") from error
+    message = f"quire.server.ray_serve needs Ray Serve ({error}): pip install 'ray[serve]'"
+    raise ImportError(message, name=error.name) from error
 
 _OWN = {"min_replicas": 1, "max_replicas": 8, "target_num_requests_waiting": 4, "ray_actor_options": {}}
 _WAITING = "num_requests_waiting"

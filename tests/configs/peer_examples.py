@@ -123,6 +123,7 @@ EXAMPLES: dict[str, list[tuple[str, Any]]] = {
     "LLAMA_ARG_PORT": [("8080", 8080)],
     "LLAMA_API_KEY VLLM_API_KEY": [("a,b", ["a", "b"])],
     "VLLM_LOGGING_LEVEL": [("DEBUG", "debug")],
+    "VLLM_LOGGING_CONFIG_PATH": [("/etc/log.json", "/etc/log.json")],
     "VLLM_NIXL_SIDE_CHANNEL_HOST": [("10.0.0.1", "10.0.0.1")],
     "VLLM_NIXL_SIDE_CHANNEL_PORT": [("5601", 5601)],
     "VLLM_CPU_KVCACHE_SPACE": [("4", 4 << 30), ("0", None)],
