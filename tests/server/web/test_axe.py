@@ -86,8 +86,9 @@ def test_chat_and_its_dialogs(look, scripted):
     page.js(f"document.querySelector('#conversation').dispatchEvent(new DragEvent('drop', {{dataTransfer: {FILE}}}))")
     page.wait("document.querySelector('#attached .file') !== null")
     check(page, "a file in the box")
-    page.type("#setting-tools", json.dumps(WEATHER))
-    page.type("#setting-top_p", "7")
+    for name, text in (("tools", json.dumps(WEATHER)), ("top_p", "7")):  # in place of the settings that were kept
+        page.js(f"document.querySelector('#setting-{name}').select()")
+        page.type(f"#setting-{name}", text)
     check(page, "a wrong setting")
     page.js("document.querySelector('#setting-top_p').select()")
     page.type("#setting-top_p", "0.7")
