@@ -22,9 +22,9 @@ def test_the_worked_example():
     assert first.input == StepInput(
         step=1,
         new=[
-            NewRequest(0, prompts[0], 3, [[1, 2]], sampling),
-            NewRequest(1, prompts[1], 2, [[3]], sampling),
-            NewRequest(2, prompts[2], 8, [[4, 5, 6]], sampling),
+            NewRequest(0, prompts[0], 3, [[1, 2]], sampling, scope="\0"),
+            NewRequest(1, prompts[1], 2, [[3]], sampling, scope="\0"),
+            NewRequest(2, prompts[2], 8, [[4, 5, 6]], sampling, scope="\0"),
         ],
         rows=[0, 1, 2],
         num_computed=[0, 0, 0],

@@ -27,8 +27,6 @@ REFERENCE = json.dumps({"messages": [{"role": "user", "content": f"word {i}"} fo
 
 @pytest.fixture(scope="module")
 def bounded_server(model_folder):
-    gc.collect()
-    gc.freeze()  # the objects of all tests before make a collection long
     with running_server(
         model_folder, max_model_len="2048", trust_request_chat_template=False, max_num_seqs=128
     ) as server:
@@ -59,6 +57,8 @@ def pieces(bounded_server, monkeypatch) -> list[tuple[float, str]]:
             measured.append((time.thread_time() - started, repr(handle)))
 
     monkeypatch.setattr(asyncio.Handle, "_run", timed)
+    gc.collect()
+    gc.freeze()  # the objects of all tests before make a collection long
     return measured
 
 
