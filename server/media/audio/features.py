@@ -12,12 +12,13 @@ _LOWEST, _RANGE = 1e-10, 8.0  # power, and powers of ten below the loudest entry
 _LINEAR_HZ, _LINEAR_STEP, _LOG_STEP = 1000.0, 200.0 / 3, np.log(6.4) / 27  # Slaney's mel scale
 
 
-def log_mel(samples: np.ndarray, num_mels: int, num_frames: int) -> np.ndarray:
-    """The features `[num_mels, num_frames]` float32 of float32 samples, which are padded with silence to `num_frames`
-    times `HOP`; of more, only the last beginning frame counts.
+def log_mel(samples: np.ndarray, num_mels: int, num_frames: int, *, with_rest: bool = False) -> np.ndarray:
+    """The features `[num_mels, num_frames]` float32 of float32 samples, which are padded with silence, or cut, to
+    `num_frames` times `HOP`. With `with_rest`, the last frame has less than `HOP` samples more.
     """
-    samples = samples[: (num_frames + 1) * HOP - 1]
-    padded = np.pad(samples.astype(np.float64), (0, max(0, num_frames * HOP - len(samples))))
+    length = num_frames * HOP
+    samples = samples[: length + (HOP - 1 if with_rest else 0)]
+    padded = np.pad(samples.astype(np.float64), (0, max(0, length - len(samples))))
     padded = np.pad(padded, WINDOW // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:num_frames]
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)

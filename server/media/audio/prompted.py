@@ -85,7 +85,7 @@ class PromptedSpeechModel:
         from quire.server.media.audio.features import HOP, log_mel
 
         samples = np.pad(samples, (0, max(0, _SHORTEST - len(samples))))
-        mel = log_mel(samples, self.num_mels, len(samples) // HOP)
+        mel = log_mel(samples, self.num_mels, len(samples) // HOP, with_rest=True)
         return mel, self.num_embeds(mel.shape[1])
 
     def num_embeds(self, frames: int) -> int:

@@ -20,9 +20,9 @@ GREEDY = SamplingParams(temperature=0.0)
 STEP_1 = StepInput(
     1,
     [
-        NewRequest(0, PROMPTS[0], 3, [[1, 2]], GREEDY),
-        NewRequest(1, PROMPTS[1], 2, [[3]], GREEDY),
-        NewRequest(2, PROMPTS[2], 8, [[4, 5, 6]], GREEDY),
+        NewRequest(0, PROMPTS[0], 3, [[1, 2]], GREEDY, scope="\0"),
+        NewRequest(1, PROMPTS[1], 2, [[3]], GREEDY, scope="\0"),
+        NewRequest(2, PROMPTS[2], 8, [[4, 5, 6]], GREEDY, scope="\0"),
     ],
     rows=[0, 1, 2],
     num_computed=[0, 0, 0],

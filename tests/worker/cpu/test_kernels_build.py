@@ -135,20 +135,21 @@ def test_the_progress_is_shown(fake_compiler, caplog, monkeypatch):
 
 
 @pytest.mark.slow
-def test_check_builds_nothing(fake_compiler, capsys):
+def test_check_builds_nothing(fake_compiler, tmp_path):
     fake_compiler(delay=60)
-    assert cli.main(["check", "--device", "cpu"]) == 0
-    shown = capsys.readouterr().out
+    command = [sys.executable, "-m", "quire", "check", "--device", "cpu"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert "are not built yet: quire serve does it at its start" in shown
     assert not build.cache_folder().exists()
 
 
 @pytest.mark.slow
-def test_without_a_compiler_check_warns_of_the_factor_and_the_remedy(fake_compiler, monkeypatch, caplog):
+def test_without_a_compiler_check_warns_of_the_factor_and_the_remedy(fake_compiler, monkeypatch):
     fake_compiler()
     monkeypatch.setenv("CXX", "there-is-no-such-compiler")
-    assert cli.main(["check", "--device", "cpu"]) == 0
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    command = [sys.executable, "-m", "quire", "check", "--device", "cpu"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    warnings = [line for line in ended.stderr.splitlines() if line.startswith("WARNING")]
     assert len(warnings) == 1 and "20 times slower" in warnings[0] and "install g++" in warnings[0]
 
 

@@ -90,6 +90,7 @@ def test_every_family_is_among_them():
         "BailingMoeV3ForCausalLM",
         "CwmForCausalLM",
         "DeepseekForCausalLM",
+        "DeepseekV4ForCausalLM",
         "Dots1ForCausalLM",
         "FlexOlmoForCausalLM",
         "Gemma4UnifiedForCausalLM",
