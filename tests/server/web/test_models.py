@@ -92,8 +92,9 @@ def test_adapters_are_chosen_and_come_and_go(several, scripted):
 
 
 def test_limits_are_those_of_the_chosen_model(several, scripted):
-    page, _, alias = several
+    page, chat, alias = several
     fresh(page, scripted[0].url + "/")
+    page.js(CHOOSE.format(chat))  # the page keeps the one that was chosen last
     field = "document.querySelector('#setting-max_tokens')"
     page.type("#setting-max_tokens", "101")
     assert page.js(f"{field}.getAttribute('aria-invalid')") == "true"
