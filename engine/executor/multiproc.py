@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -78,15 +78,8 @@ class MultiprocExecutor(Executor):
             init_method = f"file://{self._make_rendezvous()}"
         for rank in range(parallel.ranks_per_node):
             ours, theirs = context.Pipe()
-            args = (
-                self.worker_class,
-                self._config,
-                rank,
-                self._world_size,
-                init_method,
-                theirs,
-                rank == self._answering,
-            )
+            place = Place(rank, self._world_size, init_method, rank == self._answering)
+            args = (self.worker_class, self._config, place, theirs)
             process = context.Process(target=worker_main, args=args, name=f"worker {rank}", daemon=True)
             process.start()
             theirs.close()  # the worker holds the only copy: its death ends the pipe
@@ -222,35 +215,25 @@ class _Reply:
         return self._executor.next_output()
 
 
-def worker_main(
-    worker_class: str,
-    config: Config,
-    rank: int,
-    world_size: int,
-    init_method: str | None,
-    pipe: Connection,
-    answers: bool,
-) -> None:
-    """Run the process of one rank. Exactly one rank `answers`.
+class Place(NamedTuple):
+    """A rank among all. Exactly one of them `answers`; `init_method` says where they meet, None for a single one."""
 
-    Exits when its pipe ends, or after reporting an error.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when workers stop
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    dump_stacks_on(signal.SIGUSR2, f"worker {rank}")
-    die_with_parent()
-    platforms.name_process(f"quire-worker-{rank}")
-    start_logging(config.server, f"worker {rank}")
-    _run(worker_class, config, rank, world_size, init_method, pipe, answers)
+    rank: int
+    world_size: int
+    init_method: str | None
+    answers: bool
+
+
+def worker_main(worker_class: str, config: Config, place: Place, pipe: Connection) -> None:
+    """Run the process of a rank of this machine. Exits when its pipe ends, or after reporting an error."""
+    _begin(config, place.rank)
+    dump_stacks_on(signal.SIGUSR2, f"worker {place.rank}")
+    _run(worker_class, config, place, pipe)
 
 
 def remote_main(config: Config, rank: int) -> None:
     """Run the process of a rank of a node that is not the first: join that, then do as its own ranks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    die_with_parent()
-    platforms.name_process(f"quire-worker-{rank}")
-    start_logging(config.server, f"worker {rank}")
+    _begin(config, rank)
     try:
         config, init_method, pipe = join(config, rank)
     except ValueError as error:
@@ -258,31 +241,31 @@ def remote_main(config: Config, rank: int) -> None:
         os._exit(REFUSED)
     parallel = config.parallel
     answers = rank == parallel.world_size - parallel.tensor_parallel_size
-    _run(MultiprocExecutor.worker_class, config, rank, parallel.world_size, init_method, pipe, answers)
+    _run(MultiprocExecutor.worker_class, config, Place(rank, parallel.world_size, init_method, answers), pipe)
 
 
-def _run(
-    worker_class: str,
-    config: Config,
-    rank: int,
-    world_size: int,
-    init_method: str | None,
-    pipe: Connection,
-    answers: bool,
-) -> None:
+def _begin(config: Config, rank: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when workers stop
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent()
+    platforms.name_process(f"quire-worker-{rank}")
+    start_logging(config.server, f"worker {rank}")
+
+
+def _run(worker_class: str, config: Config, place: Place, pipe: Connection) -> None:
     """Make the worker of a rank and serve the pipe. Does not return."""
     exit_code, parallel, where = 0, config.parallel, {}
     if parallel.nnodes > 1:
         use_interface(parallel.master_addr)
-        where = {"local_rank": rank % parallel.ranks_per_node, "local_size": parallel.ranks_per_node}
+        where = {"local_rank": place.rank % parallel.ranks_per_node, "local_size": parallel.ranks_per_node}
     else:  # all ranks are on this machine, so loopback is enough
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     try:
         module, _, name = worker_class.partition(":")
         with no_collection():
             imported = importlib.import_module(module)
-        worker = getattr(imported, name)(config, rank, world_size, init_method, **where)
-        _serve(worker, pipe, answers)
+        worker = getattr(imported, name)(config, place.rank, place.world_size, place.init_method, **where)
+        _serve(worker, pipe, place.answers)
     except (EOFError, ConnectionError):
         pass
     except BaseException as error:

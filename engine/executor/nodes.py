@@ -2,7 +2,7 @@
 the connection were a pipe.
 
 A rank first sends `Join` and gets `Joined`. Whoever reaches the port can join, as with torch's own rendezvous: only
-the nodes should reach it.
+the nodes should reach it. The settings of the server, with its keys, stay on the first node.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from quire.configs.config import Config, ParallelConfig
+from quire.configs.serving import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ HELLO_TIMEOUT = 10  # seconds for a connection to say which rank it is
 REMIND = 30.0  # seconds between lines that name the missing nodes
 _SIOCGIFADDR = 0x8915
 _MAX_HELLO = 1 << 20  # bytes
+_ENDS = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR  # events of a connection that has ended
 
 
 class Join(msgspec.Struct, array_like=True):
@@ -43,7 +45,7 @@ class Join(msgspec.Struct, array_like=True):
 
 
 class Joined(msgspec.Struct, array_like=True):
-    """The answer: where the ranks meet, and the settings of the first node; or why the rank cannot join."""
+    """The answer: where the ranks meet, and the settings of the first node; or why the rank can never join."""
 
     refusal: str = ""
     init_method: str = ""
@@ -90,6 +92,12 @@ def _watchful(connected: socket.socket) -> Connection:
     ):
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
     return Connection(connected.detach())
+
+
+def _has_ended(pipe: Connection) -> bool:
+    poller = select.poll()
+    poller.register(pipe.fileno(), _ENDS)
+    return bool(poller.poll(0))
 
 
 # ---- the first node
@@ -144,11 +152,13 @@ class RemoteRanks:
         pipe = Connection(joined.detach())
         try:
             hello = msgspec.msgpack.decode(pipe.recv_bytes(_MAX_HELLO), type=Join)
-            refusal = self._refusal(hello, missing)
-            config = msgspec.msgpack.encode(self._config)
-            pipe.send_bytes(msgspec.msgpack.encode(Joined(refusal, init_method, b"" if refusal else config)))
+            refusal = self._refusal(hello)
+            if not refusal and hello.rank in self.pipes and not _has_ended(self.pipes[hello.rank]):
+                raise ConnectionError(f"rank {hello.rank} has joined already")  # the rank tries again
+            config = b"" if refusal else msgspec.msgpack.encode(replace(self._config, server=ServerConfig()))
+            pipe.send_bytes(msgspec.msgpack.encode(Joined(refusal, init_method, config)))
         except (OSError, EOFError, msgspec.DecodeError) as error:
-            logger.warning("a connection from %s is no rank: %s", peer, error)
+            logger.warning("a connection from %s does not join: %s", peer, error)
             pipe.close()
             return
         if refusal:
@@ -159,9 +169,9 @@ class RemoteRanks:
             again.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
             self.pipes[hello.rank] = _watchful(again)
         pipe.close()
-        missing.remove(hello.rank)
+        missing.discard(hello.rank)
 
-    def _refusal(self, hello: Join, missing: set[int]) -> str:
+    def _refusal(self, hello: Join) -> str:
         if tuple(hello.sizes) != sizes_of(self._parallel):
             names = ("--nnodes", "--tensor-parallel-size", "--pipeline-parallel-size")
             theirs, ours = (
@@ -169,13 +179,14 @@ class RemoteRanks:
                 for found in (hello.sizes, sizes_of(self._parallel))
             )
             return f"this node has {theirs}; the first has {ours}"
-        return "" if hello.rank in missing else f"rank {hello.rank} has joined already, or is none of another node"
+        others = range(self._parallel.ranks_per_node, self._parallel.world_size)
+        return "" if hello.rank in others else f"rank {hello.rank} is none of another node"
 
     def _watch(self) -> None:
         """Make the end of a connection wake an idle engine."""
         poller = select.poll()
         for pipe in self.pipes.values():
-            poller.register(pipe.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+            poller.register(pipe.fileno(), _ENDS)
         poller.poll()
         os.write(self._gone_writer, b"x")
 
@@ -193,7 +204,7 @@ class RemoteRanks:
 
 def join(config: Config, rank: int) -> tuple[Config, str, Connection]:
     """Connect to the first node, however long that takes. Returns the settings of the first node with this one's model
-    folder and device, where the ranks meet, and the connection.
+    folder, device and log, where the ranks meet, and the connection.
 
     Raises ValueError if the first node refuses this rank.
     """
@@ -210,5 +221,5 @@ def join(config: Config, rank: int) -> tuple[Config, str, Connection]:
         if joined.refusal:
             raise ValueError(joined.refusal)
         found = msgspec.msgpack.decode(joined.config, type=Config)
-        own = replace(found, model=replace(found.model, model=config.model.model), device=config.device)
-        return own, joined.init_method, pipe
+        model = replace(found.model, model=config.model.model)
+        return replace(found, model=model, device=config.device, server=config.server), joined.init_method, pipe

@@ -37,6 +37,11 @@ def prepare(spec: GenerationSpec, state: needs.Prompting) -> list[GenerationRequ
     drafts = rendered(spec, state)
     prompts = encoded(drafts, spec, state)
     reading = reading_of(spec, drafts, state.formats)
+    sampling = msgspec.structs.replace(
+        sampling,
+        thinking=reading.thinking,
+        stop_token_ids=[*dict.fromkeys((*sampling.stop_token_ids, *reading.end_ids))],
+    )
     return [fitted(spec, sampling, prompt, reading, state.model) for prompt in prompts]
 
 
@@ -101,11 +106,7 @@ def fitted(
     """Return the request for one prompt, truncated, with max_tokens fitted into the context. Raises BadRequest."""
     options = spec.options
     ids = truncate(prompt.ids, options, sampling, model)
-    sampling = msgspec.structs.replace(
-        fit(sampling, len(ids), model, spec.prompt_param),
-        thinking=reading.thinking,
-        stop_token_ids=[*dict.fromkeys((*sampling.stop_token_ids, *reading.end_ids))],
-    )
+    sampling = fit(sampling, len(ids), model, spec.prompt_param)
     check_max_tokens(spec, len(ids), model)
     if ids and max(ids) >= model.vocab_size:  # an added token for which the model has no embedding
         raise BadRequest(

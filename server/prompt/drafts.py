@@ -39,6 +39,7 @@ def rendered(spec: GenerationSpec, state: needs.Prompting) -> Drafts:
     """Return the prompts of `spec` as texts or given ids. Raises BadRequest naming the parameter."""
     if isinstance(spec.prompts, Conversation):
         return _conversation(spec, spec.prompts, state)
+    check_number(spec)
     if spec.suffix is not None:
         infill = infill_draft(spec, state)
         return Drafts([Draft(text, given=text) for text in spec.prompts], False, infill=infill)
@@ -47,7 +48,6 @@ def rendered(spec: GenerationSpec, state: needs.Prompting) -> Drafts:
         (text,) = spec.prompts
         joined = Illustrated.join(text.split(state.images.placeholder), spec.images, state, spec.prompt_param)
         return Drafts([Draft(joined.text, given=text, illustrated=joined)], add_special_tokens)
-    check_number(spec)
     whole = spec.options.truncate_prompt_tokens is None
     each = [Draft(one, given=one if whole and isinstance(one, str) else None) for one in spec.prompts]
     return Drafts(each, add_special_tokens)

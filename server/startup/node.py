@@ -26,8 +26,8 @@ def run_node(config: Config) -> int:
         options.model, revision=options.revision, download_dir=options.download_dir, progress=lambda phase, done: None
     )
     config = local_config(config, folder, None, needs_weights=options.load_format != "dummy")
-    process = subprocess.Popen([sys.executable, "-P", "-m", "quire.engine.node"], stdin=subprocess.PIPE,
-        env=python_environment(), process_group=0)  # fmt: skip
+    command = [sys.executable, "-P", "-m", "quire.engine.node"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=python_environment(), process_group=0)
 
     def end(number: int, frame: object) -> None:
         process.stdin.close()
@@ -38,6 +38,6 @@ def run_node(config: Config) -> int:
     process.stdin.write(len(encoded).to_bytes(4, "big") + encoded)
     process.stdin.flush()
     parallel = config.parallel
-    logger.info("node %d of %d: joining %s:%d", parallel.node_rank, parallel.nnodes, parallel.master_addr,
-        parallel.master_port)  # fmt: skip
+    address = f"{parallel.master_addr}:{parallel.master_port}"
+    logger.info("node %d of %d: joining %s", parallel.node_rank, parallel.nnodes, address)
     return process.wait()

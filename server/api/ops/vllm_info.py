@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from quire.server.errors import BadRequest
+from quire.server.startup.model_names import without_folders
 
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 FORMATS = ("text", "json")
@@ -31,9 +32,9 @@ def vllm_parts(settings: dict[str, dict[str, Any]], form: str) -> dict[str, Any]
 
 
 def _variables() -> dict[str, str]:
-    """Return the variables that set something here, but keys."""
+    """Return the variables that set something here, but keys, and of paths the last part."""
     return {
-        name: value
+        name: without_folders(value)
         for name, value in sorted(os.environ.items())
         if name.startswith(("QUIRE_", "VLLM_")) and not _SECRET.search(name)
     }

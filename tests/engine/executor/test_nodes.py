@@ -1,0 +1,89 @@
+"""Ranks of other machines join the first node. All of them are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from quire.cli.bench.process import free_port
+from quire.configs.config import Config
+from quire.engine.executor import nodes
+from tests.helpers.server.running import poll
+
+
+@pytest.fixture
+def config(monkeypatch) -> Config:
+    monkeypatch.setattr(nodes, "RETRY", 0.05)
+    return Config.from_flat(
+        model="first", nnodes=3, tensor_parallel_size=3, master_port=free_port(), api_key=["secret-key"]
+    )
+
+
+def meeting(config: Config) -> tuple[nodes.RemoteRanks, threading.Thread]:
+    ranks = nodes.RemoteRanks(config, lambda: None)
+    thread = threading.Thread(target=ranks.meet, args=("tcp://127.0.0.1:1",), daemon=True)
+    thread.start()
+    return ranks, thread
+
+
+def test_a_rank_has_the_settings_of_the_first_node_but_its_own_model_and_no_keys(config):
+    ranks, thread = meeting(config)
+    own = Config.from_flat(model="second", nnodes=3, tensor_parallel_size=3, master_port=config.parallel.master_port)
+    found, init_method, pipe = nodes.join(replace(own, scheduler=replace(own.scheduler, max_num_seqs=7)), 1)
+    assert found.model.model == "second" and found.scheduler == config.scheduler and init_method == "tcp://127.0.0.1:1"
+    assert found.server.api_key == []
+    nodes.join(own, 2)
+    thread.join(10)
+    assert sorted(ranks.pipes) == [1, 2]
+    ranks.pipes[1].send_bytes(b"step")
+    assert pipe.recv_bytes() == b"step"
+
+
+def test_no_key_is_sent(config, monkeypatch):
+    received, decode = [], nodes.msgspec.msgpack.decode
+
+    def recorded(data: bytes, **more):
+        received.append(data)
+        return decode(data, **more)
+
+    monkeypatch.setattr(nodes.msgspec.msgpack, "decode", recorded)
+    _, thread = meeting(config)
+    for rank in (1, 2):
+        nodes.join(config, rank)
+    thread.join(10)
+    assert len(received) >= 4 and not any(b"secret-key" in data for data in received)
+
+
+def test_a_machine_that_joins_again_takes_the_place_of_the_one_that_is_gone(config):
+    ranks, thread = meeting(config)
+    _, _, first = nodes.join(config, 1)
+    poll(lambda: 1 in ranks.pipes)
+    with ThreadPoolExecutor() as pool:
+        again = pool.submit(nodes.join, config, 1)  # the same rank of a second machine: it waits
+        time.sleep(0.3)
+        assert not again.done()
+        first.close()
+        _, _, second = again.result(10)
+        nodes.join(config, 2)
+        thread.join(10)
+    ranks.pipes[1].send_bytes(b"step")
+    assert second.recv_bytes() == b"step"
+
+
+@pytest.mark.parametrize(
+    ("other", "rank", "message"),
+    [
+        ({"tensor_parallel_size": 6}, 1, "this node has --nnodes 3, --tensor-parallel-size 6, "),
+        ({}, 0, "rank 0 is none of another node"),
+        ({}, 3, "rank 3 is none of another node"),
+    ],
+)
+def test_a_rank_that_can_never_join_is_refused(config, other, rank, message):
+    ranks, _ = meeting(config)
+    with pytest.raises(ValueError, match=message):
+        nodes.join(replace(config, parallel=replace(config.parallel, **other)), rank)
+    assert not ranks.pipes
