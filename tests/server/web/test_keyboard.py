@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
 
 from tests.server.web.browser import Browser, needs_chromium
-from tests.server.web.using import answered, fresh, say
+from tests.server.web.using import answered, fresh, say, with_versions
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 REACHABLE = """
@@ -29,12 +29,7 @@ def talk(page, scripted) -> Browser:
     """A conversation with two versions of an answer."""
     server, script = scripted
     fresh(page, server.url + "/")
-    script.says("An answer with `code` and\n\n```python\nprint(1)\n```")
-    say(page, "By keys")
-    answered(page)
-    page.click(".message.assistant button", "Regenerate")
-    page.wait("document.querySelector('.versions') !== null")
-    answered(page)
+    with_versions(page, script, "An answer with `code` and\n\n```python\nprint(1)\n```", "By keys")
     return page
 
 

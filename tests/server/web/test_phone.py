@@ -11,7 +11,7 @@ pytest.importorskip("websockets", reason="needs websockets (the extra `dev`)")
 from tests.helpers.models.speech_models import build_whisper
 from tests.helpers.server.running import running_server
 from tests.server.web.browser import needs_chromium
-from tests.server.web.using import answered, fresh, say, started
+from tests.server.web.using import answered, fresh, say, started, with_versions
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 SHOWN = "getComputedStyle(document.querySelector('{}')).display !== 'none'"
@@ -76,12 +76,7 @@ def test_the_panel_of_conversations_closes(phone, scripted):
 def test_touch_targets_have_44_points(phone, scripted):
     server, script = scripted
     fresh(phone, server.url + "/")
-    script.says("yes\n\n```python\nprint(1)\n```")
-    say(phone, "Touch")
-    answered(phone)
-    phone.click(".message.assistant button", "Regenerate")
-    phone.wait("document.querySelector('.versions') !== null")
-    answered(phone)
+    with_versions(phone, script, "yes\n\n```python\nprint(1)\n```", "Touch")
     assert phone.js(SMALL) == []
     for toggle in ("#open-list", "#open-settings"):
         phone.click(toggle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.helpers.server.scripted import Script
 from tests.server.web.browser import Browser
 
 MARKDOWN = """# Title
@@ -58,6 +59,16 @@ def say(page: Browser, text: str) -> None:
 
 def answered(page: Browser, count: int = 1) -> None:
     page.wait(f"document.querySelectorAll('.message.assistant .figures').length === {count}")
+
+
+def with_versions(page: Browser, script: Script, text: str, question: str) -> None:
+    """Ask, and regenerate the answer `text`."""
+    script.says(text)
+    say(page, question)
+    answered(page)
+    page.click(".message.assistant button", "Regenerate")
+    page.wait("document.querySelector('.versions') !== null")
+    answered(page)
 
 
 def last(page: Browser, selector: str = ".text") -> str:
