@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS batches (
     total INTEGER DEFAULT 0, completed INTEGER DEFAULT 0, failed INTEGER DEFAULT 0, result_bytes INTEGER DEFAULT 0);
 CREATE TABLE IF NOT EXISTS lines (
     batch TEXT, number INTEGER, start INTEGER, length INTEGER, custom_id TEXT, succeeded INTEGER, result BLOB,
-    PRIMARY KEY (batch, number)) WITHOUT ROWID;
+    PRIMARY KEY (batch, number));
 """
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 _OPEN = "('validating', 'in_progress', 'finalizing', 'cancelling')"

@@ -25,7 +25,7 @@ LEASE = 15.0  # seconds after which a running response whose process is silent c
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS objects (
     id TEXT PRIMARY KEY, owner TEXT, previous TEXT, status TEXT, body BLOB, items BLOB, events BLOB, size INTEGER,
-    used INTEGER, alive REAL) WITHOUT ROWID;
+    used INTEGER, alive REAL);
 CREATE INDEX IF NOT EXISTS objects_by_use ON objects (used, size, status);
 CREATE TABLE IF NOT EXISTS totals (count INTEGER, size INTEGER);
 INSERT INTO totals SELECT 0, 0 WHERE NOT EXISTS (SELECT 1 FROM totals);

@@ -58,6 +58,16 @@ def test_the_least_recently_used_make_room_by_bytes():
     assert not store.put(stored("huge", 20_000)) and len(ids(store)) == 15
 
 
+@pytest.mark.parametrize("size", [200, 1000, 2500, 9000])
+def test_the_size_is_about_the_memory(size):
+    """A row must not take pages of its own, as one of more than a quarter of a page does in a table without row ids."""
+    store = Store(None, 1 << 30)
+    for i in range(500):
+        store.put(stored(f"{i:032}", size))
+    (pages,), (total,) = (store._db.execute(sql).fetchone() for sql in ("PRAGMA page_count", "SELECT size FROM totals"))
+    assert pages * 4096 < 1.6 * total
+
+
 @pytest.mark.parametrize("by", ["bytes", "count"])
 def test_an_owner_does_not_remove_what_others_keep(by):
     store = Store(None, 80_000, 10) if by == "count" else Store(None, 80_000)
