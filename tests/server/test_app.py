@@ -109,6 +109,7 @@ def test_health_version_and_info(server, monkeypatch):
     assert "max_model_len='512'" in info["vllm_config"] and "python_version" in info["system_env"]
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", "/secret/log.json")
     info = server.http.get("/server_info?config_format=json").json()
     assert info["vllm_config"] == info["config"] and info["vllm_env"]["VLLM_LOGGING_LEVEL"] == "INFO"
     assert "secret" not in str(info["vllm_env"])
