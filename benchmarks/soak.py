@@ -28,7 +28,7 @@ from benchmarks.soak_memory import slope
 from benchmarks.soak_traffic import KINDS, Kind, Outcome, send
 
 FLAGS = ["--kv-cache-memory-bytes", "4M", "--max-model-len", "2048", "--max-num-seqs", "16"]
-FLAGS += ["--mm-processor-cache-gb", "0.002", "--responses-store-size", "256K", "--log-stats-interval", "0"]
+FLAGS += ["--mm-processor-cache-gb", "0.002", "--responses-store-size", "1M", "--log-stats-interval", "0"]
 WARM_UP = 0.3  # fraction of the time before the measurement
 NUM_BLOCKS = 12  # blocks of samples, whose means are independent enough for the noise of a slope
 DRAIN_SECONDS = 60.0
