@@ -29,7 +29,7 @@ from quire.server.request.generation_request import Attached, GenerationRequest
 PARALLEL = 8  # pieces of one request at once
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # for the attempts
 MOST_COMPRESSION, LEAST_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6  # Whisper's thresholds
-PERHAPS_NO_SPEECH = 0.3  # the same after attempts of which none is likely: steady noise has 0.4
+PERHAPS_NO_SPEECH = 0.3  # the same after attempts that all fail: steady noise has 0.4
 _MOST_BEFORE = 224  # tokens of text before the audio, at most half of the context
 _FORGETS = 0.5  # temperature above which the next piece does not follow a text
 _TOP = 20  # log-probabilities among which that of silence is looked for
@@ -103,13 +103,19 @@ class Said:
         self.compression_ratio = len(raw) / len(zlib.compress(raw)) if raw else 0.0
 
     @property
+    def repeats(self) -> bool:
+        """Return whether the text repeats itself."""
+        return self.compression_ratio > MOST_COMPRESSION
+
+    @property
     def fails(self) -> bool:
         """Return whether the text repeats itself, or is unlikely."""
-        return self.compression_ratio > MOST_COMPRESSION or self.avg_logprob < LEAST_LOGPROB
+        return self.repeats or self.avg_logprob < LEAST_LOGPROB
 
-    def is_silence(self, threshold: float) -> bool:
-        """Return whether the text is unlikely, and the probability of silence above a threshold."""
-        return self.no_speech > threshold and self.avg_logprob < LEAST_LOGPROB
+    @property
+    def is_silence(self) -> bool:
+        """Return whether silence is likely, and the text is not."""
+        return self.no_speech > NO_SPEECH and self.avg_logprob < LEAST_LOGPROB
 
     def silenced(self) -> Said:
         """Return the piece without text."""
@@ -168,15 +174,18 @@ class Transcription:
             piece.lease.release()
 
     async def _attempts(self, piece: Piece, before: list[int]) -> Said:
-        """Return the first attempt that does not fail, or the last one."""
-        spec = self.spec
+        """Return the first attempt that does not fail, otherwise the best one."""
+        spec, attempts = self.spec, []
         for temperature in (spec.temperature,) if spec.temperature else TEMPERATURES:
             said = await self._attempt(piece, before if temperature <= _FORGETS else [], temperature)
-            if said.is_silence(NO_SPEECH):
+            if said.is_silence:
                 return said.silenced()
             if not said.fails:
                 break
-        if said.is_silence(PERHAPS_NO_SPEECH):
+            attempts.append(said)
+        else:
+            said = max(attempts, key=lambda one: (not one.repeats, one.avg_logprob))
+        if said.fails and said.no_speech > PERHAPS_NO_SPEECH:
             return said.silenced()
         if spec.words and said.segments:
             said.words = await self._words(said)

@@ -47,10 +47,13 @@ GOOD, REPEATS, UNLIKELY = (-0.5, 1.5, 0.1), (-0.2, 3.0, 0.1), (-1.5, 1.5, 0.1)
         ([GOOD], [0.0], "at 0.0"),
         ([REPEATS, GOOD], [0.0, 0.2], "at 0.2"),
         ([UNLIKELY, REPEATS, UNLIKELY, GOOD], [0.0, 0.2, 0.4, 0.6], "at 0.6"),
-        ([UNLIKELY], list(TEMPERATURES), "at 1.0"),  # the last one, however bad it is
+        ([UNLIKELY], list(TEMPERATURES), "at 0.0"),  # the best one, however bad it is
+        ([UNLIKELY, REPEATS, (-1.2, 1.5, 0.1), UNLIKELY], list(TEMPERATURES), "at 0.4"),
+        ([REPEATS, (-0.1, 3.0, 0.1), REPEATS], list(TEMPERATURES), "at 0.2"),
         ([(-1.5, 1.5, 0.7)], [0.0], ""),  # silence
         ([(-0.5, 1.5, 0.7)], [0.0], "at 0.0"),  # speech, because the text is likely
         ([(-1.5, 1.5, 0.4)], list(TEMPERATURES), ""),  # steady noise
+        ([(-0.2, 3.0, 0.4)], list(TEMPERATURES), ""),  # noise that is heard as one word again and again
         ([(-1.5, 1.5, 0.4), GOOD], [0.0, 0.2], "at 0.2"),
     ],
 )
