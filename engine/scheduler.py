@@ -194,9 +194,14 @@ class Scheduler:
             self.waiting.add(request)
         unasked, self._unasked = self._unasked, []
         for request in unasked:
-            if self.transfers is not None:
+            if request.status is not Status.WAITING:
+                continue
+            if self.transfers is not None and self.transfers.receives(request):
+                if not self.room.has_blocks(request):  # its blocks are fetched when they fit
+                    self._unasked.append(request)
+                    continue
                 self.transfers.expect(request)
-            if request.status is Status.WAITING and self.tiers.begin(
+            if self.tiers.begin(
                 request,
                 self.kv.pool.num_free - self.room.reserve(),
                 # others that may be admitted meanwhile need two each

@@ -5,12 +5,18 @@ executor checks the contents of every block that a token reads.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 
 import msgspec
 import pytest
 
 from quire.engine.messages import AddRequest, LoraUse, SamplingParams, Transfer
+from quire.engine.kv import tiers
 from quire.worker.cache.tiers import outbox, remote
 from tests.helpers.engine.fake_executor import expected_tokens
 from tests.helpers.engine.harness import VOCAB, Engine, fake_config
@@ -107,6 +113,12 @@ def _gone(producer, monkeypatch):
 
 
 def _silent(producer, monkeypatch):
+    monkeypatch.setattr(producer.tier("remote")._outbox, "_answer", lambda *args: True)
+
+
+def _never_done(producer, monkeypatch):
+    """It says again and again that the blocks come."""
+    monkeypatch.setattr(remote, "LONGEST", 0.7)
     monkeypatch.setattr(producer.tier("remote")._outbox, "_answer", lambda *args: False)
 
 
@@ -150,13 +162,13 @@ def _of_another_size(producer, monkeypatch):
     found = producer.tier("remote")._outbox
     for entry in found._entries.values():
         entry.size -= 1
-        fd = found._parcels[entry.file].fd
+        fd = found._segments[entry.segment].fd
         entry.crc = outbox.crc32(outbox.os.pread(fd, entry.size, entry.offset))
 
 
 @pytest.mark.parametrize(
     "fault",
-    [_gone, _silent, _dies_half_way, _forgot, _another_model, _damaged, _of_another_size, _nonsense, _one_frame],
+    [_gone, _silent, _never_done, _dies_half_way, _forgot, _another_model, _damaged, _of_another_size, _nonsense, _one_frame],
 )
 def test_without_the_producer_the_prompt_is_computed(engines, monkeypatch, fault):
     producer, consumer = engines()
@@ -167,6 +179,116 @@ def test_without_the_producer_the_prompt_is_computed(engines, monkeypatch, fault
     assert len(consumer.tokens("other")) == 20
     consumer.assert_at_rest()
     assert consumer.tier("remote").contains([b"x"]) == [False]
+
+
+DYING = """
+import os, signal, sys, time
+from tests.engine.kv.test_transfers import engine_of, prefill
+producer = engine_of("kv_producer")
+sent = prefill(producer)
+box, sends = producer.tier("remote")._outbox, []
+send = box._send
+box._send = lambda *args: (sends.append(1), len(sends) > 3 and os.kill(os.getpid(), signal.SIGKILL), send(*args))
+print(sent.port, sent.blocks, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["shared memory", "TCP"])
+def test_a_producer_that_is_killed_while_it_sends(monkeypatch, local):
+    if not local:
+        monkeypatch.setattr(remote, "this_host", lambda: "")
+    consumer = engine_of("kv_consumer")
+    with subprocess.Popen([sys.executable, "-c", DYING], stdout=subprocess.PIPE, text=True) as process:
+        port, blocks = process.stdout.readline().split(maxsplit=1)
+        assert decode(consumer, Transfer(False, "127.0.0.1", int(port), json.loads(blocks))) < 40
+        assert process.wait(10) == -signal.SIGKILL
+    consumer.assert_at_rest()
+    consumer.core.executor.shutdown()
+
+
+def test_a_long_step_of_the_producer_is_no_silence(engines, monkeypatch):
+    """The copies of a prompt come long after the answer."""
+    producer, consumer = engines()
+    tier = producer.tier("remote")
+    monkeypatch.setattr(tier, "_copy_bytes", 0)
+    producer.put(AddRequest("p", PROMPT, SamplingParams(max_tokens=1), transfer=Transfer(send=True)))
+    while (b"server", "p") not in producer.outputs:
+        producer.turn()
+    sent, begun = producer.last("p").sent, []
+
+    def copy_late():
+        begun.append(time.monotonic())
+        if begun[-1] - begun[0] > 3 * remote.PATIENCE:
+            tier._copy_bytes = 1 << 30
+            producer.run()
+
+    consumer.put(AddRequest("d", PROMPT, SAMPLING, transfer=msgspec.structs.replace(sent, send=False)))
+    consumer.run(copy_late)
+    assert consumer.outputs[b"server", "d"][0].counts.cached == 40
+    producer.assert_at_rest()
+
+
+def test_blocks_that_drip_are_not_waited_for(engines, monkeypatch):
+    monkeypatch.setattr(tiers, "SILENCE", 0.2)
+    monkeypatch.setattr(tiers, "LONGEST", 0.4)
+    producer, consumer = engines()
+    sent = prefill(producer)
+    box = producer.tier("remote")._outbox
+    send = box._send
+    monkeypatch.setattr(box, "_send", lambda *args: (time.sleep(0.25), send(*args)))
+    assert decode(consumer, sent) == 0
+    consumer.assert_at_rest()
+
+
+def test_a_full_cache_delays_the_fetch(engines):
+    """The blocks come when running requests leave room for them."""
+    producer, consumer = engines()
+    sent = prefill(producer)
+    consumer.add("long", [7] * 180, max_tokens=40)
+    consumer.turn()
+    consumer.turn()
+    assert decode(consumer, sent) == 40
+
+
+def test_a_prompt_that_is_sent_again_and_again(engines):
+    """It is kept once, and stays among the newest."""
+    producer, consumer = engines(more={"kv_buffer_size": 40_000})
+    prefill(producer)
+    box, num_files = producer.tier("remote")._outbox, len(os.listdir("/proc/self/fd"))
+    size, count = box.used, 0
+    for i in range(60):
+        message = AddRequest(f"q{i}", [i + 50] * 42, SamplingParams(max_tokens=1), transfer=Transfer(send=True))
+        producer.put(message)
+        producer.run()
+        sent = prefill(producer)
+        count = max(count, len(os.listdir("/proc/self/fd")))
+    assert box.num_evicted and box.used <= 40_000 and size < 10_000
+    assert count - num_files <= outbox.SEGMENTS + 1
+    assert decode(consumer, sent) == 40
+
+
+def test_copies_do_not_open_more_and_more_files():
+    box = outbox.Outbox("127.0.0.1", free_port(), 1 << 20, lambda: b"")
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(300):
+        for key in box.announce([b"same", str(i).encode()]):
+            box.add(key, b"some content")
+    assert len(os.listdir("/proc/self/fd")) - before <= 1
+    box.stop()
+
+
+def test_contents_of_earlier_weights_are_not_sent(engines, monkeypatch):
+    producer, consumer = engines()
+    tier = producer.tier("remote")
+    monkeypatch.setattr(tier, "_copy_bytes", 0)
+    producer.put(AddRequest("p", PROMPT, SamplingParams(max_tokens=1), transfer=Transfer(send=True)))
+    while (b"server", "p") not in producer.outputs:
+        producer.turn()
+    tier.clear()  # as when weights or adapters change
+    producer.run()
+    assert decode(consumer, msgspec.structs.replace(producer.last("p").sent, send=False)) == 0
+    producer.assert_at_rest()
 
 
 def test_a_server_that_does_not_answer_is_not_asked_again_for_a_while(engines, monkeypatch):

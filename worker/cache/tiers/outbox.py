@@ -2,7 +2,8 @@
 
 ROUTER   a reader asks with msgpack of `Ask`, and gets per key [msgpack of `Found`, content]. A reader on this machine
          gets no content but its place, a file in memory that it reads itself. A key whose copy has begun is answered
-         when the copy is there; other keys are answered as missing.
+         when the copy is there, and until then every HEARTBEAT with COMING; other keys are answered as missing. A
+         reader of another model or format learns what differs.
 
 Contents stay until they are the oldest beyond the limit. A thread owns the socket: the engine never waits for it.
 """
@@ -15,9 +16,10 @@ import os
 import socket as sockets
 import tempfile
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from zlib import crc32
 
@@ -30,7 +32,9 @@ MAX_KEYS = 64  # of one request
 MAX_ASK = 64 << 10  # bytes of one request
 MAX_WAITING = 1024  # requests that wait for copies
 POLL, IDLE_POLL = 2, 100  # milliseconds
-UNKNOWN = -1
+HEARTBEAT = 0.25  # seconds
+SEGMENTS = 64  # files that the limit is divided into
+UNKNOWN, COMING = -1, -2
 
 
 class Ask(msgspec.Struct, array_like=True):
@@ -46,6 +50,7 @@ class Found(msgspec.Struct, array_like=True):
     size: int = UNKNOWN
     crc: int = 0
     place: tuple[int, int, int] | None = None  # process, its file descriptor, offset
+    about: list[str] = []  # facts about the blocks here, for a reader with another fingerprint
 
 
 def this_host() -> str:
@@ -61,18 +66,19 @@ def this_host() -> str:
 
 @dataclass(slots=True)
 class _Entry:
-    file: int  # number of a `_Parcel`
+    segment: int  # number of a `_Segment`
     offset: int
     size: int
     crc: int
+    written: int  # bytes written before it
 
 
 @dataclass(slots=True)
-class _Parcel:
-    """The blocks of one prompt, in a file in memory that ends with this process."""
+class _Segment:
+    """Blocks in a file in memory that ends with this process."""
 
     fd: int
-    keys: list[bytes]
+    keys: list[bytes] = field(default_factory=list)
     size: int = 0
 
 
@@ -85,15 +91,24 @@ def _memory_file() -> int:
 
 class Outbox:
     """It listens at `host` and `port` and keeps `limit` bytes; `fingerprint` is that of the model and the format, None
-    while it is not known. Raises ValueError if the address cannot be used.
+    while it is not known, and `about` describes the format. Raises ValueError if the address cannot be used.
     """
 
-    def __init__(self, host: str, port: int, limit: int, fingerprint: Callable[[], bytes | None]):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        limit: int,
+        fingerprint: Callable[[], bytes | None],
+        about: Sequence[str] = (),
+    ):
         self.limit, self.used, self._fingerprint, self._host = limit, 0, fingerprint, this_host()
-        self.num_sent = self.num_evicted = 0  # blocks that were asked for, that left unread
-        self._parcels: OrderedDict[int, _Parcel] = OrderedDict()
+        self._about = list(about)
+        self.num_sent = self.num_evicted = 0  # blocks that were asked for, that left
+        self._segments: OrderedDict[int, _Segment] = OrderedDict()  # the last one is written to
         self._entries: dict[bytes, _Entry] = {}
         self._coming: set[bytes] = set()  # keys whose copy has begun
+        self._written = 0  # bytes
         self._number, self._stopped = 0, False
         self._lock = threading.Lock()
         self._context = zmq.Context()
@@ -110,40 +125,58 @@ class Outbox:
 
     # ---- the worker's thread
 
-    def announce(self, keys: list[bytes]) -> int:
-        """Blocks with these keys come. Returns the number of their parcel."""
+    def announce(self, keys: list[bytes]) -> set[bytes]:
+        """Blocks with these keys come. Returns those of them that have to be copied: the others are here and stay for a
+        while.
+        """
         with self._lock:
-            self._number += 1
-            self._parcels[self._number] = _Parcel(_memory_file(), keys)
-            self._coming.update(key for key in keys if key not in self._entries)
-            return self._number
+            wanted = {key for key in keys if not self._is_fresh(key)}
+            self._coming.update(key for key in wanted if key not in self._entries)
+            return wanted
 
-    def add(self, number: int, key: bytes, content: bytes) -> None:
-        """Keep the content of a block of a parcel."""
+    def _is_fresh(self, key: bytes) -> bool:
+        """Return whether a block is here and in the newer half of what may be kept."""
+        entry = self._entries.get(key)
+        return entry is not None and self._written - entry.written <= self.limit // 2
+
+    def add(self, key: bytes, content: bytes) -> None:
+        """Keep the content of a block."""
         with self._lock:
-            parcel = self._parcels.get(number)
-            if parcel is not None and key not in self._entries:
-                _write(parcel.fd, content, parcel.size)
-                self._entries[key] = _Entry(number, parcel.size, len(content), crc32(content))
-                parcel.size += len(content)
-                self.used += len(content)
             self._coming.discard(key)
-            while self.used > self.limit and self._parcels:
-                self._drop(next(iter(self._parcels)))
+            if self._is_fresh(key):
+                return
+            number, segment = self._open_segment()
+            _write(segment.fd, content, segment.size)
+            self._entries[key] = _Entry(number, segment.size, len(content), crc32(content), self._written)
+            segment.keys.append(key)
+            segment.size += len(content)
+            self.used += len(content)
+            self._written += len(content)
+            while self.used > self.limit:
+                self._drop(next(iter(self._segments)))
+
+    def _open_segment(self) -> tuple[int, _Segment]:
+        """Return the segment to write to, and its number."""
+        segment = self._segments.get(self._number)
+        if segment is None or segment.size >= self.limit // SEGMENTS:
+            self._number += 1
+            segment = self._segments[self._number] = _Segment(_memory_file())
+        return self._number, segment
 
     def _drop(self, number: int) -> None:
-        parcel = self._parcels.pop(number)
-        self.used -= parcel.size
-        for key in parcel.keys:
-            self._coming.discard(key)
-            if (entry := self._entries.get(key)) is not None and entry.file == number:
+        segment = self._segments.pop(number)
+        self.used -= segment.size
+        for key in segment.keys:
+            if (entry := self._entries.get(key)) is not None and entry.segment == number:
                 del self._entries[key]
                 self.num_evicted += 1
-        os.close(parcel.fd)
+        os.close(segment.fd)
 
     def clear(self) -> None:
+        """Forget all blocks, also those that come."""
         with self._lock:
-            for number in list(self._parcels):
+            self._coming.clear()
+            for number in list(self._segments):
                 self._drop(number)
 
     def stop(self) -> None:
@@ -155,6 +188,7 @@ class Outbox:
 
     def _serve(self) -> None:
         waiting: list[tuple[bytes, Ask, bool]] = []
+        beat = 0.0
         while not self._stopped:
             if self._socket.poll(POLL if waiting else IDLE_POLL):
                 client, *frames = self._socket.recv_multipart()
@@ -163,6 +197,10 @@ class Outbox:
                     known = ask.fingerprint == self._fingerprint() and len(ask.keys) <= MAX_KEYS
                     waiting.append((client, ask, known))
             waiting = [one for one in waiting if not self._answer(*one, len(waiting) <= MAX_WAITING)]
+            if waiting and (now := time.monotonic()) - beat > HEARTBEAT:
+                beat = now
+                for client, ask, _ in waiting:
+                    self._send(client, Found(ask.number, ask.keys[0], COMING), b"")
         self._socket.close()
 
     def _answer(self, client: bytes, ask: Ask, known: bool, may_wait: bool) -> bool:
@@ -176,17 +214,22 @@ class Outbox:
                     left.append(key)
                     continue
                 if entry is not None:
-                    fd = self._parcels[entry.file].fd
+                    fd = self._segments[entry.segment].fd
                     found.size, found.crc = entry.size, entry.crc
                     if ask.host and ask.host == self._host:
                         found.place = os.getpid(), fd, entry.offset
                     else:
                         content = os.pread(fd, entry.size, entry.offset)
                     self.num_sent += 1
-            with contextlib.suppress(zmq.Again):
-                self._socket.send_multipart([client, msgspec.msgpack.encode(found), content], zmq.DONTWAIT)
+            if not known and self._fingerprint() is not None:
+                found.about = self._about
+            self._send(client, found, content)
         ask.keys = left
         return not left
+
+    def _send(self, client: bytes, found: Found, content: bytes) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart([client, msgspec.msgpack.encode(found), content], zmq.DONTWAIT)
 
 
 def _write(fd: int, content: bytes, offset: int) -> None:

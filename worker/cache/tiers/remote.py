@@ -8,6 +8,7 @@ block has a checksum. A server that is lost or slow makes a block a miss: then i
 from __future__ import annotations
 
 import logging
+import math
 import os
 import stat
 import threading
@@ -21,7 +22,7 @@ import zmq
 
 from quire.configs.config import Config
 from quire.worker.cache.tiers.base import Content, Rank, Tier
-from quire.worker.cache.tiers.outbox import UNKNOWN, Ask, Found, Outbox, this_host
+from quire.worker.cache.tiers.outbox import COMING, UNKNOWN, Ask, Found, Outbox, this_host
 from quire.worker.messages import REMOTE
 
 if TYPE_CHECKING:
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COPY_BYTES = 32 << 20  # that one poll copies
+COPY_BYTES = 32 << 20  # that one poll copies where requests are decoded, too
 AHEAD = 16  # blocks that one request asks for
-PATIENCE = 1.0  # seconds without a block after which a server is given up
+PATIENCE = 1.0  # seconds without a message after which a server is given up
+LONGEST = 30.0  # seconds that a block may be on its way
 PAUSE = 10.0  # seconds for which it is not asked then
 MAX_EXPECTED = 1 << 18  # keys whose server is known
 MAX_SERVERS = 16  # that connections are kept to
@@ -54,8 +56,11 @@ class RemoteTier(Tier):
         self._outbox: Outbox | None = None
         if settings.sends:
             port = settings.port + rank.number
-            self._outbox = Outbox(settings.host, port, limit // rank.num_ranks, lambda: self._digest)
-        self._left: deque[tuple[int, int, bytes]] = deque()  # (parcel, block, key) to copy
+            limit //= rank.num_ranks
+            self._outbox = Outbox(settings.host, port, limit, lambda: self._digest, rank.about)
+        self._about = list(rank.about)
+        self._copy_bytes = COPY_BYTES if settings.receives else math.inf
+        self._left: deque[tuple[int, bytes]] = deque()  # (block, key) to copy
         self._ends: deque[int] = deque()  # blocks that are left to copy when a call of `send` is done
         self._num_copied = self._num_given = self._num_done = 0
         self._offset = rank.number
@@ -88,19 +93,24 @@ class RemoteTier(Tier):
     # ---- blocks for other servers, see `TransferCalls`
 
     def send(self, blocks: list[tuple[int, bytes]]) -> None:
-        number = self._outbox.announce([key for _, key in blocks])
-        self._left.extend((number, block_id, key) for block_id, key in blocks)
-        self._num_given += len(blocks)
+        wanted = self._outbox.announce([key for _, key in blocks])
+        self._left.extend(one for one in blocks if one[1] in wanted)
+        self._num_given += len(wanted)
         self._ends.append(self._num_given)
+        self._copy()
 
-    def poll(self) -> int:
+    def _copy(self) -> None:
+        """Copy some blocks. A reader waits for them, and the next call of `poll` may be a long step away."""
         copied = 0
-        while self._left and copied < COPY_BYTES:
-            number, block_id, key = self._left.popleft()
+        while self._left and copied < self._copy_bytes:
+            block_id, key = self._left.popleft()
             content = self._gather(block_id)
-            self._outbox.add(number, key, content)
+            self._outbox.add(key, content)
             copied += len(content)
             self._num_copied += 1
+
+    def poll(self) -> int:
+        self._copy()
         while self._ends and self._ends[0] <= self._num_copied:
             self._ends.popleft()
             self._num_done += 1
@@ -142,7 +152,9 @@ class RemoteTier(Tier):
                     keys.append(one)
         try:
             return server.read(keys, self._digest)
-        except (TimeoutError, zmq.ZMQError) as error:
+        except (TimeoutError, zmq.ZMQError, _OtherBlocksError) as error:
+            if isinstance(error, _OtherBlocksError):
+                error = TimeoutError(f"its blocks cannot be used here: {self._differences(error.about)}")
             logger.warning("kv transfer: %s:%d: %s; its blocks are computed for %.0f s", *address, error, PAUSE)
             server.close()
             with self._lock:
@@ -150,6 +162,12 @@ class RemoteTier(Tier):
                 self._down = {one: until for one, until in self._down.items() if until > time.monotonic()}
                 self._down[address] = time.monotonic() + PAUSE
             return None
+
+    def _differences(self, about: list[str]) -> str:
+        """Return the facts about another server's blocks that differ from those here."""
+        pairs = zip(about, self._about) if len(about) == len(self._about) else []
+        differing = [f"{there[:200]}, here {here}" for there, here in pairs if there != here]
+        return "; ".join(differing) or "another model, or another version of quire"
 
     def _server(self, address: Address) -> _Server:
         if address not in self._servers:
@@ -172,6 +190,8 @@ class RemoteTier(Tier):
     def clear(self) -> None:
         with self._lock:
             self._sources.clear()
+        self._num_copied += len(self._left)  # their contents are of the past, too
+        self._left.clear()
         if self._outbox is not None:
             self._outbox.clear()
 
@@ -182,6 +202,14 @@ class RemoteTier(Tier):
     def counts(self) -> dict[str, float]:
         outbox = self._outbox
         return {} if outbox is None else {"sent_blocks": outbox.num_sent, "evicted": outbox.num_evicted}
+
+
+class _OtherBlocksError(Exception):
+    """A server has another model or format; `about` describes its format."""
+
+    def __init__(self, about: list[str]):
+        super().__init__(about)
+        self.about = about
 
 
 class _Server:
@@ -204,15 +232,15 @@ class _Server:
 
     def read(self, keys: list[bytes], fingerprint: bytes) -> bytes | None:
         """Return the content of the first key's block, None if the server has none; ask for the others, too. Raises
-        TimeoutError if nothing useful comes.
+        TimeoutError if nothing useful comes, `_OtherBlocksError` for a server with another fingerprint.
         """
-        first = keys[0]
+        first, end = keys[0], time.monotonic() + LONGEST
         if not self.has(first):
             self._asked.clear()  # of loads that were cancelled
             self._arrived.clear()
             self._ask(keys, fingerprint)
         while first not in self._arrived:
-            if not self._socket.poll(PATIENCE * 1000):
+            if not self._socket.poll(PATIENCE * 1000) or time.monotonic() > end:
                 raise TimeoutError("no answer")
             self._take(fingerprint)
         return self._arrived.pop(first)
@@ -228,8 +256,10 @@ class _Server:
             found = msgspec.msgpack.decode(head, type=Found)
         except (ValueError, msgspec.MsgspecError) as error:
             raise TimeoutError(f"an answer that is none of quire's: {error}") from None
-        if found.key not in self._asked:
+        if found.key not in self._asked or found.size == COMING:
             return
+        if found.size == UNKNOWN and found.about:
+            raise _OtherBlocksError(found.about)
         if found.size != UNKNOWN and found.place is not None:
             content = _read_place(*found.place, found.size)
             if crc32(content) != found.crc:  # it cannot be opened, or left meanwhile
