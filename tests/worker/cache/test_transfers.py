@@ -121,7 +121,7 @@ def test_blocks_of_an_adapter_are_only_those_of_this_adapter(engines, tmp_path):
     producer, consumer = (engines(folder, role, **settings) for role in ("kv_producer", "kv_consumer"))
     for engine in (producer, consumer):
         for (adapter,) in (law, tax):
-            assert engine.executor.workers.load_lora(adapter.key, adapter.folder) == ""
+            assert engine.executor.workers.load_lora(adapter.key, adapter.path) == ""
     sent = prefill(producer, prompt, adapters=[law])
     with_law, with_tax, bare = (alone(consumer, prompt, adapters=[one]) for one in (law, tax, []))
     assert with_law != with_tax and with_law != bare
@@ -135,8 +135,8 @@ def test_blocks_of_an_adapter_are_only_those_of_this_adapter(engines, tmp_path):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"block_size": 32}, "block size 16, here 32"),
-        ({"kv_cache_dtype": "int8"}, "here KV cache int8"),
+        ({"block_size": 32}, "block size 16, here block size 32"),
+        ({"kv_cache_dtype": "int8"}, "KV cache float32, no draft model, here KV cache int8"),
         ({"dtype": "bfloat16"}, "here activations bfloat16"),
         ({"model": {"rope_theta": 1e5}}, "another model"),
         pytest.param({"tensor_parallel_size": 2}, "here rank 0 of 2 (tensor parallel 2)", marks=pytest.mark.slow),
@@ -174,13 +174,13 @@ def test_a_loss_while_blocks_come_leaves_the_rest_to_be_computed(engines, tmp_pa
     folder, prompt = build_family("gemma3", tmp_path / "model"), words(5)
     producer, consumer = (engines(folder, role) for role in ("kv_producer", "kv_consumer"))
     sent = prefill(producer, prompt)
+    monkeypatch.setattr(remote, "AHEAD", 1)
     read, reads = remote.RemoteTier.read, []
 
     def some(tier, key):
         reads.append(key)
         if len(reads) == 4:
-            producer.scheduler.transfers._calls  # noqa: B018
-            tier.remove(list(tier._sources))
+            producer.executor.tiers.clear()
         return read(tier, key)
 
     monkeypatch.setattr(remote.RemoteTier, "read", some)

@@ -38,7 +38,7 @@ def open_store(
     about = (
         f"rank {place[0]} of {place[1]} (tensor parallel {place[2]})",
         f"block size {ready.block_size}",
-        f"KV cache {storage.split(', drafts of')[0]}, {'with' if ', drafts of' in storage else 'no'} draft model",
+        f"KV cache {storage.split(',')[0].split('.')[-1]}, {'with a' if ', drafts of' in storage else 'no'} draft model",
         f"activations {_weights_dtype(model).removeprefix('torch.')}",
         f"weights {config.model.load_format}, {config.model.quantization or 'as in the files'}",
         f"{len(ready.groups)} cache groups",
