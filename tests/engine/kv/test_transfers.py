@@ -15,7 +15,7 @@ import time
 import msgspec
 import pytest
 
-from quire.engine.messages import AddRequest, LoraUse, SamplingParams, Transfer
+from quire.engine.messages import AddRequest, Choice, LoraUse, SamplingParams, Transfer
 from quire.engine.kv import tiers
 from quire.worker.cache.tiers import outbox, remote
 from tests.helpers.engine.fake_executor import expected_tokens
@@ -334,3 +334,108 @@ def test_an_address_in_use_ends_the_start():
         taken.listen()
         with pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1"):
             engine_of("kv_producer", more={"kv_port": taken.getsockname()[1]})
+
+
+# ---- what public reports about other servers' connectors describe; their addresses are in the commit
+
+
+def test_odd_requests_go_on_like_others(engines):
+    """One token, two choices, a stop token first, log probabilities of the prompt, an extended prompt, half of it."""
+    producer, consumer = engines()
+    sent = msgspec.structs.replace(prefill(producer), send=False)
+    first = expected_tokens(PROMPT, SAMPLING, 4096, VOCAB)[0]
+    one, stop = SamplingParams(max_tokens=1), SamplingParams(max_tokens=5, stop_token_ids=[first])
+    for name, sampling in (("one", one), ("stop", stop), ("prompt", SamplingParams(max_tokens=2, prompt_logprobs=1))):
+        consumer.put(AddRequest(name, PROMPT, sampling, transfer=sent))
+    siblings = [Choice("n.1", 1)]
+    consumer.put(AddRequest("n", PROMPT, SAMPLING, transfer=sent, siblings=siblings))
+    consumer.put(AddRequest("longer", [*PROMPT, *range(500, 530)], SAMPLING, transfer=sent))
+    consumer.put(AddRequest("half", PROMPT[:21], SAMPLING, transfer=sent))
+    consumer.run()
+    cached = {name: consumer.outputs[b"server", name][0].counts.cached for name in ("one", "stop", "longer", "half")}
+    assert cached == {"one": 40, "stop": 40, "longer": 40, "half": 20}
+    assert consumer.tokens("one") == [first] and consumer.last("stop").finish_reason == "stop"
+    assert len(consumer.tokens("prompt")) == 2 and consumer.outputs[b"server", "prompt"][0].counts.cached == 0
+    for name in ("n", "n.1"):
+        assert len(consumer.tokens(name)) == 5
+    consumer.assert_at_rest()
+
+
+def test_a_producer_with_two_choices_sends_the_prompt_once(engines):
+    producer, consumer = engines()
+    message = AddRequest("p", PROMPT, SamplingParams(max_tokens=1), transfer=Transfer(send=True))
+    producer.put(msgspec.structs.replace(message, siblings=[Choice("p.1", 1)]))
+    producer.run()
+    assert producer.tier("remote").used == producer.tier("remote")._outbox.used > 0
+    assert decode(consumer, msgspec.structs.replace(producer.last("p").sent, send=False)) == 40
+    producer.assert_at_rest()
+
+
+def test_a_request_that_ends_while_its_blocks_come(engines, monkeypatch):
+    producer, consumer = engines()
+    sent = msgspec.structs.replace(prefill(producer), send=False)
+    answers = producer.tier("remote")._outbox
+    monkeypatch.setattr(answers, "_answer", lambda *args: False)  # the blocks are always about to come
+    consumer.put(AddRequest("d", PROMPT, SAMPLING, transfer=sent))
+    while not consumer.scheduler.is_fetching:
+        consumer.turn()
+    consumer.abort("d")
+    consumer.run()
+    consumer.assert_at_rest()
+
+
+@pytest.mark.parametrize("when", [0, 1, 2], ids=["waiting", "first chunk", "second chunk"])
+def test_a_prefill_that_ends_early_sends_nothing_and_keeps_nothing(engines, when):
+    producer, _ = engines(max_num_batched_tokens=16)
+    message = AddRequest("p", PROMPT, SamplingParams(max_tokens=1), transfer=Transfer(send=True))
+    producer.put(message)
+    for _ in range(when):
+        producer.turn()
+    producer.abort("p")
+    producer.run()
+    assert not producer.tier("remote")._outbox.used and not producer.scheduler.transfers.busy
+    producer.assert_at_rest()
+
+
+def test_a_preempted_request_goes_on_with_what_is_left(engines):
+    """Its blocks were read once, and another server may still have them."""
+    producer, consumer = engines(num_gpu_blocks_override=24, scheduling_policy="priority")
+    sent = msgspec.structs.replace(prefill(producer), send=False)
+    long = SamplingParams(max_tokens=30)
+    consumer.put(AddRequest("d", PROMPT, long, transfer=sent, priority=5))
+    while (b"server", "d") not in consumer.outputs:
+        consumer.turn()
+    consumer.add("urgent", [7] * 60, max_tokens=5)
+    consumer.run()
+    assert consumer.last("d").timing.num_preemptions > 0
+    assert consumer.tokens("d") == expected_tokens(PROMPT, long, 4096, VOCAB)
+    consumer.assert_at_rest()
+
+
+def test_blocks_of_other_servers_and_of_a_tier_together(engines):
+    producer, consumer = engines(kv_offload_gib=0.01)
+    sent = prefill(producer)
+    assert decode(consumer, sent) == 40
+    assert decode(consumer, sent, "hit") == 40  # hot: it goes to RAM when it leaves the pool
+    for i in range(12):
+        consumer.add(f"other {i}", [i + 60] * 42, max_tokens=2)
+    consumer.run()
+    producer.tier("remote").clear()
+    assert decode(consumer, sent, "later") == 40
+    consumer.assert_at_rest()
+
+
+def test_the_same_request_at_once_from_two_routers(engines):
+    producer, consumer = engines()
+    for client in (b"a", b"b"):
+        producer.put(AddRequest("p", PROMPT, SamplingParams(max_tokens=1), transfer=Transfer(send=True)), client)
+    producer.run()
+    for client in (b"a", b"b"):
+        sent = msgspec.structs.replace(producer.last("p", client).sent, send=False)
+        consumer.put(AddRequest("d", PROMPT, SAMPLING, transfer=sent), client)
+    consumer.run()
+    for client in (b"a", b"b"):
+        assert consumer.tokens("d", client) == expected_tokens(PROMPT, SAMPLING, 4096, VOCAB)
+        assert consumer.outputs[client, "d"][0].counts.cached == 40
+    producer.assert_at_rest()
+    consumer.assert_at_rest()

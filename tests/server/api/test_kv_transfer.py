@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
-from tests.helpers.server.running import running_server
+from tests.helpers.server.running import MODEL, running_server
 from tests.server.test_launch import free_port
 
 # what both routers send to the first server
@@ -67,6 +68,46 @@ def test_a_request_goes_on_at_the_second_server(pair, server, path):
     events = [line for line in consumer.http.post(path, json=stream).text.splitlines() if line.startswith("data: {")]
     parts = [json.loads(line[6:])["choices"][0] for line in events]
     assert "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in parts) == text_of(answer)
+
+
+def test_a_list_of_prompts_is_computed(pair):
+    """Several prompts have no common parameters, and those of one serve the prompt that they are of."""
+    producer, consumer = pair
+    several = BODIES["/v1/completions"] | {"prompt": [TEXT, "Something else. " * 8], "max_tokens": 2}
+    sent = producer.http.post("/v1/completions", json=several | {"kv_transfer_params": FIRST})
+    assert sent.status_code == 200 and "kv_transfer_params" not in sent.json()
+    found = prefilled(producer, "/v1/completions")
+    answer = consumer.http.post("/v1/completions", json=several | {"kv_transfer_params": found, "n": 2})
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 4
+
+
+def test_a_request_id_that_is_used_twice(pair):
+    """A retry of a router comes while the first attempt runs."""
+    producer, consumer = pair
+    found = prefilled(producer, "/v1/completions")
+    body = BODIES["/v1/completions"] | {"kv_transfer_params": found, "max_tokens": 200}
+
+    def ask(_):
+        return consumer.http.post("/v1/completions", json=body, headers={"X-Request-Id": "the same"})
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, range(4)))
+    assert {one.status_code for one in answers} == {200}
+    assert len({text_of(one.json()) for one in answers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": TEXT, "max_output_tokens": 16}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 16}),
+        ("/v1/embeddings", {"input": TEXT}),
+    ],
+)
+def test_other_routes_say_that_they_take_no_part(pair, path, body):
+    producer, _ = pair
+    answer = producer.http.post(path, json=body | {"model": MODEL, "kv_transfer_params": FIRST})
+    assert answer.status_code == 400 and "kv_transfer_params" in answer.text
 
 
 def test_a_first_server_that_sent_nothing_leaves_the_prompt_to_the_second(pair):
