@@ -2,9 +2,10 @@
 
 python benchmarks/disaggregated.py MODEL [--rounds 3] [--streams 4] [--prompt-len 4096] [--seconds 40] [--cores 0 1]
 
-Starts a server that prefills and one that decodes, each on a core of its own. Streams run at the second one: alone,
-then while prompts come through the first one, one after the other, then while the same prompts come to the second one.
-Prints the time between tokens of the streams in each case, and as a multiple of the first.
+Starts a server that prefills and one that decodes, each on a core of its own. Streams run at the second one: alone;
+while the first one computes prompts, one after the other; while these prompts go on at the second one; and with
+--one-engine while the second one computes them, too. Prints the time between tokens of the streams in each case, and as
+a multiple of the first.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--prompt-len", type=int, default=4096, help="tokens of a prompt (default: 4096)")
     parser.add_argument("--seconds", type=float, default=40.0, help="time of a measurement (default: 40)")
     parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), help="of the servers (default: 0 1)")
+    parser.add_argument("--one-engine", action="store_true", help="also send the prompts to the second server only")
     asyncio.run(measure(parser.parse_args(argv)))
     return 0
 
@@ -64,12 +66,18 @@ async def measure(arguments: argparse.Namespace) -> None:
             answer = await complete(decode, prompt, _OUTPUT_TOKENS, sent["kv_transfer_params"])
             return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
+        async def only_first(prompt: list[int]) -> int:
+            await complete(prefill, prompt, 1, {"do_remote_decode": True})
+            return 0
+
         async def direct(prompt: list[int]) -> int:
             await complete(decode, prompt, _OUTPUT_TOKENS, {})
             return 0
 
         await through_both([7] * 64)
-        cases: dict[str, Arrive | None] = {"alone": None, "prefilled elsewhere": through_both, "one engine": direct}
+        cases: dict[str, Arrive | None] = {"alone": None, "first server busy": only_first, "both": through_both}
+        if arguments.one_engine:
+            cases["one engine"] = direct
         ratios: dict[str, list[list[float]]] = {name: [] for name in cases}
         for number in range(arguments.rounds):
             base: list[float] = []

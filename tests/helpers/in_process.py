@@ -93,8 +93,8 @@ class InProcessEngine:
         transfers: list[Transfer] | None = None,
     ) -> list[Result]:
         """Run all prompts at once until they finish. `outputs` are tokens from before a resubmission, `media` the
-        images of each prompt, `adapters` its LoRA adapters, `pooling` its vector, `transfers` its blocks elsewhere. Each prompt has `n` choices,
-        whose seeds follow one another.
+        images of each prompt, `adapters` its LoRA adapters, `pooling` its vector, `transfers` its blocks on other
+        servers. Each prompt has `n` choices, whose seeds follow one another.
         """
         params = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         ids = [[str(i), *(f"{i}.{k}" for k in range(1, n))] for i in range(len(prompts))]

@@ -15,8 +15,8 @@ import time
 import msgspec
 import pytest
 
-from quire.engine.messages import AddRequest, Choice, LoraUse, SamplingParams, Transfer
 from quire.engine.kv import tiers
+from quire.engine.messages import AddRequest, Choice, LoraUse, SamplingParams, Transfer
 from quire.worker.cache.tiers import outbox, remote
 from tests.helpers.engine.fake_executor import expected_tokens
 from tests.helpers.engine.harness import VOCAB, Engine, fake_config
@@ -168,8 +168,11 @@ def _of_another_size(producer, monkeypatch):
 
 @pytest.mark.parametrize(
     "fault",
-    [_gone, _silent, _never_done, _dies_half_way, _forgot, _another_model, _damaged, _of_another_size, _nonsense, _one_frame],
-)
+    [
+        _gone, _silent, _never_done, _dies_half_way, _forgot, _another_model, _damaged, _of_another_size, _nonsense,
+        _one_frame,
+    ],
+)  # fmt: skip
 def test_without_the_producer_the_prompt_is_computed(engines, monkeypatch, fault):
     producer, consumer = engines()
     sent = prefill(producer)

@@ -25,6 +25,8 @@ BODIES = {
         "seed": 1,
         "ignore_eos": True,
     },
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 6, "temperature": 0, "store": False},
+    "/v1/messages": {"model": MODEL, "messages": [{"role": "user", "content": TEXT}], "max_tokens": 6},
 }
 
 
@@ -48,7 +50,7 @@ def text_of(answer: dict) -> str:
 
 def prefilled(producer, path: str) -> dict:
     body = BODIES[path] | {"kv_transfer_params": FIRST, "stream": False}
-    body |= {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body}
+    body |= {name: 1 for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if name in body}
     answer = producer.http.post(path, json=body, headers={"X-Request-Id": "___prefill_addr_a:1___decode_addr_b:2_5"})
     assert answer.status_code == 200, answer.text
     found = answer.json()["kv_transfer_params"]
@@ -61,8 +63,12 @@ def test_a_request_goes_on_at_the_second_server(pair, server, path):
     producer, consumer = pair
     found = prefilled(producer, path)
     answer = consumer.http.post(path, json=BODIES[path] | {"kv_transfer_params": found}).json()
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+    usage = answer["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    assert details.get("cached_tokens", usage.get("cache_read_input_tokens")) >= 16
     assert "kv_transfer_params" not in answer
+    if "choices" not in answer:
+        return  # the others have no seed
     assert text_of(answer) == text_of(server.http.post(path, json=BODIES[path]).json())
     stream = BODIES[path] | {"kv_transfer_params": found, "stream": True}
     events = [line for line in consumer.http.post(path, json=stream).text.splitlines() if line.startswith("data: {")]
@@ -94,20 +100,6 @@ def test_a_request_id_that_is_used_twice(pair):
         answers = list(pool.map(ask, range(4)))
     assert {one.status_code for one in answers} == {200}
     assert len({text_of(one.json()) for one in answers}) == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/responses", {"input": TEXT, "max_output_tokens": 16}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 16}),
-        ("/v1/embeddings", {"input": TEXT}),
-    ],
-)
-def test_other_routes_say_that_they_take_no_part(pair, path, body):
-    producer, _ = pair
-    answer = producer.http.post(path, json=body | {"model": MODEL, "kv_transfer_params": FIRST})
-    assert answer.status_code == 400 and "kv_transfer_params" in answer.text
 
 
 def test_a_first_server_that_sent_nothing_leaves_the_prompt_to_the_second(pair):
