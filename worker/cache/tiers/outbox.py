@@ -3,7 +3,8 @@
 ROUTER   a reader asks with msgpack of `Ask`, and gets per key [msgpack of `Found`, content]. A reader on this machine
          gets no content but its place, a file in memory that it reads itself. A key whose copy has begun is answered
          when the copy is there, and until then every HEARTBEAT with COMING; other keys are answered as missing. A
-         reader of another model or format learns what differs.
+         reader of another model or format learns what differs. A reader with NIXL gets an address, and the agent's
+         description if it has changed.
 
 Contents stay until they are the oldest beyond the limit. A thread owns the socket: the engine never waits for it.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import socket as sockets
 import tempfile
@@ -21,10 +23,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import msgspec
 import zmq
+
+from quire.worker.cache.tiers.nixl import Nixl
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +47,7 @@ class Ask(msgspec.Struct, array_like=True):
     fingerprint: bytes  # of the model and the format
     host: str  # where the reader runs, see `this_host`; "": send the contents
     keys: list[bytes]
+    nixl: int = -1  # the version of the description of NIXL's agent here that the reader has; -1: it has no NIXL
 
 
 class Found(msgspec.Struct, array_like=True):
@@ -50,6 +56,7 @@ class Found(msgspec.Struct, array_like=True):
     size: int = UNKNOWN
     crc: int = 0
     place: tuple[int, int, int] | None = None  # process, its file descriptor, offset
+    nixl: tuple[int, int] | None = None  # address, version of the agent's description
     about: list[str] = []  # facts about the blocks here, for a reader with another fingerprint
 
 
@@ -80,6 +87,9 @@ class _Segment:
     fd: int
     keys: list[bytes] = field(default_factory=list)
     size: int = 0
+    memory: mmap.mmap | None = None  # with NIXL
+    address: int = 0
+    handle: Any = None
 
 
 def _memory_file() -> int:
@@ -101,9 +111,10 @@ class Outbox:
         limit: int,
         fingerprint: Callable[[], bytes | None],
         about: Sequence[str] = (),
+        nixl: Nixl | None = None,
     ):
         self.limit, self.used, self._fingerprint, self._host = limit, 0, fingerprint, this_host()
-        self._about = list(about)
+        self._about, self._nixl = list(about), nixl
         self.num_sent = self.num_evicted = 0  # blocks that were asked for, that left
         self._segments: OrderedDict[int, _Segment] = OrderedDict()  # the last one is written to
         self._entries: dict[bytes, _Entry] = {}
@@ -145,7 +156,7 @@ class Outbox:
             self._coming.discard(key)
             if self._is_fresh(key):
                 return
-            number, segment = self._open_segment()
+            number, segment = self._open_segment(len(content))
             _write(segment.fd, content, segment.size)
             self._entries[key] = _Entry(number, segment.size, len(content), crc32(content), self._written)
             segment.keys.append(key)
@@ -155,12 +166,16 @@ class Outbox:
             while self.used > self.limit:
                 self._drop(next(iter(self._segments)))
 
-    def _open_segment(self) -> tuple[int, _Segment]:
-        """Return the segment to write to, and its number."""
-        segment = self._segments.get(self._number)
-        if segment is None or segment.size >= self.limit // SEGMENTS:
+    def _open_segment(self, size: int) -> tuple[int, _Segment]:
+        """Return the segment to write `size` bytes to, and its number."""
+        segment, most = self._segments.get(self._number), max(self.limit // SEGMENTS, size)
+        if segment is None or segment.size + size > most:
             self._number += 1
             segment = self._segments[self._number] = _Segment(_memory_file())
+            if self._nixl is not None:
+                os.ftruncate(segment.fd, most)
+                segment.memory = mmap.mmap(segment.fd, most)
+                segment.address, segment.handle = self._nixl.offer(segment.memory)
         return self._number, segment
 
     def _drop(self, number: int) -> None:
@@ -170,6 +185,8 @@ class Outbox:
             if (entry := self._entries.get(key)) is not None and entry.segment == number:
                 del self._entries[key]
                 self.num_evicted += 1
+        if self._nixl is not None:
+            self._nixl.withdraw(segment.handle)
         os.close(segment.fd)
 
     def clear(self) -> None:
@@ -214,18 +231,26 @@ class Outbox:
                     left.append(key)
                     continue
                 if entry is not None:
-                    fd = self._segments[entry.segment].fd
-                    found.size, found.crc = entry.size, entry.crc
-                    if ask.host and ask.host == self._host:
-                        found.place = os.getpid(), fd, entry.offset
-                    else:
-                        content = os.pread(fd, entry.size, entry.offset)
+                    content = self._point_to(entry, ask, found)
                     self.num_sent += 1
             if not known and self._fingerprint() is not None:
                 found.about = self._about
             self._send(client, found, content)
         ask.keys = left
         return not left
+
+    def _point_to(self, entry: _Entry, ask: Ask, found: Found) -> bytes:
+        """Tell a reader where a block is. Returns the content if it cannot read that."""
+        segment = self._segments[entry.segment]
+        found.size, found.crc = entry.size, entry.crc
+        if ask.host and ask.host == self._host:
+            found.place = os.getpid(), segment.fd, entry.offset
+            return b""
+        if self._nixl is None or ask.nixl < 0:
+            return os.pread(segment.fd, entry.size, entry.offset)
+        version, description = self._nixl.description()
+        found.nixl = segment.address + entry.offset, version
+        return b"" if ask.nixl == version else description
 
     def _send(self, client: bytes, found: Found, content: bytes) -> None:
         with contextlib.suppress(zmq.Again):

@@ -22,6 +22,7 @@ import zmq
 
 from quire.configs.config import Config
 from quire.worker.cache.tiers.base import Content, Rank, Tier
+from quire.worker.cache.tiers.nixl import Nixl, open_nixl
 from quire.worker.cache.tiers.outbox import COMING, UNKNOWN, Ask, Found, Outbox, this_host
 from quire.worker.messages import REMOTE
 
@@ -54,10 +55,11 @@ class RemoteTier(Tier):
         self._gather, self._agree = rank.gather, rank.agree
         self._digest: bytes | None = None
         self._outbox: Outbox | None = None
+        self._nixl = open_nixl(settings.backends)
         if settings.sends:
             port = settings.port + rank.number
             limit //= rank.num_ranks
-            self._outbox = Outbox(settings.host, port, limit, lambda: self._digest, rank.about)
+            self._outbox = Outbox(settings.host, port, limit, lambda: self._digest, rank.about, self._nixl)
         self._about = list(rank.about)
         self._copy_bytes = COPY_BYTES if settings.receives else math.inf
         self._left: deque[tuple[int, bytes]] = deque()  # (block, key) to copy
@@ -171,7 +173,7 @@ class RemoteTier(Tier):
 
     def _server(self, address: Address) -> _Server:
         if address not in self._servers:
-            self._servers[address] = _Server(address)
+            self._servers[address] = _Server(address, self._nixl)
             if len(self._servers) > MAX_SERVERS:
                 self._servers.popitem(last=False)[1].close()
         self._servers.move_to_end(address)
@@ -215,8 +217,9 @@ class _OtherBlocksError(Exception):
 class _Server:
     """A connection to a server that has blocks, used by one thread."""
 
-    def __init__(self, address: Address):
+    def __init__(self, address: Address, nixl: Nixl | None = None):
         host, port = address
+        self._nixl, self._agent, self._version = nixl, "", 0  # the version of the agent's description that is here
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -248,7 +251,9 @@ class _Server:
     def _ask(self, keys: list[bytes], fingerprint: bytes) -> None:
         self._number += 1
         self._asked.update(keys)
-        self._socket.send(msgspec.msgpack.encode(Ask(self._number, fingerprint, self._host, keys)), zmq.DONTWAIT)
+        version = -1 if self._nixl is None else self._version
+        ask = Ask(self._number, fingerprint, self._host, keys, version)
+        self._socket.send(msgspec.msgpack.encode(ask), zmq.DONTWAIT)
 
     def _take(self, fingerprint: bytes) -> None:
         try:
@@ -260,15 +265,30 @@ class _Server:
             return
         if found.size == UNKNOWN and found.about:
             raise _OtherBlocksError(found.about)
-        if found.size != UNKNOWN and found.place is not None:
-            content = _read_place(*found.place, found.size)
-            if crc32(content) != found.crc:  # it cannot be opened, or left meanwhile
-                self._host = ""
+        if found.size != UNKNOWN and (found.place or found.nixl):
+            content = _read_place(*found.place, found.size) if found.place else self._read_nixl(found, content)
+            if crc32(content) != found.crc:  # it cannot be read, or left meanwhile
+                if found.place:
+                    self._host = ""
+                else:
+                    self._nixl = None
                 self._ask([found.key], fingerprint)
                 return
         self._asked.discard(found.key)
         whole = len(content) == found.size and crc32(content) == found.crc
         self._arrived[found.key] = content if whole else None
+
+    def _read_nixl(self, found: Found, description: bytes) -> bytes:
+        """Return the content of a block that NIXL reads; b"" if it cannot."""
+        if self._nixl is None:
+            return b""
+        try:
+            if description:
+                self._agent, self._version = self._nixl.learn(description), found.nixl[1]
+            return self._nixl.read(self._agent, found.nixl[0], found.size, PATIENCE)
+        except Exception as error:  # its own kinds, one per status
+            logger.warning("kv transfer: NIXL: %s: %s; blocks come over TCP", type(error).__name__, error)
+            return b""
 
     def close(self) -> None:
         self._context.destroy(linger=0)
