@@ -4,8 +4,9 @@ python benchmarks/disaggregated.py MODEL [--rounds 3] [--streams 4] [--prompt-le
 
 Starts a server that prefills and one that decodes, each on a core of its own. Streams run at the second one: alone;
 while the first one computes prompts, one after the other; while these prompts go on at the second one; and with
---one-engine while the second one computes them, too. Prints the time between tokens of the streams in each case, and as
-a multiple of the first.
+--one-engine while the second one computes them, too. Prints the time between tokens of the streams and the second
+server's CPU time per token in each case, and as multiples of the first. On a busy machine compare the CPU time, and
+"both" with "first server busy".
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
 from quire.cli.bench.process import ServerProcess, free_port
@@ -30,7 +33,7 @@ _PATH = "/v1/completions"
 _STREAM_TOKENS = 4000
 _OUTPUT_TOKENS = 4  # of a long prompt
 _SETTLE = 2.0  # seconds until the streams run
-_MEASURES = ("mean", "p50", "p99")
+_MEASURES = ("mean", "p50", "p99", "CPU time")
 
 Arrive = Callable[[list[int]], Awaitable[int]]
 
@@ -82,8 +85,8 @@ async def measure(arguments: argparse.Namespace) -> None:
         for number in range(arguments.rounds):
             base: list[float] = []
             for name, arrive in cases.items():
-                gaps, cached = await streams(arguments, decode, arrive, number)
-                times = [sum(gaps) / len(gaps), percentile(gaps, 50), percentile(gaps, 99)]
+                gaps, cached, cpu = await streams(arguments, decode, arrive, number)
+                times = [sum(gaps) / len(gaps), percentile(gaps, 50), percentile(gaps, 99), cpu / len(gaps)]
                 base = base or times
                 ratios[name].append([one / other for one, other in zip(times, base)])
                 figures = ", ".join(f"{what} {1e3 * one:.1f} ms" for what, one in zip(_MEASURES, times))
@@ -95,24 +98,34 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 async def streams(
     arguments: argparse.Namespace, decode: ServerProcess, arrive: Arrive | None, number: int
-) -> tuple[list[float], list[int]]:
-    """Return the times between tokens of streams while prompts arrive, and the cached tokens of each prompt."""
+) -> tuple[list[float], list[int], float]:
+    """Return the times between tokens of streams while prompts arrive, the cached tokens of each prompt, and the server's
+    CPU time.
+    """
     gaps: list[float] = []
     running = [asyncio.create_task(stream(decode, [i + 1] * 64, gaps)) for i in range(arguments.streams)]
     await asyncio.sleep(_SETTLE)
     gaps.clear()
+    before = cpu_time(decode)
     cached: list[int] = []
     end = time.perf_counter() + arguments.seconds
     rng = random.Random(f"{number} {arrive}")
     while arrive is not None and time.perf_counter() < end:
         cached.append(await arrive([rng.randrange(1000, 20_000) for _ in range(arguments.prompt_len)]))
     await asyncio.sleep(max(end - time.perf_counter(), 0.0))
-    found = sorted(gaps)
+    found, cpu = sorted(gaps), cpu_time(decode) - before
     for task in running:
         assert not task.done(), "a stream ended before the measurement"
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    return found, cached
+    return found, cached, cpu
+
+
+def cpu_time(running: ServerProcess) -> float:
+    """Return the CPU time of a server and its engine, in seconds."""
+    process = psutil.Process(running.process.pid)
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 async def stream(running: ServerProcess, prompt: list[int], gaps: list[float]) -> None:

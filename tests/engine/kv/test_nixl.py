@@ -1,4 +1,4 @@
-"""Blocks that NIXL reads: with its package, where that is installed, and with a stand-in for it that reads this process's
+"""Blocks that NIXL reads: with its package, where that is installed, and with a stand-in that reads this process's own
 memory.
 """
 
