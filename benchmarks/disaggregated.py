@@ -99,8 +99,8 @@ async def measure(arguments: argparse.Namespace) -> None:
 async def streams(
     arguments: argparse.Namespace, decode: ServerProcess, arrive: Arrive | None, number: int
 ) -> tuple[list[float], list[int], float]:
-    """Return the times between tokens of streams while prompts arrive, the cached tokens of each prompt, and the server's
-    CPU time.
+    """Return the times between tokens of streams while prompts arrive, the cached tokens of each prompt, and the CPU
+    time of the server.
     """
     gaps: list[float] = []
     running = [asyncio.create_task(stream(decode, [i + 1] * 64, gaps)) for i in range(arguments.streams)]

@@ -53,6 +53,8 @@ from quire.worker.messages import (
     longest_request,
 )
 
+MAX_BLOCKED = 8  # requests with blocks elsewhere that a step finds no room for, before it leaves the others for the next
+
 Outputs = dict[bytes, list[EngineOutput]]  # by client
 
 
@@ -193,11 +195,13 @@ class Scheduler:
             request.status = Status.WAITING
             self.waiting.add(request)
         unasked, self._unasked = self._unasked, []
+        num_blocked = 0
         for request in unasked:
             if request.status is not Status.WAITING:
                 continue
             if self.transfers is not None and self.transfers.receives(request):
-                if not self.room.has_blocks(request):  # its blocks are fetched when they fit
+                if num_blocked >= MAX_BLOCKED or not self.room.has_blocks(request):  # fetched when they fit
+                    num_blocked += 1
                     self._unasked.append(request)
                     continue
                 self.transfers.expect(request)
