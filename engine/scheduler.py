@@ -53,7 +53,7 @@ from quire.worker.messages import (
     longest_request,
 )
 
-MAX_BLOCKED = 8  # requests with blocks elsewhere that a step finds no room for, before it leaves the others for the next
+MAX_BLOCKED = 8  # requests with blocks elsewhere for which a step finds no room before it leaves the others
 
 Outputs = dict[bytes, list[EngineOutput]]  # by client
 
