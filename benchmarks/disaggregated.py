@@ -18,6 +18,7 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -117,7 +118,8 @@ async def streams(
     for task in running:
         assert not task.done(), "a stream ended before the measurement"
         task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
+        with suppress(asyncio.CancelledError):
+            await task
     return found, cached, cpu
 
 
@@ -139,7 +141,7 @@ async def stream(running: ServerProcess, prompt: list[int], gaps: list[float]) -
                 gaps.append(now - last)
             last = now
     finally:
-        connection.close()
+        running.client.release(connection)  # closes it: the stream has not ended
 
 
 async def complete(running: ServerProcess, prompt: list[int], max_tokens: int, transfer: dict[str, Any]) -> Any:
