@@ -168,7 +168,7 @@ class RemoteTier(Tier):
     def _differences(self, about: list[str]) -> str:
         """Return the facts about another server's blocks that differ from those here."""
         pairs = zip(about, self._about) if len(about) == len(self._about) else []
-        differing = [f"{there[:200]}, here {here}" for there, here in pairs if there != here]
+        differing = [f"{_printable(there)}, here {here}" for there, here in pairs if there != here]
         return "; ".join(differing) or "another model, or another version of quire"
 
     def _server(self, address: Address) -> _Server:
@@ -204,6 +204,10 @@ class RemoteTier(Tier):
     def counts(self) -> dict[str, float]:
         outbox = self._outbox
         return {} if outbox is None else {"sent_blocks": outbox.num_sent, "evicted": outbox.num_evicted}
+
+
+def _printable(text: str) -> str:
+    return "".join(filter(str.isprintable, text[:200]))
 
 
 class _OtherBlocksError(Exception):
