@@ -197,6 +197,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [True, False], ids=["shared memory", "TCP"])
 def test_a_producer_that_is_killed_while_it_sends(monkeypatch, local):
     if not local:
