@@ -340,7 +340,9 @@ def test_an_address_in_use_ends_the_start():
             engine_of("kv_producer", more={"kv_port": taken.getsockname()[1]})
 
 
-# ---- what public reports about other servers' connectors describe; their addresses are in the commit
+# ---- what public reports about vLLM's connectors describe: issues and pull requests 18631, 41180, 41269, 42839, 48141,
+# 49796, 50559, 51786, 52617 and 53250 of vllm-project/vllm, and 400 of llm-d/llm-d-router; ranks (11247, 14952) are in
+# `tests/worker/cache/test_transfers.py`
 
 
 def test_odd_requests_go_on_like_others(engines):
