@@ -35,6 +35,7 @@ class KVTransferSettings:
     offload_gib: float | None = None
     folder: str | None = None
     allowed_hosts: tuple[str, ...] = PRIVATE  # names, addresses and networks whose blocks are read
+    backends: tuple[str, ...] = ()  # of NIXL, such as UCX; none: it is not used
     notes: tuple[str, ...] = ()  # what has no effect, and why
 
     @property
@@ -85,7 +86,10 @@ def _read(values: dict[str, Any]) -> KVTransferSettings:
     if not isinstance(extra, dict):
         raise ValueError("kv_connector_extra_config must be a JSON object")
     if connector in _TRANSFER:
-        return KVTransferSettings(role, **_address(values), allowed_hosts=_allowed_hosts(extra))
+        hosts = _texts(extra, "allowed_hosts", "names, addresses or networks")
+        backends = _texts(extra, "backends", "names of NIXL's backends") or ()
+        allowed = PRIVATE if hosts is None else hosts
+        return KVTransferSettings(role, **_address(values), allowed_hosts=allowed, backends=backends)
     if connector == _OFFLOADING:
         return _offloading(extra)
     if connector in _STORES:
@@ -97,13 +101,13 @@ def _read(values: dict[str, Any]) -> KVTransferSettings:
     raise ValueError(f"kv_connector is {json.dumps(connector)}, but must be one of {', '.join(known)}")
 
 
-def _allowed_hosts(extra: dict[str, Any]) -> tuple[str, ...]:
-    hosts = extra.get("allowed_hosts")
-    if hosts is None:
-        return PRIVATE
-    if not isinstance(hosts, list) or not all(isinstance(one, str) and one for one in hosts):
-        raise ValueError("kv_connector_extra_config.allowed_hosts must be a list of names, addresses or networks")
-    return tuple(hosts)
+def _texts(extra: dict[str, Any], key: str, what: str) -> tuple[str, ...] | None:
+    found = extra.get(key)
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
+        raise ValueError(f"kv_connector_extra_config.{key} must be a list of {what}")
+    return tuple(found)
 
 
 def _address(values: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +160,7 @@ def _several(extra: dict[str, Any]) -> KVTransferSettings:
     for one in map(_read, connectors):
         if one.role:
             merged = replace(merged, role=one.role, host=one.host, port=one.port, buffer_bytes=one.buffer_bytes)
-            merged = replace(merged, allowed_hosts=one.allowed_hosts)
+            merged = replace(merged, allowed_hosts=one.allowed_hosts, backends=one.backends)
         gib, folder = one.offload_gib, one.folder
         merged = replace(
             merged,

@@ -34,7 +34,6 @@ from quire.engine.chores.stats import SendStats
 from quire.engine.executor.base import Executor, Pending, get_executor, import_executor, steps_in_flight
 from quire.engine.executor.stubs import answer
 from quire.engine.ipc import ServerSocket
-from quire.engine.kv.transfers import Transfers
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -223,8 +222,6 @@ class EngineCore:
         self.calls = Calls(self.scheduler, self.executor.workers, self.send)
         self.report_progress("warming up", 0.0)
         warm_up(self.scheduler, self.executor)
-        if ready.has_transfers and self.scheduler.tiers is not None:
-            self.scheduler.transfers = Transfers(self.scheduler.kv, self.executor.transfers, self.config.cache.transfer)
         if ready.has_slot_files:
             self.scheduler.contents.open_slots(self.executor.slots, self.index)
         workers, report = self.executor.workers, self.stats.schedule

@@ -24,11 +24,11 @@ class Room:
 
     def can_admit(self, request: Request) -> bool:
         """Return whether a row and enough blocks are free to admit a request."""
-        return (
-            len(self.running) < self.max_running
-            and self._has_slots(request)
-            and self.kv.num_missing(request, self.kv.match(request)) + self.reserve() <= self.kv.pool.num_free
-        )
+        return len(self.running) < self.max_running and self._has_slots(request) and self.has_blocks(request)
+
+    def has_blocks(self, request: Request) -> bool:
+        """Return whether enough blocks are free to admit a request."""
+        return self.kv.num_missing(request, self.kv.match(request)) + self.reserve() <= self.kv.pool.num_free
 
     def could_admit(self, request: Request, without: Collection[Request]) -> bool:
         """Return whether a request would fit if the running requests `without` were preempted."""

@@ -53,6 +53,8 @@ from quire.worker.messages import (
     longest_request,
 )
 
+MAX_BLOCKED = 8  # requests with blocks elsewhere for which a step finds no room before it leaves the others
+
 Outputs = dict[bytes, list[EngineOutput]]  # by client
 
 
@@ -193,10 +195,17 @@ class Scheduler:
             request.status = Status.WAITING
             self.waiting.add(request)
         unasked, self._unasked = self._unasked, []
+        num_blocked = 0
         for request in unasked:
-            if self.transfers is not None:
+            if request.status is not Status.WAITING:
+                continue
+            if self.transfers is not None and self.transfers.receives(request):
+                if num_blocked >= MAX_BLOCKED or not self.room.has_blocks(request):  # fetched when they fit
+                    num_blocked += 1
+                    self._unasked.append(request)
+                    continue
                 self.transfers.expect(request)
-            if request.status is Status.WAITING and self.tiers.begin(
+            if self.tiers.begin(
                 request,
                 self.kv.pool.num_free - self.room.reserve(),
                 # others that may be admitted meanwhile need two each

@@ -6,12 +6,13 @@ from quire.configs.config import Config
 from quire.engine.executor.base import Executor
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.kv.tiers import tiers_below
+from quire.engine.kv.transfers import Transfers
 from quire.engine.messages import AddRequest, PoolingParams, SamplingParams, WorkerReady
 from quire.engine.scheduler import Scheduler
 
 
 def make_scheduler(config: Config, ready: WorkerReady, executor: Executor) -> Scheduler:
-    """Return a scheduler with an empty cache, and the tiers below it."""
+    """Return a scheduler with an empty cache, the tiers below it and the transfers to other servers."""
     kv = KVCacheManager(
         ready.num_blocks,
         ready.block_size,
@@ -22,7 +23,10 @@ def make_scheduler(config: Config, ready: WorkerReady, executor: Executor) -> Sc
         ready.num_states,
     )
     tiers = tiers_below(kv, ready, executor.tiers)
-    return Scheduler(config.scheduler, ready, kv, config.parallel.pipeline_parallel_size, tiers)
+    scheduler = Scheduler(config.scheduler, ready, kv, config.parallel.pipeline_parallel_size, tiers)
+    if ready.has_transfers and tiers is not None:
+        scheduler.transfers = Transfers(kv, executor.transfers, config.cache.transfer)
+    return scheduler
 
 
 def warm_up(scheduler: Scheduler, executor: Executor) -> None:

@@ -27,6 +27,7 @@ from quire.worker.messages import REMOTE, TierCalls, TierInfo, WorkerReady
 logger = logging.getLogger(__name__)
 
 SILENCE = 2.0  # seconds without a loaded block after which a fetch is given up
+LONGEST = 30.0  # seconds for which blocks of another server may be on their way, whose computation was not measured
 PAUSE = 30.0  # seconds without fetches after that
 MEASURED_TOKENS = 128  # a step with as many tokens measures how fast prompts are computed
 WORTHWHILE = 0.05  # seconds: a fetch that takes less is not compared with computing
@@ -202,13 +203,24 @@ class Tiers:
             self._publish(fetch, report, now)
             ended += fetch.requests
         for number, fetch in list(self._fetches.items()):
-            if now - fetch.last_arrival > SILENCE and not fetch.of_slot:
+            if fetch.remote and self._is_too_slow(fetch, now):
+                logger.warning("kv transfer: %d of %d blocks came; computing", fetch.num_done, len(fetch.keys))
+                ended += fetch.requests
+                self._end(number)
+            elif now - fetch.last_arrival > SILENCE and not fetch.of_slot and not fetch.remote:
                 logger.warning("kv cache: no block came for %.0f s; going on without lower tiers for a while", SILENCE)
-                if not fetch.remote:
-                    self._paused_until = now + PAUSE
+                self._paused_until = now + PAUSE
                 ended += fetch.requests
                 self._end(number)
         return ended
+
+    def _is_too_slow(self, fetch: Fetch, now: float) -> bool:
+        """Return whether the blocks of another server take too long, at their speed so far. The worker notices a server
+        that is silent.
+        """
+        waited, computing = now - fetch.started, 2 * fetch.num_tokens * self.rates.computed
+        whole = waited * len(fetch.keys) / fetch.num_done if fetch.num_done else waited
+        return now - fetch.last_arrival > LONGEST or (waited > SILENCE and whole > (computing or LONGEST))
 
     def _publish(self, fetch: Fetch, ok: list[bool], now: float) -> None:
         pool, fetch.loaded = self.kv.pool, ok

@@ -56,11 +56,13 @@ class Transfers:
             self.kv.pool.release(self._held.popleft())
         self._num_done = num_done
 
+    def receives(self, request: Request) -> bool:
+        """Return whether another server has blocks of a request."""
+        return request.transfer is not None and bool(request.transfer.blocks) and self._settings.receives
+
     def expect(self, request: Request) -> None:
         """Tell the workers which blocks of a waiting request another server has."""
         source = request.transfer
-        if source is None or not source.blocks or not self._settings.receives:
-            return
         self.kv.match(request)  # hashes the blocks
         hashes = request.block_hashes
         keys = [

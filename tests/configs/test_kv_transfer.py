@@ -31,7 +31,16 @@ def test_the_hosts_of_the_setting_replace_them():
     assert not any(map(settings.allows, ("prefill-1", "127.0.0.1", "8.8.9.1", "2001:db8::2")))
 
 
-@pytest.mark.parametrize("hosts", ["prefill-0", [1], [""], {}])
-def test_wrong_lists_are_refused(hosts):
-    with pytest.raises(ValueError, match="allowed_hosts must be a list"):
-        read(allowed_hosts=hosts)
+@pytest.mark.parametrize("value", ["prefill-0", [1], [""], {}])
+@pytest.mark.parametrize("key", ["allowed_hosts", "backends"])
+def test_wrong_lists_are_refused(key, value):
+    with pytest.raises(ValueError, match=f"{key} must be a list"):
+        read(**{key: value})
+
+
+def test_nixl_is_used_if_its_backends_are_named():
+    assert read().backends == ()
+    assert read(backends=["UCX"]).backends == ("UCX",)
+    several = {"connectors": [{"kv_connector": "NixlConnector", "kv_connector_extra_config": {"backends": ["UCX"]}}]}
+    text = json.dumps({"kv_connector": "MultiConnector", "kv_connector_extra_config": several})
+    assert read_kv_transfer(text).backends == ("UCX",)

@@ -17,7 +17,16 @@ import pytest
 
 from quire.configs.config import Config
 from quire.engine.executor.base import get_executor, steps_in_flight
-from quire.engine.messages import AddRequest, Choice, LoraUse, MediaItem, PoolingParams, SamplingParams, TokenLogprobs
+from quire.engine.messages import (
+    AddRequest,
+    Choice,
+    LoraUse,
+    MediaItem,
+    PoolingParams,
+    SamplingParams,
+    TokenLogprobs,
+    Transfer,
+)
 from quire.engine.startup import make_scheduler
 from quire.worker.messages import WorkerReady
 
@@ -37,6 +46,7 @@ class Result:
     num_preemptions: int = 0
     error: str | None = None
     pooled: bytes | None = None
+    sent: Transfer | None = None
 
 
 def forced_drafts(folder: str) -> dict[str, str]:
@@ -80,10 +90,11 @@ class InProcessEngine:
         adapters: list[list[LoraUse]] | None = None,
         turn_start: int = 0,
         pooling: list[PoolingParams | None] | None = None,
+        transfers: list[Transfer] | None = None,
     ) -> list[Result]:
         """Run all prompts at once until they finish. `outputs` are tokens from before a resubmission, `media` the
-        images of each prompt, `adapters` its LoRA adapters, `pooling` its vector. Each prompt has `n` choices,
-        whose seeds follow one another.
+        images of each prompt, `adapters` its LoRA adapters, `pooling` its vector, `transfers` its blocks on other
+        servers. Each prompt has `n` choices, whose seeds follow one another.
         """
         params = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         ids = [[str(i), *(f"{i}.{k}" for k in range(1, n))] for i in range(len(prompts))]
@@ -101,6 +112,7 @@ class InProcessEngine:
                     turn_start=turn_start,
                     pooling=pooling[i] if pooling else None,
                     cache_salt=self.cache_salt,
+                    transfer=transfers[i] if transfers else None,
                 )
             )
             if early:
@@ -118,6 +130,8 @@ class InProcessEngine:
             step, future = in_flight.popleft()
             for batch in self.scheduler.update(step, future.result()).values():
                 self._collect(results, batch)
+        while self.scheduler.transfers is not None and self.scheduler.transfers.busy:
+            self.scheduler.transfers.poll()
         assert self.scheduler.kv.usage == 0, "blocks leaked"
         return list(results.values())
 
@@ -126,7 +140,7 @@ class InProcessEngine:
             result = results[output.request_id]
             assert result.finish_reason is None, "an output after the last"
             result.token_ids += output.new_token_ids
-            result.pooled = output.pooled
+            result.pooled, result.sent = output.pooled, output.sent
             result.logprobs += output.logprobs or []
             result.prompt_logprobs += output.prompt_logprobs or []
             result.finish_reason, result.stop_reason, result.error = (

@@ -12,6 +12,7 @@ from quire.server.api.anthropic.protocol import CountTokensRequest, MessageRespo
 from quire.server.api.anthropic.translate import conversation, spec
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
+from quire.server.generate.transfer import answered, check_transfer
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import with_retention
 from quire.server.http.caller import caller
@@ -63,6 +64,7 @@ Prepared = tuple[MessagesRequest, GenerationRequest, Caching]
 
 def _prepare(request: Request, body: MessagesRequest, state: needs.Preparing) -> Prepared | Deferred[Prepared]:
     check_progress(body.return_progress, body.stream)
+    check_transfer(body.kv_transfer_params, state.config.cache)
     seconds = seconds_wanted(body)
     identity = with_retention(admission.admit(request, state, ID_PREFIX, model=body.model), seconds)
     wanted = spec(body, state.formats.reasoning is not None, **identity)
@@ -87,7 +89,7 @@ def _whole(
     if one.sampling.max_tokens:
         message.content = streams.blocks(choice.events if one.parsing else [Content(choice.text)])
     message.stop_reason, message.stop_sequence = streams.stopped(choice.finish_reason, choice.stop_reason, clipped)
-    message.usage = cached.usage(used)
+    message.usage, message.kv_transfer_params = cached.usage(used), answered([one])
     return sse.JsonResponse(message)
 
 

@@ -185,6 +185,7 @@ class MessagesRequest(PromptFields, kw_only=True):
     cache_salt: CacheSalt | None = None  # in addition to Anthropic's own
     speculation: bool | None = None  # false: no drafts (`docs/speculation.md`)
     return_progress: bool | None = None  # for the prompt, in comments of the stream
+    kv_transfer_params: JsonObject | None = None  # vLLM's, as in chat
 
     unsupported: ClassVar[dict[str, tuple]] = PromptFields.unsupported | {"prediction": ()}
 
@@ -233,6 +234,7 @@ class MessageResponse(msgspec.Struct, kw_only=True):
     ) = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    kv_transfer_params: dict[str, Json] | UnsetType = UNSET
 
 
 class TokenCount(msgspec.Struct):

@@ -21,6 +21,7 @@ from quire.server.api.anthropic.protocol import (
     ToolUse,
 )
 from quire.server.errors import BadRequest
+from quire.server.generate.transfer import read_transfer
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
 from quire.server.media.inputs import ImageInput
 from quire.server.request import tools as neutral
@@ -39,6 +40,7 @@ def spec(body: MessagesRequest, thinks: bool, **identity: Json) -> GenerationSpe
         structure=_structure(body),
         cache_salt=body.cache_salt,
         prompt_param="messages",
+        transfer=read_transfer(body.kv_transfer_params),
         clip_max_tokens=True,  # max_tokens is mandatory, and clients send their model's
         **identity,
     )

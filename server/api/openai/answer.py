@@ -16,9 +16,9 @@ from quire.server.api import needs
 from quire.server.api.openai import streams
 from quire.server.api.openai.objects import Timings, Usage
 from quire.server.api.openai.protocol import GenerationFields
-from quire.server.api.openai.transfer import answered, check_transfer
 from quire.server.errors import BadRequest
 from quire.server.generate import deltas
+from quire.server.generate.transfer import answered, check_transfer
 from quire.server.http import admission, sse
 from quire.server.http.caller import caller
 from quire.server.request.delta import Delta

@@ -22,8 +22,8 @@ from quire.server.api.openai.protocol import (
     TokenizeRequest,
 )
 from quire.server.api.openai.tools import MessageToolCall, choice_of, template_call, tools_of
-from quire.server.api.openai.transfer import read_transfer
 from quire.server.errors import BadRequest
+from quire.server.generate.transfer import read_transfer
 from quire.server.media.inputs import ImageInput
 from quire.server.request.ngrams import of_sglang, of_vllm
 from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec, options_of

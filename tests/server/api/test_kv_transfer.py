@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
-from tests.helpers.server.running import running_server
+from tests.helpers.server.running import MODEL, running_server
 from tests.server.test_launch import free_port
 
 # what both routers send to the first server
@@ -24,6 +25,8 @@ BODIES = {
         "seed": 1,
         "ignore_eos": True,
     },
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 6, "temperature": 0, "store": False},
+    "/v1/messages": {"model": MODEL, "messages": [{"role": "user", "content": TEXT}], "max_tokens": 6},
 }
 
 
@@ -47,7 +50,7 @@ def text_of(answer: dict) -> str:
 
 def prefilled(producer, path: str) -> dict:
     body = BODIES[path] | {"kv_transfer_params": FIRST, "stream": False}
-    body |= {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body}
+    body |= {name: 1 for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if name in body}
     answer = producer.http.post(path, json=body, headers={"X-Request-Id": "___prefill_addr_a:1___decode_addr_b:2_5"})
     assert answer.status_code == 200, answer.text
     found = answer.json()["kv_transfer_params"]
@@ -60,13 +63,43 @@ def test_a_request_goes_on_at_the_second_server(pair, server, path):
     producer, consumer = pair
     found = prefilled(producer, path)
     answer = consumer.http.post(path, json=BODIES[path] | {"kv_transfer_params": found}).json()
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+    usage = answer["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    assert details.get("cached_tokens", usage.get("cache_read_input_tokens")) >= 16
     assert "kv_transfer_params" not in answer
+    if "choices" not in answer:
+        return  # the others have no seed
     assert text_of(answer) == text_of(server.http.post(path, json=BODIES[path]).json())
     stream = BODIES[path] | {"kv_transfer_params": found, "stream": True}
     events = [line for line in consumer.http.post(path, json=stream).text.splitlines() if line.startswith("data: {")]
     parts = [json.loads(line[6:])["choices"][0] for line in events]
     assert "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in parts) == text_of(answer)
+
+
+def test_a_list_of_prompts_is_computed(pair):
+    """Several prompts have no common parameters, and those of one serve the prompt that they are of."""
+    producer, consumer = pair
+    several = BODIES["/v1/completions"] | {"prompt": [TEXT, "Something else. " * 8], "max_tokens": 2}
+    sent = producer.http.post("/v1/completions", json=several | {"kv_transfer_params": FIRST})
+    assert sent.status_code == 200 and "kv_transfer_params" not in sent.json()
+    found = prefilled(producer, "/v1/completions")
+    answer = consumer.http.post("/v1/completions", json=several | {"kv_transfer_params": found, "n": 2})
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 4
+
+
+def test_a_request_id_that_is_used_twice(pair):
+    """A retry of a router comes while the first attempt runs."""
+    producer, consumer = pair
+    found = prefilled(producer, "/v1/completions")
+    body = BODIES["/v1/completions"] | {"kv_transfer_params": found, "max_tokens": 200}
+
+    def ask(_):
+        return consumer.http.post("/v1/completions", json=body, headers={"X-Request-Id": "the same"})
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, range(4)))
+    assert {one.status_code for one in answers} == {200}
+    assert len({text_of(one.json()) for one in answers}) == 1
 
 
 def test_a_first_server_that_sent_nothing_leaves_the_prompt_to_the_second(pair):

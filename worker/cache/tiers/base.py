@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
@@ -40,6 +40,7 @@ class Rank:
     num_ranks: int = 1
     agree: Agree = alone
     portable: Callable[[], bytes] = bytes  # as `fingerprint`, also on another machine; reads all of the model's files
+    about: Sequence[str] = ()  # facts of the fingerprint, for a person
 
 
 class Tier(Protocol):

@@ -2,7 +2,9 @@
 
 ROUTER   a reader asks with msgpack of `Ask`, and gets per key [msgpack of `Found`, content]. A reader on this machine
          gets no content but its place, a file in memory that it reads itself. A key whose copy has begun is answered
-         when the copy is there; other keys are answered as missing.
+         when the copy is there, and until then every HEARTBEAT with COMING; other keys are answered as missing. A
+         reader of another model or format learns what differs. A reader with NIXL gets an address, and the agent's
+         description if it has changed.
 
 Contents stay until they are the oldest beyond the limit. A thread owns the socket: the engine never waits for it.
 """
@@ -11,18 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import socket as sockets
 import tempfile
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import msgspec
 import zmq
+
+from quire.worker.cache.tiers.nixl import Nixl
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +37,9 @@ MAX_KEYS = 64  # of one request
 MAX_ASK = 64 << 10  # bytes of one request
 MAX_WAITING = 1024  # requests that wait for copies
 POLL, IDLE_POLL = 2, 100  # milliseconds
-UNKNOWN = -1
+HEARTBEAT = 0.25  # seconds
+SEGMENTS = 64  # files that the limit is divided into
+UNKNOWN, COMING = -1, -2
 
 
 class Ask(msgspec.Struct, array_like=True):
@@ -38,6 +47,7 @@ class Ask(msgspec.Struct, array_like=True):
     fingerprint: bytes  # of the model and the format
     host: str  # where the reader runs, see `this_host`; "": send the contents
     keys: list[bytes]
+    nixl: int = -1  # the version of the description of NIXL's agent here that the reader has; -1: it has no NIXL
 
 
 class Found(msgspec.Struct, array_like=True):
@@ -46,6 +56,8 @@ class Found(msgspec.Struct, array_like=True):
     size: int = UNKNOWN
     crc: int = 0
     place: tuple[int, int, int] | None = None  # process, its file descriptor, offset
+    nixl: tuple[int, int] | None = None  # address, version of the agent's description
+    about: list[str] = []  # facts about the blocks here, for a reader with another fingerprint
 
 
 def this_host() -> str:
@@ -61,19 +73,23 @@ def this_host() -> str:
 
 @dataclass(slots=True)
 class _Entry:
-    file: int  # number of a `_Parcel`
+    segment: int  # number of a `_Segment`
     offset: int
     size: int
     crc: int
+    written: int  # bytes written before it
 
 
 @dataclass(slots=True)
-class _Parcel:
-    """The blocks of one prompt, in a file in memory that ends with this process."""
+class _Segment:
+    """Blocks in a file in memory that ends with this process."""
 
     fd: int
-    keys: list[bytes]
+    keys: list[bytes] = field(default_factory=list)
     size: int = 0
+    memory: mmap.mmap | None = None  # with NIXL
+    address: int = 0
+    handle: Any = None
 
 
 def _memory_file() -> int:
@@ -85,15 +101,25 @@ def _memory_file() -> int:
 
 class Outbox:
     """It listens at `host` and `port` and keeps `limit` bytes; `fingerprint` is that of the model and the format, None
-    while it is not known. Raises ValueError if the address cannot be used.
+    while it is not known, and `about` describes the format. Raises ValueError if the address cannot be used.
     """
 
-    def __init__(self, host: str, port: int, limit: int, fingerprint: Callable[[], bytes | None]):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        limit: int,
+        fingerprint: Callable[[], bytes | None],
+        about: Sequence[str] = (),
+        nixl: Nixl | None = None,
+    ):
         self.limit, self.used, self._fingerprint, self._host = limit, 0, fingerprint, this_host()
-        self.num_sent = self.num_evicted = 0  # blocks that were asked for, that left unread
-        self._parcels: OrderedDict[int, _Parcel] = OrderedDict()
+        self._about, self._nixl = list(about), nixl
+        self.num_sent = self.num_evicted = 0  # blocks that were asked for, that left
+        self._segments: OrderedDict[int, _Segment] = OrderedDict()  # the last one is written to
         self._entries: dict[bytes, _Entry] = {}
         self._coming: set[bytes] = set()  # keys whose copy has begun
+        self._written = 0  # bytes
         self._number, self._stopped = 0, False
         self._lock = threading.Lock()
         self._context = zmq.Context()
@@ -110,40 +136,64 @@ class Outbox:
 
     # ---- the worker's thread
 
-    def announce(self, keys: list[bytes]) -> int:
-        """Blocks with these keys come. Returns the number of their parcel."""
+    def announce(self, keys: list[bytes]) -> set[bytes]:
+        """Blocks with these keys come. Returns those of them that have to be copied: the others are here and stay for a
+        while.
+        """
         with self._lock:
-            self._number += 1
-            self._parcels[self._number] = _Parcel(_memory_file(), keys)
-            self._coming.update(key for key in keys if key not in self._entries)
-            return self._number
+            wanted = {key for key in keys if not self._is_fresh(key)}
+            self._coming.update(key for key in wanted if key not in self._entries)
+            return wanted
 
-    def add(self, number: int, key: bytes, content: bytes) -> None:
-        """Keep the content of a block of a parcel."""
+    def _is_fresh(self, key: bytes) -> bool:
+        """Return whether a block is here and in the newer half of what may be kept."""
+        entry = self._entries.get(key)
+        return entry is not None and self._written - entry.written <= self.limit // 2
+
+    def add(self, key: bytes, content: bytes) -> None:
+        """Keep the content of a block."""
         with self._lock:
-            parcel = self._parcels.get(number)
-            if parcel is not None and key not in self._entries:
-                _write(parcel.fd, content, parcel.size)
-                self._entries[key] = _Entry(number, parcel.size, len(content), crc32(content))
-                parcel.size += len(content)
-                self.used += len(content)
             self._coming.discard(key)
-            while self.used > self.limit and self._parcels:
-                self._drop(next(iter(self._parcels)))
+            if self._is_fresh(key):
+                return
+            number, segment = self._open_segment(len(content))
+            _write(segment.fd, content, segment.size)
+            self._entries[key] = _Entry(number, segment.size, len(content), crc32(content), self._written)
+            segment.keys.append(key)
+            segment.size += len(content)
+            self.used += len(content)
+            self._written += len(content)
+            while self.used > self.limit:
+                self._drop(next(iter(self._segments)))
+
+    def _open_segment(self, size: int) -> tuple[int, _Segment]:
+        """Return the segment to write `size` bytes to, and its number."""
+        segment, most = self._segments.get(self._number), max(self.limit // SEGMENTS, size)
+        if segment is None or segment.size + size > most:
+            self._number += 1
+            segment = self._segments[self._number] = _Segment(_memory_file())
+            if self._nixl is not None:
+                os.ftruncate(segment.fd, most)
+                segment.memory = mmap.mmap(segment.fd, most)
+                segment.address, segment.handle = self._nixl.offer(segment.memory)
+        return self._number, segment
 
     def _drop(self, number: int) -> None:
-        parcel = self._parcels.pop(number)
-        self.used -= parcel.size
-        for key in parcel.keys:
-            self._coming.discard(key)
-            if (entry := self._entries.get(key)) is not None and entry.file == number:
+        segment = self._segments.pop(number)
+        self.used -= segment.size
+        for key in segment.keys:
+            if (entry := self._entries.get(key)) is not None and entry.segment == number:
                 del self._entries[key]
                 self.num_evicted += 1
-        os.close(parcel.fd)
+        if self._nixl is not None:
+            self._nixl.withdraw(segment.handle)
+        os.close(segment.fd)
 
     def clear(self) -> None:
+        """Forget all blocks, also those that come."""
         with self._lock:
-            for number in list(self._parcels):
+            self._coming.clear()
+            for number in list(self._segments):
                 self._drop(number)
 
     def stop(self) -> None:
@@ -155,6 +205,7 @@ class Outbox:
 
     def _serve(self) -> None:
         waiting: list[tuple[bytes, Ask, bool]] = []
+        beat = 0.0
         while not self._stopped:
             if self._socket.poll(POLL if waiting else IDLE_POLL):
                 client, *frames = self._socket.recv_multipart()
@@ -163,6 +214,10 @@ class Outbox:
                     known = ask.fingerprint == self._fingerprint() and len(ask.keys) <= MAX_KEYS
                     waiting.append((client, ask, known))
             waiting = [one for one in waiting if not self._answer(*one, len(waiting) <= MAX_WAITING)]
+            if waiting and (now := time.monotonic()) - beat > HEARTBEAT:
+                beat = now
+                for client, ask, _ in waiting:
+                    self._send(client, Found(ask.number, ask.keys[0], COMING), b"")
         self._socket.close()
 
     def _answer(self, client: bytes, ask: Ask, known: bool, may_wait: bool) -> bool:
@@ -176,17 +231,30 @@ class Outbox:
                     left.append(key)
                     continue
                 if entry is not None:
-                    fd = self._parcels[entry.file].fd
-                    found.size, found.crc = entry.size, entry.crc
-                    if ask.host and ask.host == self._host:
-                        found.place = os.getpid(), fd, entry.offset
-                    else:
-                        content = os.pread(fd, entry.size, entry.offset)
+                    content = self._point_to(entry, ask, found)
                     self.num_sent += 1
-            with contextlib.suppress(zmq.Again):
-                self._socket.send_multipart([client, msgspec.msgpack.encode(found), content], zmq.DONTWAIT)
+            if not known and self._fingerprint() is not None:
+                found.about = self._about
+            self._send(client, found, content)
         ask.keys = left
         return not left
+
+    def _point_to(self, entry: _Entry, ask: Ask, found: Found) -> bytes:
+        """Tell a reader where a block is. Returns the content if it cannot read that."""
+        segment = self._segments[entry.segment]
+        found.size, found.crc = entry.size, entry.crc
+        if ask.host and ask.host == self._host:
+            found.place = os.getpid(), segment.fd, entry.offset
+            return b""
+        if self._nixl is None or ask.nixl < 0:
+            return os.pread(segment.fd, entry.size, entry.offset)
+        version, description = self._nixl.description()
+        found.nixl = segment.address + entry.offset, version
+        return b"" if ask.nixl == version else description
+
+    def _send(self, client: bytes, found: Found, content: bytes) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart([client, msgspec.msgpack.encode(found), content], zmq.DONTWAIT)
 
 
 def _write(fd: int, content: bytes, offset: int) -> None:

@@ -35,7 +35,17 @@ def open_store(
     facts += (config.model.load_format, config.model.seed, config.model.quantization)
     mark = functools.cache(lambda: fingerprint(model_identity(config.model.model), facts))
     portable = functools.cache(lambda: fingerprint(model_content(config.model.model), facts))
-    tiers = open_tiers(ready.tiers, Rank(config, blocks.gather, mark, *place[:2], agree, portable))
+    kv_type, _, draft = storage.partition(", drafts of ")
+    kv_type = kv_type.split(",")[0].split(".")[-1]
+    about = (
+        f"rank {place[0]} of {place[1]} (tensor parallel {place[2]})",
+        f"block size {ready.block_size}",
+        f"KV cache {kv_type}, {'a' if draft else 'no'} draft model",
+        f"activations {_weights_dtype(model).removeprefix('torch.')}",
+        f"weights {config.model.load_format}, {config.model.quantization or 'as in the files'}",
+        f"{len(ready.groups)} cache groups",
+    )
+    tiers = open_tiers(ready.tiers, Rank(config, blocks.gather, mark, *place[:2], agree, portable, about))
     return TierStore(blocks.gather, blocks.scatter, tiers, agree)
 
 

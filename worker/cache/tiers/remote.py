@@ -8,6 +8,7 @@ block has a checksum. A server that is lost or slow makes a block a miss: then i
 from __future__ import annotations
 
 import logging
+import math
 import os
 import stat
 import threading
@@ -21,7 +22,8 @@ import zmq
 
 from quire.configs.config import Config
 from quire.worker.cache.tiers.base import Content, Rank, Tier
-from quire.worker.cache.tiers.outbox import UNKNOWN, Ask, Found, Outbox, this_host
+from quire.worker.cache.tiers.nixl import Nixl, open_nixl
+from quire.worker.cache.tiers.outbox import COMING, UNKNOWN, Ask, Found, Outbox, this_host
 from quire.worker.messages import REMOTE
 
 if TYPE_CHECKING:
@@ -29,9 +31,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COPY_BYTES = 32 << 20  # that one poll copies
+COPY_BYTES = 32 << 20  # that one poll copies where requests are decoded, too
 AHEAD = 16  # blocks that one request asks for
-PATIENCE = 1.0  # seconds without a block after which a server is given up
+PATIENCE = 1.0  # seconds without a message after which a server is given up
+LONGEST = 30.0  # seconds that a block may be on its way
 PAUSE = 10.0  # seconds for which it is not asked then
 MAX_EXPECTED = 1 << 18  # keys whose server is known
 MAX_SERVERS = 16  # that connections are kept to
@@ -52,10 +55,14 @@ class RemoteTier(Tier):
         self._gather, self._agree = rank.gather, rank.agree
         self._digest: bytes | None = None
         self._outbox: Outbox | None = None
+        self._nixl = open_nixl(settings.backends)
         if settings.sends:
             port = settings.port + rank.number
-            self._outbox = Outbox(settings.host, port, limit // rank.num_ranks, lambda: self._digest)
-        self._left: deque[tuple[int, int, bytes]] = deque()  # (parcel, block, key) to copy
+            limit //= rank.num_ranks
+            self._outbox = Outbox(settings.host, port, limit, lambda: self._digest, rank.about, self._nixl)
+        self._about = list(rank.about)
+        self._copy_bytes = COPY_BYTES if settings.receives else math.inf
+        self._left: deque[tuple[int, bytes]] = deque()  # (block, key) to copy
         self._ends: deque[int] = deque()  # blocks that are left to copy when a call of `send` is done
         self._num_copied = self._num_given = self._num_done = 0
         self._offset = rank.number
@@ -88,19 +95,24 @@ class RemoteTier(Tier):
     # ---- blocks for other servers, see `TransferCalls`
 
     def send(self, blocks: list[tuple[int, bytes]]) -> None:
-        number = self._outbox.announce([key for _, key in blocks])
-        self._left.extend((number, block_id, key) for block_id, key in blocks)
-        self._num_given += len(blocks)
+        wanted = self._outbox.announce([key for _, key in blocks])
+        self._left.extend(one for one in blocks if one[1] in wanted)
+        self._num_given += len(wanted)
         self._ends.append(self._num_given)
+        self._copy()
 
-    def poll(self) -> int:
+    def _copy(self) -> None:
+        """Copy some blocks. A reader waits for them, and the next call of `poll` may be a long step away."""
         copied = 0
-        while self._left and copied < COPY_BYTES:
-            number, block_id, key = self._left.popleft()
+        while self._left and copied < self._copy_bytes:
+            block_id, key = self._left.popleft()
             content = self._gather(block_id)
-            self._outbox.add(number, key, content)
+            self._outbox.add(key, content)
             copied += len(content)
             self._num_copied += 1
+
+    def poll(self) -> int:
+        self._copy()
         while self._ends and self._ends[0] <= self._num_copied:
             self._ends.popleft()
             self._num_done += 1
@@ -142,7 +154,9 @@ class RemoteTier(Tier):
                     keys.append(one)
         try:
             return server.read(keys, self._digest)
-        except (TimeoutError, zmq.ZMQError) as error:
+        except (TimeoutError, zmq.ZMQError, _OtherBlocksError) as error:
+            if isinstance(error, _OtherBlocksError):
+                error = TimeoutError(f"its blocks cannot be used here: {self._differences(error.about)}")
             logger.warning("kv transfer: %s:%d: %s; its blocks are computed for %.0f s", *address, error, PAUSE)
             server.close()
             with self._lock:
@@ -151,9 +165,15 @@ class RemoteTier(Tier):
                 self._down[address] = time.monotonic() + PAUSE
             return None
 
+    def _differences(self, about: list[str]) -> str:
+        """Return the facts about another server's blocks that differ from those here."""
+        pairs = zip(about, self._about) if len(about) == len(self._about) else []
+        differing = [f"{_printable(there)}, here {here}" for there, here in pairs if there != here]
+        return "; ".join(differing) or "another model, or another version of quire"
+
     def _server(self, address: Address) -> _Server:
         if address not in self._servers:
-            self._servers[address] = _Server(address)
+            self._servers[address] = _Server(address, self._nixl)
             if len(self._servers) > MAX_SERVERS:
                 self._servers.popitem(last=False)[1].close()
         self._servers.move_to_end(address)
@@ -172,6 +192,8 @@ class RemoteTier(Tier):
     def clear(self) -> None:
         with self._lock:
             self._sources.clear()
+        self._num_copied += len(self._left)  # their contents are of the past, too
+        self._left.clear()
         if self._outbox is not None:
             self._outbox.clear()
 
@@ -184,11 +206,24 @@ class RemoteTier(Tier):
         return {} if outbox is None else {"sent_blocks": outbox.num_sent, "evicted": outbox.num_evicted}
 
 
+def _printable(text: str) -> str:
+    return "".join(filter(str.isprintable, text[:200]))
+
+
+class _OtherBlocksError(Exception):
+    """A server has another model or format; `about` describes its format."""
+
+    def __init__(self, about: list[str]):
+        super().__init__(about)
+        self.about = about
+
+
 class _Server:
     """A connection to a server that has blocks, used by one thread."""
 
-    def __init__(self, address: Address):
+    def __init__(self, address: Address, nixl: Nixl | None = None):
         host, port = address
+        self._nixl, self._agent, self._version = nixl, "", 0  # the version of the agent's description that is here
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -204,15 +239,15 @@ class _Server:
 
     def read(self, keys: list[bytes], fingerprint: bytes) -> bytes | None:
         """Return the content of the first key's block, None if the server has none; ask for the others, too. Raises
-        TimeoutError if nothing useful comes.
+        TimeoutError if nothing useful comes, `_OtherBlocksError` for a server with another fingerprint.
         """
-        first = keys[0]
+        first, end = keys[0], time.monotonic() + LONGEST
         if not self.has(first):
             self._asked.clear()  # of loads that were cancelled
             self._arrived.clear()
             self._ask(keys, fingerprint)
         while first not in self._arrived:
-            if not self._socket.poll(PATIENCE * 1000):
+            if not self._socket.poll(PATIENCE * 1000) or time.monotonic() > end:
                 raise TimeoutError("no answer")
             self._take(fingerprint)
         return self._arrived.pop(first)
@@ -220,7 +255,9 @@ class _Server:
     def _ask(self, keys: list[bytes], fingerprint: bytes) -> None:
         self._number += 1
         self._asked.update(keys)
-        self._socket.send(msgspec.msgpack.encode(Ask(self._number, fingerprint, self._host, keys)), zmq.DONTWAIT)
+        version = -1 if self._nixl is None else self._version
+        ask = Ask(self._number, fingerprint, self._host, keys, version)
+        self._socket.send(msgspec.msgpack.encode(ask), zmq.DONTWAIT)
 
     def _take(self, fingerprint: bytes) -> None:
         try:
@@ -228,17 +265,34 @@ class _Server:
             found = msgspec.msgpack.decode(head, type=Found)
         except (ValueError, msgspec.MsgspecError) as error:
             raise TimeoutError(f"an answer that is none of quire's: {error}") from None
-        if found.key not in self._asked:
+        if found.key not in self._asked or found.size == COMING:
             return
-        if found.size != UNKNOWN and found.place is not None:
-            content = _read_place(*found.place, found.size)
-            if crc32(content) != found.crc:  # it cannot be opened, or left meanwhile
-                self._host = ""
+        if found.size == UNKNOWN and found.about:
+            raise _OtherBlocksError(found.about)
+        if found.size != UNKNOWN and (found.place or found.nixl):
+            content = _read_place(*found.place, found.size) if found.place else self._read_nixl(found, content)
+            if crc32(content) != found.crc:  # it cannot be read, or left meanwhile
+                if found.place:
+                    self._host = ""
+                else:
+                    self._nixl = None
                 self._ask([found.key], fingerprint)
                 return
         self._asked.discard(found.key)
         whole = len(content) == found.size and crc32(content) == found.crc
         self._arrived[found.key] = content if whole else None
+
+    def _read_nixl(self, found: Found, description: bytes) -> bytes:
+        """Return the content of a block that NIXL reads; b"" if it cannot."""
+        if self._nixl is None:
+            return b""
+        try:
+            if description:
+                self._agent, self._version = self._nixl.learn(description), found.nixl[1]
+            return self._nixl.read(self._agent, found.nixl[0], found.size, PATIENCE)
+        except Exception as error:  # its own kinds, one per status
+            logger.warning("kv transfer: NIXL: %s: %s; blocks come over TCP", type(error).__name__, error)
+            return b""
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from quire.server.api.openai.responses.items import legible
 from quire.server.api.openai.responses.namespaces import by_joined_name, joined
@@ -27,13 +28,21 @@ from quire.server.http import sse
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 from quire.server.request.delta import Delta
 from quire.server.request.usage import TokenUsage
+from quire.server.values import Json
 
 logger = logging.getLogger(__name__)
 
 
 class Answer:
-    def __init__(self, response: ResponseObject, output: Output):
-        self.response, self.output = response, output
+    """`transferred` returns the parameters for a server that goes on with the prompt, once it is computed."""
+
+    def __init__(
+        self,
+        response: ResponseObject,
+        output: Output,
+        transferred: Callable[[], dict[str, Json] | UnsetType] = lambda: UNSET,
+    ):
+        self.response, self.output, self._transferred = response, output, transferred
         self.num_events = 0
 
     async def events(self, generation: AsyncGenerator[Delta, None]) -> AsyncGenerator[list[bytes], None]:
@@ -94,6 +103,7 @@ class Answer:
         self.response.status = status
         self.response.output = self.output.items
         self.response.usage = self.output.usage()
+        self.response.kv_transfer_params = self._transferred()
 
     def event(self, kind: str, fields: dict[str, Any]) -> bytes:
         self.num_events += 1

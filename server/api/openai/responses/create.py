@@ -44,6 +44,7 @@ from quire.server.api.openai.responses.translate import (
 from quire.server.errors import BadRequest, NotFound
 from quire.server.generate import deltas
 from quire.server.generate.prepare import prepare
+from quire.server.generate.transfer import answered, check_transfer
 from quire.server.http import admission, sse
 from quire.server.http.cache_hint import RETENTION, with_retention
 from quire.server.http.caller import caller
@@ -150,6 +151,7 @@ def _prepare(
 ) -> Work[ResponsesRequest, _Prepared]:
     identity = admission.admit(request, state, ID_PREFIX, model=body.model, priority=body.priority)
     check_progress(body.return_progress, body.stream)
+    check_transfer(body.kv_transfer_params, state.config.cache)
     if history is not None and (name := history.name):
         identity = with_retention(identity, RETENTION["in_memory"], name)
     _decide_to_store(request, body, state)
@@ -179,7 +181,7 @@ def _prepared(body: ResponsesRequest, one: GenerationRequest, state: needs.Prepa
         prewarms(body),
         compacts,
     )
-    return _Prepared(one, Answer(response, output), items)
+    return _Prepared(one, Answer(response, output, lambda: answered([one])), items)
 
 
 def _decide_to_store(request: Request, body: ResponsesRequest, state: needs.Responses) -> None:

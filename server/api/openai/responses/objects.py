@@ -143,6 +143,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: str | None = None
     metadata: dict[str, str]
     service_tier: Literal["default"] = "default"
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class DeletedObject(msgspec.Struct, kw_only=True):

@@ -15,6 +15,7 @@ from quire.server.api.openai.protocol import (
     MAX_PARTS,
     UNSUPPORTED,
     Effort,
+    JsonObject,
     Prediction,
     PromptCacheOptions,
     TemplateKwargs,
@@ -300,6 +301,7 @@ class ResponsesRequest(with_sampling_fields(ResponsePrompt), kw_only=True):
     speculation: bool | None = None
     prediction: Prediction | None = None
     return_progress: bool | None = None
+    kv_transfer_params: JsonObject | None = None
 
     # `max_tool_calls` counts the calls of tools that the server runs; it runs none
     harmless: ClassVar = HARMLESS | {"max_tool_calls", "stream_options", "access_programs", "client_metadata"}

@@ -20,6 +20,7 @@ from quire.server.api.openai.responses.protocol import (
 )
 from quire.server.api.openai.tools import MAX_TOOLS, function_tool, known_names, require_distinct, required
 from quire.server.errors import BadRequest
+from quire.server.generate.transfer import read_transfer
 from quire.server.http.parse_body import is_left_out
 from quire.server.prompt.encode import encode_conversation
 from quire.server.request.ngrams import of_vllm
@@ -46,6 +47,7 @@ def spec(body: ResponsesRequest, history: list[InputItem], **identity: Json) -> 
         prompt_param="input",
         max_tokens_param="max_output_tokens",
         logprobs_param="top_logprobs",
+        transfer=read_transfer(body.kv_transfer_params),
         **identity,
     )
 
