@@ -94,10 +94,15 @@ class Supervisor:
 
     async def _serve(self, ended: asyncio.Future[int]) -> None:
         """Connect to the engine and wait for its death."""
-        watch = asyncio.ensure_future(self._watch())
         patience = asyncio.ensure_future(self._end_waiting())
         try:
-            await self.client.connect(self.engine.address or await in_thread(self.engine.locate))
+            address = self.engine.address or await in_thread(self.engine.locate)
+        except asyncio.CancelledError:
+            patience.cancel()
+            raise
+        await self.client.connect(address)
+        watch = asyncio.ensure_future(self._watch())
+        try:
             await self._until_ready(ended)
             patience.cancel()
             await asyncio.wait({ended})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from tests.helpers.server.running import poll
 pytestmark = pytest.mark.slow
 STEP_TIMEOUT = 30
 LIMIT = 8 + STEP_TIMEOUT + 30  # seconds: silence, the wait for the machine, the restart on a loaded machine
-PROMPTS = [[5, 6, 7, 8, 9] * 13, [11, 12, 13, 14] * 16]
+LONG = 300  # tokens: some seconds
 BODY = {"prompt": [5, 6, 7, 8, 9] * 4, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
 
 
@@ -59,11 +60,12 @@ def network() -> Iterator[list[str]]:
 class Nodes:
     """The processes of both nodes. The first serves at a Unix socket, which needs no network."""
 
-    def __init__(self, network: list[str], folder: str, place: Path, flags: list[str], second: list[str]):
+    def __init__(self, network: list[str], folder: str, place: Path, flags: list[str], second: list[str] | None):
+        """`second` are flags of the second node; None: only the first has a server."""
         self.network, self.uds, self.log, self.second = network, str(place / "s"), place / "log", second
         self.arguments = ["serve", folder, "--dtype", "float32", *flags]
         self.arguments += ["--step-timeout", str(STEP_TIMEOUT), "--max-model-len", "1024", "--uds", self.uds]
-        self.processes = [self.start(0), self.start(1)]
+        self.processes = [self.start(0)] + ([] if second is None else [self.start(1)])
         self.http = httpx.Client(transport=httpx.HTTPTransport(uds=self.uds), base_url="http://q", timeout=120.0)
 
     def start(self, node: int) -> subprocess.Popen:
@@ -112,8 +114,8 @@ class Nodes:
     def stop(self) -> None:
         for process in self.processes:
             process.send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in self.processes] == [0, 0]
-        assert not [pid for node in (0, 1) for pid in self.ranks(node, "quire")]
+        assert {process.wait(60) for process in self.processes} == {0}
+        assert not [pid for node in (0, 1) for name in ("quire", "ray::Rank") for pid in self.ranks(node, name)]
 
     def end(self) -> None:
         print(self.log.read_text()[-6000:])  # shown if the test fails
@@ -157,53 +159,71 @@ def test_an_engine_over_two_machines(network, folder, tmp_path, flag):
 
 @pytest.mark.timeout(600)
 def test_two_engines_on_two_machines(network, folder, tmp_path):
-    flags = "--data-parallel-size 2 --data-parallel-size-local 1 --data-parallel-address 10.87.0.1".split()
+    flags = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-address", "10.87.0.1"]
     nodes = Nodes(network, folder, tmp_path, flags, ["--data-parallel-start-rank", "1"])
     try:
         nodes.wait_ready()
         assert len(nodes.ranks(0, "quire-engine")) == len(nodes.ranks(1, "quire-engine")) == 1
-        expected = [nodes.complete(prompt=prompt, max_tokens=900) for prompt in PROMPTS]
-        assert nodes.served(0) == nodes.served(1) == 900  # the same place as now: each has cached its prompt
+        assert {error for _, _, error in both(nodes, lambda: None)} == {None}
+        assert nodes.served(0) == nodes.served(1) == LONG
 
         def lose_machine() -> None:
             os.killpg(nodes.processes[1].pid, signal.SIGKILL)
             nodes.processes[1].wait(20)
-            nodes.complete(prompt=PROMPTS[1])  # by the engine that is left
+            nodes.complete(prompt=[1, 2, 3])  # by the engine that is left
 
-        one_fails(nodes, lose_machine, expected)
+        one_fails(nodes, lose_machine)
         nodes.processes[1] = nodes.start(1)
         is_back(nodes)
-        one_fails(nodes, lambda: ip("-n", network[1], "link", "set", "c1", "down"), expected)
+        one_fails(nodes, lambda: ip("-n", network[1], "link", "set", "c1", "down"))
         ip("-n", network[1], "link", "set", "c1", "up")
         is_back(nodes)
 
         # the engine of the other machine dies alone: its stream goes on, or fails if the restart takes too long
         engine = nodes.ranks(1, "quire-engine")[0]
-        found = both(nodes, lambda: os.kill(engine, signal.SIGKILL))
-        assert found[0] == (expected[0], None) and expected[1].startswith(found[1][0])
+        check(nodes, both(nodes, lambda: os.kill(engine, signal.SIGKILL)), at_most=1)
+        is_back(nodes)
+
+        # the server dies and comes back: the other machine joins again
+        os.killpg(nodes.processes[0].pid, signal.SIGKILL)
+        nodes.processes[0].wait(20)
+        nodes.processes[0] = nodes.start(0)
+        nodes.wait_ready()
         is_back(nodes)
         nodes.stop()
     finally:
         nodes.end()
 
 
-def both(nodes: Nodes, then) -> list[tuple[str, str | None]]:
-    """Return texts and errors of a stream of each engine; `then` is called once both have begun."""
-    begun = threading.Barrier(3)
+NUMBERS = itertools.count(10)  # of prompts that no engine has seen
+
+
+def both(nodes: Nodes, then) -> list[tuple[list[int], str, str | None]]:
+    """Return prompts, texts and errors of two streams, one of each engine; `then` is called once both have begun."""
+    begun, prompts = threading.Barrier(3), [[next(NUMBERS)] * 40 for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        made = [pool.submit(nodes.stream, begun.wait, prompt=prompt, max_tokens=900) for prompt in PROMPTS]
+        made = [pool.submit(nodes.stream, begun.wait, prompt=prompt, max_tokens=LONG) for prompt in prompts]
         begun.wait(60)
         then()
-        return [one.result() for one in made]
+        return [(prompt, *one.result()) for prompt, one in zip(prompts, made, strict=True)]
 
 
-def one_fails(nodes: Nodes, loss, expected: list[str]) -> None:
+def check(nodes: Nodes, found: list[tuple[list[int], str, str | None]], at_most: int) -> int:
+    """Compare each stream with the whole text, or its beginning if it ended with an error. Returns how many did."""
+    for prompt, text, error in found:
+        whole = nodes.complete(prompt=prompt, max_tokens=LONG)
+        assert text == whole if error is None else whole.startswith(text), (text, error)
+    count = sum(error is not None for _, _, error in found)
+    assert count <= at_most
+    return count
+
+
+def one_fails(nodes: Nodes, loss) -> None:
     """The stream of the lost machine ends with an error, the other one goes on."""
     began = time.monotonic()
-    kept, lost = both(nodes, loss)
-    assert kept == (expected[0], None)
-    assert lost[1] is not None and expected[1].startswith(lost[0]), lost
+    found = both(nodes, loss)
     assert time.monotonic() - began < LIMIT
+    assert check(nodes, found, at_most=1) == 1
 
 
 def is_back(nodes: Nodes) -> None:
@@ -211,7 +231,11 @@ def is_back(nodes: Nodes) -> None:
 
     def serves() -> bool:
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda prompt: nodes.complete(prompt=prompt), PROMPTS))
+            list(
+                pool.map(
+                    lambda number: nodes.complete(prompt=[number] * 40, max_tokens=2), (next(NUMBERS), next(NUMBERS))
+                )
+            )
         return nodes.served(1) > before
 
     assert poll(serves, 120)
@@ -269,3 +293,38 @@ def test_wrong_numbers_are_named(flags, message):
     config = Config.from_flat(**{key: int(value) if str(value).isdigit() else value for key, value in settings.items()})
     with pytest.raises(ValueError, match=message):
         config.parallel.check_nodes(config.server.headless)
+
+
+@pytest.fixture
+def ray_cluster(network) -> Iterator[str]:
+    """The address of a Ray cluster with one CPU in each namespace."""
+    pytest.importorskip("ray", reason="ray is not installed")
+    started = []
+    address = "10.87.0.1:6379"
+    for i, name in enumerate(network):
+        where = ["--head", "--port", "6379", "--include-dashboard", "false"] if i == 0 else ["--address", address]
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where]
+        command += ["--num-cpus", "1", "--node-ip-address", f"10.87.0.{i + 1}", "--object-store-memory", "100000000"]
+        environment = os.environ | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        time.sleep(1)
+    yield address
+    for process in reversed(started):
+        process.send_signal(signal.SIGTERM)
+    for process in started:
+        process.wait(60)
+
+
+@pytest.mark.timeout(600)
+def test_a_ray_cluster_of_two_machines(network, ray_cluster, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+    flags = ["--distributed-executor-backend", "ray", "--tensor-parallel-size", "2"]
+    nodes = Nodes(network, folder, tmp_path, flags, None)
+    try:
+        nodes.wait_ready()
+        assert len(nodes.ranks(0, "ray::Rank")) == len(nodes.ranks(1, "ray::Rank")) == 1
+        expected = nodes.complete(greedy(load_reference(folder), BODY["prompt"], BODY["max_tokens"])[0])
+        goes_on_or_fails(nodes, lambda: os.kill(nodes.ranks(1, "ray::Rank")[0], signal.SIGKILL), expected)
+        nodes.stop()
+    finally:
+        nodes.end()
