@@ -279,7 +279,10 @@ def self_heals(nodes: Nodes, network: list[str], expected: str) -> None:
         ("--nnodes 2 --data-parallel-size 3", "--nnodes 2 does not divide --data-parallel-size 3"),
         ("--nnodes 2 --node-rank 1 --data-parallel-size 2", "engine 1 needs --headless"),
         ("--headless --data-parallel-size 2 --data-parallel-size-local 1", "needs --data-parallel-start-rank 1"),
-        ("--headless --data-parallel-size 2 --data-parallel-start-rank 2", "must be less than --data-parallel-size 2"),
+        (
+            "--headless --data-parallel-size 2 --data-parallel-size-local 1 --data-parallel-start-rank 2",
+            "must be less than --data-parallel-size 2",
+        ),
         ("--data-parallel-size-local 2", "--data-parallel-size-local 2 needs --data-parallel-size"),
         ("--data-parallel-size 2 --data-parallel-rank 2", "engine 2 of this machine"),
         ("--nnodes 2 --tensor-parallel-size 2 --distributed-executor-backend ray", "backend mp, not ray"),
