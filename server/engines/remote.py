@@ -15,11 +15,11 @@ import struct
 import threading
 import time
 from dataclasses import replace
+from importlib import metadata
 from multiprocessing.connection import Connection
 
 import msgspec
 
-from quire import __version__
 from quire.configs.config import Config, ParallelConfig
 from quire.configs.serving import ServerConfig
 from quire.configs.sockets import watchful
@@ -56,6 +56,13 @@ class Located(msgspec.Struct, array_like=True):
 
 def sizes_of(parallel: ParallelConfig) -> tuple[int, int, int]:
     return parallel.data_parallel_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+
+
+def own_version() -> str:
+    try:
+        return metadata.version("quire")
+    except metadata.PackageNotFoundError:
+        return "0+source"
 
 
 def encode_config(config: Config) -> bytes:
@@ -227,8 +234,8 @@ class Rendezvous:
             return engine
 
     def _refusal(self, hello: Join) -> str:
-        if hello.version != __version__:
-            return f"this machine has quire {hello.version}; the one that serves has {__version__}"
+        if hello.version != own_version():
+            return f"this machine has quire {hello.version}; the one that serves has {own_version()}"
         if tuple(hello.sizes) != sizes_of(self._parallel):
             names = ("--data-parallel-size", "--tensor-parallel-size", "--pipeline-parallel-size")
             theirs, ours = (

@@ -13,11 +13,10 @@ from multiprocessing.connection import Connection, wait
 
 import msgspec
 
-from quire import __version__
 from quire.configs.config import Config
 from quire.configs.sockets import watchful
 from quire.server.engines.process import EngineProcess
-from quire.server.engines.remote import END, Join, Joined, Located, sizes_of
+from quire.server.engines.remote import END, Join, Joined, Located, own_version, sizes_of
 from quire.server.startup.engine_group import SAVE_TIMEOUT, TERMINATE_TIMEOUT
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class RemoteEngines:
             own = connected.getsockname()[0]
             pipe = watchful(connected)
         with pipe:
-            pipe.send_bytes(msgspec.msgpack.encode(Join(index, sizes_of(self._parallel), __version__)))
+            pipe.send_bytes(msgspec.msgpack.encode(Join(index, sizes_of(self._parallel), own_version())))
             joined = msgspec.msgpack.decode(pipe.recv_bytes(), type=Joined)
             if joined.refusal:
                 raise ValueError(joined.refusal)
