@@ -116,7 +116,7 @@ class Supervisor:
         for ever.
         """
         timeout = self.config.server.step_timeout
-        elsewhere = self.engine.is_remote or self.engine.config.parallel.nnodes > 1
+        elsewhere = self.engine.is_remote or self.config.parallel.nnodes > 1
         if not elsewhere or not timeout or not self.was_ready:
             return
         while True:

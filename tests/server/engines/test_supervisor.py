@@ -20,9 +20,9 @@ from tests.helpers.server.fake_engine import ready
 
 
 class ScriptedEngine:
-    is_remote = False
-
     """An engine process that ends when the test requests it."""
+
+    is_remote = False
 
     def __init__(self, config: Config, index: int = 0):
         self.index, self.address = index, "ipc://nowhere"
@@ -41,7 +41,7 @@ class ScriptedEngine:
         self._ended.set()
 
     def successor(self) -> ScriptedEngine:
-        return ScriptedEngine(self.config, self.index)
+        return ScriptedEngine(None, self.index)
 
     def describe_end(self, code: int) -> str:
         return describe_exit(code)
