@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from quire.configs.config import Config
 from quire.server.engines.process import EngineProcess
+from quire.server.engines.remote import RemoteEngine
 from quire.server.engines.silence import Silence
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Supervisor:
     def __init__(
         self,
         config: Config,
-        engine: EngineProcess,
+        engine: EngineProcess | RemoteEngine,
         client: EngineClient,
         on_ready: Callable[[bool], None],
         on_death: Callable[[], None],
@@ -60,21 +60,25 @@ class Supervisor:
         while True:
             ended = in_thread(self.engine.wait)
             await self._serve(ended)
-            reason = self.hung or self.client.dead or describe_exit(ended.result())
+            says, code = self.client.dead, ended.result()
+            reason = self.hung or says or self.engine.describe_end(code)
             self.client.on_dead(reason)
             self.on_death()
             self.engine.kill()  # kill workers that outlived the engine
-            self._check_restarts(reason)
-            logger.error(
-                "engine %d died (%s); restarting it; open requests will be resubmitted", self.engine.index, reason
-            )
+            follows = "another one is awaited"
+            if not self.engine.is_remote:
+                self._check_restarts(reason)
+                follows = "restarting it; open requests will be resubmitted"
+            elif says is not None and not self.was_ready:
+                raise EngineFailed(f"engine {self.engine.index}, on another machine: {reason}")
+            logger.error("engine %d died (%s); %s", self.engine.index, reason, follows)
             self.hung = None
             self.engine = await self._restart()
 
-    async def _restart(self) -> EngineProcess:
+    async def _restart(self) -> EngineProcess | RemoteEngine:
         """Start a new engine. Retries after an OSError (no descriptors, memory or processes). Raises EngineFailed."""
         while True:
-            engine = EngineProcess(self.config, self.engine.index)
+            engine = self.engine.successor()
             try:
                 engine.start()
                 return engine
@@ -90,9 +94,14 @@ class Supervisor:
 
     async def _serve(self, ended: asyncio.Future[int]) -> None:
         """Connect to the engine and wait for its death."""
-        await self.client.connect(self.engine.address)
-        watch = asyncio.ensure_future(self._watch())
         patience = asyncio.ensure_future(self._end_waiting())
+        try:
+            address = self.engine.address or await in_thread(self.engine.locate)
+        except asyncio.CancelledError:
+            patience.cancel()
+            raise
+        await self.client.connect(address)
+        watch = asyncio.ensure_future(self._watch())
         try:
             await self._until_ready(ended)
             patience.cancel()
@@ -103,11 +112,12 @@ class Supervisor:
             await asyncio.gather(watch, patience, return_exceptions=True)
 
     async def _end_waiting(self) -> None:
-        """Fail requests that wait longer than `step_timeout` for an engine of several machines: one of them may be gone
+        """Fail requests that wait longer than `step_timeout` for an engine of other machines: one of them may be gone
         for ever.
         """
         timeout = self.config.server.step_timeout
-        if self.config.parallel.nnodes == 1 or not timeout or not self.was_ready:
+        elsewhere = self.engine.is_remote or self.config.parallel.nnodes > 1
+        if not elsewhere or not timeout or not self.was_ready:
             return
         while True:
             await asyncio.sleep(timeout)
@@ -164,15 +174,6 @@ class Supervisor:
             raise EngineFailed(f"{reason}; it died {len(self.deaths)} times within {DEATH_WINDOW:.0f} seconds")
         if self.num_failed_starts > MAX_DEATHS:
             raise EngineFailed(f"{reason}; {MAX_DEATHS} restarts in a row failed")
-
-
-def describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:

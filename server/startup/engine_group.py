@@ -18,6 +18,7 @@ from quire.configs.config import Config
 from quire.configs.speculation import draft_model_of
 from quire.engine.messages import EngineStats, Progress, WorkerReady
 from quire.server.engines.process import EngineProcess
+from quire.server.engines.remote import RemoteEngine, Rendezvous
 from quire.server.engines.supervisor import Supervisor, in_thread
 from quire.server.model_info import ModelInfo, context_length, known_token_ids
 from quire.server.startup.checks import local_config
@@ -62,7 +63,8 @@ class EngineGroup:
         self.config, self._take_spare = config, take_spare
         self.draft = draft_model_of(config.scheduler.speculative_config)
         self.folder: str | None = None  # the model folder, once it is on this machine
-        self.processes: list[EngineProcess] = []
+        self.processes: list[EngineProcess | RemoteEngine] = []
+        self._rendezvous: Rendezvous | None = None  # of engines on other machines
         self.supervisors: list[Supervisor] = []
         self.saves = False  # whether engines write their KV cache before they end
 
@@ -79,14 +81,22 @@ class EngineGroup:
             self.start(folder, draft)
 
     def start(self, folder: str, draft: str | None = None) -> None:
-        """Start one process per engine, with the models in `folder` and `draft`.
+        """Start one process per engine of this machine, with the models in `folder` and `draft`, and wait for those of
+        other machines.
 
-        Raises ValueError if a folder has no model or the system cannot start a process.
+        Raises ValueError if a folder has no model or the system cannot start a process or listen.
         """
         config = local_config(self.config, folder, draft, needs_weights=self.config.model.load_format != "dummy")
         self.folder = folder
+        local = config.parallel.local_engines
+        own = dataclasses.replace(config, parallel=config.parallel.on_this_machine())
+        if len(local) < config.parallel.data_parallel_size:
+            self._rendezvous = Rendezvous(config)
         for index in range(config.parallel.data_parallel_size):
-            engine = self._take_spare(config) or EngineProcess(config, index)
+            if index in local:
+                engine = self._take_spare(own) or EngineProcess(own, index)
+            else:
+                engine = RemoteEngine(own, index, self._rendezvous)
             try:
                 engine.start()
             except OSError as error:
@@ -165,15 +175,19 @@ class EngineGroup:
             )
         )
 
-    def _current(self) -> list[EngineProcess]:
+    def _current(self) -> list[EngineProcess | RemoteEngine]:
         return [supervisor.engine for supervisor in self.supervisors] or self.processes
 
     async def terminate(self) -> None:
         """Terminate all engines; kill them after TERMINATE_TIMEOUT, later if they write their KV cache first."""
         timeout = TERMINATE_TIMEOUT + (SAVE_TIMEOUT if self.saves else 0)
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         await asyncio.gather(*(in_thread(functools.partial(engine.terminate, timeout)) for engine in self._current()))
 
     def kill(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         for engine in self._current():
             engine.kill()
 
