@@ -44,7 +44,7 @@ ARG TORCH_BUILD=cpu
 # "2.13.0+cpu" satisfies "==2.13.0" and counts as newer, so torch comes from the extra index and all other packages from
 # the default one.
 RUN --mount=type=cache,target=/root/.cache/pip \
-    if [ "$TORCH_BUILD" = cpu ] && [ "$(uname -m)" = x86_64 ] && [ -z "$PIP_INDEX_URL$PIP_EXTRA_INDEX_URL" ]; then \
+    if [ "$TORCH_BUILD" = cpu ] && [ -z "$PIP_INDEX_URL$PIP_EXTRA_INDEX_URL" ]; then \
         echo "error: set --build-arg PIP_EXTRA_INDEX_URL=INDEX to the package index of PyTorch's CPU builds (see the top of the Dockerfile), or" \
              "accept the CUDA build with --build-arg TORCH_BUILD=any" >&2; \
         exit 1; \

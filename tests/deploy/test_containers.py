@@ -103,10 +103,9 @@ def test_the_cpu_image_never_holds_cuda_by_accident(tmp_path, cuda, variables, e
         "--mount=type=cache,target=/root/.cache/pip", ""
     )
     (tmp_path / "pip").write_text('#!/bin/sh\necho pip "$@"\n')
-    (tmp_path / "uname").write_text("#!/bin/sh\necho x86_64\n")
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / "torch.py").write_text(f"__version__ = '2.13.0'\nclass version: cuda = {cuda!r}\n")
-    for name in ("pip", "uname", "python"):
+    for name in ("pip", "python"):
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TORCH_BUILD": "cpu", **variables}
     ended = subprocess.run(
