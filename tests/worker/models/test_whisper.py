@@ -19,6 +19,7 @@ from quire.worker.weights.loader import load_weights
 from tests.helpers.in_process import InProcessEngine
 from tests.helpers.models.speech_models import build_whisper, token_id
 from tests.helpers.worker.towers import close, load_tower
+from tests.worker.cuda.test_cuda_graph import Recorder
 
 POSITIONS, LENGTH = 60, 24
 BLOCKS = -(-POSITIONS // 16)  # of the keys and values of the encoder's output
@@ -111,6 +112,25 @@ def test_several_requests_at_once(built, engine):
     assert len({tuple(reference) for reference in references}) > 3, "the audio makes no difference"
     for result, reference in zip(results, references):
         assert ends_with(result, reference, token_id(model, "endofspeech"))
+
+
+def test_decode_steps_are_recorded(built, engine):
+    """Replayed steps read the keys and values of each request's own audio."""
+    model, folder = built
+    seeds = [1, 2, 3, 4, 5]
+    prompts, media = [prompt(model)] * len(seeds), [audio(folder, seed) for seed in seeds]
+    want = [result.token_ids for result in engine.generate(prompts, greedy(model), media=media)]
+    recorded = InProcessEngine(str(folder), dtype="float32", max_num_seqs=4, speculative_config=None)
+    runner = recorded.executor._worker.runner
+    recorder = Recorder(runner.model)
+    runner.use_graphs(recorded.scheduler.max_model_len, recorder)
+    runner.forward.forward = recorder.forward
+    while runner.work_idle():
+        pass
+    recorder.num_replays = 0
+    got = [result.token_ids for result in recorded.generate(prompts, greedy(model), media=media)]
+    recorded.close()
+    assert got == want and recorder.num_replays > 10
 
 
 def test_equal_prompts_share_no_blocks(built, engine):
