@@ -258,20 +258,6 @@ class ParallelConfig:
     node_rank: int = opt(0, "number of this machine; the first, 0, serves, the others are --headless", minimum=0)
     master_addr: str = opt("127.0.0.1", "address of the first machine, at which the others reach it")
     master_port: int = opt(29501, "port of the first machine for the others", minimum=1, maximum=65535)
-    data_parallel_size_local: int | None = opt(
-        None, "number of engines on this machine (default: all, or an equal part of --nnodes)", minimum=0
-    )
-    data_parallel_start_rank: int = opt(0, "number of the first engine of this machine", minimum=0)
-    data_parallel_rank: int | None = opt(
-        None, "number of this server's only engine; a balancer chooses among the servers", minimum=0
-    )
-    data_parallel_hybrid_lb: bool = opt(
-        False, "serve the engines of this machine alone; a balancer chooses among the servers"
-    )
-    data_parallel_address: str = opt(
-        "127.0.0.1", "address of the machine that serves, at which other machines' engines reach it"
-    )
-    data_parallel_rpc_port: int = opt(29550, "port of that machine for the engines", minimum=1, maximum=65535)
     debug_check_ranks: bool = opt(
         False, "compare the sampled tokens of all tensor-parallel ranks after every step, and fail if they differ"
     )
@@ -286,52 +272,8 @@ class ParallelConfig:
         """The number of ranks on each machine."""
         return self.world_size // self.nnodes
 
-    @property
-    def local_engines(self) -> range:
-        """The numbers of the engines on this machine."""
-        if self.data_parallel_rank is not None:
-            return range(self.data_parallel_rank, self.data_parallel_rank + 1)
-        count, start = self.data_parallel_size_local, self.data_parallel_start_rank
-        if count is None:
-            count = self.data_parallel_size // self.nnodes if self.nnodes > 1 else self.data_parallel_size - start
-        start = start or self.node_rank * count
-        return range(start, start + count)
-
-    @property
-    def has_own_balancer(self) -> bool:
-        """Whether clients choose among servers, each of which serves the engines of its machine."""
-        return self.data_parallel_hybrid_lb or self.data_parallel_rank is not None
-
-    @property
-    def spans_machines(self) -> bool:
-        """Whether ranks or engines may run on other machines, which do not share this one's memory."""
-        engines = 0 if self.has_own_balancer else self.data_parallel_size - len(self.local_engines)
-        return self.distributed_executor_backend == "ray" or self.nnodes > 1 or engines > 0
-
-    @property
-    def rendezvous(self) -> tuple[str, int]:
-        """The address at which the engines of other machines join."""
-        default = type(self)().data_parallel_address
-        use_master = self.nnodes > 1 and self.data_parallel_address == default
-        return self.master_addr if use_master else self.data_parallel_address, self.data_parallel_rpc_port
-
-    def on_this_machine(self) -> ParallelConfig:
-        """Return the settings for the engines of this machine, each of which is whole."""
-        if self.data_parallel_size == 1:
-            return self
-        alone = ParallelConfig()
-        names = "nnodes node_rank data_parallel_size_local data_parallel_start_rank data_parallel_rank "
-        reset = {name: getattr(alone, name) for name in (names + "data_parallel_hybrid_lb").split()}
-        return replace(self, data_parallel_size=len(self.local_engines), **reset)
-
     def check_nodes(self, headless: bool) -> None:
         """Raise ValueError for machines that do not fit the ranks or each other."""
-        if self.data_parallel_size > 1:
-            return self._check_engines(headless)
-        for name in ("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank"):
-            if (value := getattr(self, name)) not in (None, 1 if name.endswith("local") else 0):
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} {value} needs --data-parallel-size, the number of all engines")
         if headless and not self.node_rank:
             raise ValueError("--headless needs --node-rank 1 or more: the first node serves")
         if self.node_rank >= self.nnodes:
@@ -347,34 +289,11 @@ class ParallelConfig:
             )
         if self.executor != "mp":
             raise ValueError(f"--nnodes {self.nnodes} needs --distributed-executor-backend mp, not {self.executor}")
-
-    def _check_engines(self, headless: bool) -> None:
-        """Raise ValueError for engines that no machine has, and for a machine without any."""
-        size, mine = self.data_parallel_size, self.local_engines
-        if self.nnodes > 1 and self.node_rank >= self.nnodes:
-            raise ValueError(f"--node-rank {self.node_rank} must be less than --nnodes {self.nnodes}")
-        if self.nnodes > 1 and self.data_parallel_size_local is None and size % self.nnodes:
+        if self.data_parallel_size > 1:
             raise ValueError(
-                f"--nnodes {self.nnodes} does not divide --data-parallel-size {size}: an engine of several machines is "
-                "the only one"
+                f"--nnodes {self.nnodes} divides one engine; for --data-parallel-size {self.data_parallel_size} over "
+                "machines start a server on each, with a router before them"
             )
-        if mine.stop > size:
-            raise ValueError(
-                f"engine {mine.stop - 1} of this machine must be less than --data-parallel-size {size} "
-                f"(--data-parallel-start-rank {mine.start}, --data-parallel-size-local {len(mine)})"
-            )
-        if headless and (self.has_own_balancer or not mine.start or not mine):
-            raise ValueError(
-                "--headless needs --data-parallel-start-rank 1 or more, or --node-rank: the machine that serves has "
-                "the first engines"
-            )
-        if not headless and mine.start and not self.has_own_balancer:
-            raise ValueError(
-                f"engine {mine.start} needs --headless: only the machine with the first engines serves "
-                "(--data-parallel-hybrid-lb: each serves its own)"
-            )
-        if self.has_own_balancer and not mine:
-            raise ValueError("--data-parallel-size-local 0 has nothing to serve with --data-parallel-hybrid-lb")
 
     @property
     def executor(self) -> str:

@@ -1,14 +1,10 @@
-"""ZeroMQ sockets whose owner may be collected, and connections to other machines."""
+"""ZeroMQ sockets whose owner may be collected."""
 
 from __future__ import annotations
 
-import socket
 import weakref
-from multiprocessing.connection import Connection
 
 import zmq
-
-SILENCE = 8  # seconds after which a machine that does not answer is gone
 
 
 def close_when_collected(owner: object, context: zmq.Context, *sockets: zmq.Socket) -> weakref.finalize:
@@ -23,21 +19,6 @@ def close_when_collected(owner: object, context: zmq.Context, *sockets: zmq.Sock
 
 
 def _close(context: zmq.Context, sockets: tuple[zmq.Socket, ...]) -> None:
-    for one in sockets:
-        one.close()
+    for socket in sockets:
+        socket.close()
     context.term()
-
-
-def watchful(connected: socket.socket) -> Connection:
-    """Return the connection, which ends when the other machine does not answer for SILENCE seconds."""
-    connected.settimeout(None)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, 2),
-        (socket.TCP_KEEPINTVL, 2),
-        (socket.TCP_KEEPCNT, (SILENCE - 2) // 2),
-        (socket.TCP_USER_TIMEOUT, SILENCE * 1000),
-    ):
-        connected.setsockopt(socket.IPPROTO_TCP, option, value)
-    return Connection(connected.detach())

@@ -16,7 +16,6 @@ import socket
 import stat
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.configs.config import Config
@@ -207,8 +206,6 @@ class Launcher:
         self._interrupted, self._signalled = False, 0.0  # whether SIGINT came, and when the first signal did
         check_server_files(config.server)
         config.parallel.check_nodes(headless=False)
-        if config.parallel.has_own_balancer:
-            self.config = replace(config, parallel=config.parallel.on_this_machine())
         self._begin()
 
     def _begin(self) -> None:

@@ -96,7 +96,7 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.images = Images(self.config)
-        self.speech = Speech(self.config.parallel.spans_machines)
+        self.speech = Speech(self.config.parallel.distributed_executor_backend == "ray")
         several = self.config.server.api_server_count > 1
         self.adapters = SharedAdapters(self.config.lora.enabled) if several else Adapters(self.config)
         self.idle.set()

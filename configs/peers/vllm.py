@@ -31,8 +31,6 @@ GROUPS = (
         "--long-prefill-token-threshold= --scheduling-policy= --speculative-config= --kv-events-config= "
         "--kv-transfer-config= --[no-]enable-log-requests --max-log-len= --log-config-file= --middleware= "
         "--nnodes= --node-rank= --master-addr= --master-port= --headless "
-        "--data-parallel-size-local= --data-parallel-start-rank= --data-parallel-rank= --data-parallel-hybrid-lb "
-        "--data-parallel-address= --data-parallel-rpc-port= --no-data-parallel-hybrid-lb "
         "--shutdown-timeout= --[no-]enable-sleep-mode "
         "--lora-modules=+ --chat-template= --[no-]trust-request-chat-template "
         "--[no-]enable-auto-tool-choice --[no-]exclude-tools-when-tool-choice-none --tool-call-parser= "
@@ -59,18 +57,18 @@ GROUPS = (
         f"of vLLM: {_MACHINES}; of llama.cpp: stop is a field of requests",
         "-r=",
     ),
-    renamed("data_parallel_rank", "-dpn="),
-    renamed("data_parallel_start_rank", "-dpr="),
-    renamed("data_parallel_size_local", "-dpl="),
-    renamed("data_parallel_address", "-dpa="),
-    renamed("data_parallel_rpc_port", "-dpp="),
-    renamed("data_parallel_hybrid_lb", "-dph", value="true"),
-    no_effect("a server with --data-parallel-rank serves that engine alone", "--data-parallel-external-lb -dpe"),
-    refused("start a server with --data-parallel-rank for each port", "--data-parallel-multi-port-external-lb -dpm"),
+    refused(
+        _MACHINES,
+        "--data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= "
+        "--data-parallel-external-lb -dpe --data-parallel-hybrid-lb -dph --data-parallel-multi-port-external-lb -dpm",
+        "0",
+    ),
     no_effect(
         _MACHINES,
         "--distributed-timeout-seconds= --cpu-distributed-timeout-seconds= "
-        "--data-parallel-backend= -dpb= --no-data-parallel-external-lb --no-data-parallel-multi-port-external-lb "
+        "--data-parallel-address= -dpa= --data-parallel-rpc-port= -dpp= "
+        "--data-parallel-size-local= -dpl= --data-parallel-backend= -dpb= --no-data-parallel-external-lb "
+        "--no-data-parallel-hybrid-lb --no-data-parallel-multi-port-external-lb "
         "--data-parallel-supervisor-port= --dp-supervisor-probe-interval-s= "
         "--dp-supervisor-probe-timeout-s= --dp-supervisor-probe-failure-threshold= --dp-sync-interval= "
         "--[no-]disable-nccl-for-dp-synchronization --[no-]enable-elastic-ep --elastic-ep-max-dp-size= "

@@ -24,10 +24,10 @@ import msgspec
 
 from quire.configs.config import Config, ParallelConfig
 from quire.configs.serving import ServerConfig
-from quire.configs.sockets import SILENCE, watchful
 
 logger = logging.getLogger(__name__)
 
+SILENCE = 8  # seconds after which a machine that does not answer is gone
 RETRY = 1.0  # seconds between attempts to reach the first node
 ACCEPT_TIMEOUT = 0.5  # seconds between looks whether this node's own ranks live
 HELLO_TIMEOUT = 10  # seconds for a connection to say which rank it is
@@ -77,6 +77,21 @@ def use_interface(address: str) -> None:
     if (name := interface_to(address)) is not None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, name)
+
+
+def _watchful(connected: socket.socket) -> Connection:
+    """Return the connection, which ends when the other machine does not answer for SILENCE seconds."""
+    connected.settimeout(None)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 2),
+        (socket.TCP_KEEPINTVL, 2),
+        (socket.TCP_KEEPCNT, (SILENCE - 2) // 2),
+        (socket.TCP_USER_TIMEOUT, SILENCE * 1000),
+    ):
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+    return Connection(connected.detach())
 
 
 def _has_ended(pipe: Connection) -> bool:
@@ -152,7 +167,7 @@ class RemoteRanks:
             return
         with socket.socket(fileno=os.dup(pipe.fileno())) as again:
             again.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-            self.pipes[hello.rank] = watchful(again)
+            self.pipes[hello.rank] = _watchful(again)
         pipe.close()
         missing.discard(hello.rank)
 
@@ -197,7 +212,7 @@ def join(config: Config, rank: int) -> tuple[Config, str, Connection]:
     while True:
         try:
             connected = socket.create_connection((parallel.master_addr, parallel.master_port), SILENCE)
-            pipe = watchful(connected)
+            pipe = _watchful(connected)
             pipe.send_bytes(msgspec.msgpack.encode(Join(rank, sizes_of(parallel))))
             joined = msgspec.msgpack.decode(pipe.recv_bytes(), type=Joined)
         except (OSError, EOFError):

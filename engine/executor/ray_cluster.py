@@ -19,7 +19,6 @@ import msgspec
 
 from quire.configs.config import Config
 from quire.engine.executor.base import Executor, Pending, ReportProgress
-from quire.engine.executor.nodes import use_interface
 from quire.worker.messages import StepInput, StepOutput, WorkerReady
 
 try:
@@ -66,7 +65,6 @@ class Rank:
         """Initialize the worker; raises ValueError as the worker does. Ray shows the rank its own GPU only."""
         from quire.worker.worker import Worker
 
-        use_interface(init_method.removeprefix("tcp://").rpartition(":")[0])
         self._worker = Worker(
             msgspec.msgpack.decode(config, type=Config),
             rank,

@@ -32,15 +32,12 @@ class EngineProcess:
     configuration may be set after `preload`, before `start`.
     """
 
-    is_remote = False
-
-    def __init__(self, config: Config | None, index: int = 0, address: str | None = None, slot: int | None = None):
-        """`slot` is the engine's number among those of this machine, if it differs from `index`."""
-        self.config, self.index, self._slot = config, index, index if slot is None else slot
+    def __init__(self, config: Config | None, index: int = 0):
+        self.config, self.index = config, index
         self._process: subprocess.Popen | None = None
         self._killed = False
         self._folder = _socket_folder()
-        self.address = address or f"ipc://{self._folder}/engine"
+        self.address = f"ipc://{self._folder}/engine"
 
     def preload(self, executor: str, niceness: int = 0) -> None:
         """Start a process that imports `executor`, a value of `distributed_executor_backend`, and waits for `start`.
@@ -57,7 +54,7 @@ class EngineProcess:
         """
         if self._process is None:
             several = self.config.parallel.data_parallel_size > 1
-            devices = _devices(self.config, self._slot, os.environ.get("CUDA_VISIBLE_DEVICES")) if several else ""
+            devices = _devices(self.config, self.index, os.environ.get("CUDA_VISIBLE_DEVICES")) if several else ""
             self._spawn({"CUDA_VISIBLE_DEVICES": devices} if several else {})
         config = msgspec.msgpack.encode(self.config)
         with contextlib.suppress(BrokenPipeError):  # the engine died already: `wait` reports that
@@ -84,16 +81,6 @@ class EngineProcess:
     def wait(self) -> int:
         """Block until the engine ends. Call it in a thread."""
         return self._process.wait()
-
-    def successor(self) -> EngineProcess:
-        """Return another run of this engine, not started."""
-        return EngineProcess(self.config, self.index)
-
-    def locate(self) -> str:
-        return self.address
-
-    def describe_end(self, code: int) -> str:
-        return describe_exit(code)
 
     def terminate(self, timeout: float) -> int:
         """Ask the engine to exit, kill it and its workers after `timeout` seconds, and clean up.
@@ -136,15 +123,6 @@ class EngineProcess:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
 
 
 def python_environment() -> dict[str, str]:

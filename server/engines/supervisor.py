@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from quire.configs.config import Config
 from quire.server.engines.process import EngineProcess
-from quire.server.engines.remote import RemoteEngine
 from quire.server.engines.silence import Silence
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Supervisor:
     def __init__(
         self,
         config: Config,
-        engine: EngineProcess | RemoteEngine,
+        engine: EngineProcess,
         client: EngineClient,
         on_ready: Callable[[bool], None],
         on_death: Callable[[], None],
@@ -60,25 +60,21 @@ class Supervisor:
         while True:
             ended = in_thread(self.engine.wait)
             await self._serve(ended)
-            says, code = self.client.dead, ended.result()
-            reason = self.hung or says or self.engine.describe_end(code)
+            reason = self.hung or self.client.dead or describe_exit(ended.result())
             self.client.on_dead(reason)
             self.on_death()
             self.engine.kill()  # kill workers that outlived the engine
-            follows = "another one is awaited"
-            if not self.engine.is_remote:
-                self._check_restarts(reason)
-                follows = "restarting it; open requests will be resubmitted"
-            elif says is not None and not self.was_ready:
-                raise EngineFailed(f"engine {self.engine.index}, on another machine: {reason}")
-            logger.error("engine %d died (%s); %s", self.engine.index, reason, follows)
+            self._check_restarts(reason)
+            logger.error(
+                "engine %d died (%s); restarting it; open requests will be resubmitted", self.engine.index, reason
+            )
             self.hung = None
             self.engine = await self._restart()
 
-    async def _restart(self) -> EngineProcess | RemoteEngine:
+    async def _restart(self) -> EngineProcess:
         """Start a new engine. Retries after an OSError (no descriptors, memory or processes). Raises EngineFailed."""
         while True:
-            engine = self.engine.successor()
+            engine = EngineProcess(self.config, self.engine.index)
             try:
                 engine.start()
                 return engine
@@ -94,14 +90,9 @@ class Supervisor:
 
     async def _serve(self, ended: asyncio.Future[int]) -> None:
         """Connect to the engine and wait for its death."""
-        patience = asyncio.ensure_future(self._end_waiting())
-        try:
-            address = self.engine.address or await in_thread(self.engine.locate)
-        except asyncio.CancelledError:
-            patience.cancel()
-            raise
-        await self.client.connect(address)
+        await self.client.connect(self.engine.address)
         watch = asyncio.ensure_future(self._watch())
+        patience = asyncio.ensure_future(self._end_waiting())
         try:
             await self._until_ready(ended)
             patience.cancel()
@@ -112,12 +103,11 @@ class Supervisor:
             await asyncio.gather(watch, patience, return_exceptions=True)
 
     async def _end_waiting(self) -> None:
-        """Fail requests that wait longer than `step_timeout` for an engine of other machines: one of them may be gone
+        """Fail requests that wait longer than `step_timeout` for an engine of several machines: one of them may be gone
         for ever.
         """
         timeout = self.config.server.step_timeout
-        elsewhere = self.engine.is_remote or self.config.parallel.nnodes > 1
-        if not elsewhere or not timeout or not self.was_ready:
+        if self.config.parallel.nnodes == 1 or not timeout or not self.was_ready:
             return
         while True:
             await asyncio.sleep(timeout)
@@ -174,6 +164,15 @@ class Supervisor:
             raise EngineFailed(f"{reason}; it died {len(self.deaths)} times within {DEATH_WINDOW:.0f} seconds")
         if self.num_failed_starts > MAX_DEATHS:
             raise EngineFailed(f"{reason}; {MAX_DEATHS} restarts in a row failed")
+
+
+def describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:

@@ -67,7 +67,7 @@ class Images:
     def __init__(self, config: Config):
         self._config = config.media
         self._text_only = config.model.language_model_only
-        self._on_cluster = config.parallel.spans_machines
+        self._on_cluster = config.parallel.distributed_executor_backend == "ray"
         # why the model takes no images, as the end of a sentence; None if it does
         self.why_not: str | None = "it is loading"
         self._is_complete = True  # False: a package is missing
@@ -118,7 +118,7 @@ class Images:
         if self.why_not is None and self._text_only:
             self.why_not = "the server was started with --language-model-only"
         if self.why_not is None and self._on_cluster:
-            self.why_not = "ranks on other machines do not share the memory in which images are handed over"
+            self.why_not = "ranks on a Ray cluster do not share the memory in which images are handed over"
         if self.why_not is None and not _is_installed("PIL"):
             self.why_not, self._is_complete = "it lacks the package pillow (pip install 'quire[files]')", False
         if self.why_not is not None:

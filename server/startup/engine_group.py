@@ -18,7 +18,6 @@ from quire.configs.config import Config
 from quire.configs.speculation import draft_model_of
 from quire.engine.messages import EngineStats, Progress, WorkerReady
 from quire.server.engines.process import EngineProcess
-from quire.server.engines.remote import RemoteEngine, Rendezvous
 from quire.server.engines.supervisor import Supervisor, in_thread
 from quire.server.model_info import ModelInfo, context_length, known_token_ids
 from quire.server.startup.checks import local_config
@@ -63,8 +62,7 @@ class EngineGroup:
         self.config, self._take_spare = config, take_spare
         self.draft = draft_model_of(config.scheduler.speculative_config)
         self.folder: str | None = None  # the model folder, once it is on this machine
-        self.processes: list[EngineProcess | RemoteEngine] = []
-        self._rendezvous: Rendezvous | None = None  # of engines on other machines
+        self.processes: list[EngineProcess] = []
         self.supervisors: list[Supervisor] = []
         self.saves = False  # whether engines write their KV cache before they end
 
@@ -81,22 +79,14 @@ class EngineGroup:
             self.start(folder, draft)
 
     def start(self, folder: str, draft: str | None = None) -> None:
-        """Start one process per engine of this machine, with the models in `folder` and `draft`, and wait for those of
-        other machines.
+        """Start one process per engine, with the models in `folder` and `draft`.
 
-        Raises ValueError if a folder has no model or the system cannot start a process or listen.
+        Raises ValueError if a folder has no model or the system cannot start a process.
         """
         config = local_config(self.config, folder, draft, needs_weights=self.config.model.load_format != "dummy")
         self.folder = folder
-        local = config.parallel.local_engines
-        own = dataclasses.replace(config, parallel=config.parallel.on_this_machine())
-        if len(local) < config.parallel.data_parallel_size:
-            self._rendezvous = Rendezvous(config)
         for index in range(config.parallel.data_parallel_size):
-            if index in local:
-                engine = self._take_spare(own) or EngineProcess(own, index)
-            else:
-                engine = RemoteEngine(own, index, self._rendezvous)
+            engine = self._take_spare(config) or EngineProcess(config, index)
             try:
                 engine.start()
             except OSError as error:
@@ -175,19 +165,15 @@ class EngineGroup:
             )
         )
 
-    def _current(self) -> list[EngineProcess | RemoteEngine]:
+    def _current(self) -> list[EngineProcess]:
         return [supervisor.engine for supervisor in self.supervisors] or self.processes
 
     async def terminate(self) -> None:
         """Terminate all engines; kill them after TERMINATE_TIMEOUT, later if they write their KV cache first."""
         timeout = TERMINATE_TIMEOUT + (SAVE_TIMEOUT if self.saves else 0)
-        if self._rendezvous is not None:
-            self._rendezvous.close()
         await asyncio.gather(*(in_thread(functools.partial(engine.terminate, timeout)) for engine in self._current()))
 
     def kill(self) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.close()
         for engine in self._current():
             engine.kill()
 

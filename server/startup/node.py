@@ -1,6 +1,4 @@
-"""`--headless`: a node that runs ranks for the engine of another machine, or engines for its server, and serves nothing
-itself.
-"""
+"""`--headless`: a node that runs ranks for the engine of another machine, and serves nothing itself."""
 
 from __future__ import annotations
 
@@ -13,25 +11,21 @@ import msgspec
 
 from quire.checkpoints import hub
 from quire.configs.config import Config
-from quire.configs.speculation import draft_model_of
 from quire.server.engines.process import python_environment
 from quire.server.startup.checks import local_config
-from quire.server.startup.remote_engines import RemoteEngines
 
 logger = logging.getLogger(__name__)
 
 
 def run_node(config: Config) -> int:
-    """Run this node's ranks or engines until a signal or a refusal of the first node; returns the exit code. Raises
-    ValueError for a model that cannot be had.
+    """Run this node's ranks until a signal or a refusal of the first node; returns the exit code. Raises ValueError
+    for a model that cannot be had.
     """
-    options, draft = config.model, draft_model_of(config.scheduler.speculative_config)
-    folder = _folder(config, options.model, options.revision)
-    needs_weights = options.load_format != "dummy"
-    if config.parallel.data_parallel_size > 1:
-        draft = None if draft is None else _folder(config, draft, None)
-        return RemoteEngines(local_config(config, folder, draft, needs_weights=needs_weights)).run()
-    config = local_config(config, folder, None, needs_weights=needs_weights)
+    options = config.model
+    folder = hub.ready_folder(options.model) or hub.resolve(
+        options.model, revision=options.revision, download_dir=options.download_dir, progress=lambda phase, done: None
+    )
+    config = local_config(config, folder, None, needs_weights=options.load_format != "dummy")
     command = [sys.executable, "-P", "-m", "quire.engine.node"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=python_environment(), process_group=0)
 
@@ -47,9 +41,3 @@ def run_node(config: Config) -> int:
     address = f"{parallel.master_addr}:{parallel.master_port}"
     logger.info("node %d of %d: joining %s", parallel.node_rank, parallel.nnodes, address)
     return process.wait()
-
-
-def _folder(config: Config, model: str, revision: str | None) -> str:
-    return hub.ready_folder(model) or hub.resolve(
-        model, revision=revision, download_dir=config.model.download_dir, progress=lambda phase, done: None
-    )

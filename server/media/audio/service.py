@@ -82,7 +82,7 @@ class Speech:
         read = next((_READERS[name] for name in names if name in _READERS), None)
         self.why_not = "its architecture reads no audio" if read is None else None
         if self.why_not is None and self._on_cluster:
-            self.why_not = "ranks on other machines do not share the memory in which audio is handed over"
+            self.why_not = "ranks on a Ray cluster do not share the memory in which audio is handed over"
         if self.why_not is not None:
             return
         try:

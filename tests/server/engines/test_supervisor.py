@@ -14,15 +14,13 @@ from quire.configs.config import Config
 from quire.engine.messages import Ready
 from quire.server.engines import supervisor as module
 from quire.server.engines.client import EngineUnavailable
-from quire.server.engines.process import describe_exit, python_environment
+from quire.server.engines.process import python_environment
 from quire.server.engines.supervisor import EngineFailed, Supervisor
 from tests.helpers.server.fake_engine import ready
 
 
 class ScriptedEngine:
     """An engine process that ends when the test requests it."""
-
-    is_remote = False
 
     def __init__(self, config: Config, index: int = 0):
         self.index, self.address = index, "ipc://nowhere"
@@ -39,12 +37,6 @@ class ScriptedEngine:
 
     def kill(self) -> None:
         self._ended.set()
-
-    def successor(self) -> ScriptedEngine:
-        return ScriptedEngine(None, self.index)
-
-    def describe_end(self, code: int) -> str:
-        return describe_exit(code)
 
 
 made: list[ScriptedEngine] = []
