@@ -129,6 +129,20 @@ def test_blocks_come_over_tcp_if_nixl_fails(pair, reads, monkeypatch, caplog):
     assert not reads and "NIXL_ERR_REMOTE_DISCONNECT" in caplog.text
 
 
+@pytest.mark.parametrize("method", ["offer", "description"])
+def test_blocks_come_over_tcp_if_nixl_fails_at_the_sender(pair, reads, monkeypatch, caplog, method):
+    """Its engine goes on."""
+    producer, consumer = pair
+
+    def fail(*args):
+        raise RuntimeError("NIXL_ERR_NOT_ALLOWED")
+
+    monkeypatch.setattr(nixl.Nixl, method, fail)
+    assert decode(consumer, prefill(producer)) == 40
+    assert not reads and "NIXL_ERR_NOT_ALLOWED" in caplog.text
+    producer.assert_at_rest()
+
+
 def test_without_the_package_a_warning_says_what_is_used(monkeypatch, caplog):
     monkeypatch.setattr(nixl, "PACKAGES", ("no_such_package",))
     assert nixl.open_nixl(["UCX"]) is None and "need the package nixl" in caplog.text

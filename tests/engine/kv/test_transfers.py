@@ -211,14 +211,20 @@ def test_a_producer_that_is_killed_while_it_sends(monkeypatch, local):
     consumer.core.executor.shutdown()
 
 
-def test_a_long_step_of_the_producer_is_no_silence(engines, monkeypatch):
-    """The copies of a prompt come long after the answer."""
-    producer, consumer = engines()
+def answered_before_copies(producer, monkeypatch):
+    """Have the producer answer a prompt and copy none of its blocks. Returns its tier."""
     tier = producer.tier("remote")
     monkeypatch.setattr(tier, "_copy_bytes", 0)
     producer.put(AddRequest("p", PROMPT, SamplingParams(max_tokens=1), transfer=Transfer(send=True)))
     while (b"server", "p") not in producer.outputs:
         producer.turn()
+    return tier
+
+
+def test_a_long_step_of_the_producer_is_no_silence(engines, monkeypatch):
+    """The copies of a prompt come long after the answer."""
+    producer, consumer = engines()
+    tier = answered_before_copies(producer, monkeypatch)
     sent, begun = producer.last("p").sent, []
 
     def copy_late():
@@ -284,11 +290,7 @@ def test_copies_do_not_open_more_and_more_files():
 
 def test_contents_of_earlier_weights_are_not_sent(engines, monkeypatch):
     producer, consumer = engines()
-    tier = producer.tier("remote")
-    monkeypatch.setattr(tier, "_copy_bytes", 0)
-    producer.put(AddRequest("p", PROMPT, SamplingParams(max_tokens=1), transfer=Transfer(send=True)))
-    while (b"server", "p") not in producer.outputs:
-        producer.turn()
+    tier = answered_before_copies(producer, monkeypatch)
     tier.clear()  # as when weights or adapters change
     producer.run()
     assert decode(consumer, msgspec.structs.replace(producer.last("p").sent, send=False)) == 0

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,8 +175,18 @@ class Outbox:
             if self._nixl is not None:
                 os.ftruncate(segment.fd, most)
                 segment.memory = mmap.mmap(segment.fd, most)
-                segment.address, segment.handle = self._nixl.offer(segment.memory)
+                with self._tcp_on_errors():
+                    segment.address, segment.handle = self._nixl.offer(segment.memory)
         return self._number, segment
+
+    @contextlib.contextmanager
+    def _tcp_on_errors(self) -> Iterator[None]:
+        """Use NIXL no more after one of its errors: neither the engine nor the outbox may end by it."""
+        try:
+            yield
+        except Exception as error:  # its own kinds, one per status
+            logger.warning("kv transfer: NIXL: %s: %s; blocks are sent over TCP", type(error).__name__, error)
+            self._nixl = None
 
     def _drop(self, number: int) -> None:
         segment = self._segments.pop(number)
@@ -186,7 +196,8 @@ class Outbox:
                 del self._entries[key]
                 self.num_evicted += 1
         if self._nixl is not None:
-            self._nixl.withdraw(segment.handle)
+            with self._tcp_on_errors():
+                self._nixl.withdraw(segment.handle)
         os.close(segment.fd)
 
     def clear(self) -> None:
@@ -246,11 +257,12 @@ class Outbox:
         if ask.host and ask.host == self._host:
             found.place = os.getpid(), segment.fd, entry.offset
             return b""
-        if self._nixl is None or ask.nixl < 0:
-            return os.pread(segment.fd, entry.size, entry.offset)
-        version, description = self._nixl.description()
-        found.nixl = segment.address + entry.offset, version
-        return b"" if ask.nixl == version else description
+        if self._nixl is not None and ask.nixl >= 0:
+            with self._tcp_on_errors():
+                version, description = self._nixl.description()
+                found.nixl = segment.address + entry.offset, version
+                return b"" if ask.nixl == version else description
+        return os.pread(segment.fd, entry.size, entry.offset)
 
     def _send(self, client: bytes, found: Found, content: bytes) -> None:
         with contextlib.suppress(zmq.Again):

@@ -155,9 +155,10 @@ class RemoteTier(Tier):
         try:
             return server.read(keys, self._digest)
         except (TimeoutError, zmq.ZMQError, _OtherBlocksError) as error:
+            reason = str(error)
             if isinstance(error, _OtherBlocksError):
-                error = TimeoutError(f"its blocks cannot be used here: {self._differences(error.about)}")
-            logger.warning("kv transfer: %s:%d: %s; its blocks are computed for %.0f s", *address, error, PAUSE)
+                reason = f"its blocks cannot be used here: {self._differences(error.about)}"
+            logger.warning("kv transfer: %s:%d: %s; its blocks are computed for %.0f s", *address, reason, PAUSE)
             server.close()
             with self._lock:
                 del self._servers[address]
